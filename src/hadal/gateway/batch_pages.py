@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hadal.gateway.auth import Tenant
 from hadal.gateway.batches import WINDOW_S, BatchWorker
+from hadal.gateway.decoding import decode
 from hadal.gateway.description import (
     BATCH_CANCELLED,
     BATCH_CREATED,
@@ -42,7 +43,6 @@ from hadal.gateway.openai import (
     BATCH_WINDOW,
     NewBatch,
     check_metadata,
-    decode,
     is_ascending,
     list_page,
     read_limit,

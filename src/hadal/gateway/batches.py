@@ -200,6 +200,7 @@ class BatchWorker:
             if fact.request_id not in self._charged:
                 self._charged.add(fact.request_id)
                 accounting.charge([fact])
+                self._gateway.metrics.output.add(fact.tokens_out)
 
     async def _look(self) -> None:
         """Find out what is to be done, and see that somebody does it."""
@@ -433,7 +434,9 @@ class BatchWorker:
                     if isinstance(found, tuple):
                         # Nothing is awaited since the front was asked.
                         times = Times(self._gateway.now())
-                        reply = self._gateway.begin(work, formatter, found, request_id, times)
+                        reply = self._gateway.begin(
+                            work, formatter, found, request_id, times, is_batch=True
+                        )
                         return reply
                 finally:
                     if reply is None:

@@ -1,9 +1,10 @@
 """The way from a chat's messages to a prompt's ids, by the model's own chat template.
 
 What users type never becomes a control token: before the template sees a message, a *shield*
-character is put behind every character with which a control token begins, and taken out again once
+character is put behind the first character of every control token in it, and taken out again once
 the rendered text has been cut at its control tokens. So a template may trim, split and compare
-texts as it likes, and only its own control tokens count.
+texts as it likes, and only its own control tokens count. A message without control tokens reaches
+the template as it is, and its prompt is the one that transformers renders.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hadal.core.documents import MAX_CONFIG_BYTES, read_text, shown
-from hadal.core.errors import CheckpointError, RequestError
+from hadal.core.errors import RequestError
 from hadal.gateway.openai import PastCall, Turn
+from hadal.gateway.shield import Marks, Shield, texts_in
 from hadal.gateway.template import ConfinedProcess
+from hadal.gateway.template_files import DEFAULT, WITH_TOOLS, read_templates
+from hadal.gateway.thinking import TemplateValue
 from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
 from hadal.gateway.vocabulary import Vocabulary
-from hadal.tokens.table import read_json
+from hadal.tokens.added import read_special_tokens
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-_SHIELDS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
-"""Noncharacters first, then private use: one that no message contains is taken."""
+_CHARS_PER_CHAR = 8
+"""Characters that a template may write for one of a request's: escapes of JSON are six."""
 _CHARS_PER_MESSAGE = 4096
 """What a template may add to each message, besides its own text once; more is a template that runs
 away.
@@ -80,27 +82,39 @@ class Prompt:
 
 
 class ChatFormat:
-    """The chat template of one model."""
+    """The chat templates of one model: one of several by name, as transformers chooses it."""
 
     def __init__(
-        self, vocabulary: Vocabulary, template: str, bos: str, eos: str, source: str
+        self,
+        vocabulary: Vocabulary,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        source: str,
     ) -> None:
-        """`source` names the template's file. Raises CheckpointError for one that does not
-        parse.
+        """`templates`: texts by name; `special_tokens`: texts of special tokens by name, which
+        templates may show; `source` names the templates' file. Raises CheckpointError for a template
+        that does not parse.
         """
         self._vocabulary = vocabulary
-        self._bos = bos
-        self._eos = eos
-        self._template = ConfinedProcess(template, source)
-        self._own_chars = len(template)
-        self.tools = format_of(vocabulary.control_ids, template)
-        """How the model writes calls; None: it does not."""
-        self._lists_tools = _TOOLS.search(template) is not None
-        self._shows_schema = _SCHEMA.search(template) is not None
-        starts = {
-            content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content
+        self._special_tokens = dict(special_tokens)
+        self.names = tuple(templates)
+        """Names of all templates."""
+        self._templates = {
+            name: _Template(ConfinedProcess(templates[name], source), templates[name])
+            for name in (DEFAULT, WITH_TOOLS)
+            if name in templates
         }
-        self._starts = re.compile("[" + "".join(re.escape(char) for char in sorted(starts)) + "]")
+        formats = (
+            format_of(vocabulary.control_ids, self._templates[name].text)
+            for name in (WITH_TOOLS, DEFAULT)
+            if name in self._templates
+        )
+        self.tools = next((each for each in formats if each is not None), None)
+        """How the model writes calls; None: it does not."""
+        self._marks = Marks(vocabulary, (THINK_OPEN, THINK_CLOSE))
+        texts = [each.text for each in self._templates.values()]
+        self.has_reasoning = any(THINK_OPEN in text or THINK_CLOSE in text for text in texts)
+        """A template knows a mark of reasoning."""
 
     def prompt(
         self,
@@ -108,7 +122,7 @@ class ChatFormat:
         *,
         max_tokens: int,
         thinking: bool | None = None,
-        template_kwargs: dict[str, bool | int | float | str | None] | None = None,
+        template_kwargs: Mapping[str, TemplateValue] | None = None,
         is_public: bool = False,
         choosing: Choosing = NO_TOOLS,
         prefix: str = "",
@@ -131,34 +145,29 @@ class ChatFormat:
         kwargs = template_kwargs or {}
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.tools]
-        texts = [
-            *(text for turn in turns for text in (turn.content, turn.call_id, turn.name)),
-            *(text for turn in turns for call in turn.calls for text in astuple(call)),
-            *(value for value in kwargs.values() if isinstance(value, str)),
-            prefix,
-            reasoning,
-            json.dumps([given, schema], ensure_ascii=False),
-        ]
-        shield, end = _unused_chars(texts)
-        messages = self._messages(turns, shield)
+        texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]
+        template = self._template(has_tools=bool(given))
+        shield = self._marks.shield(texts)
+        messages = shield.put_in(self._messages(template, turns))
         if goes_on:
-            messages[-1]["content"] += end
-        tools = self._listed(self._shielded_in(given, shield), messages)
-        values: dict[str, Any] = {
-            name: self._shielded(value, shield) if isinstance(value, str) else value
-            for name, value in kwargs.items()
-        }
+            messages[-1]["content"] += shield.end
+        tools = self._listed(template, shield.put_in(given), messages)
+        values = {name: shield.put_in(value) for name, value in kwargs.items()}
         if thinking is not None:
             values["thinking"] = values["enable_thinking"] = thinking
-        if schema is not None and self._shows_schema:
-            values["answer_schema"] = self._shielded_in(_outline(schema), shield)
-        max_chars = 2 * sum(map(len, texts)) + _CHARS_PER_MESSAGE * (len(turns) + 1)
-        text = self._render(
-            messages, values, max_chars, opens_reply=opens_reply and not goes_on, tools=tools
+        if schema is not None and template.shows_schema:
+            values["answer_schema"] = shield.put_in(_outline(schema))
+        num_chars = sum(map(len, texts)) + len(json.dumps([given, schema], ensure_ascii=False))
+        max_chars = _CHARS_PER_CHAR * num_chars + _CHARS_PER_MESSAGE * (len(turns) + 1)
+        opens_reply = opens_reply and not goes_on
+        text = shield.found(
+            self._render(
+                template, messages, values, max_chars, opens_reply=opens_reply, tools=tools
+            )
         )
         if goes_on:
             prefix = _answer_of(turns[-1])
-            text, found, _ = text.rpartition(end)
+            text, found, _ = text.rpartition(shield.end)
             if not found:
                 raise RequestError(
                     "continue_final_message: this model's chat template leaves the last message out.",
@@ -171,14 +180,13 @@ class ChatFormat:
                 "messages",
             )
         is_open = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
-        text += self._shielded(reasoning, shield)
+        text += shield.put(reasoning)
         if thinks and (thinking is False or prefix):
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
         if not goes_on:
-            text += self._shielded(prefix, shield)
-        check_length(self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, field)
-        tokens = tuple(self._encode(text, shield))
+            text += shield.put(prefix)
+        tokens = self._tokens(text, shield, max_tokens, field)
         return Prompt(
             tokens,
             thinks,
@@ -189,13 +197,31 @@ class ChatFormat:
             self._num_public(turns, values, shield, tokens) if is_public else 0,
         )
 
+    def _tokens(self, text: str, shield: Shield, max_tokens: int, field: str) -> tuple[int, ...]:
+        """Return the ids of a rendered text. Raises RequestError for what is sure to be too long."""
+        fewest = self._vocabulary.fewest_tokens(text.replace(shield.char, ""))
+        check_length(max(1, fewest) if text else 0, max_tokens, field)
+        return tuple(self._vocabulary.encode_shielded(text, shield.char))
+
+    def _template(self, *, has_tools: bool) -> _Template:
+        """Choose as transformers does (`get_chat_template`). Raises RequestError."""
+        if has_tools and WITH_TOOLS in self._templates:
+            return self._templates[WITH_TOOLS]
+        if DEFAULT in self._templates:
+            return self._templates[DEFAULT]
+        raise RequestError(
+            f"This model has chat templates named {', '.join(sorted(self.names))} and none named"
+            f" {DEFAULT}: use /v1/completions, or name one so and start the server again.",
+            "messages",
+        )
+
     def _listed(
-        self, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
+        self, template: _Template, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         """Tools for the template to list; where it lists none, the system prompt does, and None is
         returned.
         """
-        if not tools or self.tools is None or self._lists_tools:
+        if not tools or self.tools is None or template.lists_tools:
             return tools or None
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": ""})
@@ -215,12 +241,14 @@ class ChatFormat:
                 "tools",
             )
 
-    @cached_property
-    def _calls_form(self) -> CallsForm:
+    def _calls_form(self, template: _Template) -> CallsForm:
         """The first in which the template renders a call's name and its arguments as JSON; models
         of one family have been published with templates of several. It is the plain one for a
         template that writes arguments otherwise.
         """
+        if template.calls_form is not None:
+            return template.calls_form
+        template.calls_form = CallsForm()
         asked = {"role": "user", "content": "a"}
         for form in itertools.starmap(CallsForm, itertools.product((True, False), (False, True))):
             message = {
@@ -229,10 +257,11 @@ class ChatFormat:
                 "tool_calls": _calls_of([_SAMPLE], {}, is_parsed=form.is_parsed),
             }
             with contextlib.suppress(RequestError):
-                text = self._render([asked, message], {}, _CHARS_PER_MESSAGE)
+                text = self._render(template, [asked, message], {}, _CHARS_PER_MESSAGE)
                 if _SAMPLE.name in text and _SAMPLE.arguments in text:
-                    return form
-        return CallsForm()
+                    template.calls_form = form
+                    break
+        return template.calls_form
 
     def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
         """A call's id -> the one that stands in its head, where a model is taught such ids: a chat
@@ -248,21 +277,21 @@ class ChatFormat:
             if not call.id.startswith(begin)
         }
 
-    def _messages(self, turns: Sequence[Turn], shield: str) -> list[dict[str, Any]]:
+    def _messages(self, template: _Template, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         """Turns as the template expects them."""
         ids = self._own_ids(turns)
-        messages = [message for turn in turns for message in self._messages_of(turn, ids)]
-        shielded: list[dict[str, Any]] = self._shielded_in(messages, shield)
-        return shielded
+        return [message for turn in turns for message in self._messages_of(template, turn, ids)]
 
-    def _messages_of(self, turn: Turn, ids: Mapping[str, str]) -> list[dict[str, Any]]:
+    def _messages_of(
+        self, template: _Template, turn: Turn, ids: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
         """One of them. `ids`: calls' ids that are others there."""
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
         if turn.name:
             message["name"] = turn.name
         messages = [message]
         if turn.calls:
-            has_content, is_parsed = self._calls_form
+            has_content, is_parsed = self._calls_form(template)
             if not has_content:
                 said, message = message, {**message, "content": None}
                 messages = [said, message] if said["content"] else [message]
@@ -271,21 +300,8 @@ class ChatFormat:
             message["tool_call_id"] = ids.get(turn.call_id, turn.call_id)
         return messages
 
-    def _shielded_in(self, value: Any, shield: str) -> Any:
-        """Every text in it."""
-        if isinstance(value, str):
-            return self._shielded(value, shield)
-        if isinstance(value, list):
-            return [self._shielded_in(each, shield) for each in value]
-        if isinstance(value, dict):
-            return {
-                self._shielded(name, shield): self._shielded_in(each, shield)
-                for name, each in value.items()
-            }
-        return value
-
     def _num_public(
-        self, turns: Sequence[Turn], values: dict[str, Any], shield: str, ids: tuple[int, ...]
+        self, turns: Sequence[Turn], values: dict[str, Any], shield: Shield, ids: tuple[int, ...]
     ) -> int:
         """How many of the first ids are also those of the leading system messages by themselves.
 
@@ -295,17 +311,15 @@ class ChatFormat:
         leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
         if not leading:
             return 0
-        messages = [
-            {"role": turn.role, "content": self._shielded(turn.content, shield)} for turn in leading
-        ]
+        messages = [{"role": turn.role, "content": shield.put(turn.content)} for turn in leading]
         switches = {name: value for name, value in values.items() if isinstance(value, bool)}
-        max_chars = 2 * sum(len(turn.content) for turn in leading) + _CHARS_PER_MESSAGE * (
-            len(leading) + 1
-        )
+        num_chars = sum(len(turn.content) for turn in leading)
+        max_chars = _CHARS_PER_CHAR * num_chars + _CHARS_PER_MESSAGE * (len(leading) + 1)
         try:
-            alone = self._encode(
-                self._render(messages, switches, max_chars, opens_reply=False), shield
+            text = self._render(
+                self._template(has_tools=False), messages, switches, max_chars, opens_reply=False
             )
+            alone = self._vocabulary.encode_shielded(shield.found(text), shield.char)
         except RequestError as error:
             raise RequestError(
                 "cache_salt is 'public', and this model's chat template renders no system messages"
@@ -320,14 +334,13 @@ class ChatFormat:
         )
 
     def close(self) -> None:
-        """End the template's process."""
-        self._template.close()
-
-    def _shielded(self, text: str, shield: str) -> str:
-        return self._starts.sub(lambda match: match[0] + shield, text)
+        """End the templates' processes."""
+        for template in self._templates.values():
+            template.process.close()
 
     def _render(
         self,
+        template: _Template,
         messages: list[dict[str, Any]],
         values: dict[str, Any],
         max_chars: int,
@@ -335,71 +348,54 @@ class ChatFormat:
         opens_reply: bool = True,
         tools: list[Any] | None = None,
     ) -> str:
-        own = {
-            "add_generation_prompt": opens_reply,
-            "bos_token": self._bos,
-            "eos_token": self._eos,
-            "tools": tools,
-        }
-        return self._template.render(messages, {**values, **own}, max_chars + self._own_chars)
+        # As transformers passes them: all are there, and a special token that the model does not
+        # have is undefined.
+        own = {"add_generation_prompt": opens_reply, "tools": tools, "documents": None}
+        return template.process.render(
+            messages, {**self._special_tokens, **values, **own}, max_chars + len(template.text)
+        )
 
-    def _encode(self, text: str, shield: str) -> list[int]:
-        ids: list[int] = []
-        for piece in self._vocabulary.pieces(text):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids.extend(self._vocabulary.encode_plain(piece.replace(shield, "")))
-        return ids
+
+@dataclass
+class _Template:
+    """One template and what is known of it."""
+
+    process: ConfinedProcess
+    text: str
+    calls_form: CallsForm | None = None
+    """How it takes calls; None: not found out yet."""
+
+    @property
+    def lists_tools(self) -> bool:
+        """The template shows the tools of a request itself."""
+        return _TOOLS.search(self.text) is not None
+
+    @property
+    def shows_schema(self) -> bool:
+        """The template shows the schema of an answer."""
+        return _SCHEMA.search(self.text) is not None
 
 
 def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
-    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`; None where there
-    is none, as in base models. Raises CheckpointError.
+    """Read the chat templates of a folder; None where there is none, as in base models. Raises
+    CheckpointError.
     """
-    path = folder / "tokenizer_config.json"
-    fields = read_json(path)
-    bos, eos = _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))
-    own = folder / "chat_template.jinja"
-    if own.exists():
-        text = read_text(own, "chat template", MAX_CONFIG_BYTES, error=CheckpointError)
-        return ChatFormat(vocabulary, text, bos, eos, str(own))
-    template = fields.get("chat_template")
-    if isinstance(template, list):  # Several by name: [{"name": "default", "template": ...}, ...]
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    if template is None:
+    templates, source = read_templates(folder)
+    if not templates:
         return None
-    if not isinstance(template, str):
-        raise CheckpointError(f"{path}: chat_template is {shown(template)}; a text is needed.")
-    return ChatFormat(vocabulary, template, bos, eos, str(path))
+    return ChatFormat(vocabulary, templates, read_special_tokens(folder), source)
 
 
-def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None, *, max_tokens: int) -> Prompt:
-    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it
-    count.
+def raw_prompt(
+    vocabulary: Vocabulary, text: str, *, max_tokens: int, adds_special: bool = True
+) -> Prompt:
+    """Return a prompt of /completions. Its author writes the template too, so control tokens in it
+    count. `adds_special`: with the tokens that the tokenizer puts around every text.
 
     Raises RequestError for what is sure to exceed `max_tokens`.
     """
     check_length(max(1, vocabulary.fewest_tokens(text)), max_tokens, "prompt")
-    ids = vocabulary.encode_controlled(text)
-    if bos_id is not None and ids[:1] != [bos_id]:
-        ids.insert(0, bos_id)
-    return Prompt(tuple(ids))
-
-
-def read_bos_id(folder: Path, vocabulary: Vocabulary) -> int | None:
-    """The id that begins every raw prompt, where the tokenizer's configuration asks for one
-    (`add_bos_token`).
-    """
-    fields = read_json(folder / "tokenizer_config.json")
-    if not fields.get("add_bos_token"):
-        return None
-    return vocabulary.control_ids.get(_token_text(fields.get("bos_token")))
+    return Prompt(tuple(vocabulary.encode_controlled(text, adds_special=adds_special)))
 
 
 def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
@@ -413,6 +409,14 @@ def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
             field,
             "context_length_exceeded",
         )
+
+
+def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:
+    """All texts of a chat."""
+    for turn in turns:
+        yield from (turn.content, turn.call_id, turn.name)
+        for call in turn.calls:
+            yield from astuple(call)
 
 
 def _outline(schema: dict[str, Any]) -> dict[str, Any]:
@@ -463,19 +467,3 @@ def _answer_of(turn: Turn) -> str:
     wants it.
     """
     return turn.content.rpartition(THINK_CLOSE)[2] if turn.role == "assistant" else turn.content
-
-
-def _unused_chars(texts: list[str]) -> tuple[str, str]:
-    unused = (char for char in _SHIELDS if not any(char in text for text in texts))
-    with contextlib.suppress(StopIteration):
-        return next(unused), next(unused)
-    raise RequestError(
-        "The messages use every private-use character of Unicode; leave two out.", "messages"
-    )
-
-
-def _token_text(field: Any) -> str:
-    """A special token is written as text, or as an object with a `content`."""
-    if isinstance(field, dict):
-        field = field.get("content")
-    return field if isinstance(field, str) else ""

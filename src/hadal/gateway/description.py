@@ -15,6 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from hadal import __version__
+from hadal.gateway.field_table import CHAT as CHAT_FIELDS
+from hadal.gateway.field_table import COMPLETION as COMPLETION_FIELDS
+from hadal.gateway.field_table import MESSAGE, Verdict, rows_of
+from hadal.gateway.field_table import RESPONSE as RESPONSE_FIELDS
 from hadal.gateway.messages import CountRequest, MessagesRequest
 from hadal.gateway.openai import (
     ChatRequest,
@@ -179,6 +183,24 @@ TRACE = Operation(
 )
 
 
+BODY_TO_API: dict[type[msgspec.Struct], str] = {
+    ChatRequest: CHAT_FIELDS,
+    CompletionRequest: COMPLETION_FIELDS,
+    ResponsesRequest: RESPONSE_FIELDS,
+    MessagesRequest: MESSAGE,
+    CountRequest: MESSAGE,
+}
+"""Body -> its API in the table of fields."""
+
+
+def _drop_refused(component: dict[str, Any], api: str) -> None:
+    """Take out of a body's schema what its endpoint refuses: APIs share structs."""
+    rows = rows_of(api)
+    for name in [*component.get("properties", ())]:
+        if name in rows and rows[name].verdict is Verdict.REFUSED:
+            del component["properties"][name]
+
+
 class Described(Protocol):
     """A row of the table."""
 
@@ -205,6 +227,8 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
         tuple(kinds), ref_template="#/components/schemas/{name}"
     )
     kind_to_schema = dict(zip(kinds, schemas, strict=True))
+    for kind, api in BODY_TO_API.items():
+        _drop_refused(components.get(kind.__name__, {}), api)
     paths: dict[str, dict[str, Any]] = {}
     for row in rows:
         path = paths.setdefault(_PARAMETER.sub(r"{\1}", row.path), {})
@@ -214,8 +238,8 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
         "info": {
             "title": "Hadal",
             "version": __version__,
-            "description": f"Serves {model}. Fields that are not named here are ignored where they"
-            " change no answer, and refused by name where they would.",
+            "description": f"Serves {model}. docs/api.md lists the fields of other services that change"
+            " nothing here, and those that are refused by name.",
         },
         "paths": paths,
         "components": {

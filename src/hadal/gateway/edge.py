@@ -56,6 +56,16 @@ complete.
 """
 
 
+class _UntilClosed(int):
+    """Length of a body that ends with its connection: nothing is longer, and nothing too short."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilClosed:
+        return self
+
+
 class GatewayProtocol(HttpToolsProtocol):
     """The protocol of one connection, which uvicorn makes."""
 
@@ -133,6 +143,11 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        # The answer's task has not run yet. Clients of HTTP/1.0 know no chunks, and their connections
+        # are closed behind the answer (RFC 9112, 6.1 and 6.3).
+        if self.cycle is not None and self.scope["http_version"] == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClosed()
         self._end_headers()
 
     def on_message_complete(self) -> None:

@@ -334,7 +334,7 @@ class Host(Doors):
             raise overloaded(
                 refusal.status,
                 sentence(refusal.reason),
-                refusal.retry_after_s,
+                refusal.retry_after_s or None,
                 refusal.code,
                 refusal.limits,
             )

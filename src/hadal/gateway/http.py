@@ -438,11 +438,15 @@ class Gateway:
             return generations
         # The prompt is charged once, and nobody knows yet to which of its choices.
         n, most = work.ask.n, self.accounting.most
+        likely = self.service.limits.likely_output_tokens
+        is_limited = work.ask.max_tokens is not None
         return tuple(
             msgspec.structs.replace(
                 one,
                 most_pico_usd=most(
-                    0 if at % n else len(one.prompt), one.max_tokens, is_batch=is_batch
+                    0 if at % n else len(one.prompt),
+                    one.max_tokens if is_limited else min(one.max_tokens, likely),
+                    is_batch=is_batch,
                 ),
             )
             for at, one in enumerate(generations)
@@ -482,6 +486,8 @@ class Gateway:
         generations: tuple[Generation, ...],
         request_id: str,
         times: Times,
+        *,
+        is_batch: bool = False,
     ) -> Reply:
         """Have generations done; the reply is of what comes of them. Whoever begins one ends it."""
         model, patience = self.service.model, self.patience
@@ -492,9 +498,10 @@ class Gateway:
             FINGERPRINT,
             work.ask.include_usage,
             work.ask.omits_reasoning,
+            work.ask.has_usage_so_far,
         )
         times.is_read = True
-        return Reply(
+        reply = Reply(
             work,
             self.host.open(generations),
             self.host,
@@ -505,6 +512,10 @@ class Gateway:
             keep_alive_s=patience.keep_alive_s,
             send_timeout_s=patience.send_s,
         )
+        # A line of a batch may be tried again: it counts once, when it is charged.
+        if not is_batch or self.accounting is None:
+            self.metrics.output.begin(reply)
+        return reply
 
     def end(
         self,
@@ -532,6 +543,7 @@ class Gateway:
                 )
                 (take or accounting.charge)(facts)
 
+        self.metrics.output.end(reply)
         self.host.close(reply.mailbox, write_down)
 
     def has_begun(self) -> bool:

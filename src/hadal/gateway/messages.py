@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -20,31 +20,29 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
+from hadal.gateway.decoding import NO_SCHEMA, decode
 from hadal.gateway.errors import UNTHREADED, ApiError
+from hadal.gateway.field_table import MESSAGE
+from hadal.gateway.fields import NamedBody, check_fields
 from hadal.gateway.openai import (
     INT64_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
-    MESSAGE,
-    NO_SCHEMA,
     AnswerFormat,
     ChatAsk,
-    ChatExtensions,
     Common,
+    Extensions,
     PastCall,
     Turn,
     check_depth,
-    check_served,
     common_fields,
-    decode,
     extensions,
     schema_format,
-    with_effort,
-    with_kwargs,
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import Head, Outcome, Usage
 from hadal.gateway.stream import Piece
+from hadal.gateway.thinking import ThinkingSwitch, read_thinking
 from hadal.gateway.tools import ToolWords, read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
@@ -84,11 +82,17 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
     input: dict[str, Any]
 
 
+class ToolReference(msgspec.Struct, tag="tool_reference"):
+    """A deferred tool that a search found: from then on it is offered."""
+
+    tool_name: str
+
+
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     """What came of a call."""
 
     tool_use_id: str
-    content: str | list[PlainBlock] | None = None
+    content: str | list[TextBlock | ToolReference] | None = None
     is_error: bool | None = None
 
 
@@ -108,17 +112,6 @@ class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class ThinkingSwitch(msgspec.Struct):
-    """`budget_tokens` is checked and not kept to: a model here thinks as long as it thinks, within
-    max_tokens.
-    """
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: _Count | None = None
-    display: Literal["summarized", "omitted"] | None = None
-    """"omitted": thinking blocks come without their text. Nothing is summarized."""
 
 
 class OutputFormat(msgspec.Struct):
@@ -141,28 +134,37 @@ class ClientTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """The tool is offered once a tool_reference names it."""
 
 
-class CountRequest(ChatExtensions, kw_only=True):
-    """A body of /v1/messages/count_tokens: a conversation. Fields that change no prompt are
-    ignored.
-    """
+class ContextEdit(msgspec.Struct):
+    """A change to the conversation before it is read. `keep`: how much of it stays."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(msgspec.Struct):
+    edits: list[ContextEdit] | None = None
+
+
+class CountRequest(Extensions, kw_only=True):
+    """A body of /v1/messages/count_tokens: a conversation."""
 
     model: str
     messages: list[InputMessage]
     system: str | list[PlainBlock] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingSwitch | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """What `output_config.format` was called before."""
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """A body of /v1/messages. Fields that change no answer (metadata, service_tier, cache_control)
-    are ignored.
-    """
+    """A body of /v1/messages."""
 
     max_tokens: _Count
     stream: bool | None = None
@@ -176,14 +178,20 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 def parse_messages(body: bytes) -> ChatAsk:
     """Read a body of /v1/messages. Raises RequestError."""
-    return _chat_of(body, _decode(body, MessagesRequest))
+    named = check_fields(body, MESSAGE)
+    return named.read(lambda: _chat_of(_decode(named.body, MessagesRequest), named))
 
 
 def parse_count(body: bytes) -> ChatAsk:
     """Read a body of /v1/messages/count_tokens. Raises RequestError."""
-    request = _decode(body, CountRequest)
-    fields = {name: getattr(request, name) for name in request.__struct_fields__}
-    return _chat_of(body, MessagesRequest(**fields, max_tokens=1))
+    named = check_fields(body, MESSAGE)
+
+    def read() -> ChatAsk:
+        request = _decode(named.body, CountRequest)
+        fields = {name: getattr(request, name) for name in request.__struct_fields__}
+        return _chat_of(MessagesRequest(**fields, max_tokens=1), named)
+
+    return named.read(read)
 
 
 def _decode(body: bytes, kind: type[CountRequest]) -> Any:
@@ -196,8 +204,7 @@ def _decode(body: bytes, kind: type[CountRequest]) -> Any:
         raise
 
 
-def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
-    check_served(body, MESSAGE)
+def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
     if request.thread is not None:
         raise RequestError(
             "thread is not supported: no conversation is kept here. Leave it out, and send all of its"
@@ -205,15 +212,13 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
             "thread",
             UNTHREADED,
         )
+    _check_edits(request.context_management)
     output = request.output_config or OutputConfig()
-    switch = request.thinking and request.thinking.type
-    thinking = {"enabled": True, "disabled": False}.get(switch or "")
-    thinking, told = with_effort(thinking, output.effort, "output_config.effort")
-    thinking, kwargs = with_kwargs(thinking, told, request.chat_template_kwargs)
+    thinking = read_thinking(request, output_effort=output.effort)
     choice = request.tool_choice or ToolChoice("auto")
     choosing = read_choice(
         _choice_of(choice),
-        read_tools(_tools_of(request.tools or []), _WORDS),
+        read_tools(_tools_of(request.tools or [], _referenced(request.messages)), _WORDS),
         not choice.disable_parallel_tool_use,
         _WORDS,
     )
@@ -230,12 +235,56 @@ def _chat_of(body: bytes, request: MessagesRequest) -> ChatAsk:
     )
     ask = replace(
         common_fields(
-            common, request.max_tokens, "max_tokens", format=format, stop_name="stop_sequences"
+            common,
+            request.max_tokens,
+            named.sent("max_tokens"),
+            format=format,
+            stop_name="stop_sequences",
         ),
-        omits_reasoning=request.thinking is not None and request.thinking.display == "omitted",
+        omits_reasoning=(
+            isinstance(request.thinking, ThinkingSwitch) and request.thinking.display == "omitted"
+        ),
         ends_with_room=True,  # Clients send a max_tokens of their own where nobody asked for one.
     )
-    return ChatAsk(ask, turns, thinking, kwargs, choosing, prefix)
+    return ChatAsk(
+        ask,
+        turns,
+        thinking.is_on,
+        thinking.template_kwargs,
+        choosing,
+        prefix,
+        budget=thinking.budget,
+        budget_field=thinking.budget_field,
+        switch_field=thinking.switch_field,
+    )
+
+
+_CLEAR_THINKING = "clear_thinking_20251015"
+"""Type of the edit that drops reasoning of earlier turns, all of which is dropped here anyway."""
+
+
+def _check_edits(asked: ContextManagement | None) -> None:
+    for index, edit in enumerate((asked and asked.edits) or ()):
+        if edit.type != _CLEAR_THINKING:
+            where = f"context_management.edits[{index}].type"
+            raise RequestError(
+                f"{where} is {edit.type[:40]!r}; {_CLEAR_THINKING!r} alone is supported. Leave the"
+                " edit out, and shorten the conversation in the client.",
+                where,
+            )
+
+
+def _referenced(messages: Sequence[InputMessage]) -> set[str]:
+    """Return the names of deferred tools that results in the conversation refer to."""
+    return {
+        part.tool_name
+        for message in messages
+        if not isinstance(message.content, str)
+        for block in message.content
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+        for part in block.content
+        if isinstance(part, ToolReference)
+    }
 
 
 def _format_of(format: OutputFormat | None) -> AnswerFormat | None:
@@ -249,16 +298,27 @@ _WORDS = ToolWords(
 )
 
 
-def _tools_of(tools: Sequence[ClientTool]) -> list[dict[str, Any]]:
-    """As OpenAI's clients write them, and chat templates expect them."""
+_CLIENTS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
+"""Beginnings of types whose tools run with the client by a schema of Anthropic's."""
+
+
+def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[dict[str, Any]]:
+    """As OpenAI's clients write them, and chat templates expect them; deferred ones once they are
+    referred to.
+    """
     given = []
     for index, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
+            runs = "runs with the client, and its schema is not known here"
+            if not tool.type.startswith(_CLIENTS):
+                runs = "is no tool of the client's, and nothing but the model runs here"
             raise RequestError(
-                f"tools[{index}].type is {tool.type[:40]!r}: tools that run on the server are not"
-                " supported. Send tools of your own, with an input_schema.",
+                f"tools[{index}].type is {tool.type[:40]!r}, which {runs}. Send a tool with an"
+                " input_schema.",
                 f"tools[{index}].type",
             )
+        if tool.defer_loading and tool.name not in referenced:
+            continue
         function: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
             function["description"] = tool.description
@@ -362,11 +422,24 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
                 num_results += 1
                 # Templates have no other place to say that a call failed.
                 failed = "Error: " if is_error else ""
-                yield Turn("tool", failed + _joined(content or ""), call_id=tool_use_id)
+                yield Turn("tool", failed + _result(content or ""), call_id=tool_use_id)
             case _:
                 continue  # Thinking, which is not read again.
     if texts or calls or not num_results:
         yield Turn(message.role, "".join(texts), tuple(calls))
+
+
+def _result(content: str | Sequence[TextBlock | ToolReference]) -> str:
+    if isinstance(content, str):
+        return content
+    if len(content) > MAX_PARTS:
+        raise RequestError(f"A content has more than {MAX_PARTS} blocks.", "messages")
+    return "".join(
+        part.text
+        if isinstance(part, TextBlock)
+        else f"The tool {part.tool_name} can be called now.\n"
+        for part in content
+    )
 
 
 def _joined(content: str | Sequence[PlainBlock]) -> str:
@@ -407,10 +480,10 @@ class MessagesFormatter:
     def begin(self, usage: Usage) -> bytes:
         return _event("message_start", message=self._message([], None, None, usage))
 
-    def opening(self, index: int, prefix: str) -> bytes:
+    def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
         return b""
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
+    def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         changes = self._fold.take(piece)
         if piece.finish is not None:
             changes += self._fold.end()

@@ -21,7 +21,7 @@ from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
 from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
-from hadal.gateway.replies import Usage
+from hadal.gateway.replies import Reply, Usage
 from hadal.policy.admission import OVERLOADED
 from hadal.policy.quotas import BUDGET_CODE, NEVER_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts
@@ -171,6 +171,8 @@ class Metrics:
         )
         for code in _REFUSAL_CODES:
             self.refusals.labels(code)
+        self.output = OutputTokens()
+        self._registry.register(self.output)
         if ledger is not None:
             self._registry.register(_LedgerCollector(ledger, charged))
 
@@ -275,6 +277,45 @@ class _Collected(Collector):
         yield from self._metrics
 
 
+class OutputTokens(Collector):
+    """Output tokens of a gateway, as `usage` and the ledger count them: those that a reply took in,
+    whether or not its client left or a stop string ended it.
+
+    A running reply is counted when it is scraped, so that a token costs nothing and a rate is smooth.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[Reply] = set()
+        self._num_counted = 0
+
+    def begin(self, reply: Reply) -> None:
+        """Count a reply's tokens from now on."""
+        self._running.add(reply)
+
+    def end(self, reply: Reply) -> None:
+        """A reply takes no more in. One that did not begin here is counted by `add`, or not at all."""
+        if reply in self._running:
+            self._running.remove(reply)
+            self.add(reply.usage.num_output_tokens)
+
+    def add(self, num_tokens: int) -> None:
+        """Count tokens that were charged: those of a batch's line."""
+        self._num_counted += num_tokens
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing ahead of time, as _FrontCollector's."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        running = sum(reply.usage.num_output_tokens for reply in self._running)
+        yield CounterMetricFamily(
+            "hadal_output_tokens",
+            "Output tokens of replies, as usage and the ledger count them. Those of a batch's line "
+            "count when it is charged.",
+            self._num_counted + running,
+        )
+
+
 class _LedgerCollector(Collector):
     """Reads the ledger's writer when it is scraped."""
 
@@ -377,7 +418,6 @@ class _FrontCollector(Collector):
         answered.add_metric(("hit",), totals.tokens_hit)
         answered.add_metric(("miss",), totals.tokens_miss)
         yield answered
-        yield CounterMetricFamily("hadal_output_tokens", "Tokens generated.", totals.tokens_out)
         yield CounterMetricFamily(
             "hadal_retries",
             "Attempts that ended before their generation did, preemptions among them.",

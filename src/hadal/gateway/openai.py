@@ -7,26 +7,27 @@ prompts are still text.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
+from hadal.gateway.decoding import NO_SCHEMA, decode
+from hadal.gateway.field_table import CHAT, COMPLETION
+from hadal.gateway.fields import NamedBody, check_fields
 from hadal.gateway.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_schema, is_deeper
+from hadal.gateway.thinking import TemplateValue, ThinkingFields, read_thinking
 from hadal.gateway.tools import NO_TOOLS, Choosing, read_choice, read_tools
 
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #
-# Field names are the API's. Unknown fields are ignored, as clients send extras. Ranges that need no
-# other field are checked with them, the rest below.
+# Field names are the API's; gateway/field_table has all of them, and those that are not served.
+# Ranges that need no other field are checked with them, the rest below.
 
-
-T = TypeVar("T")
 
 MAX_LEGACY_LOGPROBS = 5
 INT64_MAX = 2**63 - 1
@@ -43,12 +44,15 @@ _CountOrNone = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-"""A default that is no part of a description, since none can be written down."""
-
-
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class UsageOptions(msgspec.Struct):
+    """OpenRouter's way to ask for usage."""
+
+    include: bool | None = None
 
 
 class JsonSchema(msgspec.Struct):
@@ -63,12 +67,8 @@ class JsonSchema(msgspec.Struct):
 class ResponseFormat(msgspec.Struct):
     type: str
     json_schema: JsonSchema | None = None
-
-
-class Thinking(msgspec.Struct):
-    """DeepSeek's switch: {"type": "enabled"} or {"type": "disabled"}."""
-
-    type: str
+    schema: msgspec.Raw = NO_SCHEMA
+    """A schema without a name, as llama.cpp, Together and Fireworks have it."""
 
 
 class ContentPart(msgspec.Struct):
@@ -105,14 +105,18 @@ class ChatMessage(msgspec.Struct):
     audio: Any = None
     prefix: bool | None = None
     """DeepSeek's: the reply goes on where this message ends, which is an assistant's and the last."""
+    partial: bool | None = None
+    """Moonshot's and DashScope's name of `prefix`."""
     reasoning_content: str | None = None
     """DeepSeek's, with `prefix`: what the reply's reasoning begins with. Nothing elsewhere, where
     clients send back what they got.
     """
 
 
-class Extensions(msgspec.Struct, kw_only=True):
-    """Fields of every endpoint that generates, in whichever API: extensions in most of them."""
+class Extensions(ThinkingFields, kw_only=True):
+    """Fields of every endpoint that generates, in whichever API: extensions in most of them. Those of
+    thinking are refused where there is no chat template (gateway/field_table).
+    """
 
     seed: Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -126,12 +130,8 @@ class Extensions(msgspec.Struct, kw_only=True):
     """An extension: a reply that repeats itself without end is ended as if it had reached its
     length, unless this is false or `ignore_eos` asks for so many tokens whatever they are.
     """
-
-
-class ChatExtensions(Extensions, kw_only=True):
-    """Those of every endpoint that has a chat template."""
-
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    do_sample: bool | None = None
+    """Zhipu's: false is a temperature of 0."""
 
 
 def extensions(request: Extensions) -> dict[str, Any]:
@@ -147,6 +147,8 @@ class Common(Extensions, kw_only=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
+    context_length_exceeded_behavior: Literal["error", "truncate"] | None = None
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
     n: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
@@ -165,7 +167,7 @@ class Common(Extensions, kw_only=True):
     ignore_eos: bool | None = None
     user: str | None = None
     return_token_ids: bool | None = None
-    """Also give the tokens of a reply as ids; only where it is not streamed."""
+    """Also give the tokens of the prompt and of the reply as ids."""
     response_format: ResponseFormat | None = None
     """For /completions an extension."""
 
@@ -180,10 +182,9 @@ class ChatRequest(Common, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    thinking: bool | Thinking | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    verbosity: str | None = None
+    include_reasoning: bool | None = None
+    """vLLM's and OpenRouter's: false, and the reply leaves its reasoning out."""
     add_generation_prompt: bool | None = None
     """vLLM's: false, and the template does not say whose turn it is."""
     continue_final_message: bool | None = None
@@ -205,211 +206,6 @@ class CompletionRequest(Common, kw_only=True):
     """0 is what OpenAI's description allows, and means that it was left out."""
 
 
-NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "moderation": (),
-    "verbosity": ("medium",),
-    "web_search_options": (None,),
-    # vLLM's and SGLang's
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": (),
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (),
-    "input_ids": (),
-    "json_schema": (),
-    "length_penalty": (1,),
-    "logits_processors": (),
-    "lora_path": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "no_stop_trim": (),
-    "prompt_embeds": (),
-    "regex": (),
-    "repetition_detection": (),
-    "return_hidden_states": (),
-    "return_tokens_as_token_ids": (),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "stream_reasoning": (True,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (),
-    "vllm_xargs": (),
-    # llama.cpp's and others'
-    "dry_multiplier": (0,),
-    "grammar": (),
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-}
-"""Fields that change an answer and are not served, each with the values that leave it as it is. So
-does null, and also false, "" and what is empty, unless true or null stand here. Any other value is
-refused by name. What changes no answer (metadata, store, service_tier) is ignored.
-"""
-_NEITHER = {
-    "frequency_penalty": (0,),
-    "ignore_eos": (),
-    "logit_bias": (),
-    "logprobs": (),
-    "max_completion_tokens": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": (),
-    "stop": (),
-    "stop_token_ids": (),
-    "top_logprobs": (0,),
-}
-"""Of OpenAI's older endpoints alone, and of neither of the newer two."""
-CHAT, COMPLETION, RESPONSE, MESSAGE = "chat", "completion", "response", "message"
-_API_TO_NOT_SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
-    CHAT: {"add_special_tokens": (), "echo": (), "prefix": (), "prompt_logprobs": ()},
-    COMPLETION: {
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
-        "continue_final_message": (),
-        "functions": (),
-        "max_completion_tokens": (),
-        "tool_choice": ("none", "auto"),
-        "tools": (),
-        "top_logprobs": (0,),
-    },
-    RESPONSE: {
-        **_NEITHER,
-        "background": (),
-        "context_management": (),
-        "conversation": (),
-        "max_tokens": (),
-        "max_tool_calls": (),
-        "messages": (),
-        "prompt": (),
-        "thinking": (),
-        "top_k": (-1, 0),
-    },
-    # What runs or stores things at Anthropic's, and what other APIs have.
-    MESSAGE: {
-        **_NEITHER,
-        "container": (),
-        "context_management": (),
-        "functions": (),
-        "mcp_servers": (),
-        "reasoning_effort": (),
-    },
-}
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-_MAX_HARMLESS_BYTES = 64
-_SMALL = ("logit_bias", "stop", "stop_token_ids")
-_MAX_SMALL_BYTES = 1 << 18
-"""No value that is allowed is as long, and one of megabytes takes a second to read."""
-_API_TO_FIELDS = {api: {**NOT_SERVED, **own} for api, own in _API_TO_NOT_SERVED.items()}
-_API_TO_KIND = {
-    api: msgspec.defstruct(
-        f"NotServed_{api}",
-        [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in dict.fromkeys((*fields, *_SMALL))],
-    )
-    for api, fields in _API_TO_FIELDS.items()
-}
-
-
-def check_served(body: bytes, api: str) -> None:
-    """Raise RequestError for a field of another server, or of another API, that would change the
-    answer and is not served here, and for one that is longer than it can be: nothing of it is read
-    before.
-    """
-    given = decode(body, _API_TO_KIND[api])
-    for name in _SMALL:
-        if len(getattr(given, name)) > _MAX_SMALL_BYTES:
-            raise RequestError(
-                f"{name} has more than {_MAX_SMALL_BYTES} bytes; it is too long.", name
-            )
-    for name, harmless in _API_TO_FIELDS[api].items():
-        raw = bytes(getattr(given, name))
-        nothing = (None,) if any(value is True or value is None for value in harmless) else _NOTHING
-        if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(
-            decode(raw, object), (*nothing, *harmless)
-        ):
-            continue
-        raise RequestError(f"{name} is not supported; leave it out.", name)
-
-
-def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Return whether `value` is one of `harmless`, with its type: in Python 0 equals False and 1
-    equals True; in JSON neither does.
-    """
-    return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
-    )
-
-
-_KIND_TO_DECODER: dict[Any, msgspec.json.Decoder[Any]] = {}
-_looking = threading.Lock()
-
-
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """The decoder of a kind of body, made once.
-
-    msgspec looks at a type when it first reads one, and has it half known meanwhile: a second
-    thread that reads the same type then ends the process (0.22, SIGSEGV). A body is read in the
-    event loop or in the tokenising thread, by its size.
-    """
-    with _looking:
-        if kind not in _KIND_TO_DECODER:
-            _KIND_TO_DECODER[kind] = msgspec.json.Decoder(kind)
-        return _KIND_TO_DECODER[kind]
-
-
-_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Read a JSON body into `kind`. Raises RequestError, whatever the bytes are."""
-    try:
-        body.decode("utf-8")  # msgspec looks only into the strings that it keeps.
-        return _decoder(kind).decode(body)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        found = _PATH.search(message)
-        # `$.messages[0].content` -> messages[0].content; `[...]` stands for "some item or key".
-        param = None if found is None else found["path"].removeprefix("$").removeprefix(".") or None
-        if found is None:
-            missing = re.search(r"missing required field `(?P<field>[^`]*)`", message)
-            param = missing["field"] if missing else None
-        said = _PATH.sub("", message)
-        raise RequestError(f"{param or 'The body'}: {said[:1].lower()}{said[1:]}.", param) from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply.") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
-    except msgspec.DecodeError as error:
-        if half := _HALF.search(body):
-            raise RequestError(
-                f"The body has {half[0].decode()} in a text: half of a surrogate pair, which stands"
-                " for no character. Leave it out."
-            ) from None
-        raise RequestError(f"The body is not valid JSON: {error}.") from None
-
-
-_HALF = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-)
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 MAX_NAME_CHARS = 64
@@ -504,6 +300,8 @@ class CommonFields:
     """More tokens may be asked for than the context, or the server's limit, has room for: the answer
     ends there.
     """
+    has_usage_so_far: bool = False
+    """With `include_usage`: each chunk of a stream has the usage so far."""
 
 
 @dataclass(frozen=True)
@@ -514,7 +312,7 @@ class ChatAsk:
     turns: tuple[Turn, ...]
     thinking: bool | None
     """None: as the chat template has it."""
-    template_kwargs: dict[str, bool | int | float | str | None]
+    template_kwargs: Mapping[str, TemplateValue]
     choosing: Choosing = NO_TOOLS
     prefix: str = ""
     """What the reply begins with and goes on from."""
@@ -523,6 +321,12 @@ class ChatAsk:
     opens_reply: bool = True
     goes_on: bool = False
     """It goes on from the last turn."""
+    budget: int | None = None
+    """Most tokens of its reasoning; None: no limit of their own."""
+    budget_field: str = ""
+    """Field that asked for the budget."""
+    switch_field: str = field(default="", compare=False)
+    """Field that demands thinking, if one does."""
 
 
 @dataclass(frozen=True)
@@ -540,12 +344,13 @@ class CompletionAsk:
     """What follows what is asked for; None: nothing has to."""
 
 
-def parse_chat(body: bytes) -> ChatAsk:
-    """Read a body of /chat/completions. Raises RequestError."""
-    check_served(body, CHAT)
-    request = decode(body, ChatRequest)
-    if request.functions:
-        raise RequestError("functions are not supported; send tools.", "functions")
+def parse_chat(body: bytes, api: str = CHAT) -> ChatAsk:
+    """Read a body of /chat/completions, or one of `api` that has the same fields. Raises RequestError."""
+    named = check_fields(body, api)
+    return named.read(lambda: _chat_of(decode(named.body, ChatRequest), named))
+
+
+def _chat_of(request: ChatRequest, named: NamedBody) -> ChatAsk:
     for index, tool in enumerate(request.tools or []):
         check_depth(tool, f"tools[{index}]")
     tools = read_tools(request.tools or [])
@@ -553,41 +358,51 @@ def parse_chat(body: bytes) -> ChatAsk:
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    max_tokens = request.max_completion_tokens or request.max_tokens
     name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
-    thinking, effort = with_effort(
-        _thinking(request.thinking), request.reasoning_effort, "reasoning_effort"
-    )
-    thinking, kwargs = with_kwargs(thinking, effort, request.chat_template_kwargs)
+    verbosity = {} if request.verbosity is None else {"verbosity": request.verbosity}
+    thinking = read_thinking(request, variables=verbosity)
     turns, prefix, reasoning = _turns(request.messages), "", ""
-    if (last := request.messages[-1]).prefix:
+    if _is_prefix(last := request.messages[-1]):
         turns, prefix, reasoning = turns[:-1], turns[-1].content, last.reasoning_content or ""
     goes_on = bool(request.continue_final_message)
     if goes_on:
         _check_goes_on(request, turns)
     ask = common_fields(
-        request, max_tokens, name, num_logprobs, format=read_format(request.response_format)
+        request,
+        request.max_completion_tokens or request.max_tokens,
+        named.sent(name),
+        num_logprobs,
+        format=read_format(request.response_format),
     )
+    hides = request.include_reasoning is False
+    hides = hides or bool(request.reasoning and request.reasoning.exclude)
     if choosing.is_held:
         _check_end(request, "tools that are strict or have to be called")
     return ChatAsk(
-        ask=ask,
+        ask=replace(ask, omits_reasoning=hides),
         turns=turns,
-        thinking=thinking,
-        template_kwargs=kwargs,
+        thinking=thinking.is_on,
+        template_kwargs=thinking.template_kwargs,
         choosing=choosing,
         prefix=prefix,
         reasoning=reasoning,
         opens_reply=request.add_generation_prompt is not False,
         goes_on=goes_on,
+        budget=thinking.budget,
+        budget_field=thinking.budget_field,
+        switch_field=thinking.switch_field,
     )
+
+
+def _is_prefix(message: ChatMessage) -> bool:
+    return bool(message.prefix or message.partial)
 
 
 def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
     name = "continue_final_message"
     if request.add_generation_prompt:
         raise RequestError(f"{name} and add_generation_prompt are both true; send one.", name)
-    if request.messages[-1].prefix:
+    if _is_prefix(request.messages[-1]):
         raise RequestError(f"{name} and prefix are both true; send one.", name)
     if turns[-1].calls or turns[-1].call_id:
         raise RequestError(
@@ -609,8 +424,11 @@ def with_model(body: bytes, name: str) -> bytes:
 
 def parse_completion(body: bytes) -> CompletionAsk:
     """Read a body of /completions. Raises RequestError."""
-    check_served(body, COMPLETION)
-    request = decode(body, CompletionRequest)
+    named = check_fields(body, COMPLETION)
+    return named.read(lambda: _completion_of(decode(named.body, CompletionRequest), named))
+
+
+def _completion_of(request: CompletionRequest, named: NamedBody) -> CompletionAsk:
     if request.best_of and request.best_of != (request.n or 1):
         raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
     if request.prompt_logprobs is not None and request.stream:
@@ -636,7 +454,7 @@ def parse_completion(body: bytes) -> CompletionAsk:
     ask = common_fields(
         request,
         request.max_tokens,
-        "max_tokens",
+        named.sent("max_tokens"),
         num_logprobs,
         format=read_format(request.response_format),
         prompt_name="prompt",
@@ -728,23 +546,19 @@ def common_fields(
         raise RequestError(
             f"min_tokens {min_tokens} exceeds {max_name} {max_tokens}.", "min_tokens"
         )
-    if request.return_token_ids and request.stream:
-        raise RequestError(
-            "return_token_ids: a stream does not carry them; ask without stream.",
-            "return_token_ids",
-        )
+    options = request.stream_options or StreamOptions()
     if len(request.stop_token_ids or ()) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids has more than {MAX_STOP_IDS} ids.", "stop_token_ids")
     return CommonFields(
         model=request.model,
         stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=bool(options.include_usage or (request.usage and request.usage.include)),
         n=request.n or 1,
         max_tokens=max_tokens,
         max_name=max_name,
         prompt_name=prompt_name,
         min_tokens=min_tokens,
-        temperature=request.temperature,
+        temperature=0.0 if request.do_sample is False else request.temperature,
         top_p=request.top_p,
         top_k=None if request.top_k is None else max(0, min(request.top_k, MAX_TOP_K)),
         sampling=Sampling(
@@ -768,18 +582,31 @@ def common_fields(
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         format=format,
+        ends_with_room=request.context_length_exceeded_behavior == "truncate",
+        has_usage_so_far=bool(options.continuous_usage_stats),
     )
 
 
 def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
     """What `response_format` says. Raises RequestError."""
-    if asked is None or asked.type == "text":
+    if asked is None:
+        return None
+    beside = b"" if bytes(asked.schema) == b"null" else bytes(asked.schema)
+    if asked.type == "text":
+        if beside:
+            raise _bad_format(
+                "response_format.schema needs response_format.type 'json_schema', and it is 'text'."
+            )
         return None
     if asked.type not in ("json_object", "json_schema"):
         raise _bad_format(
             f"response_format.type is {_short(asked.type)}; 'text', 'json_object' and 'json_schema'"
             " are supported."
         )
+    if beside and asked.json_schema is not None:
+        raise _bad_format("response_format has a schema and a json_schema; send one.")
+    if beside and not (asked.type == "json_object" and decode(beside, object) == {}):
+        return schema_format(asked.type, beside, "response_format")
     if asked.type == "json_object":
         return AnswerFormat("json_object", None)
     if asked.json_schema is None:
@@ -803,8 +630,7 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
     schema = decode(raw, object)
     if not isinstance(schema, dict):
         raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
-    check_schema(schema, f"{field} {name!r}", field)
-    return AnswerFormat(name, schema, field)
+    return AnswerFormat(name, check_schema(schema, f"{field} {name!r}", field), field)
 
 
 def _check_end(request: Common, of: str) -> None:
@@ -946,67 +772,6 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), value) for key, value in bias.items())
 
 
-def _thinking(value: bool | Thinking | None) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if value.type not in ("enabled", "disabled"):
-        raise RequestError(
-            f"thinking.type is {_short(value.type)}; use 'enabled' or 'disabled'.", "thinking.type"
-        )
-    return value.type == "enabled"
-
-
-_EFFORTS = {
-    "minimal": "low",
-    "low": "low",
-    "medium": "high",
-    "high": "high",
-    "xhigh": "max",
-    "max": "max",
-}
-"""What a chat template hears of an effort that is asked for: low, high or max, as DeepSeek's own
-service has it (its guide to the thinking mode). A template that does not look at it has a model
-that thinks in one way.
-"""
-
-
-def with_effort(
-    thinking: bool | None, effort: str | None, field: str
-) -> tuple[bool | None, dict[str, bool | int | float | str | None]]:
-    """Whether to think, and what the template is told of how much. "none" turns thinking off.
-    Raises RequestError for an effort that nobody knows; `field` asked for it.
-    """
-    if effort is None:
-        return thinking, {}
-    if effort == "none":
-        if thinking:
-            raise RequestError(f"{field} is 'none', and thinking is enabled; send one.", field)
-        return False, {}
-    if effort not in _EFFORTS:
-        raise RequestError(
-            f"{field} is {_short(effort)}; use {', '.join(map(repr, _EFFORTS))}, or 'none' for an"
-            " answer without thinking.",
-            field,
-        )
-    return thinking, {"reasoning_effort": _EFFORTS[effort]}
-
-
-def with_kwargs(
-    thinking: bool | None,
-    told: Mapping[str, bool | int | float | str | None],
-    given: Mapping[str, bool | int | float | str | None] | None,
-) -> tuple[bool | None, dict[str, bool | int | float | str | None]]:
-    """Whether to think, and all that the template is told: its own arguments, as a client gives
-    them, count where nothing else says so.
-    """
-    kwargs = {**told, **(given or {})}
-    for key in ("thinking", "enable_thinking"):
-        value = kwargs.get(key)
-        if thinking is None and isinstance(value, bool):
-            thinking = value
-    return thinking, kwargs
-
-
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -1024,13 +789,13 @@ def _turns(messages: list[ChatMessage]) -> tuple[Turn, ...]:
             f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages"
         )
     for index, message in enumerate(messages):
-        if message.prefix and (message is not messages[-1] or message.role != "assistant"):
+        if _is_prefix(message) and (message is not messages[-1] or message.role != "assistant"):
             raise RequestError(
                 f"messages[{index}].prefix: the reply can go on from the last message alone, which"
                 " is to be an assistant's.",
                 f"messages[{index}].prefix",
             )
-    if messages[-1].prefix and len(messages) == 1:
+    if _is_prefix(messages[-1]) and len(messages) == 1:
         raise RequestError("messages has nothing to reply to; put a message first.", "messages")
     return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
 

@@ -117,7 +117,7 @@ def make_gateway(
     run, where the supervisor says how the nodes of a cluster are. Raises ConfigError.
     """
     path = Path(deployment.model)
-    model = read_served_model(path, deployment.model_name or path.name)
+    model = read_served_model(path, deployment.model_name or path.name, deployment.accept_config)
     clock, url = LiveClock(), ledger_url(deployment.ledger.url)
     sink = open_ledger(url) if url else None
     accounting: Accounting | None = None

@@ -11,7 +11,7 @@ import asyncio
 import codecs
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from hadal.gateway.errors import ApiError, limit_headers, retry_after, sentence
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
-from hadal.gateway.service import Work
+from hadal.gateway.service import Choice, Work
 from hadal.gateway.stream import Piece, ScoredPrompt, new_decoder
 from hadal.gateway.tools import CallDelta
 from hadal.gateway.vocabulary import Vocabulary
@@ -80,6 +80,8 @@ class Outcome:
     reasoned: bool
     prefix: str = ""
     """The prompt's text, where it is echoed."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt's tokens, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Head:
     fingerprint: str
     include_usage: bool = False
     omits_reasoning: bool = False
+    has_usage_so_far: bool = False
+    """Each chunk has the usage so far, besides the last one."""
 
 
 class ReplyFormat(Protocol):
@@ -108,11 +112,15 @@ class ReplyFormat(Protocol):
         """What comes before all choices."""
         ...
 
-    def opening(self, index: int, prefix: str) -> bytes:
-        """The chunk that opens a choice; empty where there is none."""
+    def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
+        """The chunk that opens a choice; empty where there is none. `prompt_ids`: tokens of its
+        prompt, where they were asked for.
+        """
         ...
 
-    def chunks(self, index: int, piece: Piece) -> bytes: ...
+    def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """What some tokens brought. `usage`: that of the whole request so far."""
+        ...
 
     def end(self, usage: Usage) -> bytes:
         """What follows the last chunk."""
@@ -137,15 +145,22 @@ class _Glue:
             "system_fingerprint": head.fingerprint,
         }
         self._open = b"data: " + _encode(fields)[:-1] + b',"choices":['
-        self._close = b"}]" + (b',"usage":null' if head.include_usage else b"") + b"}\n\n"
         self._includes_usage = head.include_usage
+        self._has_usage_so_far = head.include_usage and head.has_usage_so_far
+        self._usage = b',"usage":null' if head.include_usage else b""
         self._starts: dict[int, bytes] = {}
 
-    def chunk(self, index: int, body: bytes) -> bytes:
+    def chunk(self, index: int, body: bytes, more: bytes = b"") -> bytes:
+        """`more`: fields beside the choices, with a comma before each."""
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._open + b'{"index":%d,' % index
-        return start + body + self._close
+        return start + body + b"}]" + more + self._usage + b"}\n\n"
+
+    def count(self, usage: Usage | None) -> None:
+        """The usage that chunks have from now on, where each has one."""
+        if self._has_usage_so_far and usage is not None:
+            self._usage = b',"usage":' + _encode(usage.fields())
 
     def usage(self, usage: Usage) -> bytes:
         return self._open + b'],"usage":' + _encode(usage.fields()) + b"}\n\n"
@@ -170,40 +185,49 @@ class ChatFormatter:
         self._glue = _Glue(head, "chat.completion.chunk")
 
     def begin(self, usage: Usage) -> bytes:
+        self._glue.count(usage)
         return b""
 
-    def opening(self, index: int, prefix: str) -> bytes:
+    def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
+        ids = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids and not index else b""
         return self._glue.chunk(
             index,
             b'"delta":{"role":"assistant","content":"","reasoning_content":null},'
             b'"logprobs":null,"finish_reason":null',
+            ids,
         )
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
-        data = b""
-        if piece.reasoning or piece.reasoning_tokens:
-            data += self._delta(index, "reasoning_content", piece.reasoning, piece.reasoning_tokens)
+    def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        self._glue.count(usage)
+        ids = _token_ids_body(piece)
+        bodies = [*self._bodies(piece)]
+        if ids and not bodies:
+            bodies = [_LAST_DELTA + b"null"]  # Tokens whose text is held back, or is not shown.
+        return b"".join(
+            self._glue.chunk(index, body if at else body + ids) for at, body in enumerate(bodies)
+        )
+
+    def _bodies(self, piece: Piece) -> Iterator[bytes]:
+        if (piece.reasoning or piece.reasoning_tokens) and not self._head.omits_reasoning:
+            yield self._delta("reasoning_content", piece.reasoning, piece.reasoning_tokens)
         if piece.content or piece.content_tokens:
-            data += self._delta(index, "content", piece.content, piece.content_tokens)
+            yield self._delta("content", piece.content, piece.content_tokens)
         for call in piece.calls:
             delta = {
                 "content": "",
                 "reasoning_content": None,
                 "tool_calls": [_call_delta(call)],
             }
-            body = b'"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null'
-            data += self._glue.chunk(index, body)
+            yield b'"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null'
         if piece.finish is not None:
-            data += self._glue.chunk(index, _LAST_DELTA + _encode(piece.finish))
-        return data
+            yield _LAST_DELTA + _encode(piece.finish)
 
-    def _delta(self, index: int, name: str, text: str, tokens: list[Token]) -> bytes:
+    def _delta(self, name: str, text: str, tokens: list[Token]) -> bytes:
         logprobs = b"null"
         if tokens:
             logprobs = _encode(self._logprobs(**{name: tokens}))
-        return self._glue.chunk(
-            index,
-            _DELTAS[name] + _encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null',
+        return (
+            _DELTAS[name] + _encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null'
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -216,7 +240,7 @@ class ChatFormatter:
         return failure(error)
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
-        head = self._head
+        head, prompt_ids = self._head, outcomes[0].prompt_ids
         return _encode(
             {
                 "id": head.id,
@@ -224,17 +248,18 @@ class ChatFormatter:
                 "created": head.created,
                 "model": head.model,
                 "system_fingerprint": head.fingerprint,
+                **({"prompt_token_ids": prompt_ids} if prompt_ids else {}),
                 "choices": [self._choice(outcome) for outcome in outcomes],
                 "usage": usage.fields(),
             }
         )
 
     def _choice(self, outcome: Outcome) -> dict[str, Any]:
-        piece = outcome.piece
+        piece, hides = outcome.piece, self._head.omits_reasoning
         message: dict[str, Any] = {
             "role": "assistant",
             "content": piece.content,
-            "reasoning_content": piece.reasoning if outcome.reasoned else None,
+            "reasoning_content": piece.reasoning if outcome.reasoned and not hides else None,
             "refusal": None,
         }
         if piece.calls:
@@ -242,7 +267,8 @@ class ChatFormatter:
             message["tool_calls"] = _whole_calls(piece.calls)
         logprobs = None
         if piece.content_tokens or piece.reasoning_tokens:
-            logprobs = self._logprobs(piece.content_tokens, piece.reasoning_tokens)
+            reasoning = () if hides else piece.reasoning_tokens
+            logprobs = self._logprobs(piece.content_tokens, reasoning)
         choice = {
             "index": outcome.index,
             "message": message,
@@ -291,14 +317,19 @@ class CompletionFormatter:
         self._decoder_of: dict[int, codecs.IncrementalDecoder] = {}
 
     def begin(self, usage: Usage) -> bytes:
+        self._glue.count(usage)
         return b""
 
-    def opening(self, index: int, prefix: str) -> bytes:
+    def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
         self._offset_of[index] = len(prefix)
-        return self._text(index, prefix, b"null", b"null") if prefix else b""
+        if not prefix and not prompt_ids:
+            return b""
+        ids = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
+        return self._text(index, prefix, b"null", b"null" + ids)
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
-        if not piece:
+    def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        self._glue.count(usage)
+        if not piece and not piece.token_ids:
             return b""
         if piece.prompt is not None:
             logprobs = _encode(self._prompt_logprobs(index, piece.prompt))
@@ -307,7 +338,8 @@ class CompletionFormatter:
         logprobs = b"null"
         if piece.content_tokens:
             logprobs = _encode(self._logprobs(index, piece.content_tokens))
-        return self._text(index, piece.content, logprobs, _encode(piece.finish))
+        finish = _encode(piece.finish) + _token_ids_body(piece)
+        return self._text(index, piece.content, logprobs, finish)
 
     def _text(self, index: int, text: str, logprobs: bytes, finish: bytes) -> bytes:
         return self._glue.chunk(
@@ -344,6 +376,8 @@ class CompletionFormatter:
             }
             if prompt is not None and prompt.is_told:
                 choice["prompt_logprobs"] = self._told(prompt)
+            if outcome.prompt_ids:
+                choice["prompt_token_ids"] = outcome.prompt_ids
             choices.append(choice | _token_ids(piece))
         return _encode(
             {
@@ -463,6 +497,11 @@ def _token_ids(piece: Piece) -> dict[str, Any]:
     return {"token_ids": piece.token_ids} if piece.token_ids else {}
 
 
+def _token_ids_body(piece: Piece) -> bytes:
+    """The same behind other fields of a chunk's choice."""
+    return b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
+
+
 def _bytes_of(vocabulary: Vocabulary, token: int) -> bytes:
     return vocabulary.token_bytes[token] if 0 <= token < len(vocabulary) else b""
 
@@ -562,8 +601,9 @@ class Reply:
         self._host = host
         self._format = reply_format
         self._now = now
-        self._deadline_s = times.start_s + timeout_s + _GRACE_S
         self._timeout_s = timeout_s
+        self._deadline_s = times.start_s + timeout_s + _GRACE_S
+        """When to give up, unless something comes before."""
         self._keep_alive_s = keep_alive_s
         self._send_timeout_s = send_timeout_s
         self._num_open = len(work.choices)
@@ -593,7 +633,13 @@ class Reply:
             for index, deliver in await self._take(_WAIT_S):
                 pieces[index].add(self._assemble(index, deliver))
         outcomes = [
-            Outcome(index, piece, choice.assembler.num_reasoning_tokens > 0, choice.prefix)
+            Outcome(
+                index,
+                piece,
+                choice.assembler.num_reasoning_tokens > 0,
+                choice.prefix,
+                self._prompt_ids(choice),
+            )
             for index, (choice, piece) in enumerate(zip(self.work.choices, pieces, strict=True))
         ]
         body = self._format.whole(outcomes, self.usage)
@@ -619,12 +665,14 @@ class Reply:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if not deliveries:
             await self._send(send, self._format.keep_alive)
-        opening = b"".join(
-            self._format.opening(i, choice.prefix) for i, choice in enumerate(self.work.choices)
-        )
         try:
             pieces = self._pieces(deliveries)  # They say what a cache had of the prompt.
-            data = self._format.begin(self.usage) + opening + self._chunks(pieces)
+            data = self._format.begin(self.usage)
+            data += b"".join(
+                self._format.opening(i, choice.prefix, self._prompt_ids(choice))
+                for i, choice in enumerate(self.work.choices)
+            )
+            data += self._chunks(pieces)
             while self._num_open:
                 if data:
                     await self._send(send, data)
@@ -639,7 +687,11 @@ class Reply:
 
     def _chunks(self, pieces: dict[int, Piece]) -> bytes:
         """One write for all that is ready."""
-        return b"".join(self._format.chunks(index, piece) for index, piece in pieces.items())
+        usage = self.usage if self.work.ask.has_usage_so_far else None
+        return b"".join(self._format.chunks(index, piece, usage) for index, piece in pieces.items())
+
+    def _prompt_ids(self, choice: Choice) -> tuple[int, ...]:
+        return choice.generation.prompt if self.work.ask.return_token_ids else ()
 
     def _pieces(self, deliveries: list[tuple[int, Deliver]]) -> dict[int, Piece]:
         """By choice: the tokens of one that came together share an event."""
@@ -713,9 +765,13 @@ class Reply:
         now_s = self._now()
         if now_s >= self._deadline_s:
             raise ApiError(
-                504, f"The request took longer than {self._timeout_s:g} s.", code="request_timeout"
+                504,
+                f"The request waited {self._timeout_s:g} s for a token.",
+                code="request_timeout",
             )
         deliveries = await self.mailbox.take(min(timeout_s, self._deadline_s - now_s))
+        if deliveries:
+            self._deadline_s = self._now() + self._timeout_s + _GRACE_S
         if self.mailbox.gone:
             raise ClientGone("the client closed the connection")
         return deliveries

@@ -13,45 +13,52 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
+from hadal.gateway.decoding import NO_SCHEMA, decode
 from hadal.gateway.errors import ApiError
+from hadal.gateway.field_table import RESPONSE
+from hadal.gateway.fields import check_fields
 from hadal.gateway.openai import (
     INT64_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
-    NO_SCHEMA,
-    RESPONSE,
     AnswerFormat,
     ChatAsk,
-    ChatExtensions,
     Common,
+    Extensions,
     JsonSchema,
     PastCall,
     ResponseFormat,
     Turn,
-    check_depth,
     check_metadata,
-    check_served,
     common_fields,
-    decode,
     extensions,
     is_ascending,
     list_page,
     read_format,
     read_limit,
-    with_effort,
-    with_kwargs,
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import KEEP_ALIVE, Head, Outcome, Usage
+from hadal.gateway.response_tools import (
+    TOOL_WORDS,
+    OfferedTools,
+    ResponseTool,
+    as_arguments,
+    as_input,
+    choice_of,
+    offered,
+    shown,
+)
 from hadal.gateway.stream import Piece
-from hadal.gateway.tools import ToolWords, read_choice, read_tools
+from hadal.gateway.thinking import ReasoningOptions, read_thinking
+from hadal.gateway.tools import read_choice, read_tools
 from hadal.gateway.vocabulary import Vocabulary
 
 REFERENCE = "item_reference"
@@ -67,7 +74,7 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct):
-    """An item of a conversation: a "message", a "function_call", a "function_call_output",
+    """An item of a conversation: a "message", a "function_call" or "custom_tool_call" and its output,
     "reasoning", or an "item_reference" to one that a response has. Without a type it is a message.
     """
 
@@ -76,21 +83,14 @@ class InputItem(msgspec.Struct):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    """Of a custom tool's call."""
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
     status: str | None = None
     id: str | None = None
-
-
-class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function of the client's."""
-
-    type: str
-    name: str | None = None
-    parameters: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -105,20 +105,11 @@ class TextFormat(msgspec.Struct):
 
 class TextOptions(msgspec.Struct):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
-class ReasoningOptions(msgspec.Struct):
-    """`summary` is not made: the reasoning itself is in the reply."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
-class ResponsesRequest(ChatExtensions, kw_only=True):
-    """A body of /v1/responses. Fields that change no answer (user, prompt_cache_key, service_tier,
-    safety_identifier) are ignored.
-    """
+class ResponsesRequest(Extensions, kw_only=True):
+    """A body of /v1/responses."""
 
     model: str
     input: str | list[InputItem]
@@ -127,11 +118,11 @@ class ResponsesRequest(ChatExtensions, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    tools: list[FunctionTool] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     """Keep the response, so that it can be asked for and gone on from; true if left out."""
@@ -162,8 +153,8 @@ class ResponseAsk:
 
 def read_response(body: bytes) -> ResponsesRequest:
     """Read a body of /v1/responses. Raises RequestError."""
-    request = decode(body, ResponsesRequest)
-    check_served(body, RESPONSE)
+    named = check_fields(body, RESPONSE)
+    request = named.read(lambda: decode(named.body, ResponsesRequest))
     if len(request.input) > MAX_MESSAGES and not isinstance(request.input, str):
         raise RequestError(
             f"input has {len(request.input)} items; at most {MAX_MESSAGES} are allowed.", "input"
@@ -225,30 +216,39 @@ def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) ->
         items = [_referred(item, index, known) for index, item in enumerate(request.input)]
         request = msgspec.structs.replace(request, input=items)
     _check_options(request)
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    thinking, told = with_effort(None, effort, "reasoning.effort")
-    thinking, kwargs = with_kwargs(thinking, told, request.chat_template_kwargs)
-    if thinking is None and effort is not None:
-        thinking = True  # Nothing else of this API turns it on.
+    text = request.text or TextOptions()
+    verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
+    thinking = read_thinking(request, variables=verbosity)
+    tools = offered(request.tools or [])
     choosing = read_choice(
-        _choice_of(request.tool_choice),
-        read_tools(_tools_of(request.tools or []), _WORDS),
+        choice_of(request.tool_choice, tools),
+        read_tools(tools.given, TOOL_WORDS),
         request.parallel_tool_calls,
-        _WORDS,
+        TOOL_WORDS,
     )
-    format = _format_of(request.text or TextOptions())
+    format = _format_of(text)
     common = Common(
         model=request.model,
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
         **extensions(request),
     )
     ask = common_fields(
         common, request.max_output_tokens, "max_output_tokens", format=format, prompt_name="input"
     )
-    turns = turns_of(request.input)
-    return ResponseAsk(request, ChatAsk(ask, turns, thinking, kwargs, choosing))
+    chat = ChatAsk(
+        ask,
+        turns_of(request.input, tools),
+        thinking.is_on,
+        thinking.template_kwargs,
+        choosing,
+        budget=thinking.budget,
+        budget_field=thinking.budget_field,
+        switch_field=thinking.switch_field,
+    )
+    return ResponseAsk(request, chat)
 
 
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
@@ -283,60 +283,26 @@ def _format_of(text: TextOptions) -> AnswerFormat | None:
     given = text.format
     if given is None:
         return None
-    schema = None
+    schema, beside = None, given.schema
     if given.type == "json_schema":
-        schema = JsonSchema(given.name or "", given.schema)
+        schema, beside = JsonSchema(given.name or "", given.schema), msgspec.Raw(b"null")
     try:
-        found = read_format(ResponseFormat(given.type, schema))
+        found = read_format(ResponseFormat(given.type, schema, beside))
     except RequestError as error:
         said = str(error).replace("response_format.json_schema", "text.format")
         raise RequestError(said.replace("response_format", "text.format"), "text.format") from None
     return None if found is None else replace(found, field="text.format")
 
 
-_WORDS = ToolWords("", "parameters", "'required'", '{"type": "function", "name": ...}')
-
-
-def _tools_of(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """As /chat/completions has them."""
-    given = []
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise RequestError(
-                f"tools[{index}].type is {tool.type[:40]!r}; only 'function' is supported: nothing"
-                " but the model runs here.",
-                f"tools[{index}].type",
-            )
-        check_depth(tool.parameters, f"tools[{index}].parameters")
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": tool.strict or None,
-        }
-        given.append(
-            {
-                "type": "function",
-                "function": {name: value for name, value in function.items() if value is not None},
-            }
-        )
-    return given
-
-
-def _choice_of(choice: Any) -> Any:
-    """{"type": "function", "name": N}, which /chat/completions nests once more."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
 MAX_LISTED = 100
 """Items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text")
-_ITEMS = "message, function_call, function_call_output, reasoning and item_reference"
+_NO_TOOLS = OfferedTools()
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning and item_reference"
 
 
-def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
+def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
     """Items as turns: calls belong to the assistant's message before them. Raises RequestError."""
     if isinstance(items, str):
         return (Turn("user", items),)
@@ -347,17 +313,18 @@ def turns_of(items: str | Sequence[InputItem]) -> tuple[Turn, ...]:
     """By turn: what an assistant says behind its calls. It stands before what came of them."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
-        if item.type == "function_call":
+        if item.type in ("function_call", "custom_tool_call"):
+            is_custom = item.type == "custom_tool_call"
             call = PastCall(
                 _needed(item.call_id, f"{where}.call_id"),
-                _needed(item.name, f"{where}.name"),
-                item.arguments or "{}",
+                tools.flat_of(_needed(item.name, f"{where}.name"), item.namespace),
+                as_arguments(item.input or "") if is_custom else item.arguments or "{}",
             )
             if turns and turns[-1].role == "assistant":
                 turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
             else:
                 turns.append(Turn("assistant", "", (call,)))
-        elif item.type == "function_call_output":
+        elif item.type in _OUTPUTS:
             output = _text_of(item.output, f"{where}.output")
             turns.append(Turn("tool", output, call_id=_needed(item.call_id, f"{where}.call_id")))
         elif item.type == "message":
@@ -492,6 +459,7 @@ class ResponseFormatter:
         self._keep = keep
         self._sampling = sampling
         self._now = now
+        self._tools = offered(asked.tools or [])
         self._fold = PartFold()
         self._finish: str | None = None
         self._num_events = 0
@@ -502,10 +470,10 @@ class ResponseFormatter:
             "response.in_progress", response=response
         )
 
-    def opening(self, index: int, prefix: str) -> bytes:
+    def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
         return b""
 
-    def chunks(self, index: int, piece: Piece) -> bytes:
+    def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         changes = self._fold.take(piece)
         if piece.finish is not None:
             self._finish = piece.finish
@@ -545,12 +513,14 @@ class ResponseFormatter:
     def _item(self, part: ReplyPart, status: str, *, is_empty: bool = False) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}
         if part.kind is PartKind.CALL:
-            return item | {
-                "type": "function_call",
-                "call_id": part.call_id,
-                "name": part.name,
-                "arguments": "" if is_empty else part.text,
-            }
+            call = self._tools.name_of(part.name)
+            item |= {"call_id": part.call_id, "name": call.name}
+            if call.namespace:
+                item["namespace"] = call.namespace
+            text = "" if is_empty else part.text
+            if call.is_custom:
+                return item | {"type": "custom_tool_call", "input": as_input(text)}
+            return item | {"type": "function_call", "arguments": text}
         content = [] if is_empty else [_content_of(part.kind, part.text)]
         if part.kind is PartKind.REASONING:
             return item | {"type": "reasoning", "summary": [], "content": content}
@@ -558,7 +528,9 @@ class ResponseFormatter:
 
     def _item_id(self, part: ReplyPart) -> str:
         """The part's, from which `response_id_of` makes the response's."""
-        return f"{_PREFIXES[part.kind]}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
+        is_custom = part.kind is PartKind.CALL and self._tools.name_of(part.name).is_custom
+        prefix = "ctc" if is_custom else _PREFIXES[part.kind]
+        return f"{prefix}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
 
     def _events(self, change: PartChange) -> bytes:
         part, kind = change.part, change.part.kind
@@ -578,6 +550,8 @@ class ResponseFormatter:
                 return self._event(
                     "response.output_text.delta", **inner, delta=change.text, logprobs=[]
                 )
+            if self._tools.name_of(part.name).is_custom:
+                return b""  # The text is known when its JSON is complete.
             return self._event("response.function_call_arguments.delta", **at, delta=change.text)
         text = part.text
         if kind is PartKind.REASONING:
@@ -585,9 +559,7 @@ class ResponseFormatter:
         elif kind is PartKind.TEXT:
             data = self._event("response.output_text.done", **inner, text=text, logprobs=[])
         else:
-            data = self._event(
-                "response.function_call_arguments.done", **at, name=part.name, arguments=text
-            )
+            data = self._call_done(part, at)
         if kind is not PartKind.CALL:
             whole = _content_of(kind, text)
             data += self._event("response.content_part.done", **inner, part=whole)
@@ -596,6 +568,16 @@ class ResponseFormatter:
         status = "incomplete" if is_cut else "completed"
         return data + self._event(
             "response.output_item.done", output_index=part.index, item=self._item(part, status)
+        )
+
+    def _call_done(self, part: ReplyPart, at: dict[str, Any]) -> bytes:
+        call = self._tools.name_of(part.name)
+        if call.is_custom:
+            text, event = as_input(part.text), "response.custom_tool_call_input"
+            data = self._event(f"{event}.delta", **at, delta=text)
+            return data + self._event(f"{event}.done", **at, input=text)
+        return self._event(
+            "response.function_call_arguments.done", **at, name=call.name, arguments=part.text
         )
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
@@ -636,7 +618,7 @@ class ResponseFormatter:
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if format is None else _format_fields(format)},
             "tool_choice": _choice_fields(asked.tool_choice),
-            "tools": asked.tools or [],
+            "tools": shown(asked.tools or []),
             "top_logprobs": 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -645,7 +627,7 @@ class ResponseFormatter:
 
 
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
 
 
 def response_id_of(item_id: str) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hadal.core.errors import RequestError
+from hadal.gateway.references import resolved
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64
@@ -26,14 +27,18 @@ _NUMBERS = (
 """What a number stands behind that an answer is held to."""
 
 
-def check_schema(schema: dict[str, Any], of: str, param: str) -> None:
-    """Raise RequestError for a schema that is not even looked at. `of`: what it is said to be."""
+def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
+    """Return a schema as it is followed, its references all in one form. Raises RequestError for one
+    that is not even looked at. `of`: what it is said to be.
+    """
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise RequestError(
             f"The schema of {of} nests deeper than {MAX_SCHEMA_DEPTH} levels.", param
         )
-    if (said := _complaint(schema)) is not None:
+    followed = resolved(schema, of, param)
+    if (said := _complaint(followed)) is not None:
         raise RequestError(f"Invalid schema for {of}: {said}.", param)
+    return followed
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,12 @@ from hadal.gateway.chat import (
     Prompt,
     check_length,
     raw_prompt,
-    read_bos_id,
     read_chat_format,
 )
+from hadal.gateway.decoding import decode
 from hadal.gateway.errors import ApiError
+from hadal.gateway.field_table import TOKENIZE
+from hadal.gateway.fields import check_fields
 from hadal.gateway.formats import Formats
 from hadal.gateway.openai import (
     MAX_TOP_K,
@@ -50,7 +53,6 @@ from hadal.gateway.openai import (
     TokenizeRequest,
     check_ids,
     check_num_ids,
-    decode,
     parse_chat,
     parse_completion,
     with_defaults,
@@ -84,20 +86,22 @@ class ServedModel:
     context_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     sampling: SamplingDefaults
 
 
-def read_served_model(folder: Path, name: str) -> ServedModel:
-    """Read tokenizer, template and defaults of a model folder. Raises CheckpointError."""
-    config = read_model_config(folder)
+def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -> ServedModel:
+    """Read tokenizer, template and defaults of a model folder. Raises CheckpointError.
+
+    `accepted`: see `read_model_config`.
+    """
+    config = read_model_config(folder, accepted)
     vocabulary = read_vocabulary(folder)
-    eos_ids, sampling = _read_defaults(folder / "generation_config.json")
+    eos_ids, sampling, max_length = _read_defaults(folder / "generation_config.json", accepted)
     return ServedModel(
         name=name,
         vocabulary=vocabulary,
         chat=read_chat_format(folder, vocabulary),
-        context_tokens=config.max_position_embeddings,
+        context_tokens=min(config.max_position_embeddings, max_length),
         vocab_size=config.vocab_size,
         # Makers add to one of the files what ends a turn of a chat, beside what ends a text.
         # An id that the model has no logit for is never drawn, and a mask has no bit for it.
@@ -106,16 +110,20 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
             for each in dict.fromkeys((*config.eos_token_ids, *eos_ids))
             if each < config.vocab_size
         ),
-        bos_id=read_bos_id(folder, vocabulary),
         sampling=sampling,
     )
 
 
-def _read_defaults(path: Path) -> tuple[tuple[int, ...], SamplingDefaults]:
-    """What a generation_config.json says: ids that end a reply, and how to sample. The file may be
-    missing, and null is as good as nothing. Raises CheckpointError.
+def _read_defaults(
+    path: Path, accepted: Collection[str]
+) -> tuple[tuple[int, ...], SamplingDefaults, int]:
+    """Return a generation_config.json's ids that end a reply, its way to sample, and the most tokens
+    of a prompt and its reply together. The file may be missing, and null is as good as nothing.
+    Raises CheckpointError.
     """
-    fields = read_json(path) if path.exists() else {}
+    read = read_json(path) if path.exists() else {}
+    # An accepted key is as good as absent.
+    fields = {key: read[key] for key in read if f"{path.stem}.{key}" not in accepted}
     eos = fields.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(i) is int and 0 <= i <= MAX_ID for i in eos_ids):
@@ -130,13 +138,19 @@ def _read_defaults(path: Path) -> tuple[tuple[int, ...], SamplingDefaults]:
         raise CheckpointError(
             f"{path}: top_k is {shown(top_k)}; a whole number is needed, 0 for all tokens."
         )
+    max_length = fields.get("max_length")
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise CheckpointError(
+            f"{path}: max_length is {shown(max_length)}; a number of tokens is needed."
+        )
     temperature = _default(fields, "temperature", path, 2.0)
-    return eos_ids, SamplingDefaults(
+    sampling = SamplingDefaults(
         # `do_sample` false says that the model is meant to be greedy, whatever else the file holds.
         temperature=0.0 if samples is False else temperature,
         top_p=_default(fields, "top_p", path, 1.0),
         top_k=max(0, top_k or 0),
     )
+    return eos_ids, sampling, sys.maxsize if max_length is None else max_length
 
 
 def _default(fields: dict[str, Any], name: str, path: Path, high: float) -> float:
@@ -281,9 +295,32 @@ class Service:
         calls = None
         if chat is not None and chat.tools and parsed.choosing.tools:
             calls = Calls(chat.tools, parsed.choosing)
+        self._check_thinking(parsed)
         return self._work(
-            parsed.ask, [(prompt, "")], request_id, tenant, sections=True, calls=calls
+            parsed.ask,
+            [(prompt, "")],
+            request_id,
+            tenant,
+            sections=True,
+            calls=calls,
+            budget=parsed.budget,
         )
+
+    def _check_thinking(self, parsed: ChatAsk) -> None:
+        """Raise RequestError for thinking, or a budget of it, that this model cannot do."""
+        chat, ends = self.model.chat, THINK_CLOSE in self.model.vocabulary.control_ids
+        if parsed.switch_field and chat is not None and not chat.has_reasoning:
+            raise RequestError(
+                f"{parsed.switch_field} is not supported for this model: its chat template has no"
+                " reasoning. Leave it out.",
+                parsed.switch_field,
+            )
+        if parsed.budget is not None and not (chat is not None and chat.has_reasoning and ends):
+            raise RequestError(
+                f"{parsed.budget_field} is not supported for this model: its chat template has no"
+                f" {THINK_CLOSE} that is one token. Leave it out, and send max_tokens.",
+                parsed.budget_field,
+            )
 
     def _prompt(self, parsed: ChatAsk, max_tokens: int) -> Prompt:
         """A chat in tokens. Raises RequestError, also for one of more than `max_tokens`."""
@@ -310,6 +347,7 @@ class Service:
         )
 
     def _tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+        check_fields(body, TOKENIZE)
         asked = decode(body, TokenizeRequest)
         name = self.model.name if asked.model is None else asked.model
         self._check_model(name, tenant)
@@ -322,10 +360,14 @@ class Service:
                     "add_special_tokens: a chat's are the template's; leave it out.",
                     "add_special_tokens",
                 )
-            ids = self._prompt(parse_chat(with_model(body, name)), most).ids
+            ids = self._prompt(parse_chat(with_model(body, name), TOKENIZE), most).ids
         else:
-            bos_id = None if asked.add_special_tokens is False else self.model.bos_id
-            ids = raw_prompt(self.model.vocabulary, asked.prompt, bos_id, max_tokens=most).ids
+            ids = raw_prompt(
+                self.model.vocabulary,
+                asked.prompt,
+                max_tokens=most,
+                adds_special=asked.add_special_tokens is not False,
+            ).ids
         decode_id = self.model.vocabulary.decode
         return {
             "count": len(ids),
@@ -354,9 +396,7 @@ class Service:
             if isinstance(given, str) and parsed.suffix is not None:
                 prompt, text = self._infill(given, parsed.suffix), given
             elif isinstance(given, str):
-                prompt = raw_prompt(
-                    vocabulary, given, self.model.bos_id, max_tokens=self._max_prompt_tokens
-                )
+                prompt = raw_prompt(vocabulary, given, max_tokens=self._max_prompt_tokens)
                 text = given
             else:
                 self._check_prompt_ids(given)
@@ -380,9 +420,9 @@ class Service:
         num_tokens = vocabulary.fewest_tokens(before) + vocabulary.fewest_tokens(behind)
         check_length(num_tokens, self._max_prompt_tokens, "prompt")
         begin, hole, end = (mark for mark in ids if mark is not None)
-        bos = () if self.model.bos_id is None else (self.model.bos_id,)
         texts = vocabulary.encode_plain(before), vocabulary.encode_plain(behind)
-        return Prompt((*bos, begin, *texts[0], hole, *texts[1], end))
+        whole = vocabulary.with_special([begin, *texts[0], hole, *texts[1], end])
+        return Prompt(tuple(whole))
 
     def _check_model(self, name: str, tenant: Tenant) -> None:
         if name != self.model.name or not tenant.may_ask(name):
@@ -432,9 +472,10 @@ class Service:
         *,
         sections: bool,
         calls: Calls | None = None,
+        budget: int | None = None,
     ) -> Work:
         """`sections`: a chat's, whose reply sets its reasoning apart; `calls`: and calls of tools,
-        where any are offered.
+        where any are offered. `budget`: most tokens of its reasoning.
         """
         for prompt, _ in prompts:
             check_length(len(prompt.ids), self._max_prompt_tokens, ask.prompt_name)
@@ -444,7 +485,7 @@ class Service:
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             names = b"", ""
-            grammar = self._grammar(ask, prompt, calls)
+            grammar = self._grammar(ask, prompt, calls, budget)
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
@@ -472,18 +513,28 @@ class Service:
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
-    def _grammar(self, ask: CommonFields, prompt: Prompt, calls: Calls | None) -> Grammar | None:
+    def _grammar(
+        self, ask: CommonFields, prompt: Prompt, calls: Calls | None, budget: int | None
+    ) -> Grammar | None:
         """What the answer must be, in the form that ranks follow."""
         is_held = calls is not None and calls.choosing.is_held
+        control_ids = self.model.vocabulary.control_ids
+        opens, closes = control_ids.get(THINK_OPEN, -1), control_ids.get(THINK_CLOSE, -1)
+        may_think = prompt.may_think and opens >= 0 and closes >= 0
+        has_budget = budget is not None and (prompt.thinks or may_think)
+        bounded = Grammar(
+            "",
+            self.model.eos_ids,
+            closes,
+            begins_with=-1 if prompt.thinks else opens,
+            budget=-1 if budget is None else budget,
+        )
         if ask.format is None and not is_held:
-            return None
+            return bounded if has_budget else None
         # Where an answer may be anything, calls are held from their mark on, wherever it comes.
         is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
-        control_ids = self.model.vocabulary.control_ids
-        opens = control_ids.get(THINK_OPEN, -1)
-        may_think = prompt.may_think and opens >= 0 and THINK_CLOSE in control_ids
         thinks = (prompt.thinks or may_think) and not is_opened
-        begins_after = control_ids.get(THINK_CLOSE, -1) if thinks else -1
+        begins_after = closes if thinks else -1
         if not self.model.eos_ids or (thinks and begins_after < 0):
             what, param = "tools that are strict or have to be called are", "tools"
             if ask.format is not None:
@@ -495,6 +546,8 @@ class Service:
             )
         begins_with = opens if thinks and not prompt.thinks else -1
         grammar = Grammar("", self.model.eos_ids, begins_after, begins_with=begins_with)
+        if has_budget:
+            grammar = bounded
         if calls is None:
             assert ask.format is not None
             text = self._formats.text(ask.format, follows_reasoning=thinks, prefix=prompt.prefix)
@@ -510,8 +563,8 @@ class Service:
         )
         begins = control_ids[calls.format.calls_begin], control_ids[calls.format.call_begin]
         if is_opened:
-            closes = control_ids[calls.format.calls_end]
-            return replace(grammar, text=text, opens=begins, closes=closes)
+            end = control_ids[calls.format.calls_end]
+            return replace(grammar, text=text, opens=begins, closes=end)
         # A call is told by its mark (gateway/stream), in a reasoning as elsewhere.
         prefix = prompt.prefix_ids if format is not None else ()
         return replace(grammar, text=text, prefix=prefix, barred=begins)
@@ -531,7 +584,7 @@ class Service:
         room = self.model.context_tokens - len(prompt.ids)
         max_tokens, most = ask.max_tokens, min(room, limits.max_output_tokens or room)
         if max_tokens is None:
-            max_tokens = min(limits.default_output_tokens, most)
+            max_tokens = min(limits.default_output_tokens or most, most)
         elif ask.ends_with_room:
             max_tokens = min(max_tokens, most)
         elif max_tokens > room:

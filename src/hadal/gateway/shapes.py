@@ -94,6 +94,7 @@ class ChatReply(Shape):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    prompt_token_ids: list[int] = []
 
 
 class TextScores(Shape):
@@ -111,6 +112,7 @@ class TextChoice(Shape):
     logprobs: TextScores | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
     prompt_logprobs: list[dict[str, Json] | None] = []
 
 
@@ -169,13 +171,15 @@ class OutputItem(Shape):
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
-    type: Literal["reasoning", "message", "function_call"]
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
     summary: list[Any] = []
     content: list[Json] = []
     role: str = "assistant"
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = ""
+    input: str = ""
 
 
 class InputDetails(Shape):

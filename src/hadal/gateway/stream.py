@@ -392,8 +392,16 @@ class Assembler:
         if self._reader is not None:
             deltas, text = self._reader.take()
             # Of one token come deltas or text, or text and then the next call.
-            self._add_content(text, piece)
+            self._add_content(self._without_marks(text), piece)
             piece.calls += deltas
+
+    def _without_marks(self, text: str) -> str:
+        """A whole text without control marks that it spells, also those around one that is taken out."""
+        shown = ""
+        mark: str | None = ""
+        while text and mark is not None:
+            shown, mark, text = self._marks.feed(text)
+        return shown + self._marks.flush()
 
     def _look_for_repetition(self, recent: list[int], token: int, piece: Piece) -> None:
         recent.append(token)
@@ -538,7 +546,7 @@ class Assembler:
     def _end(self, finish: str, piece: Piece) -> None:
         if self._section is Section.CALLS and self._reader is not None:
             self._reader.text(self._decoder.decode(b"", final=True))
-            self._reader.end(is_complete=finish == "stop")
+            self._reader.end(is_complete=finish == "stop", is_cut=finish == "length")
             self._show_calls(piece)
             self._section = Section.CONTENT
         else:

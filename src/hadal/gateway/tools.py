@@ -12,8 +12,8 @@ them was not taught to call, and is asked for no call.
     Kimi-K2            <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
                        <|tool_call_argument_begin|>{...}<|tool_call_end|> ...
 
-A call counts from when its name is complete. What never gets so far is shown as text: nothing that a
-model wrote is dropped.
+A call counts from when its name is complete. One that the end of the reply cut off before is nothing; what
+else never gets so far is shown as text, without its marks.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class Tool:
     """Its arguments are held to its parameters."""
     schema_field: str = field(default="", compare=False)
     """The request's field that has its parameters."""
+    schema: dict[str, Any] | None = field(default=None, compare=False)
+    """Of a strict tool: its parameters as they are followed."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The schema that they are held to; any object where they are not, and are held at all."""
         if not self.is_strict:
             return ANY_JSON_OBJECT
-        return self.fields["function"].get("parameters") or _NO_ARGUMENTS
+        return self.schema or _NO_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -275,13 +277,15 @@ def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
     if not isinstance(is_strict, bool | None):
         wrong = f"{where}{words.function}.strict"
         raise RequestError(f"{wrong} is no boolean.", wrong)
+    followed = None
     if is_strict and schema:
-        check_schema(schema, schema_field, schema_field)
+        followed = check_schema(schema, schema_field, schema_field)
         if schema.get("type") != "object":
             raise RequestError(
                 f"{schema_field}: a strict tool's needs 'type': 'object'.", schema_field
             )
-    return Tool(name, {"type": "function", "function": function}, bool(is_strict), schema_field)
+    fields = {"type": "function", "function": function}
+    return Tool(name, fields, bool(is_strict), schema_field, followed)
 
 
 def read_choice(
@@ -366,9 +370,8 @@ class CallReader:
         format = self.format
         if text == format.call_begin:
             self.end()
-            self._at, self._raw = At.HEAD, text
+            self._at = At.HEAD
         elif text == format.separator and self._at is At.HEAD:
-            self._raw += text
             self._read_head()
         elif text in (format.call_end, format.calls_end):
             self.end()
@@ -384,15 +387,17 @@ class CallReader:
         if self._at is At.NAME:
             self._read_name()
 
-    def end(self, *, is_complete: bool = True) -> None:
-        """The present call is over, if there is one. `is_complete`: the model said so."""
+    def end(self, *, is_complete: bool = True, is_cut: bool = False) -> None:
+        """The present call is over, if there is one. `is_complete`: the model said so; `is_cut`: it did
+        not end the call, but the reply is over.
+        """
         if self._at is At.ARGUMENTS:
             rest, self._held = self._held, ""
             self._add(rest.rstrip().removesuffix("```").rstrip() if self.format.is_fenced else rest)
             if self._is_empty and is_complete:
                 self._add("{}")  # Clients read them as JSON.
             self.num_ended += 1
-        else:
+        elif not is_cut:
             self._shown += self._raw  # No call came of it.
         self._at, self._raw, self._held = At.BETWEEN, "", ""
 

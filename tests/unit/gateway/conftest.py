@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hadal.gateway.formats import Formats
 from hadal.gateway.service import ServedModel, read_served_model
 
 from .model_folder import write_model_folder
@@ -19,3 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> ServedModel:
     return read_served_model(folder, "small")
+
+
+@pytest.fixture(scope="session")
+def formats() -> Iterator[Formats]:
+    made = Formats()
+    yield made
+    made.close()

@@ -8,7 +8,15 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -51,6 +59,10 @@ def _tokenizer_json(think_tokens: bool) -> str:
     tokenizer.train_from_iterator(_CORPUS * 4, trainer)
     ordinary = [USER, ASSISTANT, *(["<think>", "</think>"] if think_tokens else [])]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ordinary])
+    bos_id = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos_id)]
+    )
     return tokenizer.to_str()
 
 
@@ -97,7 +109,6 @@ def write_model_folder(
             {
                 "bos_token": {"content": BOS},
                 "eos_token": EOS,
-                "add_bos_token": True,
                 "chat_template": template,
             }
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -16,21 +16,16 @@ from hadal.gateway.service import ServedModel
 from .world import World, spell, world
 
 TEXT = "Easy.</think>\n\nThe answer is 4. 🙂"
-CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
-def play(
-    model: ServedModel, scene: Callable[[World], Awaitable[None]], text: str = TEXT, **options: Any
-) -> None:
-    """Run a scene in a fresh world, and leave it empty."""
-    then_stop = options.pop("then_stop", True)
-
-    async def run() -> None:
-        async with world(model, spell(model, text, then_stop=then_stop), **options) as it:
-            await scene(it)
-            await it.settle()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def scene(
+    model: ServedModel, text: str = TEXT, *, then_stop: bool = True, **options: Any
+) -> AsyncIterator[World]:
+    """A fresh world, which is empty again at its end."""
+    async with world(model, spell(model, text, then_stop=then_stop), **options) as it:
+        yield it
+        await it.settle()
 
 
 def sent_by_replies(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:

@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsConfig, UnitsConfig
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Returned, UnitDown
+from hadal.core.plans import NO_TOKEN
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import EVERYONE, name_of, salt_of
+from hadal.gateway.http import Gateway
 from hadal.gateway.service import ServedModel
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import price_list
+from tests.waiting import wait_for
 
 from .fake_units import Script
 from .world import World, spell, world
@@ -59,6 +63,7 @@ class List:
 async def booked(
     model: ServedModel, script: Script, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
+    """A world, and the sink of its facts. It is empty at its end."""
     sink = List()
     deployment = Deployment(
         model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2)
@@ -69,21 +74,23 @@ async def booked(
             deployment, model.name, sink, dict, gateway.now, gateway.unix_time
         )
         yield it, sink
+        await it.settle()
+        assert len({fact.request_id for fact in sink.requests}) == len(sink.requests)
+        assert counted(gateway) == sum(fact.tokens_out for fact in sink.requests)
 
 
-def run(model: ServedModel, script: Script, steps: Any, **options: Any) -> list[RequestFact]:
-    async def all_of_it() -> list[RequestFact]:
-        async with booked(model, script, **options) as (it, sink):
-            await steps(it, sink)
-            await it.settle()
-            assert len({fact.request_id for fact in sink.requests}) == len(sink.requests)
-            return sink.requests
-
-    return asyncio.run(all_of_it())
+def counted(gateway: Gateway) -> int:
+    """Output tokens in the metrics of a gateway."""
+    [metric] = gateway.metrics.output.collect()
+    return int(metric.samples[0].value)
 
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "small", "prompt": "hello there", "max_tokens": 7, **fields}
+
+
+def ask(it: World, **fields: Any) -> Awaitable[httpx.Response]:
+    return it.client.post("/v1/completions", json=body(**fields))
 
 
 def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
@@ -104,12 +111,13 @@ def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"n": 3}, {"prompt": ["one", "the other"], "n": 2}, {"stop": "c"}]
 )
-def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[str, Any]) -> None:
+async def test_the_bill_is_the_usage(
+    model: ServedModel, stream: bool, fields: dict[str, Any]
+) -> None:
     """Twice: the second time a cache has some of it."""
     usages: list[dict[str, Any]] = []
     long_prompt = "word " * 200
-
-    async def steps(it: World, sink: List) -> None:
+    async with booked(model, spell(model, "abcdefghij")) as (it, sink):
         for _ in range(2):
             asked = body(stream=stream, **{"prompt": long_prompt, **fields})
             if stream:
@@ -125,8 +133,7 @@ def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[st
                 usages.append(next(chunk["usage"] for chunk in chunks if chunk.get("usage")))
             else:
                 usages.append(reply.json()["usage"])
-
-    facts = run(model, spell(model, "abcdefghij"), steps)
+    facts = sink.requests
     half = len(facts) // 2
     assert half == fields.get("n", 1) * (2 if isinstance(fields.get("prompt"), list) else 1)
     for usage, part in zip(usages, (facts[:half], facts[half:]), strict=True):
@@ -148,12 +155,13 @@ def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[st
 
 @pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_prompt_that_is_only_scored_is_billed_as_prompt(model: ServedModel, stream: bool) -> None:
-    async def steps(it: World, sink: List) -> None:
+async def test_a_prompt_that_is_only_scored_is_billed_as_prompt(
+    model: ServedModel, stream: bool
+) -> None:
+    async with booked(model, spell(model, "a")) as (it, sink):
         asked = body(prompt=["one", "and more"], echo=True, logprobs=1, max_tokens=0, stream=stream)
         assert (await it.client.post("/v1/completions", json=asked)).status_code == 200
-
-    facts = run(model, spell(model, "a"), steps)
+    facts = sink.requests
     assert [fact.end for fact in facts] == ["length"] * 2
     assert all(fact.tokens_miss > 0 and fact.income_pico_usd > 0 for fact in facts)
     assert {(fact.tokens_hit, fact.tokens_out, fact.first_token_s) for fact in facts} == {
@@ -161,27 +169,27 @@ def test_a_prompt_that_is_only_scored_is_billed_as_prompt(model: ServedModel, st
     }
 
 
-def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
-    async def steps(it: World, sink: List) -> None:
-        reply = await it.client.post("/v1/completions", json=body(n=2))
+async def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
+    async with booked(model, spell(model, "abcdefghij")) as (it, sink):
+        reply = await ask(it, n=2)
         usage = reply.json()["usage"]
         num_prompt, num_output = usage["prompt_tokens"], usage["completion_tokens"] // 2
         assert [fact.kv_tokens for fact in sink.requests] == [
             sum_kv_tokens(num_prompt, num_output)
         ] * 2
 
-    run(model, spell(model, "abcdefghij"), steps)
-
 
 @pytest.mark.promise(
     "output tokens as usage counts them, for a client that left those handed to its "
     "connection until then"
 )
-def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
+async def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
     """The fact says how many; the stream was cut after as many."""
     seen: list[bytes] = []
-
-    async def steps(it: World, sink: List) -> None:
+    async with booked(model, spell(model, "abcdefghij", then_stop=False), step_s=0.001) as (
+        it,
+        sink,
+    ):
         leave = asyncio.Event()
         asked = body(stream=True, max_tokens=4000, logprobs=0)
         sent = iter([{"type": "http.request", "body": json.dumps(asked).encode()}])
@@ -211,8 +219,7 @@ def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> 
             "client": ("test", 1),
         }
         await it.app(scope, receive, send)
-
-    [fact] = run(model, spell(model, "abcdefghij", then_stop=False), steps, step_s=0.001)
+    [fact] = sink.requests
     chunks = [
         json.loads(line[6:]) for line in b"".join(seen).split(b"\n") if line.startswith(b"data: {")
     ]
@@ -228,22 +235,21 @@ def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> 
 @pytest.mark.promise(
     "A fact for every generation, when its HTTP request has ended, however it did."
 )
-def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
-    async def steps(it: World, sink: List) -> None:
+async def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
+    async with booked(
+        model, spell(model, "abc"), limits=LimitsConfig(max_running=1, max_queued=1)
+    ) as (it, sink):
         it.units.go.clear()
-        asked = [
-            asyncio.create_task(it.client.post("/v1/completions", json=body())) for _ in range(2)
-        ]
+        asked = [asyncio.create_task(ask(it)) for _ in range(2)]
         while it.gateway.num_requests < 2:
             await asyncio.sleep(0.001)
-        refused = await it.client.post("/v1/completions", json=body())
+        refused = await ask(it)
         assert refused.status_code == 429
         it.units.go.set()
         assert [(await one).status_code for one in asked] == [200, 200]
         it.gateway.host.drain()
-        assert (await it.client.post("/v1/completions", json=body())).status_code == 503
-
-    facts = run(model, spell(model, "abc"), steps, limits=LimitsConfig(max_running=1, max_queued=1))
+        assert (await ask(it)).status_code == 503
+    facts = sink.requests
     ends = [fact.end for fact in facts]
     assert sorted(ends) == ["429", "503", "stop", "stop"]
     for fact in facts:
@@ -259,27 +265,26 @@ def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
         {"prompt": "word " * 5000, "max_tokens": 1},
     ],
 )
-def test_what_never_was_a_generation_is_no_fact(model: ServedModel, wrong: dict[str, Any]) -> None:
-    async def steps(it: World, sink: List) -> None:
-        assert (
-            400 <= (await it.client.post("/v1/completions", json=body(**wrong))).status_code < 500
-        )
-
-    assert run(model, spell(model, "abc"), steps) == []
+async def test_what_never_was_a_generation_is_no_fact(
+    model: ServedModel, wrong: dict[str, Any]
+) -> None:
+    async with booked(model, spell(model, "abc")) as (it, sink):
+        assert 400 <= (await ask(it, **wrong)).status_code < 500
+    assert sink.requests == []
 
 
 @pytest.mark.promise(
     "A tenant is an API key, by the name that its keys file gives it, or by one (t- and "
     "ten hex digits) that is a hash of a hash of it"
 )
-def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
-    async def steps(it: World, sink: List) -> None:
+async def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
+    async with booked(model, spell(model, "abc"), keys=("key-one", "key-two")) as (it, sink):
         for key in ("key-one", "key-two", "key-one"):
             headers = {"authorization": f"Bearer {key}"}
             assert (
                 await it.client.post("/v1/completions", json=body(), headers=headers)
             ).status_code == 200
-        assert (await it.client.post("/v1/completions", json=body())).status_code == 401
+        assert (await ask(it)).status_code == 401
         one, two = (tenant.name for tenant in it.gateway.keys.tenants)
         assert (one, two) == (name_of(salt_of(b"key-one")), name_of(salt_of(b"key-two")))
         tenants = [fact.tenant for fact in sink.requests]
@@ -288,12 +293,10 @@ def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
             assert key.decode() not in tenant
             assert tenant.removeprefix("t-") not in salt_of(key).hex()
 
-    run(model, spell(model, "abc"), steps, keys=("key-one", "key-two"))
 
-
-def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> None:
-    async def steps(it: World, sink: List) -> None:
-        asked = asyncio.create_task(it.client.post("/v1/completions", json=body(max_tokens=40)))
+async def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> None:
+    async with booked(model, spell(model, "abc", then_stop=False), step_s=0.002) as (it, sink):
+        asked = asyncio.create_task(ask(it, max_tokens=40))
         await it.units.hold(3)
         it.units.let_go()
         (request_id, attempt), _ = it.units.decoding.popitem()
@@ -301,10 +304,33 @@ def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> None:
         reply = await asked
         assert reply.status_code == 200
         check_sum(sink.requests, reply.json()["usage"])
-
-    [fact] = run(model, spell(model, "abc", then_stop=False), steps, step_s=0.002)
+    [fact] = sink.requests
     assert fact.num_retries == 1
     assert fact.tokens_out == 40
+
+
+@pytest.mark.promise("`hadal_output_tokens_total` is the ledger's output tokens, to the token")
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("end", ["504", "422", "cancelled"])
+async def test_tokens_of_a_request_that_ends_early_are_counted_as_they_are_billed(
+    model: ServedModel, end: str, stream: bool
+) -> None:
+    """Each of its choices has some tokens, and its unit has drawn more."""
+    limits = LimitsConfig(request_timeout_s=0.2 if end == "504" else 60.0)
+    script = spell(model, "abc", then_stop=False)
+    async with booked(model, script, limits=limits, step_s=0.001) as (it, sink):
+        asking = asyncio.create_task(ask(it, n=2, max_tokens=100, stream=stream))
+        await it.units.hold(5)
+        await wait_for(lambda: counted(it.gateway) >= 10, "running choices are counted")
+        if end == "422":
+            for request_id, attempt in list(it.units.decoding):
+                it.units.tell(Returned("decode-0", request_id, attempt, NO_TOKEN))
+        elif end == "cancelled":
+            asking.cancel()
+        await asyncio.wait([asking])
+        it.units.let_go()
+    assert [fact.end for fact in sink.requests] == [end] * 2
+    assert sum(fact.tokens_out for fact in sink.requests) == 10
 
 
 class Clock:
@@ -349,19 +375,15 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
     assert (decode.gpu, decode.gpu_hour_micro_usd, decode.model) == ("cpu", 1_500_000, "small")
 
 
-def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
+async def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
     told: list[int] = []
-
-    async def steps() -> None:
-        async with world(model, spell(model, "abc")) as it:
-            it.gateway.host._on_units = lambda: told.append(
-                sum(map(len, it.gateway.snapshot().role_to_units.values()))
-            )
-            it.units.tell(UnitDown("decode-0", "killed"))
-            while not told:
-                await asyncio.sleep(0.001)
-
-    asyncio.run(steps())
+    async with world(model, spell(model, "abc")) as it:
+        it.gateway.host._on_units = lambda: told.append(
+            sum(map(len, it.gateway.snapshot().role_to_units.values()))
+        )
+        it.units.tell(UnitDown("decode-0", "killed"))
+        while not told:
+            await asyncio.sleep(0.001)
     assert told[0] == 1
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway import openai
+from hadal.gateway import field_table, fields, openai
 from hadal.gateway.batches import _line_of, _lines_of
 
 URL = "/v1/chat/completions"
@@ -33,7 +33,7 @@ def test_what_no_line_can_be_is_an_error_of_the_file(found: object, code: str) -
 
 def test_numbers_beyond_all_are_the_client_s_fault() -> None:
     with pytest.raises(RequestError, match=r"."):
-        openai.check_served(b'{"verbosity": 1e999}', openai.CHAT)
+        fields.check_fields(b'{"audio": 1e999}', field_table.CHAT)
     with pytest.raises(RequestError, match=r"."):
         openai.schema_format("a", b'{"maximum": 1e999}', "response_format")
 

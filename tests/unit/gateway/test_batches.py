@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
@@ -39,10 +40,10 @@ from hadal.runtime.batches import (
 from hadal.runtime.ledger.store import ledger_url
 from tests.waiting import DEADLINE_S, wait_for, wait_until
 
-from .scenes import CHAT, TEXT, error_of
+from .scenes import TEXT, error_of
 from .serving import serving
-from .test_accounting import List
-from .world import World, spell, world
+from .test_accounting import List, counted
+from .world import CHAT, World, spell, world
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 NUM_LINES = 3
@@ -87,11 +88,18 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_DISCARD_DEADLINE_S", 0.1)  # Clients send no more than is refused.
 
 
+def store_in(folder: Path) -> BatchStore:
+    return BatchStore(ledger_url(str(folder / "b.sqlite")))
+
+
 @asynccontextmanager
 async def life(
-    model: ServedModel, store: BatchStore, *, runs: bool = True, **options: Any
+    model: ServedModel, store: BatchStore | Path, *, runs: bool = True, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
-    """A gateway's process, from its start to its end, and the facts that its ledger was given."""
+    """A gateway's process, from its start to its end, and the facts that its ledger was given.
+    `store`: the batches, or their folder.
+    """
+    store = store_in(store) if isinstance(store, Path) else store
     async with world(model, spell(model, TEXT), store=store, **options) as it:
         sink, gateway = List(), it.gateway
         deployment = Deployment(model="x", ledger=LedgerConfig(prices="1/2/4"))
@@ -104,6 +112,8 @@ async def life(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+        if gateway.accounting is not None:
+            assert counted(gateway) == sum(fact.tokens_out for fact in sink.requests)
 
 
 async def begin(it: World, bodies: Sequence[dict[str, Any]] = (CHAT,) * NUM_LINES) -> str:
@@ -166,315 +176,279 @@ def test_servers_that_share_a_ledger_share_no_batches(tmp_path: Path) -> None:
     assert batches_url("auto", "off", 8000) == ""
 
 
-def test_without_a_ledger_there_are_none(model: ServedModel) -> None:
-    async def steps() -> None:
-        async with world(model, spell(model, TEXT)) as it:
-            for path in ("/v1/files", "/v1/batches"):
-                assert (await it.client.get(path)).status_code == 404
-
-    asyncio.run(steps())
+async def test_without_a_ledger_there_are_none(model: ServedModel) -> None:
+    async with world(model, spell(model, TEXT)) as it:
+        for path in ("/v1/files", "/v1/batches"):
+            assert (await it.client.get(path)).status_code == 404
 
 
 @pytest.mark.promise(
     "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
     "and is charged once"
 )
-def test_an_answer_that_was_written_unheard_is_charged(model: ServedModel, tmp_path: Path) -> None:
-    async def steps() -> None:
-        store = _Failing(tmp_path / "b.sqlite")
-        store.num_unheard = 2
-        async with life(model, store) as (it, sink):
-            await charged(sink, await end(it, await begin(it)))
-            assert not store.num_unheard
+async def test_an_answer_that_was_written_unheard_is_charged(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    store = _Failing(tmp_path / "b.sqlite")
+    store.num_unheard = 2
+    async with life(model, store) as (it, sink):
+        await charged(sink, await end(it, await begin(it)))
+        assert not store.num_unheard
 
-    asyncio.run(steps())
 
-
-def test_a_write_that_outlives_its_line_is_charged(model: ServedModel, tmp_path: Path) -> None:
+async def test_a_write_that_outlives_its_line_is_charged(
+    model: ServedModel, tmp_path: Path
+) -> None:
     """The process is to end while a thread writes: what that completes is charged by this life,
     the rest is answered and charged by the next.
     """
-
-    async def steps() -> None:
-        store = _Failing(tmp_path / "b.sqlite")
-        store.go.clear()
-        async with life(model, store) as (it, sink):
-            batch_id = await begin(it)
-            await asyncio.to_thread(store.is_writing.wait)
-            # The write goes on in the very turn of the loop in which the life ends.
-            asyncio.get_running_loop().call_soon(store.go.set)
-        first = sink.requests
-        assert len(first) == 1
-        sink.on_kept(list(first))
-        async with life(model, BatchStore(ledger_url(str(tmp_path / "b.sqlite")))) as (it, later):
-            request_ids = await end(it, batch_id)
-            await wait_for(
-                lambda: len({one.request_id for one in (*first, *later.requests)}) == NUM_LINES,
-                "all lines are charged",
-            )
-        given = {fact.request_id: fact for fact in first}
-        for fact in later.requests:
-            assert given.setdefault(fact.request_id, fact) == fact, "else it were another charge"
-        assert sorted(map(asked_of, given.values())) == sorted(request_ids)
-
-    asyncio.run(steps())
+    store = _Failing(tmp_path / "b.sqlite")
+    store.go.clear()
+    async with life(model, store) as (it, sink):
+        batch_id = await begin(it)
+        await asyncio.to_thread(store.is_writing.wait)
+        # The write goes on in the very turn of the loop in which the life ends.
+        asyncio.get_running_loop().call_soon(store.go.set)
+    first = sink.requests
+    assert len(first) == 1
+    sink.on_kept(list(first))
+    async with life(model, tmp_path) as (it, later):
+        request_ids = await end(it, batch_id)
+        await wait_for(
+            lambda: len({one.request_id for one in (*first, *later.requests)}) == NUM_LINES,
+            "all lines are charged",
+        )
+    given = {fact.request_id: fact for fact in first}
+    for fact in later.requests:
+        assert given.setdefault(fact.request_id, fact) == fact, "else it were another charge"
+    assert sorted(map(asked_of, given.values())) == sorted(request_ids)
 
 
 @pytest.mark.promise(
     "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
     "and is charged once"
 )
-def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
+async def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
 ) -> None:
     """As after `kill -9` between the two databases: facts stay until the ledger has them."""
 
-    def store() -> BatchStore:
-        return BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-
-    async def steps() -> None:
-        async with life(model, store()) as (it, first):
-            request_ids = await end(it, await begin(it))
-            await charged(first, request_ids)
-        async with life(model, store()) as (it, second):
-            await charged(second, request_ids)
-            assert sorted(second.requests, key=asked_of) == sorted(first.requests, key=asked_of)
-            second.on_kept(list(second.facts))
-            assert it.worker is not None
-            while await it.worker.call(it.worker.store.charges):
-                await asyncio.sleep(0.01)
-        async with life(model, store()) as (it, third):
-            await end(it, await begin(it))
-            await charged(third, [asked_of(fact) for fact in third.requests])
-            assert not {*map(asked_of, third.requests)} & {*request_ids}
-
-    asyncio.run(steps())
+    async with life(model, tmp_path) as (it, first):
+        request_ids = await end(it, await begin(it))
+        await charged(first, request_ids)
+    async with life(model, tmp_path) as (it, second):
+        await charged(second, request_ids)
+        assert sorted(second.requests, key=asked_of) == sorted(first.requests, key=asked_of)
+        second.on_kept(list(second.facts))
+        assert it.worker is not None
+        while await it.worker.call(it.worker.store.charges):
+            await asyncio.sleep(0.01)
+    async with life(model, tmp_path) as (it, third):
+        await end(it, await begin(it))
+        await charged(third, [asked_of(fact) for fact in third.requests])
+        assert not {*map(asked_of, third.requests)} & {*request_ids}
 
 
-def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
+async def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def steps() -> None:
-        store = _Failing(tmp_path / "b.sqlite")
-        store.num_broken = 2
-        async with life(model, store) as (it, sink):
-            await wait_for(lambda: not store.num_broken, "it was broken twice")
-            await charged(sink, await end(it, await begin(it)))
-
-    asyncio.run(steps())
+    store = _Failing(tmp_path / "b.sqlite")
+    store.num_broken = 2
+    async with life(model, store) as (it, sink):
+        await wait_for(lambda: not store.num_broken, "it was broken twice")
+        await charged(sink, await end(it, await begin(it)))
     assert caplog.text.count("nobody thought of this") >= 2
 
 
-def test_a_line_s_choices_are_let_in_together(model: ServedModel, tmp_path: Path) -> None:
+async def test_a_line_s_choices_are_let_in_together(model: ServedModel, tmp_path: Path) -> None:
     """What the first of them draws from its key's tokens a minute refuses none of the others."""
-
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store) as (it, _):
-            reply = await it.client.post("/v1/chat/completions", json=CHAT)
-            quota = 2 * reply.json()["usage"]["prompt_tokens"] + 2
-            it.gateway.host.set_quotas(it.gateway.unix_time(), (Quota(EVERYONE, quota),))
-            batch = await reach(it, await begin(it, [CHAT | {"n": 2}]))
-            assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
-            (row,) = await rows_of(it, batch["output_file_id"])
-            assert len(row["response"]["body"]["choices"]) == 2
-
-    asyncio.run(steps())
+    async with life(model, tmp_path) as (it, _):
+        reply = await it.chat()
+        quota = 2 * reply.json()["usage"]["prompt_tokens"] + 2
+        it.gateway.host.set_quotas(it.gateway.unix_time(), (Quota(EVERYONE, quota),))
+        batch = await reach(it, await begin(it, [CHAT | {"n": 2}]))
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        (row,) = await rows_of(it, batch["output_file_id"])
+        assert len(row["response"]["body"]["choices"]) == 2
 
 
-def test_a_second_batch_is_read_while_the_first_waits(
+async def test_a_second_batch_is_read_while_the_first_waits(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store) as (it, _):
-            check_room, is_full = it.gateway.host.check_room, True
+    async with life(model, tmp_path) as (it, _):
+        check_room, is_full = it.gateway.host.check_room, True
 
-            def check(*given: Any) -> None:
-                if is_full:
-                    raise ApiError(429, "No valley.", code=NO_VALLEY)
-                check_room(*given)
-
-            monkeypatch.setattr(it.gateway.host, "check_room", check)
-            first = await begin(it)
-            await reach(it, first, ["in_progress"])
-            second = await begin(it)
-            await reach(it, second, ["in_progress"])
-            assert (await reach(it, await begin(it, [])))["status"] == "failed"
-            is_full = False
-            await end(it, first)
-            await end(it, second)
-
-    asyncio.run(steps())
-
-
-def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
-    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, keys=("sk-alice", "sk-bob")) as (it, _):
-            asked = []
-
-            def check(tenant: str, *given: Any) -> None:
-                asked.append(tenant)
+        def check(*given: Any) -> None:
+            if is_full:
                 raise ApiError(429, "No valley.", code=NO_VALLEY)
+            check_room(*given)
 
-            monkeypatch.setattr(it.gateway.host, "check_room", check)
-            ids = []
-            for key in ("sk-alice", "sk-bob"):
-                it.client.headers["Authorization"] = f"Bearer {key}"
-                ids.append(await begin(it))
-                await reach(it, ids[-1], ["in_progress"])
-            worker = it.worker
-            assert worker is not None
-            await wait_for(lambda: len(worker._waits) == 2, "both wait")
-            assert len({*asked}) == 1  # Bob's line waits behind Alice's.
-            await it.client.post(f"/v1/batches/{ids[1]}/cancel")
-            assert (await reach(it, ids[1]))["status"] == "cancelled"
-            assert [*worker._waits] == ids[:1]
+        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        first = await begin(it)
+        await reach(it, first, ["in_progress"])
+        second = await begin(it)
+        await reach(it, second, ["in_progress"])
+        assert (await reach(it, await begin(it, [])))["status"] == "failed"
+        is_full = False
+        await end(it, first)
+        await end(it, second)
 
-    asyncio.run(steps())
+
+async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with life(model, tmp_path, keys=("sk-alice", "sk-bob")) as (it, _):
+        asked = []
+
+        def check(tenant: str, *given: Any) -> None:
+            asked.append(tenant)
+            raise ApiError(429, "No valley.", code=NO_VALLEY)
+
+        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        ids = []
+        for key in ("sk-alice", "sk-bob"):
+            it.client.headers["Authorization"] = f"Bearer {key}"
+            ids.append(await begin(it))
+            await reach(it, ids[-1], ["in_progress"])
+        worker = it.worker
+        assert worker is not None
+        await wait_for(lambda: len(worker._waits) == 2, "both wait")
+        assert len({*asked}) == 1  # Bob's line waits behind Alice's.
+        await it.client.post(f"/v1/batches/{ids[1]}/cancel")
+        assert (await reach(it, ids[1]))["status"] == "cancelled"
+        assert [*worker._waits] == ids[:1]
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_withdrawn_key_ends_its_batch(
+async def test_a_withdrawn_key_ends_its_batch(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
 ) -> None:
     """Lines that have begun are answered; no other is begun, in its turn or behind another's."""
     monkeypatch.setattr(batches, "WITHDRAWN_S", 0.1)
+    async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
+        host, worker, asked = it.gateway.host, it.worker, list[str]()
+        assert worker is not None
+        check_room, is_full = host.check_room, True
 
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
-            host, worker, asked = it.gateway.host, it.worker, list[str]()
-            assert worker is not None
-            check_room, is_full = host.check_room, True
+        def check(tenant: str, *given: Any) -> None:
+            asked.append(tenant)
+            if is_full:
+                raise ApiError(429, "No valley.", code=NO_VALLEY)
+            check_room(tenant, *given)
 
-            def check(tenant: str, *given: Any) -> None:
-                asked.append(tenant)
-                if is_full:
-                    raise ApiError(429, "No valley.", code=NO_VALLEY)
-                check_room(tenant, *given)
-
-            monkeypatch.setattr(host, "check_room", check)
-            tenants = ("bob", "alice") if waits else ("alice",)
-            for at, tenant in enumerate(tenants):
-                it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
-                batch_id = await begin(it)
-                await wait_for(lambda n=at: len(worker._waits) > n and asked, "it waits")
-            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
-            while (row := await worker.call(store.batch, "alice", batch_id)).status not in ENDED:
-                await asyncio.sleep(0.01)
-                is_full = is_full and waits
-            assert (row.status, row.num_completed, row.num_failed) == ("cancelled", 0, 0)
-
-    asyncio.run(steps())
-
-
-def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
-    """Nothing of it is begun meanwhile, and all of it afterwards."""
-
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
-            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
-            it.client.headers["Authorization"] = "Bearer sk-bob"
-            other = await begin(it)
-            it.gateway.take_keys(Keys(("sk-alice name=alice", "sk-bob name=bob")))
-            it.client.headers["Authorization"] = "Bearer sk-alice"
-            it.units.go.clear()
+        monkeypatch.setattr(host, "check_room", check)
+        tenants = ("bob", "alice") if waits else ("alice",)
+        for at, tenant in enumerate(tenants):
+            it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
             batch_id = await begin(it)
-            it.gateway.take_keys(Keys(("sk-bob name=bob",)))
-            it.units.go.set()
-            it.client.headers["Authorization"] = "Bearer sk-bob"
-            assert (await reach(it, other))["status"] == "completed"
-            assert it.worker is not None
-            row = await it.worker.call(store.batch, "alice", batch_id)
-            assert row is not None
-            assert row.status in (VALIDATING, IN_PROGRESS)
-            it.gateway.take_keys(Keys(("sk-new name=alice", "sk-bob name=bob")))
-            it.client.headers["Authorization"] = "Bearer sk-new"
-            counts = (await reach(it, batch_id))["request_counts"]
-            assert counts == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
-
-    asyncio.run(steps())
+            await wait_for(lambda n=at: len(worker._waits) > n and asked, "it waits")
+        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        while (row := await worker.call(worker.store.batch, "alice", batch_id)).status not in ENDED:
+            await asyncio.sleep(0.01)
+            is_full = is_full and waits
+        assert (row.status, row.num_completed, row.num_failed) == ("cancelled", 0, 0)
 
 
-def test_a_line_is_priced_by_the_quota_of_its_moment(
+async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
+    """Nothing of it is begun meanwhile, and all of it afterwards."""
+    async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
+        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        it.client.headers["Authorization"] = "Bearer sk-bob"
+        other = await begin(it)
+        it.gateway.take_keys(Keys(("sk-alice name=alice", "sk-bob name=bob")))
+        it.client.headers["Authorization"] = "Bearer sk-alice"
+        it.units.go.clear()
+        batch_id = await begin(it)
+        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        it.units.go.set()
+        it.client.headers["Authorization"] = "Bearer sk-bob"
+        assert (await reach(it, other))["status"] == "completed"
+        assert it.worker is not None
+        row = await it.worker.call(it.worker.store.batch, "alice", batch_id)
+        assert row is not None
+        assert row.status in (VALIDATING, IN_PROGRESS)
+        it.gateway.take_keys(Keys(("sk-new name=alice", "sk-bob name=bob")))
+        it.client.headers["Authorization"] = "Bearer sk-new"
+        counts = (await reach(it, batch_id))["request_counts"]
+        assert counts == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
+
+
+async def test_a_line_is_priced_by_the_quota_of_its_moment(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A budget that is set while lines wait counts for those."""
+    async with life(model, tmp_path, keys=("sk-alice name=alice",)) as (it, _):
+        most = []
 
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, keys=("sk-alice name=alice",)) as (it, _):
-            most = []
+        def check(tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int) -> None:
+            most.append(most_pico_usd)
+            raise ApiError(429, "No valley.", code=NO_VALLEY)
 
-            def check(tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int) -> None:
-                most.append(most_pico_usd)
-                raise ApiError(429, "No valley.", code=NO_VALLEY)
-
-            monkeypatch.setattr(it.gateway.host, "check_room", check)
-            it.client.headers["Authorization"] = "Bearer sk-alice"
-            await begin(it)
-            await wait_for(lambda: most, "a line asks for room")
-            it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
-            await wait_for(lambda: most[-1], "its price counts")
-            assert not most[0]
-
-    asyncio.run(steps())
+        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        it.client.headers["Authorization"] = "Bearer sk-alice"
+        await begin(it)
+        await wait_for(lambda: most, "a line asks for room")
+        it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
+        await wait_for(lambda: most[-1], "its price counts")
+        assert not most[0]
 
 
-def test_what_a_failed_try_could_cost_is_free_again(
+async def test_what_a_failed_try_could_cost_is_free_again(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store) as (it, sink):
-            said: list[Charged] = []
-            assert it.gateway.accounting is not None
-            it.gateway.accounting.on_charged = said.append
-            send_whole, num_tries = Reply.send_whole, 0
+    async with life(model, tmp_path) as (it, sink):
+        said: list[Charged] = []
+        assert it.gateway.accounting is not None
+        it.gateway.accounting.on_charged = said.append
+        send_whole, num_tries = Reply.send_whole, 0
 
-            async def failing(reply: Reply, send: Any) -> Any:
-                nonlocal num_tries
-                num_tries += 1
-                if num_tries <= NUM_PUSHED_OUT:
-                    raise ApiError(503, "A unit went away.", code="no_units")
-                return await send_whole(reply, send)
+        async def failing(reply: Reply, send: Any) -> Any:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries <= NUM_PUSHED_OUT:
+                await send_whole(
+                    reply, discard
+                )  # Tokens that no line's answer has are not counted.
+                raise ApiError(503, "A unit went away.", code="no_units")
+            return await send_whole(reply, send)
 
-            monkeypatch.setattr(Reply, "send_whole", failing)
-            request_ids = await end(it, await begin(it))
-            await charged(sink, request_ids)
-            free = [one for one in said if not one.pico_usd]
-            assert len(free) == NUM_PUSHED_OUT
-            assert num_tries == NUM_LINES + NUM_PUSHED_OUT, "load ends no line, however often"
-            paid = {one.request_id for one in said if one.pico_usd}
-            assert len(paid) == NUM_LINES
-            assert not paid & {one.request_id for one in free}
+        async def discard(message: Message) -> None:
+            pass
 
-    asyncio.run(steps())
+        monkeypatch.setattr(Reply, "send_whole", failing)
+        request_ids = await end(it, await begin(it))
+        await charged(sink, request_ids)
+        free = [one for one in said if not one.pico_usd]
+        assert len(free) == NUM_PUSHED_OUT
+        assert num_tries == NUM_LINES + NUM_PUSHED_OUT, "load ends no line, however often"
+        paid = {one.request_id for one in said if one.pico_usd}
+        assert len(paid) == NUM_LINES
+        assert not paid & {one.request_id for one in free}
 
 
-def test_an_input_that_is_deleted_first_is_named(model: ServedModel, tmp_path: Path) -> None:
-    path = ledger_url(str(tmp_path / "b.sqlite"))
+async def test_without_a_ledger_tokens_of_lines_are_counted_as_they_come(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    async with life(model, tmp_path) as (it, _):
+        it.gateway.accounting = None
+        await end(it, await begin(it))
+        usage = (await it.chat()).json()["usage"]
+        assert counted(it.gateway) == (NUM_LINES + 1) * usage["completion_tokens"] > 0
 
-    async def steps() -> None:
-        async with life(model, BatchStore(path), runs=False) as (it, _):
-            batch_id = await begin(it)
-            batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
-            await it.client.delete(f"/v1/files/{batch['input_file_id']}")
-        async with life(model, BatchStore(path)) as (it, _):
-            batch = await reach(it, batch_id)
-            assert batch["status"] == "failed"
-            assert [error["code"] for error in batch["errors"]["data"]] == ["file_not_found"]
 
-    asyncio.run(steps())
+async def test_an_input_that_is_deleted_first_is_named(model: ServedModel, tmp_path: Path) -> None:
+    async with life(model, tmp_path, runs=False) as (it, _):
+        batch_id = await begin(it)
+        batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
+        await it.client.delete(f"/v1/files/{batch['input_file_id']}")
+    async with life(model, tmp_path) as (it, _):
+        batch = await reach(it, batch_id)
+        assert batch["status"] == "failed"
+        assert [error["code"] for error in batch["errors"]["data"]] == ["file_not_found"]
 
 
 @pytest.mark.parametrize("at", ["its reading", "its facts"])
-def test_a_fault_in_one_line_is_that_line_s_alone(
+async def test_a_fault_in_one_line_is_that_line_s_alone(
     model: ServedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -485,89 +459,76 @@ def test_a_fault_in_one_line_is_that_line_s_alone(
         if is_faulty:
             raise RuntimeError("nobody thought of this")
 
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store) as (it, _):
-            chat = Service.chat
+    async with life(model, tmp_path) as (it, _):
+        chat = Service.chat
 
-            async def faulty(service: Service, body: bytes, *given: Any) -> Work:
-                fail(at == "its reading" and b"seed" in body)
-                return await chat(service, body, *given)
+        async def faulty(service: Service, body: bytes, *given: Any) -> Work:
+            fail(at == "its reading" and b"seed" in body)
+            return await chat(service, body, *given)
 
-            facts = it.gateway.accounting.facts
+        facts = it.gateway.accounting.facts
 
-            def faulty_facts(work: Work, *given: Any, **more: Any) -> list[RequestFact]:
-                fail(at == "its facts" and work.choices[0].generation.sampling.seed == 1)
-                return facts(work, *given, **more)
+        def faulty_facts(work: Work, *given: Any, **more: Any) -> list[RequestFact]:
+            fail(at == "its facts" and work.choices[0].generation.sampling.seed == 1)
+            return facts(work, *given, **more)
 
-            monkeypatch.setattr(it.gateway.accounting, "facts", faulty_facts)
-            endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
-            monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
-            batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))
-            assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
-            (row,) = await rows_of(it, batch["error_file_id"])
-            assert row["custom_id"] == "r1"
-            assert row["response"]["status_code"] == 500
-
-    asyncio.run(steps())
+        monkeypatch.setattr(it.gateway.accounting, "facts", faulty_facts)
+        endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
+        monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
+        batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        (row,) = await rows_of(it, batch["error_file_id"])
+        assert row["custom_id"] == "r1"
+        assert row["response"]["status_code"] == 500
     assert "nobody thought of this" in caplog.text
 
 
 @pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
-def test_a_store_that_is_down_at_the_start_is_waited_for(
+async def test_a_store_that_is_down_at_the_start_is_waited_for(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def steps() -> None:
-        folder = tmp_path / "later"
-        folder.write_text("a file is in its place")
-        store = BatchStore(ledger_url(str(folder / "b.sqlite")))
-        async with life(model, store) as (it, _):
-            for reply in (
-                await it.client.get("/v1/files"),
-                await it.client.post("/files", data={"purpose": "batch"}, files={"file": b"{}"}),
-                await it.client.get("/v1/batches/batch_1"),
-            ):
-                error = error_of(reply, 503, "no_batches")
-                assert "database" in error["message"]
-                assert int(reply.headers["retry-after"]) >= 1
-            chat = await it.client.post("/v1/chat/completions", json=CHAT)
-            assert chat.status_code == 200
-            folder.unlink()
-            request_ids = await end(it, await begin(it))
-            assert len(request_ids) == NUM_LINES
-
-    asyncio.run(steps())
+    folder = tmp_path / "later"
+    folder.write_text("a file is in its place")
+    store = BatchStore(ledger_url(str(folder / "b.sqlite")))
+    async with life(model, store) as (it, _):
+        for reply in (
+            await it.client.get("/v1/files"),
+            await it.client.post("/files", data={"purpose": "batch"}, files={"file": b"{}"}),
+            await it.client.get("/v1/batches/batch_1"),
+        ):
+            error = error_of(reply, 503, "no_batches")
+            assert "database" in error["message"]
+            assert int(reply.headers["retry-after"]) >= 1
+        chat = await it.chat()
+        assert chat.status_code == 200
+        folder.unlink()
+        request_ids = await end(it, await begin(it))
+        assert len(request_ids) == NUM_LINES
     assert caplog.text.count("batches stand still") == 1, "once for as long as it lasts"
 
 
-def test_each_path_says_all_its_methods(model: ServedModel, tmp_path: Path) -> None:
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, runs=False) as (it, _):
-            for path, methods in (
-                ("/v1/files", {"GET", "HEAD", "POST"}),
-                ("/files/file-1", {"DELETE", "GET", "HEAD"}),
-                ("/v1/batches/batch_1/cancel", {"POST"}),
-                ("/v1/responses/resp_1", {"DELETE", "GET", "HEAD"}),
-            ):
-                reply = await it.client.put(path)
-                error_of(reply, 405, "method_not_allowed")
-                assert set(reply.headers["allow"].split(", ")) == methods
-            assert (await it.client.head("/v1/files")).status_code == 200
-
-    asyncio.run(steps())
+async def test_each_path_says_all_its_methods(model: ServedModel, tmp_path: Path) -> None:
+    async with life(model, tmp_path, runs=False) as (it, _):
+        for path, methods in (
+            ("/v1/files", {"GET", "HEAD", "POST"}),
+            ("/files/file-1", {"DELETE", "GET", "HEAD"}),
+            ("/v1/batches/batch_1/cancel", {"POST"}),
+            ("/v1/responses/resp_1", {"DELETE", "GET", "HEAD"}),
+        ):
+            reply = await it.client.put(path)
+            error_of(reply, 405, "method_not_allowed")
+            assert set(reply.headers["allow"].split(", ")) == methods
+        assert (await it.client.head("/v1/files")).status_code == 200
 
 
-def test_a_form_s_other_fields_are_refused_by_name(model: ServedModel, tmp_path: Path) -> None:
-    async def steps() -> None:
-        store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
-        async with life(model, store, runs=False) as (it, _):
-            data = {"purpose": "batch", "expires_after[seconds]": "3600"}
-            reply = await it.client.post("/v1/files", data=data, files={"file": b"{}"})
-            assert error_of(reply, 400)["param"] == "expires_after[seconds]"
-            assert (await it.client.get("/v1/files")).json()["data"] == []
-
-    asyncio.run(steps())
+async def test_a_form_s_other_fields_are_refused_by_name(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    async with life(model, tmp_path, runs=False) as (it, _):
+        data = {"purpose": "batch", "expires_after[seconds]": "3600"}
+        reply = await it.client.post("/v1/files", data=data, files={"file": b"{}"})
+        assert error_of(reply, 400)["param"] == "expires_after[seconds]"
+        assert (await it.client.get("/v1/files")).json()["data"] == []
 
 
 FORM = (
@@ -587,7 +548,7 @@ def test_an_upload_is_refused_as_soon_as_it_is_too_long(
     model: ServedModel, tmp_path: Path, config: BatchesConfig, code: str
 ) -> None:
     """Its length is not said, and its end never comes."""
-    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    store = store_in(tmp_path)
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, DEADLINE_S) as client:
             upload(client, 5)
@@ -599,7 +560,7 @@ def test_an_upload_is_refused_as_soon_as_it_is_too_long(
 
 
 def test_uploads_at_once_have_one_limit_together(model: ServedModel, tmp_path: Path) -> None:
-    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    store = store_in(tmp_path)
     config = BatchesConfig(max_file_mb=2, max_tenant_mb=2)
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, DEADLINE_S) as first:
@@ -640,7 +601,7 @@ def test_a_file_that_nobody_reads_is_given_up(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hadal.access")
-    store = BatchStore(ledger_url(str(tmp_path / "b.sqlite")))
+    store = store_in(tmp_path)
     with serving(model, spell(model, TEXT), store=store) as it:
         url, raw = f"{it.url}/v1/files", b"z" * (24 << 20)
         form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": raw}}

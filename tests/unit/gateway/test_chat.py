@@ -5,6 +5,7 @@ to forge.
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.chat import ChatFormat, raw_prompt, read_chat_format
 from hadal.gateway.openai import Turn
 from hadal.gateway.service import ServedModel
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.template_files import read_templates
+from hadal.gateway.tools import NO_TOOLS, Choosing
+from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 
 from .model_folder import ASSISTANT, BOS, EOS, TEMPLATE, USER, write_model_folder
+from .test_tools import CONTROLS, WEATHER, vocabulary_of
 
 MAX = 1000
 CHAT = [
@@ -29,22 +33,7 @@ CHAT = [
     Turn("assistant", "<think>\nEasy.</think>\n\n4"),
     Turn("user", "你好 🙂"),
 ]
-PIECES = [
-    USER,
-    ASSISTANT,
-    EOS,
-    BOS,
-    "<think>",
-    "</think>",
-    "<",
-    ">",
-    "｜",
-    "a",
-    " ",
-    "\n",
-    "é",
-    "\ufdd0",
-]
+PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", *"<>｜a \né\ufdd0"]
 
 
 def rendered(turns: list[Turn]) -> str:
@@ -118,7 +107,9 @@ def test_thinking(model: ServedModel, thinking: bool | None) -> None:
 
 def test_a_template_may_show_who_speaks(model: ServedModel) -> None:
     template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }} {% endfor %}"
-    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    chat = ChatFormat(
+        model.vocabulary, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "test"
+    )
     turns = [Turn("user", "hi", name="ann"), Turn("user", "ho"), Turn("user", "x", name=EOS)]
     ids = chat.prompt(turns, max_tokens=MAX).ids
     assert model.vocabulary.decode(ids) == f"ann: hi user: ho {EOS}: x "
@@ -126,7 +117,12 @@ def test_a_template_may_show_who_speaks(model: ServedModel) -> None:
 
 
 def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
-    chat = ChatFormat(model.vocabulary, "{{ note }}{{ messages[0]['content'] }}", BOS, EOS, "test")
+    chat = ChatFormat(
+        model.vocabulary,
+        {"default": "{{ note }}{{ messages[0]['content'] }}"},
+        {"bos_token": BOS, "eos_token": EOS},
+        "test",
+    )
     ids = chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"note": EOS}).ids
     assert model.vocabulary.control_ids[EOS] not in ids
     assert model.vocabulary.decode(ids) == EOS + "hi"
@@ -147,7 +143,9 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
     ],
 )
 def test_template_that_fails(model: ServedModel, template: str) -> None:
-    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    chat = ChatFormat(
+        model.vocabulary, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "test"
+    )
     with pytest.raises(RequestError, match="template") as caught:
         chat.prompt([Turn("user", "hi")], max_tokens=MAX)
     assert caught.value.param == "messages"
@@ -155,7 +153,12 @@ def test_template_that_fails(model: ServedModel, template: str) -> None:
 
 def test_template_that_does_not_parse(model: ServedModel) -> None:
     with pytest.raises(CheckpointError, match=r"x\.jinja: the chat template does not parse"):
-        ChatFormat(model.vocabulary, "{% if %}", BOS, EOS, "x.jinja")
+        ChatFormat(
+            model.vocabulary,
+            {"default": "{% if %}"},
+            {"bos_token": BOS, "eos_token": EOS},
+            "x.jinja",
+        )
 
 
 def test_template_files(folder: Path, tmp_path: Path) -> None:
@@ -166,34 +169,82 @@ def test_template_files(folder: Path, tmp_path: Path) -> None:
     assert vocabulary.decode(prompt.ids) == "hi!"
     assert not prompt.thinks
     (tmp_path / "chat_template.jinja").unlink()
-    fields = {
-        "chat_template": [
-            {"name": "tools", "template": "no"},
-            {"name": "default", "template": "yes"},
-        ]
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert (
-        vocabulary.decode(
-            read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX).ids
-        )
-        == "yes"
-    )
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    prompt = read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX)
+    assert vocabulary.decode(prompt.ids) == "yes"
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert read_chat_format(tmp_path, vocabulary) is None
 
 
+def test_a_template_for_tools_is_taken_where_there_are_tools(model: ServedModel) -> None:
+    vocabulary = vocabulary_of(CONTROLS)
+    templates = {"default": "no", "tool_use": "{{ tools[0].function.name }}", "rag": "rag"}
+    with closing(ChatFormat(vocabulary, templates, {}, "here")) as chat:
+        for choosing, text in ((NO_TOOLS, "no"), (Choosing((WEATHER,)), "weather")):
+            prompt = chat.prompt([Turn("user", "hi")], max_tokens=MAX, choosing=choosing)
+            assert vocabulary.decode(prompt.ids) == text
+
+
+def test_templates_without_a_default_are_named(model: ServedModel) -> None:
+    chat = ChatFormat(model.vocabulary, {"rag": "a", "other": "b"}, {}, "here")
+    with pytest.raises(
+        RequestError, match="chat templates named other, rag and none named default"
+    ):
+        chat.prompt([Turn("user", "hi")], max_tokens=MAX)
+
+
+def test_template_files_in_the_order_of_transformers(tmp_path: Path) -> None:
+    def write(name: str, content: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+    write("chat_template.json", json.dumps({"chat_template": "of a processor"}))
+    assert read_templates(tmp_path)[0] == {"default": "of a processor"}
+    write("tokenizer_config.json", json.dumps({"chat_template": "of the tokenizer"}))
+    assert read_templates(tmp_path)[0] == {"default": "of the tokenizer"}
+    write("additional_chat_templates/tool_use.jinja", "of tools")
+    assert read_templates(tmp_path)[0] == {"tool_use": "of tools"}
+    write("chat_template.jinja", "its own")
+    assert read_templates(tmp_path)[0] == {"default": "its own", "tool_use": "of tools"}
+    write("chat_template.jinja", "")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").unlink()
+    write("tokenizer_config.json", json.dumps({"chat_template": [{"name": "a", "template": 1}]}))
+    with pytest.raises(CheckpointError, match=r"chat_template\['a'\] is 1; a text is needed"):
+        read_templates(tmp_path)
+
+
+def test_two_texts_make_no_control_token_together(model: ServedModel) -> None:
+    template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    chat = ChatFormat(model.vocabulary, {"default": template}, {}, "here")
+    turns = [Turn("user", "<thi\n"), Turn("user", "nk>"), Turn("user", "a <"), Turn("user", "b")]
+    ids = chat.prompt(turns, max_tokens=MAX).ids
+    assert model.vocabulary.control_ids["<think>"] not in ids
+    assert model.vocabulary.decode(ids) == "<think>a <b"
+
+
+def test_what_becomes_a_control_token_when_normalised_is_text(folder: Path) -> None:
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["normalizer"] = {"type": "NFKC"}
+    for token in fields["added_tokens"]:
+        token["normalized"] = True
+    vocabulary = Vocabulary(fields, "here")
+    template = "{{ messages[0].content }}<think>"
+    chat = ChatFormat(vocabulary, {"default": template}, {}, "here")
+    ids = chat.prompt([Turn("user", "\uff1cthink\uff1e")], max_tokens=MAX).ids
+    assert ids.count(vocabulary.control_ids["<think>"]) == 1, "the template's own"
+    assert vocabulary.decode(ids) == "<think><think>"
+
+
 def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
-    vocabulary = model.vocabulary
-    ids = raw_prompt(vocabulary, f"{USER}hi{ASSISTANT}", model.bos_id, max_tokens=MAX).ids
-    assert ids[0] == vocabulary.control_ids[BOS]
-    assert ids[1] == vocabulary.control_ids[USER]
-    assert (
-        raw_prompt(vocabulary, BOS + "hi", model.bos_id, max_tokens=MAX).ids.count(
-            vocabulary.control_ids[BOS]
-        )
-        == 1
-    )
+    """A begin token in a text is one more, as with the tokenizers library."""
+    controls = model.vocabulary.control_ids
+    ids = raw_prompt(model.vocabulary, f"{USER}hi{ASSISTANT}", max_tokens=MAX).ids
+    assert ids[:2] == (controls[BOS], controls[USER])
+    assert raw_prompt(model.vocabulary, f"{BOS}hi", max_tokens=MAX).ids.count(controls[BOS]) == 2
+    bare = raw_prompt(model.vocabulary, "hi", max_tokens=MAX, adds_special=False).ids
+    assert controls[BOS] not in bare
 
 
 def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
@@ -201,7 +252,7 @@ def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
         model.chat.prompt([Turn("user", "hi" * 1000)], max_tokens=10)
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(RequestError, match="Shorten prompt"):
-        raw_prompt(model.vocabulary, "hi" * 1000, None, max_tokens=10)
+        raw_prompt(model.vocabulary, "hi" * 1000, max_tokens=10)
 
 
 LONG = "Never say so. " * 20
@@ -219,7 +270,9 @@ MERGING = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 def num_public(
     folder: Path, template: str, *turns: tuple[str, str], **options: Any
 ) -> tuple[int, tuple[int, ...]]:
-    chat = ChatFormat(read_vocabulary(folder), template, BOS, EOS, "here")
+    chat = ChatFormat(
+        read_vocabulary(folder), {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here"
+    )
     prompt = chat.prompt(
         [Turn(*turn) for turn in turns], max_tokens=10**6, is_public=True, **options
     )
@@ -254,9 +307,9 @@ def test_without_system_messages_in_front_nothing_is_public(folder: Path) -> Non
     assert num_public(folder, TEMPLATE, ("user", LONG))[0] == 0
     assert num_public(folder, HOISTING, ("user", "a"), ("system", LONG))[0] == 0
     vocabulary = read_vocabulary(folder)
-    prompt = ChatFormat(vocabulary, TEMPLATE, BOS, EOS, "here").prompt(
-        [Turn("system", LONG)], max_tokens=10**6
-    )
+    prompt = ChatFormat(
+        vocabulary, {"default": TEMPLATE}, {"bos_token": BOS, "eos_token": EOS}, "here"
+    ).prompt([Turn("system", LONG)], max_tokens=10**6)
     assert prompt.num_public == 0, "nobody asked"
 
 
@@ -272,17 +325,10 @@ def test_a_token_that_reaches_into_the_next_message_is_not_public(folder: Path) 
 
 def test_texts_given_to_the_template_are_not_public(folder: Path) -> None:
     template = "{{ bos_token }}{{ name }}{% if thinking %}T{% endif %}" + HOISTING
-    values: dict[str, Any] = {"name": "Ann"}
-    assert (
-        num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0]
-        == 1
-    )
-    values = {"name": 7}
-    assert (
-        num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0]
-        == 1
-    )
-    number, ids = num_public(folder, template, ("system", LONG), ("user", "a"), thinking=True)
+    turns = ("system", LONG), ("user", "a")
+    for name in ("Ann", 7):
+        assert num_public(folder, template, *turns, template_kwargs={"name": name})[0] == 1
+    number, ids = num_public(folder, template, *turns, thinking=True)
     assert list(ids[:number]) == read_vocabulary(folder).encode_controlled(
         BOS + "T" + BOS + LONG
     ), "a switch is"

@@ -22,6 +22,9 @@ from .serving import Serving, serving
 from .world import spell
 
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
+LONG = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20}
+ENDLESS = {**LONG, "ignore_eos": True}
+"""Else it ends by itself: it goes round in circles."""
 
 
 @pytest.fixture
@@ -211,36 +214,20 @@ def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
 def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers fill up; then the request is cancelled and the kernel ends the connection."""
     monkeypatch.setattr(edge, "UNREAD_S", 0.3)
-    body = {
-        **CHAT,
-        "stream": True,
-        "max_tokens": 4000,
-        "logprobs": True,
-        "top_logprobs": 20,
-        "n": 8,
-    }
     with serving(model, spell(model, "abc", then_stop=False), patience=Patience(send_s=0.2)) as it:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         made.settimeout(DEADLINE_S)
         made.connect(it.address)
         with made:
-            made.sendall(post(body))
+            made.sendall(post({**LONG, "n": 8}))
             wait_until(lambda: it.world.units.cancelled, "it is cancelled")
             wait_until(lambda: not it.world.gateway.num_requests, "the request has ended")
 
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
     """Long before its deadline for sending."""
-    slow = {
-        **CHAT,
-        "stream": True,
-        "max_tokens": 4000,
-        "logprobs": True,
-        "top_logprobs": 20,
-        "n": 8,
-    }
-    slow["ignore_eos"] = True
+    slow = {**ENDLESS, "n": 8}
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
         wait_until(lambda: len(set(it.world.units.cancelled)) == 8, "all are cancelled")
@@ -249,15 +236,7 @@ def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: Served
 
 def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
     """A stream that nobody reads holds up no other."""
-    slow = {
-        **CHAT,
-        "stream": True,
-        "max_tokens": 4000,
-        "logprobs": True,
-        "top_logprobs": 20,
-        "n": 4,
-    }
-    slow["ignore_eos"] = True  # Else it ends by itself: it goes round in circles.
+    slow = {**ENDLESS, "n": 4}
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
         wait_until(lambda: len(it.world.units.submitted) == 4, "the slow one has begun")
@@ -267,3 +246,23 @@ def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> No
             )
             assert reply.json()["usage"]["completion_tokens"] == 20
         wait_until(lambda: it.world.gateway.num_requests == 1, "the slow one is left")
+
+
+@pytest.mark.promise("A client of HTTP/1.0 gets no chunked body: its answer ends with the connection.")
+def test_a_client_of_http_1_0_gets_the_body_as_it_is(model: ServedModel) -> None:
+    with serving(model, spell(model, "Four.")) as it:
+        for fields in ({"stream": True}, {}):
+            with connect(it, post({**CHAT, **fields}).replace(b"HTTP/1.1", b"HTTP/1.0")) as made:
+                head, _, body = read_all(made).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head.lower()
+            assert b"connection: close" in head.lower()
+            if fields:
+                events = body.decode().split("\n\n")
+                assert events[-2:] == ["data: [DONE]", ""]
+                assert all(event.startswith("data: {") for event in events[:-2])
+            else:
+                assert json.loads(body)["choices"]
+        with connect(it, b"GET /nothing HTTP/1.0\r\nHost: a\r\n\r\n") as made:
+            head, _, body = read_all(made).partition(b"\r\n\r\n")
+        assert b" 404 " in head
+        assert json.loads(body)["error"]

@@ -19,8 +19,8 @@ from hadal.runtime.batches import BatchStore
 from hadal.runtime.ledger.store import ledger_url
 
 from .fake_units import FakeUnits
-from .scenes import CHAT, play
-from .world import World, gateway_of, spell
+from .scenes import scene
+from .world import CHAT, gateway_of, spell
 
 COMPLETION = {"model": "small", "prompt": "once", "max_tokens": 3}
 MESSAGE = {**CHAT, "max_tokens": 60}
@@ -33,10 +33,9 @@ def store_in(folder: Path) -> BatchStore:
     return BatchStore(ledger_url(str(folder / "batches.sqlite")))
 
 
-def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
+async def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
     """Whoever adds one to the application adds it to the table, from which both follow."""
-
-    async def scene(it: World) -> None:
+    async with scene(model, store=store_in(tmp_path)) as it:
         described = (await it.client.get("/openapi.json")).json()["paths"]
         assert isinstance(it.app, Edge)
         app = it.app._app
@@ -54,8 +53,6 @@ def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
                 also = {(each.replace(":path}", "}"), how) for each, how in known}
                 assert (path, method) in also, f"{method} {route.path} is in no row"
         assert ("/v1/batches/{batch_id}/cancel", "POST") in known
-
-    play(model, scene, store=store_in(tmp_path))
 
 
 def test_routes_are_the_table_s(model: ServedModel) -> None:
@@ -106,10 +103,10 @@ def test_routes_are_the_table_s(model: ServedModel) -> None:
         ("/v1/batches/batch_1", None, 404),
     ],
 )
-def test_a_reply_is_what_is_described(
+async def test_a_reply_is_what_is_described(
     model: ServedModel, tmp_path: Path, path: str, body: dict[str, Any] | None, status: int
 ) -> None:
-    async def scene(it: World) -> None:
+    async with scene(model, store=store_in(tmp_path)) as it:
         document = (await it.client.get("/openapi.json")).json()
         method = "GET" if body is None else "POST"
         query = {"wait_s": "0"} if path == "/trace" else {}
@@ -128,11 +125,9 @@ def test_a_reply_is_what_is_described(
         for _, other in document["paths"][shown].items():
             assert other["summary"]
 
-    play(model, scene, store=store_in(tmp_path))
 
-
-def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) -> None:
-    async def scene(it: World) -> None:
+async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) -> None:
+    async with scene(model, store=store_in(tmp_path)) as it:
         document = (await it.client.get("/openapi.json")).json()
 
         async def ask(method: str, path: str, shown: str = "", **given: Any) -> Any:
@@ -164,19 +159,16 @@ def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) 
         assert cancelled["status"] == "cancelling"
         assert await ask("DELETE", f"/v1/files/{file['id']}", "/v1/files/{file_id}")
 
-    play(model, scene, store=store_in(tmp_path))
-
 
 @pytest.mark.promise(
     "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
     " read bodies"
 )
-def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
+async def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
     """What the examples above send is what the description allows; what is refused, it forbids
     where a type can say so.
     """
-
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         document = (await it.client.get("/openapi.json")).json()
 
         def validator(path: str) -> Draft202012Validator:
@@ -196,11 +188,9 @@ def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
                 reply = await it.client.post(path, json=bad)
                 assert reply.status_code == 400
 
-    play(model, scene)
 
-
-def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_path: Path) -> None:
-    async def scene(it: World) -> None:
+async def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_path: Path) -> None:
+    async with scene(model, keys=("k",), store=store_in(tmp_path)) as it:
         document = (await it.client.get("/openapi.json")).json()
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
@@ -208,13 +198,10 @@ def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_path: 
                 reply = await it.client.request(method, url, json={})
                 assert (reply.status_code == 401) == bool(operation["security"]), (method, path)
 
-    play(model, scene, keys=("k",), store=store_in(tmp_path))
 
-
-def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
+async def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
     """It is plain JSON: no float that is no number, no reference that leads nowhere."""
-
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         raw = (await it.client.get("/openapi.json")).content
         document = msgspec.json.decode(raw)
         names = set(document["components"]["schemas"])
@@ -230,5 +217,3 @@ def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
         used = {one.rpartition("/")[2] for one in references(document)}
         assert used <= names
         assert names - used == set(), "described and used by nothing"
-
-    play(model, scene)

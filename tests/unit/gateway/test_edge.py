@@ -8,7 +8,6 @@ import asyncio
 import io
 import json
 import logging
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,8 @@ from hadal.gateway.edge import host_name
 from hadal.gateway.service import ServedModel
 from hadal.runtime.process.logs import JSON, LineFormatter
 
-from .scenes import CHAT, error_of, events, play
-from .world import World
+from .scenes import error_of, events, scene
+from .world import CHAT
 
 LOCAL = {"bound_host": "127.0.0.1"}
 
@@ -28,10 +27,9 @@ LOCAL = {"bound_host": "127.0.0.1"}
     "A server without keys on this machine answers only to this machine's names and "
     "pages; [gateway] allowed_hosts and cors_origins add others."
 )
-def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
+async def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
     """A page whose name was made to point here (DNS rebinding) sends that name."""
-
-    async def scene(it: World) -> None:
+    async with scene(model, **LOCAL, settings=GatewayConfig(allowed_hosts=("box.lan",))) as it:
         for host in (
             "localhost:8000",
             "127.0.0.1",
@@ -54,24 +52,40 @@ def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel
                 error_of(await it.client.get(path, headers={"Host": host}), 421, "unknown_host")
         assert it.units.submitted == []
 
-    play(model, scene, **LOCAL, settings=GatewayConfig(allowed_hosts=("box.lan",)))
+
+async def test_a_network_without_keys_is_answered_by_address_and_by_known_names(
+    model: ServedModel,
+) -> None:
+    settings = GatewayConfig(allowed_hosts=("llm.example",))
+    async with scene(model, bound_host="0.0.0.0", settings=settings) as it:
+        for host in ("10.0.0.1:8000", "[fd00::2]:8000", "llm.example", "localhost:8000"):
+            reply = await it.client.get("/v1/models", headers={"Host": host})
+            assert reply.status_code == 200, host
+        for host in ("evil.example", "10.0.0.1.evil.example", ""):
+            reply = await it.client.get("/v1/files", headers={"Host": host})
+            error_of(reply, 421, "unknown_host")
+        for origin in ("https://evil.example", "http://localhost:3000", "http://10.0.0.2"):
+            headers = {"Host": "10.0.0.1", "Origin": origin}
+            error_of(await it.chat(headers=headers), 403, "origin_not_allowed")
+        headers = {"Host": "10.0.0.1", "Origin": "http://10.0.0.1"}
+        assert (await it.chat(headers=headers)).status_code == 200, "its own page"
 
 
-@pytest.mark.parametrize("options", [{"keys": ("k",), **LOCAL}, {"bound_host": "0.0.0.0"}])
-def test_elsewhere_any_name_will_do(model: ServedModel, options: dict[str, Any]) -> None:
-    async def scene(it: World) -> None:
+async def test_with_keys_any_name_will_do(model: ServedModel) -> None:
+    async with scene(model, keys=("k",), **LOCAL) as it:
         headers = {"Host": "llm.example", "Authorization": "Bearer k"}
         assert (await it.client.get("/v1/models", headers=headers)).status_code == 200
-
-    play(model, scene, **options)
 
 
 @pytest.mark.promise(
     "A server without keys on this machine answers only to this machine's names and "
     "pages; [gateway] allowed_hosts and cors_origins add others."
 )
-def test_pages_of_other_origins(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_pages_of_other_origins(model: ServedModel) -> None:
+    async with scene(
+        model, **LOCAL, settings=GatewayConfig(cors_origins=("https://chat.example",))
+    ) as it:
+
         def headers(origin: str) -> dict[str, str]:
             return {"Host": "localhost:8000", "Origin": origin}
 
@@ -85,7 +99,7 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
             assert reply.headers["access-control-allow-origin"] == origin
             assert "POST" in reply.headers["access-control-allow-methods"]
             assert reply.headers["access-control-allow-headers"] == names
-            reply = await it.client.post("/v1/chat/completions", json=CHAT, headers=headers(origin))
+            reply = await it.chat(headers=headers(origin))
             assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (
                 200,
                 origin,
@@ -96,7 +110,7 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
                 await it.client.options(
                     "/v1/chat/completions", headers={**headers(origin), **asks}
                 ),
-                await it.client.post("/v1/chat/completions", json=CHAT, headers=headers(origin)),
+                await it.chat(headers=headers(origin)),
             ):
                 error_of(reply, 403, "origin_not_allowed")
                 assert "access-control-allow-origin" not in reply.headers
@@ -109,15 +123,13 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
             assert reply.status_code == 204
             assert set(reply.headers["allow"].split(", ")) == methods
 
-    play(model, scene, **LOCAL, settings=GatewayConfig(cors_origins=("https://chat.example",)))
-
 
 @pytest.mark.promise(
     "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
     "format json writes for programs."
 )
-def test_request_ids_come_back(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_request_ids_come_back(model: ServedModel) -> None:
+    async with scene(model) as it:
         for path, status in (("/v1/models", 200), ("/nothing", 404), ("/v1/chat/completions", 405)):
             reply = await it.client.get(path, headers={"X-Request-Id": "mine-1"})
             assert (reply.status_code, reply.headers["x-request-id"]) == (status, "mine-1")
@@ -136,91 +148,75 @@ def test_request_ids_come_back(model: ServedModel) -> None:
         assert events(reply)
         assert reply.headers["x-request-id"] == "s"
 
-    play(model, scene)
-
 
 @pytest.mark.parametrize("kind", ["on", "off"])
-def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    async def scene(it: World) -> None:
+async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    async with scene(model, settings=GatewayConfig(access_log=kind)) as it:
         with caplog.at_level(logging.INFO, "hadal.access"):
             headers = {"X-Request-Id": "mine-1"}
-            num = (await it.client.post("/v1/chat/completions", json=CHAT, headers=headers)).json()[
-                "usage"
-            ]
+            reply = await it.chat(headers=headers)
             await it.client.get("/no%0Athing")
             await it.client.get("/health")
-        records = [record for record in caplog.records if record.name == "hadal.access"]
-        if kind == "off":
-            assert not records
-            return
-        first, second = records  # What machines poll has none.
-        text = f"ms {num['completion_tokens']} tokens, tenant everyone"
-        assert first.getMessage().startswith("POST /v1/chat/completions 200 ")
-        assert first.getMessage().endswith(text)
-        assert second.getMessage().startswith("GET /no?thing 404 ")
-
-    play(model, scene, settings=GatewayConfig(access_log=kind))
+    records = [record for record in caplog.records if record.name == "hadal.access"]
+    if kind == "off":
+        assert not records
+        return
+    first, second = records  # What machines poll has none.
+    num_tokens = reply.json()["usage"]["completion_tokens"]
+    assert first.getMessage().startswith("POST /v1/chat/completions 200 ")
+    assert first.getMessage().endswith(f"ms {num_tokens} tokens, tenant everyone")
+    assert second.getMessage().startswith("GET /no?thing 404 ")
 
 
 @pytest.mark.promise(
     "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
     "format json writes for programs."
 )
-def test_lines_about_a_request_carry_its_id(model: ServedModel) -> None:
+async def test_lines_about_a_request_carry_its_id(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Those of the request's own task, and those about what units say of it."""
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(LineFormatter("gateway", JSON))
-
-    async def scene(it: World) -> None:
+    logger = logging.getLogger("hadal")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    caplog.set_level(logging.INFO, "hadal")
+    async with scene(model) as it:
         it.units.go.clear()
         headers = {"X-Request-Id": "mine-1"}
-        asking = asyncio.create_task(
-            it.client.post("/v1/chat/completions", json=CHAT, headers=headers)
-        )
+        asking = asyncio.create_task(it.chat(headers=headers))
         while not it.units.prefilling:
             await asyncio.sleep(0)
         ((name, attempt),) = it.units.prefilling
         it.units.prefilling.clear()
         it.units.tell(Returned("prefill-0", name, attempt, "step failed: no luck"))
         it.units.go.set()
-        reply = await asking
-        told = [json.loads(line) for line in lines.getvalue().splitlines()]
-        back, access = (one for one in told if one.get("request_id") == "mine-1")
-        assert (back["unit"], back["level"]) == ("prefill-0", "info")
-        assert "no luck" in back["message"]
-        assert (access["status"], access["path"], access["tokens"]) == (
-            200,
-            "/v1/chat/completions",
-            reply.json()["usage"]["completion_tokens"],
-        )
-        assert access["reply_id"] == reply.json()["id"]
-        assert access["process"] == "gateway"
-
-    logger = logging.getLogger("hadal")
-    logger.addHandler(handler)
-    before, logger.level = logger.level, logging.INFO
-    try:
-        play(model, scene)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        reply = (await asking).json()
+    told = [json.loads(line) for line in lines.getvalue().splitlines()]
+    back, access = (one for one in told if one.get("request_id") == "mine-1")
+    assert (back["unit"], back["level"]) == ("prefill-0", "info")
+    assert "no luck" in back["message"]
+    assert (access["status"], access["path"]) == (200, "/v1/chat/completions")
+    assert access["tokens"] == reply["usage"]["completion_tokens"]
+    assert access["reply_id"] == reply["id"]
+    assert access["process"] == "gateway"
 
 
-def test_the_addresses_that_people_try(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_the_addresses_that_people_try(model: ServedModel) -> None:
+    async with scene(model) as it:
         for path in ("/", "/v1", "/v1/"):
             assert "POST /v1/chat/completions" in (await it.client.get(path)).json()["endpoints"]
         assert (await it.client.get("/v1/models/")).json() == (
             await it.client.get("/v1/models")
         ).json()
 
-    play(model, scene)
-
 
 @pytest.mark.promise("it opens with a key that has the right operator, as /audit and /trace do")
-def test_what_counts_all_tenants_is_for_operators(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_what_counts_all_tenants_is_for_operators(model: ServedModel) -> None:
+    async with scene(
+        model, keys=("one", "two", "three operator"), settings=GatewayConfig(open_metrics=False)
+    ) as it:
         for path in ("/audit", "/trace", "/metrics"):
             error_of(await it.client.get(path), 401, "missing_api_key")
             error_of(
@@ -234,13 +230,6 @@ def test_what_counts_all_tenants_is_for_operators(model: ServedModel) -> None:
             assert (
                 await it.client.get(path, headers={"Authorization": "Bearer three"})
             ).status_code == 200
-
-    play(
-        model,
-        scene,
-        keys=("one", "two", "three operator"),
-        settings=GatewayConfig(open_metrics=False),
-    )
 
 
 def test_host_names() -> None:

@@ -276,13 +276,22 @@ def test_what_a_user_types_steers_nothing(
 
 def test_json_in_a_template_is_as_transformers_writes_it(vocabulary: Vocabulary) -> None:
     template = "{{ messages[0] | tojson }} {{ {'b': '<ü>'} | tojson(ensure_ascii=True) }}"
-    with closing(ChatFormat(vocabulary, template, "", "", "here")) as chat:
+    with closing(
+        ChatFormat(vocabulary, {"default": template}, {"bos_token": "", "eos_token": ""}, "here")
+    ) as chat:
         ids = chat.prompt([Turn("user", "a > b & ü")], max_tokens=MAX).ids
     assert vocabulary.decode(ids) == '{"role": "user", "content": "a > b & ü"} {"b": "<\\u00fc>"}'
 
 
 def test_a_template_may_hold_a_long_text_of_its_own(vocabulary: Vocabulary) -> None:
     rules = "Answer in verse. " * 1000
-    with closing(ChatFormat(vocabulary, rules + "{{ messages[0]['content'] }}", "", "", "x")) as it:
+    with closing(
+        ChatFormat(
+            vocabulary,
+            {"default": rules + "{{ messages[0]['content'] }}"},
+            {"bos_token": "", "eos_token": ""},
+            "x",
+        )
+    ) as it:
         ids = it.prompt([Turn("user", "hi")], max_tokens=100_000).ids
     assert vocabulary.decode(ids) == rules + "hi"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +135,9 @@ class Pair:
             was_ready=True,
         )
 
+    async def ask(self, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json=COMPLETION | fields)
+
     def start_front(self) -> None:
         """Another life of the front."""
         self.num_lives += 1
@@ -201,10 +204,6 @@ async def pair(
         assert serving.cancelled() or not serving.done() or serving.exception() is None
 
 
-def run(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(scene())
-
-
 def usage_of(stream: str) -> dict[str, Any]:
     events = [
         json.loads(line.removeprefix("data: "))
@@ -216,34 +215,24 @@ def usage_of(stream: str) -> dict[str, Any]:
     return usage
 
 
-def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            for num_choices in (1, 3):
-                body = {**COMPLETION, "stream": False, "n": num_choices}
-                reply = await it.client.post("/v1/completions", json=body)
-                assert [choice["text"] for choice in reply.json()["choices"]] == [
-                    TEXT
-                ] * num_choices
-            await it.settle()
-            assert it.front.totals.finished == 4
-
-    run(scene)
+async def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT)) as it:
+        for num_choices in (1, 3):
+            reply = await it.ask(stream=False, n=num_choices)
+            assert [choice["text"] for choice in reply.json()["choices"]] == [TEXT] * num_choices
+        await it.settle()
+        assert it.front.totals.finished == 4
 
 
-def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> None:
+async def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> None:
     """It hears which units with new weights have come."""
+    async with pair(model, spell(model, TEXT)) as it:
 
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
+        def hears() -> bool:
+            it.front.names.fingerprint = "f1"  # Also of units that come up later.
+            return it.names.fingerprint == "f1"
 
-            def hears() -> bool:
-                it.front.names.fingerprint = "f1"  # Also of units that come up later.
-                return it.names.fingerprint == "f1"
-
-            await wait_for(hears, "it hears of the weights")
-
-    run(scene)
+        await wait_for(hears, "it hears of the weights")
 
 
 @pytest.mark.promise(
@@ -254,91 +243,75 @@ def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> 
     "they give what they have open to the next front, with what was delivered, and those "
     "streams continue"
 )
-def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT), step_s=0.002) as it:
-            # Its second asking finds the prompt in the cache, and says so once.
-            await it.client.post("/v1/completions", json=COMPLETION)
-            names = it.units.names
-            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.units.hold(5)
-            await it.kill_front()
-            it.start_front()
-            it.units.names = names
-            reply = await asking
-            assert text_of(reply.text) == TEXT
-            [generation] = it.units.submitted
-            assert 0 < len(generation.output) < len(model.vocabulary.encode_controlled(TEXT))
-            usage = usage_of(reply.text)
-            assert usage["prompt_cache_hit_tokens"] <= usage["prompt_tokens"]
-            assert usage["prompt_cache_hit_tokens"] > 0
-            await it.settle()
-
-    run(scene)
+async def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT), step_s=0.002) as it:
+        # Its second asking finds the prompt in the cache, and says so once.
+        await it.ask()
+        names = it.units.names
+        asking = asyncio.create_task(it.ask())
+        await it.units.hold(5)
+        await it.kill_front()
+        it.start_front()
+        it.units.names = names
+        reply = await asking
+        assert text_of(reply.text) == TEXT
+        [generation] = it.units.submitted
+        assert 0 < len(generation.output) < len(model.vocabulary.encode_controlled(TEXT))
+        usage = usage_of(reply.text)
+        assert usage["prompt_cache_hit_tokens"] <= usage["prompt_tokens"]
+        assert usage["prompt_cache_hit_tokens"] > 0
+        await it.settle()
 
 
-def test_requests_wait_for_a_front(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT), starts=False) as it:
-            asking = [
-                asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-                for _ in range(3)
-            ]
-            await it.opened(3)
-            it.start_front()
-            assert [text_of((await reply).text) for reply in asking] == [TEXT] * 3
-            assert it.front.totals.submitted == 3
-
-    run(scene)
+async def test_requests_wait_for_a_front(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT), starts=False) as it:
+        asking = [asyncio.create_task(it.ask()) for _ in range(3)]
+        await it.opened(3)
+        it.start_front()
+        assert [text_of((await reply).text) for reply in asking] == [TEXT] * 3
+        assert it.front.totals.submitted == 3
 
 
-def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            assert text_of((await it.client.post("/v1/completions", json=COMPLETION)).text) == TEXT
-            await it.kill_front()
-            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.opened()
-            it.start_front()
-            it.host.set_quotas(unix_now(), (Quota(EVERYONE, tokens_per_minute=1),))
-            assert (await asking).status_code == 429
-            assert it.units.submitted == []
-            await it.kill_front()
-            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.opened()
-            it.start_front()
-            assert text_of((await asking).text) == TEXT
-            # What units may still say of it to the front before is not what they say to this one.
-            assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
-
-    run(scene)
+async def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT)) as it:
+        assert text_of((await it.ask()).text) == TEXT
+        await it.kill_front()
+        asking = asyncio.create_task(it.ask())
+        await it.opened()
+        it.start_front()
+        it.host.set_quotas(unix_now(), (Quota(EVERYONE, tokens_per_minute=1),))
+        assert (await asking).status_code == 429
+        assert it.units.submitted == []
+        await it.kill_front()
+        asking = asyncio.create_task(it.ask())
+        await it.opened()
+        it.start_front()
+        assert text_of((await asking).text) == TEXT
+        # What units may still say of it to the front before is not what they say to this one.
+        assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
 
 
-def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
+async def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
     """A unit may still have the last front's, which had tried it again: what one says of its attempt
     would be taken for the other's, and the same message is not taken twice.
     """
-
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            it.units.go.clear()
-            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            for number in range(2):
-                await wait_for(lambda n=number: len(it.units.submitted) > n, "it is submitted")
-                last = it.units.submitted[-1]
-                it.units.prefilling.clear()
-                it.units.tell(Returned("prefill-0", last.request_id, last.attempt, QUEUE_FULL))
-            await wait_for(lambda: len(it.units.submitted) == 3, "it is submitted once more")
-            before = [one.attempt for one in it.units.submitted]
-            await it.kill_front()
-            it.start_front()
-            assert text_of((await asking).text) == TEXT
-            after = [one.attempt for one in it.units.submitted]
-            assert len(before) == len({*before}) == 3
-            assert after
-            assert not {*before} & {*after}
-
-    run(scene)
+    async with pair(model, spell(model, TEXT)) as it:
+        it.units.go.clear()
+        asking = asyncio.create_task(it.ask())
+        for number in range(2):
+            await wait_for(lambda n=number: len(it.units.submitted) > n, "it is submitted")
+            last = it.units.submitted[-1]
+            it.units.prefilling.clear()
+            it.units.tell(Returned("prefill-0", last.request_id, last.attempt, QUEUE_FULL))
+        await wait_for(lambda: len(it.units.submitted) == 3, "it is submitted once more")
+        before = [one.attempt for one in it.units.submitted]
+        await it.kill_front()
+        it.start_front()
+        assert text_of((await asking).text) == TEXT
+        after = [one.attempt for one in it.units.submitted]
+        assert len(before) == len({*before}) == 3
+        assert after
+        assert not {*before} & {*after}
 
 
 async def held(it: Pair) -> None:
@@ -347,248 +320,199 @@ async def held(it: Pair) -> None:
     await wait_for(lambda: it.far.snapshot().can_serve, "the units are up")
 
 
-def test_requests_that_come_together_are_let_in_one_after_the_other(model: ServedModel) -> None:
+async def test_requests_that_come_together_are_let_in_one_after_the_other(
+    model: ServedModel,
+) -> None:
     """All generations of a request or none, also of the second."""
-
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            await held(it)
-            it.host.set_quotas(unix_now(), (Quota(EVERYONE, requests=6),))
-            body = {**COMPLETION, "n": 4}
-            asking = [
-                asyncio.create_task(it.client.post("/v1/completions", json=body)) for _ in range(2)
-            ]
-            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            assert [(await reply).status_code for reply in done] == [429]
-            assert len(it.units.submitted) == 4
-            it.units.go.set()
-            assert sorted([(await reply).status_code for reply in asking]) == [200, 429]
-            await it.settle()
-
-    run(scene)
+    async with pair(model, spell(model, TEXT)) as it:
+        await held(it)
+        it.host.set_quotas(unix_now(), (Quota(EVERYONE, requests=6),))
+        asking = [asyncio.create_task(it.ask(n=4)) for _ in range(2)]
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        assert [(await reply).status_code for reply in done] == [429]
+        assert len(it.units.submitted) == 4
+        it.units.go.set()
+        assert sorted([(await reply).status_code for reply in asking]) == [200, 429]
+        await it.settle()
 
 
-def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: ServedModel) -> None:
-    async def scene() -> None:
-        # Its time stands still: nothing comes back to the quota meanwhile.
-        async with pair(model, spell(model, TEXT), now=lambda: 1000.0) as it:
-            await held(it)
-            num_tokens = len(model.vocabulary.encode_plain(str(COMPLETION["prompt"])))
-            quota = Quota(EVERYONE, tokens_per_minute=num_tokens * 3 // 2)
-            it.host.set_quotas(unix_now(), (quota,))
-            asking = [
-                asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-                for _ in range(2)
-            ]
-            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            [reply] = [task.result() for task in done]
-            assert reply.status_code == 429
-            assert 19 <= int(reply.headers["retry-after"]) <= 21, "half a prompt's tokens are there"
-            left = int(reply.headers["x-ratelimit-remaining-tokens"])
-            assert abs(left - num_tokens // 2) <= 1
-            it.units.go.set()
-            await asyncio.gather(*asking)
-            await it.settle()
-
-    run(scene)
+async def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: ServedModel) -> None:
+    # Its time stands still: nothing comes back to the quota meanwhile.
+    async with pair(model, spell(model, TEXT), now=lambda: 1000.0) as it:
+        await held(it)
+        num_tokens = len(model.vocabulary.encode_plain(str(COMPLETION["prompt"])))
+        quota = Quota(EVERYONE, tokens_per_minute=num_tokens * 3 // 2)
+        it.host.set_quotas(unix_now(), (quota,))
+        asking = [asyncio.create_task(it.ask()) for _ in range(2)]
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        [reply] = [task.result() for task in done]
+        assert reply.status_code == 429
+        assert 19 <= int(reply.headers["retry-after"]) <= 21, "half a prompt's tokens are there"
+        left = int(reply.headers["x-ratelimit-remaining-tokens"])
+        assert abs(left - num_tokens // 2) <= 1
+        it.units.go.set()
+        await asyncio.gather(*asking)
+        await it.settle()
 
 
-def test_one_without_a_front_for_too_long_is_told(
+async def test_one_without_a_front_for_too_long_is_told(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replies, "_GRACE_S", 0.1)
-
-    async def scene() -> None:
-        async with pair(
-            model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False
-        ) as it:
-            body = {**COMPLETION, "stream": False, "stream_options": None}
-            assert (await it.client.post("/v1/completions", json=body)).status_code == 504
-
-    run(scene)
+    async with pair(
+        model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False
+    ) as it:
+        assert (await it.ask(stream=False, stream_options=None)).status_code == 504
 
 
-def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
-    async def scene() -> None:
-        limits = LimitsConfig(max_running=1, max_queued=1)
-        async with pair(model, spell(model, TEXT), limits=limits) as it:
-            await held(it)
-            body = {**COMPLETION, "n": 4}
-            reply = await it.client.post("/v1/completions", json=body)
-            assert reply.status_code == 429
-            assert "Retry-After" in reply.headers
-            assert (it.front.totals.refused, it.front.totals.tokens_refused > 400) == (4, True)
-            it.units.go.set()
-            await it.settle()
-
-    run(scene)
+async def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
+    limits = LimitsConfig(max_running=1, max_queued=1)
+    async with pair(model, spell(model, TEXT), limits=limits) as it:
+        await held(it)
+        reply = await it.ask(n=4)
+        assert reply.status_code == 429
+        assert "Retry-After" in reply.headers
+        assert (it.front.totals.refused, it.front.totals.tokens_refused > 400) == (4, True)
+        it.units.go.set()
+        await it.settle()
 
 
-def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(
+async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            work = await it.far_gateway.service.completion(
-                json.dumps({**COMPLETION, "max_tokens": 1000}).encode(),
-                "r",
-                it.far_gateway.keys.check(None),
-            )
-            mailbox = it.far.open(choice.generation for choice in work.choices)
-            await it.units.hold(5)
-            closed = asyncio.Event()
-            it.far.close(mailbox, closed.set)
-            await closed.wait()
-            [closing] = mailbox.closings.values()
-            assert (closing.prefill_unit, closing.decode_unit) == ("prefill-0", "decode-0")
-            await it.settle()
-            # Nobody answers: the request is written down all the same, after a while.
-            monkeypatch.setattr(far_host, "_CLOSING_S", 0.1)
-            mailbox = it.far.open(choice.generation for choice in work.choices)
-            await it.kill_front()
-            closed.clear()
-            it.far.close(mailbox, closed.set)
-            await closed.wait()
-            assert it.far.num_open == 0
-            # This process ends before somebody answers.
-            monkeypatch.setattr(far_host, "_CLOSING_S", 60.0)
-            mailbox = it.far.open(choice.generation for choice in work.choices)
-            closed.clear()
-            it.far.close(mailbox, closed.set)
-            assert not closed.is_set()
-            it.far.end()
-            assert closed.is_set()
-            it.start_front()
-
-    run(scene)
+    async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+        work = await it.far_gateway.service.completion(
+            json.dumps({**COMPLETION, "max_tokens": 1000}).encode(),
+            "r",
+            it.far_gateway.keys.check(None),
+        )
+        mailbox = it.far.open(choice.generation for choice in work.choices)
+        await it.units.hold(5)
+        closed = asyncio.Event()
+        it.far.close(mailbox, closed.set)
+        await closed.wait()
+        [closing] = mailbox.closings.values()
+        assert (closing.prefill_unit, closing.decode_unit) == ("prefill-0", "decode-0")
+        await it.settle()
+        # Nobody answers: the request is written down all the same, after a while.
+        monkeypatch.setattr(far_host, "_CLOSING_S", 0.1)
+        mailbox = it.far.open(choice.generation for choice in work.choices)
+        await it.kill_front()
+        closed.clear()
+        it.far.close(mailbox, closed.set)
+        await closed.wait()
+        assert it.far.num_open == 0
+        # This process ends before somebody answers.
+        monkeypatch.setattr(far_host, "_CLOSING_S", 60.0)
+        mailbox = it.far.open(choice.generation for choice in work.choices)
+        closed.clear()
+        it.far.close(mailbox, closed.set)
+        assert not closed.is_set()
+        it.far.end()
+        assert closed.is_set()
+        it.start_front()
 
 
-def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            key = it.far_gateway.keys.check(None)
-            asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
-            work = await it.far_gateway.service.completion(asked, "r", key)
-            mailbox = it.far.open(choice.generation for choice in work.choices)
-            await it.units.hold(5)
+async def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) -> None:
+    async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+        key = it.far_gateway.keys.check(None)
+        asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
+        work = await it.far_gateway.service.completion(asked, "r", key)
+        mailbox = it.far.open(choice.generation for choice in work.choices)
+        await it.units.hold(5)
 
-            def write() -> None:
-                raise ValueError("nobody thought of this")
+        def write() -> None:
+            raise ValueError("nobody thought of this")
 
-            it.far.close(mailbox, write)
-            await it.settle()
-            it.units.let_go()
-            reply = await it.client.post("/v1/completions", json=COMPLETION)
-            assert reply.status_code == 200
-
-    run(scene)
+        it.far.close(mailbox, write)
+        await it.settle()
+        it.units.let_go()
+        reply = await it.ask()
+        assert reply.status_code == 200
 
 
 @pytest.mark.promise(
     "its own streams end, no other; of the one with the front, too, whose successor finds"
     " what the others have open"
 )
-def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            asking = asyncio.create_task(
-                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
-            )
-            await it.units.hold(5)
-            it.units.tell(Drain())
-            assert not await it.host.wait_idle(0.1)
-            it.units.tell(UnitDown(NAME, "killed"))
-            it.units.tell(GatewayHeartbeat(NAME, 2))  # Said before its end, and heard after.
-            assert await it.host.wait_idle(DEADLINE_S)
-            await wait_for(lambda: not it.units.has_said, "all of it is heard")
-            assert it.host.gateways == ("gateway",)
-            it.units.tell(GatewayHeartbeat(NAME, 3))
-            await wait_for(lambda: it.host.gateways == ("gateway", NAME), "the next one is there")
-            assert not await it.host.wait_idle(0.1)
-            assert it.front.totals.cancelled == 1
-            asking.cancel()
-
-    run(scene)
+async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
+    async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+        asking = asyncio.create_task(it.ask(max_tokens=1000))
+        await it.units.hold(5)
+        it.units.tell(Drain())
+        assert not await it.host.wait_idle(0.1)
+        it.units.tell(UnitDown(NAME, "killed"))
+        it.units.tell(GatewayHeartbeat(NAME, 2))  # Said before its end, and heard after.
+        assert await it.host.wait_idle(DEADLINE_S)
+        await wait_for(lambda: not it.units.has_said, "all of it is heard")
+        assert it.host.gateways == ("gateway",)
+        it.units.tell(GatewayHeartbeat(NAME, 3))
+        await wait_for(lambda: it.host.gateways == ("gateway", NAME), "the next one is there")
+        assert not await it.host.wait_idle(0.1)
+        assert it.front.totals.cancelled == 1
+        asking.cancel()
 
 
-def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
+async def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
     """A gateway's predecessor left them, and nobody said that it ended."""
-
-    async def scene() -> None:
-        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            asking = asyncio.create_task(
-                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
-            )
-            await it.units.hold(5)
-            it.far._sent.clear()
-            it.units.let_go()
-            await wait_for(lambda: not it.units.num_held, "it is stopped")
-            assert it.units.cancelled
-            asking.cancel()
-
-    run(scene)
+    async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+        asking = asyncio.create_task(it.ask(max_tokens=1000))
+        await it.units.hold(5)
+        it.far._sent.clear()
+        it.units.let_go()
+        await wait_for(lambda: not it.units.num_held, "it is stopped")
+        assert it.units.cancelled
+        asking.cancel()
 
 
-def test_a_lost_token_ends_its_stream_with_a_word(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT), step_s=0.01) as it:
-            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
-            await it.units.hold(5)
-            it.wire.lost = {Delivered}
-            it.units.held_at = 8
-            await wait_for(lambda: it.wire.num_lost, "a token is lost")
-            it.wire.lost = set()
-            it.units.let_go()
-            assert "tokens were lost between processes" in (await asking).text.lower()
-            await it.settle()
-
-    run(scene)
+async def test_a_lost_token_ends_its_stream_with_a_word(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT), step_s=0.01) as it:
+        asking = asyncio.create_task(it.ask())
+        await it.units.hold(5)
+        it.wire.lost = {Delivered}
+        it.units.held_at = 8
+        await wait_for(lambda: it.wire.num_lost, "a token is lost")
+        it.wire.lost = set()
+        it.units.let_go()
+        assert "tokens were lost between processes" in (await asking).text.lower()
+        await it.settle()
 
 
-def test_what_the_front_s_process_knows_is_asked_of_it(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            await it.client.post("/v1/completions", json=COMPLETION)
-            await wait_for(lambda: it.host._present, "the front knows of it")
-            text = (await it.client.get("/metrics")).text
-            assert "hadal_output_tokens_total" in text
-            assert (
-                'hadal_requests_total{endpoint="completions",gateway="gateway-1",status="200"} 1.0'
-                in text
-            )
-            assert text.count("# TYPE hadal_requests_total counter") == 1
-            assert (await it.client.get("/health")).json()["status"] == "ready"
-            trace = await it.client.get("/trace", params={"unit": "decode-7"})
-            assert trace.status_code == 404
-            assert "decode-7" in trace.json()["error"]["message"]
-            await it.kill_front()
-            asking = asyncio.create_task(it.client.get("/audit"))
-            await wait_for(lambda: it.far.pages._asked._open, "it has asked")
-            it.start_front()
-            assert (await asking).status_code == 503
-
-    run(scene)
+async def test_what_the_front_s_process_knows_is_asked_of_it(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT)) as it:
+        num_tokens = usage_of((await it.ask()).text)["completion_tokens"]
+        await wait_for(lambda: it.host._present, "the front knows of it")
+        text = (await it.client.get("/metrics")).text
+        assert f'hadal_output_tokens_total{{gateway="gateway-1"}} {num_tokens:.1f}\n' in text
+        assert (
+            'hadal_requests_total{endpoint="completions",gateway="gateway-1",status="200"} 1.0'
+            in text
+        )
+        assert text.count("# TYPE hadal_requests_total counter") == 1
+        assert (await it.client.get("/health")).json()["status"] == "ready"
+        trace = await it.client.get("/trace", params={"unit": "decode-7"})
+        assert trace.status_code == 404
+        assert "decode-7" in trace.json()["error"]["message"]
+        await it.kill_front()
+        asking = asyncio.create_task(it.client.get("/audit"))
+        await wait_for(lambda: it.far.pages._asked._open, "it has asked")
+        it.start_front()
+        assert (await asking).status_code == 503
 
 
-def test_a_delivery_for_a_generation_that_is_not_open_is_no_news(model: ServedModel) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            it.wire.put(Delivered((Deliver("nobody", (), final=True),)))
-            assert text_of((await it.client.post("/v1/completions", json=COMPLETION)).text) == TEXT
-
-    run(scene)
+async def test_a_delivery_for_a_generation_that_is_not_open_is_no_news(model: ServedModel) -> None:
+    async with pair(model, spell(model, TEXT)) as it:
+        it.wire.put(Delivered((Deliver("nobody", (), final=True),)))
+        assert text_of((await it.ask()).text) == TEXT
 
 
-def test_each_gateway_knows_which_are_there(
+async def test_each_gateway_knows_which_are_there(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        async with pair(model, spell(model, TEXT)) as it:
-            both = ("gateway", NAME)
-            await wait_for(lambda: it.far.gateways == it.host.gateways == both, "both are there")
-            await it.kill_front()
-            monkeypatch.setattr(far_host, "_SILENT_S", 0.2)
-            await wait_for(lambda: it.far.gateways == (NAME,), "the front is missed")
-            it.start_front()
-
-    run(scene)
+    async with pair(model, spell(model, TEXT)) as it:
+        both = ("gateway", NAME)
+        await wait_for(lambda: it.far.gateways == it.host.gateways == both, "both are there")
+        await it.kill_front()
+        monkeypatch.setattr(far_host, "_SILENT_S", 0.2)
+        await wait_for(lambda: it.far.gateways == (NAME,), "the front is missed")
+        it.start_front()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +17,14 @@ from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.chat import ChatFormat
 from hadal.gateway.formats import Formats
 from hadal.gateway.openai import AnswerFormat
-from hadal.gateway.service import ServedModel, Service, Work
+from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import grammar_text
 from tests.schemas import SCHEMAS, closed
 
 from .model_folder import BOS, EOS
-from .scenes import CHAT, error_of, play
-from .world import World
-
-
-@pytest.fixture(scope="module")
-def formats() -> Iterator[Formats]:
-    made = Formats()
-    yield made
-    made.close()
+from .scenes import error_of, scene
+from .world import CHAT
 
 
 def json_schema(schema: Any, name: str = "answer") -> dict[str, Any]:
@@ -94,16 +85,12 @@ def test_what_takes_too_long_to_look_at_is_refused(
 
 @pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
 @pytest.mark.parametrize("thinking", [True, False])
-def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
+async def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
     service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
     schema = closed(b={"type": "integer"}, a={"type": "string"})
     body = {**CHAT, "n": 2, "thinking": thinking, "response_format": json_schema(schema)}
-
-    async def ask() -> Work:
-        return await service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
-
     try:
-        work = asyncio.run(ask())
+        work = await service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
     finally:
         service.close()
     close = model.vocabulary.control_ids["</think>"]
@@ -121,28 +108,26 @@ def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
 @pytest.mark.parametrize(
     ("template", "thinking", "may_think"),
     [
-        (
-            "{{ messages[0]['content'] }}",
-            None,
-            True,
-        ),  # As R1-0528's: the model opens its reasoning.
+        # As R1-0528's: the model opens its reasoning.
+        ("{{ messages[0]['content'] }}", None, True),
         ("{{ messages[0]['content'] }}", False, False),
         ("{{ messages[0]['content'] }}</think>", None, False),
         ("{{ messages[0]['content'] }}<think>", False, False),
     ],
 )
-def test_a_model_that_opens_its_reasoning_itself_may(
+async def test_a_model_that_opens_its_reasoning_itself_may(
     model: ServedModel, template: str, thinking: bool | None, may_think: bool
 ) -> None:
-    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    chat = ChatFormat(
+        model.vocabulary, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "test"
+    )
     service = Service(replace(model, chat=chat), LimitsConfig(), FrontNames(CacheConfig(), "f0"))
     body = {**CHAT, "thinking": thinking, "response_format": json_schema({"type": "integer"})}
     try:
-        ask = service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
-        (choice,) = asyncio.run(ask).choices
+        work = await service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key")))
     finally:
         service.close()
-    grammar, ids = choice.generation.sampling.grammar, model.vocabulary.control_ids
+    grammar, ids = work.choices[0].generation.sampling.grammar, model.vocabulary.control_ids
     assert grammar is not None
     assert (grammar.begins_with >= 0) == may_think
     if may_think:
@@ -153,16 +138,11 @@ def test_a_model_that_opens_its_reasoning_itself_may(
     "What cannot be followed is a 400 before anything is computed, and its message names "
     "the keyword"
 )
-def test_over_http(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_over_http(model: ServedModel) -> None:
+    async with scene(model) as it:
         body = {**CHAT, "response_format": json_schema({"type": "array", "uniqueItems": True})}
-        for path, fields in (
-            ("chat/completions", body),
-            (
-                "completions",
-                {"model": "small", "prompt": "hi", "response_format": body["response_format"]},
-            ),
-        ):
+        completion = {"model": "small", "prompt": "hi", "response_format": body["response_format"]}
+        for path, fields in (("chat/completions", body), ("completions", completion)):
             for stream in (False, True):
                 reply = await it.client.post(f"/v1/{path}", json={**fields, "stream": stream})
                 assert reply.status_code == 400
@@ -171,10 +151,6 @@ def test_over_http(model: ServedModel) -> None:
                 assert error["param"] == "response_format"
                 assert "'uniqueItems'" in error["message"]
         assert not it.units.submitted
-        reply = await it.client.post(
-            "/v1/chat/completions", json={**CHAT, "response_format": {"type": "json_object"}}
-        )
+        reply = await it.chat(response_format={"type": "json_object"})
         assert reply.status_code == 200
         assert it.units.submitted[0].sampling.grammar is not None
-
-    play(model, scene)

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -285,7 +285,11 @@ def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
     body |= {"model": "small", "tools": [strict], "tool_choice": choice}
     template = f"{LISTING}<｜User｜>{{{{ messages[0].content }}}}<｜Assistant｜><think>\n"
     with (
-        closing(ChatFormat(VOCABULARY, template, BOS, EOS, "here")) as chat,
+        closing(
+            ChatFormat(
+                VOCABULARY, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here"
+            )
+        ) as chat,
         tool_model() as taught,
     ):
         model = replace(taught, chat=chat)
@@ -305,13 +309,6 @@ def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
 
 
 # ---- what is looked at before ----
-
-
-@pytest.fixture(scope="module")
-def formats() -> Iterator[Formats]:
-    made = Formats()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from hadal.core.config import LimitsConfig
@@ -23,6 +24,10 @@ TEXT = "The answer is four. To add two numbers, write them below each other."
 COMPLETION = {"model": "small", "prompt": "2 + 2?", "stream": True}
 
 
+async def ask(it: World, **fields: Any) -> httpx.Response:
+    return await it.client.post("/v1/completions", json=COMPLETION | fields)
+
+
 def text_of(stream: str) -> str:
     lines = [
         line.removeprefix("data: ") for line in stream.split("\n\n") if line.startswith("data: {")
@@ -35,7 +40,7 @@ def text_of(stream: str) -> str:
     " streamed, and the stream goes on"
 )
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
-def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
+async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
     """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token
     once.
     """
@@ -51,53 +56,41 @@ def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> N
         await wait_for(lambda: not it.gateway.snapshot().role_to_units[role], "it is missed")
         it.units.tell(UnitUp(unit, role, "second", NUM_BLOCKS, MAX_REQUESTS))
 
-    async def run() -> None:
-        async with world(model, spell(model, TEXT), step_s=0.002) as it:
-            losing = asyncio.create_task(lose_it(it))
-            reply = await it.client.post("/v1/completions", json=COMPLETION)
-            await losing
-            assert text_of(reply.text) == TEXT
-            await it.settle()
-            if unit == "decode-0":
-                # While no decode unit is up it may be prefilled more than once.
-                assert [generation.attempt for generation in it.units.submitted][:2] == [0, 1]
-                assert it.units.submitted[1].output
-
-    asyncio.run(run())
+    async with world(model, spell(model, TEXT), step_s=0.002) as it:
+        losing = asyncio.create_task(lose_it(it))
+        reply = await ask(it)
+        await losing
+        assert text_of(reply.text) == TEXT
+        await it.settle()
+        if unit == "decode-0":
+            # While no decode unit is up it may be prefilled more than once.
+            assert [generation.attempt for generation in it.units.submitted][:2] == [0, 1]
+            assert it.units.submitted[1].output
 
 
-def test_unit_that_never_comes_back(model: ServedModel) -> None:
+async def test_unit_that_never_comes_back(model: ServedModel) -> None:
     clock = Clock()
-
-    async def run() -> None:
-        limits = LimitsConfig(request_timeout_s=0.3)
-        script = spell(model, "a", then_stop=False)
-        async with world(model, script, limits=limits, now=clock) as it:
-            asking = asyncio.create_task(
-                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 4000})
-            )
-            await it.units.hold(1)
-            it.units.decoding.clear()
-            it.units.tell(UnitDown("decode-0", "killed"))
-            await wait_for(lambda: not it.gateway.snapshot().can_serve, "it is missed")
-            clock.now_s += 1
-            reply = await asking
-            # The stream has begun: its end is an event, and nothing comes after it.
-            last = reply.text.rstrip().rpartition("\n\n")[2]
-            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error"
-            await it.settle()
-
-    asyncio.run(run())
+    limits = LimitsConfig(request_timeout_s=0.3)
+    script = spell(model, "a", then_stop=False)
+    async with world(model, script, limits=limits, now=clock) as it:
+        asking = asyncio.create_task(ask(it, max_tokens=4000))
+        await it.units.hold(1)
+        it.units.decoding.clear()
+        it.units.tell(UnitDown("decode-0", "killed"))
+        await wait_for(lambda: not it.gateway.snapshot().can_serve, "it is missed")
+        clock.now_s += 1
+        reply = await asking
+        # The stream has begun: its end is an event, and nothing comes after it.
+        last = reply.text.rstrip().rpartition("\n\n")[2]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+        await it.settle()
 
 
-def test_drain_message(model: ServedModel) -> None:
-    async def run() -> None:
-        async with world(model, spell(model, "a")) as it:
-            it.units.tell(Drain())
-            await it.gateway.host.wait_draining()
-            assert (await it.client.post("/v1/completions", json=COMPLETION)).status_code == 503
-
-    asyncio.run(run())
+async def test_drain_message(model: ServedModel) -> None:
+    async with world(model, spell(model, "a")) as it:
+        it.units.tell(Drain())
+        await it.gateway.host.wait_draining()
+        assert (await ask(it)).status_code == 503
 
 
 class _Broken:
@@ -134,28 +127,21 @@ class _OneMessage:
 @pytest.mark.parametrize(
     ("effects", "error"), [(None, RuntimeError), ([Execute((PrefillPlan(0, ()),))], TypeError)]
 )
-def test_bug_of_the_front_ends_the_host(
+async def test_bug_of_the_front_ends_the_host(
     effects: list[Effect] | None, error: type[Exception]
 ) -> None:
-    async def run() -> None:
-        await Host(_Broken(effects), _OneMessage(), lambda: 0.0).run()
-
     with pytest.raises(error):
-        asyncio.run(run())
+        await asyncio.create_task(Host(_Broken(effects), _OneMessage(), lambda: 0.0).run())
 
 
-def test_bug_at_a_request_ends_the_host_too() -> None:
+async def test_bug_at_a_request_ends_the_host_too() -> None:
     """Not at the next message: at once, though no message ever comes."""
-
-    async def run() -> None:
-        wire = _OneMessage()
-        wire.messages = []
-        host = Host(_Broken(None), wire, lambda: 0.0)
-        running = asyncio.create_task(host.run())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError):
-            host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)])
-        await running
-
+    wire = _OneMessage()
+    wire.messages = []
+    host = Host(_Broken(None), wire, lambda: 0.0)
+    running = asyncio.create_task(host.run())
+    await asyncio.sleep(0)
     with pytest.raises(RuntimeError):
-        asyncio.run(run())
+        host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)])
+    with pytest.raises(RuntimeError):
+        await running

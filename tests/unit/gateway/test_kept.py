@@ -4,7 +4,6 @@ gateways.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,56 +117,49 @@ def gateways(lost: set[str]) -> list[Responses]:
 @pytest.mark.promise("One key's responses do not exist for another.")
 @pytest.mark.parametrize("owner", range(3))
 @pytest.mark.parametrize("asked", range(3))
-def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> None:
-    async def run() -> None:
-        all_of_them = gateways(set())
-        response_id = id_of(owner)
-        assert response_id.startswith(all_of_them[owner].id_prefix)
-        all_of_them[owner].own.put("t", response_id, entry("long"))
-        there = all_of_them[asked]
-        for part in KeptResponse.__struct_fields__:
-            found = await there.get("t", response_id, part)
-            assert getattr(found, part) == getattr(entry("long"), part)
-            if asked != owner:
-                assert found is not None
-                assert found.num_bytes < entry("long").num_bytes, "the others do not come with it"
-        item_id = f"msg_{response_id.removeprefix('resp_')}0001"
-        assert await there.bodies_with("t", [item_id, item_id, "msg_1"]) == [entry("long").body]
-        assert await there.bodies_with("other", [item_id]) == []
-        assert await there.get("other", response_id) is None
-        assert await there.get("t", id_of(owner, 1)) is None
-        assert await there.turns_before("t", response_id) == entry("long").turns
-        assert await there.get("t", response_id, deletes=True) is not None
-        assert await there.get("t", response_id) is None
-        with pytest.raises(RequestError, match="not kept here"):
-            await there.turns_before("t", response_id)
-
-    asyncio.run(run())
+async def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> None:
+    all_of_them = gateways(set())
+    response_id = id_of(owner)
+    assert response_id.startswith(all_of_them[owner].id_prefix)
+    all_of_them[owner].own.put("t", response_id, entry("long"))
+    there = all_of_them[asked]
+    for part in KeptResponse.__struct_fields__:
+        found = await there.get("t", response_id, part)
+        assert getattr(found, part) == getattr(entry("long"), part)
+        if asked != owner:
+            assert found is not None
+            assert found.num_bytes < entry("long").num_bytes, "the others do not come with it"
+    item_id = f"msg_{response_id.removeprefix('resp_')}0001"
+    assert await there.bodies_with("t", [item_id, item_id, "msg_1"]) == [entry("long").body]
+    assert await there.bodies_with("other", [item_id]) == []
+    assert await there.get("other", response_id) is None
+    assert await there.get("t", id_of(owner, 1)) is None
+    assert await there.turns_before("t", response_id) == entry("long").turns
+    assert await there.get("t", response_id, deletes=True) is not None
+    assert await there.get("t", response_id) is None
+    with pytest.raises(RequestError, match="not kept here"):
+        await there.turns_before("t", response_id)
 
 
-def test_items_of_many_responses_are_not_looked_for() -> None:
+async def test_items_of_many_responses_are_not_looked_for() -> None:
     """They would be asked of other gateways, one by one."""
     item_ids = [f"fc_{id_of(2, number).removeprefix('resp_')}0000" for number in range(65)]
     with pytest.raises(RequestError, match="at most 64"):
-        asyncio.run(gateways(set())[1].bodies_with("t", item_ids))
+        await gateways(set())[1].bodies_with("t", item_ids)
 
 
 @pytest.mark.promise("One that does not answer is a 503 to try again")
 @pytest.mark.parametrize("lost", [FRONT, "gateway-2"])
-def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
+async def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
     lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hadal.gateway.kept.WAIT_S", 0.05)
-
-    async def run() -> None:
-        asked = gateways({lost})[1]
-        with pytest.raises(ApiError, match="does not answer") as caught:
-            await asked.get("t", id_of(2))
-        assert (caught.value.status, caught.value.code) == (503, "response_unreachable")
-
-    asyncio.run(run())
+    asked = gateways({lost})[1]
+    with pytest.raises(ApiError, match="does not answer") as caught:
+        await asked.get("t", id_of(2))
+    assert (caught.value.status, caught.value.code) == (503, "response_unreachable")
 
 
 @pytest.mark.parametrize("name", ["", "resp_7_" + "0" * 32, "resp_1_zz", "chatcmpl-1", "x" * 9999])
-def test_no_id_of_ours_is_nowhere(name: str) -> None:
-    assert asyncio.run(gateways(set())[0].get("t", name)) is None
+async def test_no_id_of_ours_is_nowhere(name: str) -> None:
+    assert await gateways(set())[0].get("t", name) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -140,7 +139,7 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     twice = run(app, ["keys", "add", *given])
     assert (twice.exit_code, "already; a name is one tenant's" in twice.stderr) == (2, True)
     assert run(app, ["keys", "revoke", "alice", "--file", str(path)]).exit_code == 0
-    assert path.read_text() == "# ours\nsk-old priority\n"
+    assert path.read_text() == "# ours\nsk-old priority\n# revoked: alice\n"
     gone = run(app, ["keys", "revoke", "alice", "--file", str(path)])
     assert (gone.exit_code, "no key has the name" in gone.stderr) == (2, True)
 
@@ -191,15 +190,37 @@ def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path) -> Non
     assert file.changed() is None
     path.write_text("given name=x\nthree\n")
     assert file.changed() is None, "it is another once more"
-    path.write_text("")
-    assert file.changed() is None
-    last = file.changed()
-    assert last is not None
-    assert not last.is_open
+    for text, words in (
+        ("", "no key"),
+        ("# nothing but this\n", "no key"),
+        ("three\nfour name=four\n", "none of the tenants"),
+        ("\x01\x1c\x02\n", "control character"),
+        ("two name=two\nth\x1free\n", "line 2: there is a control character"),
+    ):
+        path.write_text(text)
+        assert file.changed() is None
+        with pytest.raises(ConfigError, match=words):
+            file.changed()
+        assert file.changed() is None, "said once"
     path.unlink()
     assert file.changed() is None
     with pytest.raises(ConfigError, match="cannot be read"):
         file.changed()
+
+
+def test_another_tenant_takes_over_by_the_command_alone(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, f"{hashed('one')} name=old")
+    file = KeysFile((), path)
+    assert file.changed() is not None
+    with pytest.raises(ConfigError, match="the only keys"):
+        remove_name(path, "old")
+    assert not add_line(path, f"{hashed('two')} name=new")
+    remove_name(path, "old")
+    assert file.changed() is None
+    keys = file.changed()
+    assert keys is not None
+    assert [tenant.name for tenant in keys.tenants] == ["new"]
+    assert add_line(path, f"{hashed('three')} name=old"), "the name was another's"
 
 
 @pytest.mark.needs("root")
@@ -220,41 +241,38 @@ def test_root_leaves_a_file_to_the_server_that_reads_it(tmp_path: Path) -> None:
     "within some three seconds all gateways, those on other hosts too, let a new key in "
     "or a revoked one no more; what runs goes on"
 )
-def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
+async def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")
     file = KeysFile((), path)
     asked: list[int] = []
 
-    async def story() -> None:
-        async def ask(query: object) -> QueryReply | None:
-            if not asked:
-                asked.append(0)
-                return None  # The front is not there yet.
-            status, body = await file.page(query)  # type: ignore[arg-type]
-            asked.append(status)
-            return QueryReply("front", 1, status, body)
+    async def ask(query: object) -> QueryReply | None:
+        if not asked:
+            asked.append(0)
+            return None  # The front is not there yet.
+        status, body = await file.page(query)  # type: ignore[arg-type]
+        asked.append(status)
+        return QueryReply("front", 1, status, body)
 
-        heard = KeysHeard(ask)
-        file.changed()
-        assert await heard.changed() is None
-        keys = await heard.changed()
-        assert keys is not None
-        assert keys.check("Bearer one").salt == salt_of(b"one")
-        assert await heard.changed() is None
-        add_line(path, "two")
-        remove_name(path, parse_key("one")[1].name)
-        file.changed()
-        file.changed()
-        keys = await heard.changed()
-        assert keys is not None
-        with pytest.raises(ApiError):
-            keys.check("Bearer one")
-
-    asyncio.run(story())
+    heard = KeysHeard(ask)
+    file.changed()
+    assert await heard.changed() is None
+    keys = await heard.changed()
+    assert keys is not None
+    assert keys.check("Bearer one").salt == salt_of(b"one")
+    assert await heard.changed() is None
+    add_line(path, "two")
+    remove_name(path, parse_key("one")[1].name)
+    file.changed()
+    file.changed()
+    keys = await heard.changed()
+    assert keys is not None
+    with pytest.raises(ApiError):
+        keys.check("Bearer one")
     assert asked == [0, 200, 304, 200]
 
 
-def test_following_goes_on_after_an_error() -> None:
+async def test_following_goes_on_after_an_error() -> None:
     taken: list[Keys] = []
     steps = iter([None, ConfigError("bad"), Keys(("a",))])
 
@@ -264,11 +282,8 @@ def test_following_goes_on_after_an_error() -> None:
             raise step
         return step
 
-    async def story() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hadal.gateway.keys.FOLLOW_S", 0.0)
-            with pytest.raises(RuntimeError):  # The steps are over.
-                await follow(changed, taken.append)
-
-    asyncio.run(story())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hadal.gateway.keys.FOLLOW_S", 0.0)
+        with pytest.raises(RuntimeError):  # The steps are over.
+            await follow(changed, taken.append)
     assert len(taken) == 1

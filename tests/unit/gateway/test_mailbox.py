@@ -14,66 +14,53 @@ def mailbox() -> Mailbox:
     return made
 
 
-def test_all_that_came_is_taken_at_once() -> None:
-    async def run() -> None:
-        box = mailbox()
-        first, second, last = Deliver("b", ()), Deliver("a", ()), Deliver("b", (), True)
-        waiting = asyncio.create_task(box.take(5))
-        await asyncio.sleep(0)
-        for deliver in (first, second, last, Deliver("b", ()), Deliver("other", ())):
-            box.put(deliver)  # After the last of a choice, and for somebody else, nothing counts.
-        assert await waiting == [(1, first), (0, second), (1, last)]
-        assert box.open_ids == {"a": 0}
-
-    asyncio.run(run())
+async def test_all_that_came_is_taken_at_once() -> None:
+    box = mailbox()
+    first, second, last = Deliver("b", ()), Deliver("a", ()), Deliver("b", (), True)
+    waiting = asyncio.create_task(box.take(5))
+    await asyncio.sleep(0)
+    for deliver in (first, second, last, Deliver("b", ()), Deliver("other", ())):
+        box.put(deliver)  # After the last of a choice, and for somebody else, nothing counts.
+    assert await waiting == [(1, first), (0, second), (1, last)]
+    assert box.open_ids == {"a": 0}
 
 
-def test_where_a_request_was_worked_on_is_known_although_nobody_takes_its_end() -> None:
-    async def run() -> None:
-        box = mailbox()
-        closing = Closing("prefill-0", "decode-1", 2)
-        del box.open_ids["a"]  # As Host.cancel does.
-        box.put(Deliver("a", (), True, "cancelled", 499, closing=closing))
-        assert box.closings == {"a": closing}
-        assert await box.take(0.0) == []
-
-    asyncio.run(run())
+async def test_where_a_request_was_worked_on_is_known_although_nobody_takes_its_end() -> None:
+    box = mailbox()
+    closing = Closing("prefill-0", "decode-1", 2)
+    del box.open_ids["a"]  # As Host.cancel does.
+    box.put(Deliver("a", (), True, "cancelled", 499, closing=closing))
+    assert box.closings == {"a": closing}
+    assert await box.take(0.0) == []
 
 
-def test_waiting_ends() -> None:
-    async def run() -> None:
-        box = mailbox()
-        assert await box.take(0.01) == []
-        waiting = asyncio.create_task(box.take(5))
-        await asyncio.sleep(0)
-        box.leave()
-        assert await waiting == []
-        assert box.gone
-        assert await box.take(5) == []
-
-    asyncio.run(run())
+async def test_waiting_ends() -> None:
+    box = mailbox()
+    assert await box.take(0.01) == []
+    waiting = asyncio.create_task(box.take(5))
+    await asyncio.sleep(0)
+    box.leave()
+    assert await waiting == []
+    assert box.gone
+    assert await box.take(5) == []
 
 
-def test_a_box_that_is_not_taken_from_is_full_by_its_choices() -> None:
+async def test_a_box_that_is_not_taken_from_is_full_by_its_choices() -> None:
     closed: list[Mailbox] = []
-
-    async def run() -> None:
-        for num_choices, most in ((1, MAX_WAITING), (8, MAX_WAITING), (64, 8 * MAX_WAITING)):
-            closed.clear()
-            box = Mailbox(
-                asyncio.get_running_loop(),
-                num_choices=num_choices,
-                close=lambda full, then: closed.append(full),
-            )
-            box.open_ids["a"] = 0
-            for _ in range(most - 1):
-                box.put(Deliver("a", ()))
-            assert not box.gone
-            for _ in range(9):
-                box.put(Deliver("a", ()))
-            assert closed == [], "not while the front's effects are applied"
-            await asyncio.sleep(0)
-            assert box.gone
-            assert closed == [box]
-
-    asyncio.run(run())
+    for num_choices, most in ((1, MAX_WAITING), (8, MAX_WAITING), (64, 8 * MAX_WAITING)):
+        closed.clear()
+        box = Mailbox(
+            asyncio.get_running_loop(),
+            num_choices=num_choices,
+            close=lambda full, then: closed.append(full),
+        )
+        box.open_ids["a"] = 0
+        for _ in range(most - 1):
+            box.put(Deliver("a", ()))
+        assert not box.gone
+        for _ in range(9):
+            box.put(Deliver("a", ()))
+        assert closed == [], "not while the front's effects are applied"
+        await asyncio.sleep(0)
+        assert box.gone
+        assert closed == [box]

@@ -30,6 +30,7 @@ RESPONSE: dict[str, Any] = {"model": "small", "input": "hi", "max_output_tokens"
 BATCH = 10
 """Bodies of an example: a gateway is made for all of them."""
 many = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+thousands = pytest.mark.slow("2,000 bodies and 200 gateways at the level more")
 
 
 async def _throw(it: World, path: str, body: bytes) -> None:
@@ -52,6 +53,7 @@ def _throw_all(model: ServedModel, path: str, all_bodies: list[bytes]) -> None:
     asyncio.run(run())
 
 
+@thousands
 @many
 @given(st.lists(bodies(CHAT, MESSAGES_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_messages(model: ServedModel, all_bodies: list[bytes]) -> None:
@@ -59,18 +61,21 @@ def test_messages(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/messages/count_tokens", all_bodies)
 
 
+@thousands
 @many
 @given(st.lists(bodies(RESPONSE, RESPONSES_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_responses(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/responses", all_bodies)
 
 
+@thousands
 @many
 @given(st.lists(bodies(CHAT, CHAT_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_chat(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/chat/completions", all_bodies)
 
 
+@thousands
 @many
 @given(st.lists(bodies(COMPLETION, COMPLETION_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_completion(model: ServedModel, all_bodies: list[bytes]) -> None:
@@ -78,47 +83,41 @@ def test_completion(model: ServedModel, all_bodies: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("half", [r"\ud800", r"\udc00 abc", r"\ud83d\ud83d\ude00"])
-def test_half_of_a_surrogate_pair_is_named(model: ServedModel, half: str) -> None:
-    async def run() -> None:
-        async with world(model, spell(model, "a")) as it:
-            body = b'{"model": "small", "prompt": "%s"}' % half.encode()
-            reply = await it.client.post("/v1/completions", content=body)
-            assert reply.status_code == 400
-            assert "half of a surrogate pair" in reply.json()["error"]["message"]
-            whole = {"model": "small", "prompt": "\U0001f600"}
-            assert (await it.client.post("/v1/completions", json=whole)).status_code == 200
-
-    asyncio.run(run())
+async def test_half_of_a_surrogate_pair_is_named(model: ServedModel, half: str) -> None:
+    async with world(model, spell(model, "a")) as it:
+        body = b'{"model": "small", "prompt": "%s"}' % half.encode()
+        reply = await it.client.post("/v1/completions", content=body)
+        assert reply.status_code == 400
+        assert "half of a surrogate pair" in reply.json()["error"]["message"]
+        whole = {"model": "small", "prompt": "\U0001f600"}
+        assert (await it.client.post("/v1/completions", json=whole)).status_code == 200
 
 
-def test_headers(model: ServedModel) -> None:
-    async def run() -> None:
-        async with world(model, spell(model, "a")) as it:
-            for kind, status in (
-                ("text/plain", 415),
-                ("application/x-www-form-urlencoded", 415),
-                ("", 415),
-                ("application/json", 400),
-                ("application/json; charset=utf-8", 400),
-                ("APPLICATION/JSON", 400),
-                ("\xff", 415),
-            ):
-                reply = await it.client.post(
-                    "/v1/completions",
-                    content=b"{}",
-                    headers={"Content-Type": kind.encode("latin-1")},
-                )
-                assert reply.status_code == status, kind
+async def test_headers(model: ServedModel) -> None:
+    async with world(model, spell(model, "a")) as it:
+        for kind, status in (
+            ("text/plain", 415),
+            ("application/x-www-form-urlencoded", 415),
+            ("", 415),
+            ("application/json", 400),
+            ("application/json; charset=utf-8", 400),
+            ("APPLICATION/JSON", 400),
+            ("\xff", 415),
+        ):
             reply = await it.client.post(
-                "/v1/completions", content=b"x", headers={"Content-Encoding": "gzip"}
+                "/v1/completions",
+                content=b"{}",
+                headers={"Content-Type": kind.encode("latin-1")},
             )
-            assert (reply.status_code, "without one" in reply.text) == (415, True)
-            for length in (b"-1", b"x", b"99999999999999999999"):
-                reply = await it.client.post(
-                    "/v1/completions",
-                    content=b"{}",
-                    headers={"Content-Type": "application/json", b"Content-Length": length},
-                )
-                assert reply.status_code == 400
-
-    asyncio.run(run())
+            assert reply.status_code == status, kind
+        reply = await it.client.post(
+            "/v1/completions", content=b"x", headers={"Content-Encoding": "gzip"}
+        )
+        assert (reply.status_code, "without one" in reply.text) == (415, True)
+        for length in (b"-1", b"x", b"99999999999999999999"):
+            reply = await it.client.post(
+                "/v1/completions",
+                content=b"{}",
+                headers={"Content-Type": "application/json", b"Content-Length": length},
+            )
+            assert reply.status_code == 400

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from anthropic import Anthropic, beta_tool
-from pydantic import BaseModel
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
@@ -24,10 +24,10 @@ from hadal.gateway.tools import Choosing
 from tests.waiting import wait_for
 
 from .event_streams import message_of, named_events
-from .scenes import TEXT, play, sent_by_replies
+from .scenes import TEXT, scene, sent_by_replies
 from .serving import Serving, serving
 from .test_tools import V31, written
-from .tool_model import calls_then, says, tool_model
+from .tool_model import Verdict, calls_then, says, tool_model
 from .world import Clock, World, spell
 
 ASKED: dict[str, Any] = {
@@ -137,6 +137,10 @@ def test_what_every_api_takes_is_taken_here() -> None:
 
 def test_messages_of_one_role_are_one_turn() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "a"},
+        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "x"}]},
+    ]
     asked = parse(
         tools=[{**WEATHER, "name": "f" * 128}],
         messages=[
@@ -144,7 +148,7 @@ def test_messages_of_one_role_are_one_turn() -> None:
             {"role": "user", "content": "b"},
             {"role": "system", "content": [{"type": "text", "text": "Now "}, THEN]},
             {"role": "assistant", "content": [call]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+            {"role": "user", "content": results},
             {"role": "assistant", "content": "C "},
             {"role": "assistant", "content": "D"},
         ],
@@ -154,39 +158,15 @@ def test_messages_of_one_role_are_one_turn() -> None:
         Turn("system", "Now then."),
         Turn("assistant", "", (PastCall("a", "f", "{}"),)),
         Turn("tool", "", call_id="a"),
+        Turn("tool", "x", call_id="b"),
     )
-    assert asked.prefix == "C D"
+    assert asked.prefix == "C D", "the reply goes on from it"
 
 
 def test_a_format_by_its_older_name() -> None:
     format = {"type": "json_schema", "schema": {"type": "object"}}
     assert parse(output_format=format) == parse(output_config={"format": format})
     assert parse(output_format=format).ask.format is not None
-
-
-def test_an_assistants_last_message_is_gone_on_from() -> None:
-    asked = parse(messages=[*ASKED["messages"], {"role": "assistant", "content": "It is"}])
-    assert (asked.turns, asked.prefix) == ((Turn("user", "2 + 2?"),), "It is")
-
-
-def test_results_of_tools_are_turns() -> None:
-    blocks = [
-        {"type": "tool_result", "tool_use_id": "a"},
-        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "x"}]},
-    ]
-    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-    asked = parse(
-        messages=[
-            *ASKED["messages"],
-            {"role": "assistant", "content": [call]},
-            {"role": "user", "content": blocks},
-        ]
-    )
-    assert asked.turns[1:] == (
-        Turn("assistant", "", (PastCall("a", "f", "{}"),)),
-        Turn("tool", "", call_id="a"),
-        Turn("tool", "x", call_id="b"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -233,6 +213,8 @@ def test_what_is_counted_is_the_same_prompt() -> None:
     assert parse_count(json.dumps(body).encode()).turns == parse().turns
 
 
+ASSISTANT = {"role": "assistant", "content": "a"}
+USER = {"role": "user", "content": "a"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 DEEP: Any = {}
@@ -247,26 +229,12 @@ for _ in range(70):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "system", "content": [CALL]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        ({"messages": [ASSISTANT]}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages[0].content[0]"),
+        ({"messages": [USER, {**ASSISTANT, "content": [CALL]}]}, "messages"),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": [CALL]},
-                ]
-            },
-            "messages",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": [{**CALL, "input": DEEP}]},
-                    {"role": "user", "content": "b"},
-                ]
-            },
+            {"messages": [USER, {**ASSISTANT, "content": [{**CALL, "input": DEEP}]}, USER]},
             "messages[1].content[0].input",
         ),
         ({"max_tokens": None}, "max_tokens"),
@@ -290,7 +258,7 @@ for _ in range(70):
         ({"stop": "x"}, "stop"),
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": "most"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"tools": [{**WEATHER, "name": "a" * 129}]}, "tools[0].name"),
     ],
@@ -305,12 +273,16 @@ def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
 # ---- through a gateway ----
 
 
-def test_thinking_that_is_not_to_be_shown(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        shown = (await it.client.post("/v1/messages", json=ASKED)).json()
-        asked = {**ASKED, "thinking": {"type": "enabled", "display": "omitted"}}
-        whole = (await it.client.post("/v1/messages", json=asked)).json()
-        reply = await it.client.post("/v1/messages", json={**asked, "stream": True})
+async def ask(it: World, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    return await it.client.post("/v1/messages", json=ASKED | fields, headers=headers)
+
+
+async def test_thinking_that_is_not_to_be_shown(model: ServedModel) -> None:
+    async with scene(model) as it:
+        shown = (await ask(it)).json()
+        omitted = {"type": "enabled", "display": "omitted"}
+        whole = (await ask(it, thinking=omitted)).json()
+        reply = await ask(it, thinking=omitted, stream=True)
         streamed = message_of(named_events(reply.content))
         assert shown["content"][0]["thinking"]
         for message in (whole, streamed):
@@ -321,13 +293,11 @@ def test_thinking_that_is_not_to_be_shown(model: ServedModel) -> None:
         assert b"thinking_delta" not in reply.content
         assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
-    play(model, scene)
 
-
-def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        whole = (await it.client.post("/v1/messages", json=ASKED)).json()
-        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+async def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
+    async with scene(model) as it:
+        whole = (await ask(it)).json()
+        reply = await ask(it, stream=True)
         assert reply.headers["content-type"].startswith("text/event-stream")
         streamed = message_of(named_events(reply.content))
         for message in (whole, streamed):
@@ -338,13 +308,11 @@ def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
         assert whole["content"][1]["text"] == "The answer is 4. 🙂"
         assert whole["stop_reason"] == "end_turn"
 
-    play(model, scene)
-
 
 @pytest.mark.promise("A key is sent as Authorization: Bearer KEY or x-api-key: KEY.")
 @pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/anthropic/v1/messages"])
-def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
-    async def scene(it: World) -> None:
+async def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
+    async with scene(model, keys=("right",)) as it:
         for body, headers, status, kind in (
             ({**ASKED, "model": "other"}, {}, 404, "not_found_error"),
             ({**ASKED, "max_tokens": 0}, {}, 400, "invalid_request_error"),
@@ -363,52 +331,46 @@ def test_errors_are_in_anthropics_shape(model: ServedModel, path: str) -> None:
         bearer = {"authorization": "Bearer right"}
         assert (await it.client.post(path, json=ASKED, headers=bearer)).status_code == 200
 
-    play(model, scene, keys=("right",))
 
-
-def test_conversations_are_not_kept_and_the_client_sends_them_whole(taught: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        reply = await it.client.post("/v1/messages", json={**ASKED, "thread": {"type": "create"}})
+async def test_conversations_are_not_kept_and_the_client_sends_them_whole(
+    taught: ServedModel,
+) -> None:
+    async with scene(taught) as it:
+        reply = await ask(it, thread={"type": "create"})
         assert reply.status_code == 400
         details = reply.json()["error"]["details"]
         assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
-    play(taught, scene)
-
 
 @pytest.mark.promise("A stream that waits says ping.")
-def test_a_stream_that_waits_pings(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_a_stream_that_waits_pings(model: ServedModel) -> None:
+    async with scene(model, patience=Patience(keep_alive_s=0.05)) as it:
         it.units.go.clear()
         asyncio.get_running_loop().call_later(0.2, it.units.go.set)
-        reply = await it.client.post("/v1/messages", json={**ASKED, "stream": True})
+        reply = await ask(it, stream=True)
         assert reply.content.startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
         assert message_of(named_events(reply.content))["stop_reason"] == "end_turn"
-
-    play(model, scene, patience=Patience(keep_alive_s=0.05))
 
 
 @pytest.mark.promise(
     "usage counts tokens that a cache had as cache_read_input_tokens, and the others of "
     "the prompt as input_tokens"
 )
-def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        body = {**ASKED, "system": "Add. " * 60}
-        first = (await it.client.post("/v1/messages", json=body)).json()["usage"]
-        second = (await it.client.post("/v1/messages", json=body)).json()["usage"]
+async def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
+    async with scene(model) as it:
+        system = "Add. " * 60
+        first, second = [(await ask(it, system=system)).json()["usage"] for _ in range(2)]
         assert first["cache_read_input_tokens"] == 0
         assert second["cache_read_input_tokens"] >= 64
         read, fresh = "cache_read_input_tokens", "input_tokens"
         assert second[read] + second[fresh] == first[read] + first[fresh]
-        counted = await it.client.post("/v1/messages/count_tokens", json=body)
+        counted = await it.client.post(
+            "/v1/messages/count_tokens", json={**ASKED, "system": system}
+        )
         assert counted.json() == {"input_tokens": first["input_tokens"]}
-        start = named_events(
-            (await it.client.post("/v1/messages", json={**body, "stream": True})).content
-        )[0]["message"]["usage"]
-        assert start["cache_read_input_tokens"] == second["cache_read_input_tokens"]
-
-    play(model, scene)
+        streamed = await ask(it, system=system, stream=True)
+        start = named_events(streamed.content)[0]["message"]
+        assert start["usage"]["cache_read_input_tokens"] == second["cache_read_input_tokens"]
 
 
 # ---- Anthropic's client ----
@@ -528,10 +490,6 @@ def test_an_answer_ends_where_the_context_does(model: ServedModel) -> None:
         assert short.stop_reason == "max_tokens"
 
 
-class Verdict(BaseModel):
-    colour: str
-
-
 def test_its_parsed_answers(model: ServedModel) -> None:
     """The schema that the client makes reaches the ranks as a grammar."""
     with serving(model, spell(model, '</think>{"colour": "red"}')) as it, client_of(it) as client:
@@ -542,13 +500,19 @@ def test_its_parsed_answers(model: ServedModel) -> None:
         assert "colour" in grammar.text
 
 
-def test_a_stream_that_fails_says_so(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_fails_says_so(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replies, "_GRACE_S", 0.0)
     sent, clock = sent_by_replies(monkeypatch), Clock()
-
-    async def scene(it: World) -> None:
+    async with scene(
+        model,
+        limits=LimitsConfig(request_timeout_s=0.3),
+        patience=Patience(keep_alive_s=0.05),
+        now=clock,
+    ) as it:
         it.units.go.clear()
-        asking = asyncio.create_task(it.client.post("/v1/messages", json={**ASKED, "stream": True}))
+        asking = asyncio.create_task(ask(it, stream=True))
         await wait_for(lambda: sent, "it has begun")
         clock.now_s += 1
         reply = await asking
@@ -557,11 +521,3 @@ def test_a_stream_that_fails_says_so(model: ServedModel, monkeypatch: pytest.Mon
         assert last.startswith("event: error\ndata: ")
         error = json.loads(last.partition("data: ")[2])
         assert (error["type"], error["error"]["type"]) == ("error", "timeout_error")
-
-    play(
-        model,
-        scene,
-        limits=LimitsConfig(request_timeout_s=0.3),
-        patience=Patience(keep_alive_s=0.05),
-        now=clock,
-    )

@@ -31,13 +31,23 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def strict(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return tool(name, strict=True, parameters=parameters)
+
+
 OBJECT = {"type": "object"}
+GOING_ON = {"continue_final_message": True}
 PREFIX = {"role": "assistant", "content": "It is", "prefix": True}
 CALLING = {"role": "assistant", "tool_calls": [CALL]}
 
 
 def chat(**fields: Any) -> Any:
     return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
+
+
+def user(**fields: Any) -> dict[str, Any]:
+    """Messages of one, which a user writes."""
+    return {"messages": [{"role": "user", **fields}]}
 
 
 def schema_format(**fields: Any) -> dict[str, Any]:
@@ -66,7 +76,7 @@ def completion(**fields: Any) -> Any:
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (user(), "messages[0].content"),
         ({"messages": [{"content": "hi"}]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
@@ -75,10 +85,7 @@ def completion(**fields: Any) -> Any:
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
             "messages[0].tool_calls[0]",
         ),
-        (
-            {"messages": [{"role": "user", "content": "hi", "tool_calls": [CALL]}]},
-            "messages[0].tool_calls",
-        ),
+        (user(content="hi", tool_calls=[CALL]), "messages[0].tool_calls"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
@@ -87,21 +94,9 @@ def completion(**fields: Any) -> Any:
         ({"tools": [tool("f"), tool("f")]}, "tools"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("f")], "tool_choice": "always"}, "tool_choice"),
-        (
-            {
-                "tools": [tool("f")],
-                "tool_choice": {"type": "function", "function": {"name": "g"}},
-            },
-            "tool_choice",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text",
-        ),
+        ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice"),
+        (user(content=[{"type": "image_url"}]), "messages[0].content[0].type"),
+        (user(content=[{"type": "text"}]), "messages[0].content[0].text"),
         ({"messages": MESSAGES * 5000}, "messages"),
         ({"model": None}, "model"),
         ({"temperature": 2.1}, "temperature"),
@@ -153,10 +148,7 @@ def completion(**fields: Any) -> Any:
         ({"response_format": schema_format(), "stop_token_ids": [5]}, "stop_token_ids"),
         ({"stop_token_ids": [5], "tools": [tool("f", strict=True)]}, "stop_token_ids"),
         ({"response_format": schema_format(), "min_tokens": 3}, "min_tokens"),
-        (
-            {"min_tokens": 3, "tools": [tool("f")], "tool_choice": "required"},
-            "min_tokens",
-        ),
+        ({"min_tokens": 3, "tools": [tool("f")], "tool_choice": "required"}, "min_tokens"),
         ({"ignore_eos": True, "tools": [tool("f", strict=True)]}, "ignore_eos"),
         ({"tools": [{}]}, "tools[0]"),
         ({"tools": [tool("f", parameters=nested(70))]}, "tools[0]"),
@@ -166,61 +158,31 @@ def completion(**fields: Any) -> Any:
         ({"stream": "yes"}, "stream"),
         ({"reasoning_effort": "lower"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
-        (
-            {"messages": [{"role": "user", "content": "a", "prefix": True}]},
-            "messages[0].prefix",
-        ),
+        (user(content="a", prefix=True), "messages[0].prefix"),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
-        ({"messages": [{"role": "user", "content": "a", "name": "n" * 65}]}, "messages[0].name"),
-        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0]"),
+        (user(content="a", name="n" * 65), "messages[0].name"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
         ),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-        ),
-        (
-            {"continue_final_message": True, "messages": [*MESSAGES, PREFIX]},
-            "continue_final_message",
-        ),
-        (
-            {"continue_final_message": True, "messages": [*MESSAGES, CALLING]},
-            "continue_final_message",
-        ),
-        (
-            {"continue_final_message": True, "response_format": {"type": "json_object"}},
-            "continue_final_message",
-        ),
+        (user(content=[{"type": "refusal", "refusal": "no"}]), "messages[0].content[0].type"),
+        (GOING_ON | {"add_generation_prompt": True}, "continue_final_message"),
+        (GOING_ON | {"messages": [*MESSAGES, PREFIX]}, "continue_final_message"),
+        (GOING_ON | {"messages": [*MESSAGES, CALLING]}, "continue_final_message"),
+        (GOING_ON | {"response_format": {"type": "json_object"}}, "continue_final_message"),
         ({"tools": [tool("f", strict=1)]}, "tools[0].function.strict"),
+        ({"tools": [strict({"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [strict({"x-guidance": {}})]}, "tools[0].function.parameters"),
+        ({"tools": [strict({"items": nested(70)})]}, "tools[0]"),
         (
-            {"tools": [tool("f", strict=True, parameters={"type": "array"})]},
-            "tools[0].function.parameters",
-        ),
-        (
-            {"tools": [tool("f", strict=True, parameters={"x-guidance": {}})]},
-            "tools[0].function.parameters",
-        ),
-        (
-            {"tools": [tool("f", strict=True, parameters={"items": nested(70)})]},
-            "tools[0]",
-        ),
-        (
-            {
-                "tools": [
-                    tool(f"f{i}", strict=True, parameters={**OBJECT, "title": "a" * 60_000})
-                    for i in range(3)
-                ]
-            },
+            {"tools": [strict({**OBJECT, "title": "a" * 60_000}, f"f{i}") for i in range(3)]},
             "tools",
         ),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": tool("f")}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"verbosity": "low"}, "verbosity"),
         ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
@@ -263,7 +225,7 @@ def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-        ({"max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0.5}, "max_completion_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"moderation": {"model": "x"}}, "moderation"),
@@ -312,15 +274,9 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
 
 @pytest.mark.promise("Fields that change no answer are ignored")
 def test_nulls_and_extras_are_taken() -> None:
+    nulls = ("temperature", "top_p", "n", "stop", "seed", "stream", "logprobs", "tools")
     parsed = chat(
-        temperature=None,
-        top_p=None,
-        n=None,
-        stop=None,
-        seed=None,
-        stream=None,
-        logprobs=None,
-        tools=None,
+        **dict.fromkeys((*nulls, "prompt_logprobs")),
         user="u",
         tool_choice="none",
         parallel_tool_calls=True,
@@ -335,7 +291,6 @@ def test_nulls_and_extras_are_taken() -> None:
         bad_words=[],
         documents=[],
         prediction={"type": "content", "content": "x"},
-        prompt_logprobs=None,
         skip_special_tokens=True,
         reasoning_effort="high",
         mirostat=0,
@@ -386,20 +341,18 @@ def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
 
 
 def test_thinking() -> None:
-    assert chat(reasoning_effort="high").thinking is None
+    assert chat(reasoning_effort="high").thinking is True
     assert chat(reasoning_effort="none").thinking is False
     assert chat(reasoning_effort="none").template_kwargs == {}
-    told = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max"}
-    for effort, heard in (told | {"max": "max"}).items():
+    told = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "high"}
+    for effort, heard in (told | {"max": "max", "ultra": "max"}).items():
         assert chat(reasoning_effort=effort).template_kwargs == {"reasoning_effort": heard}
     assert chat().thinking is None
     assert chat(thinking=True).thinking is True
     assert chat(thinking={"type": "disabled"}).thinking is False
     assert chat(chat_template_kwargs={"enable_thinking": False}).thinking is False
-    assert (
-        chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False}).thinking
-        is True
-    )
+    both = chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False})
+    assert both.thinking is True
 
 
 def test_sampling() -> None:
@@ -407,12 +360,8 @@ def test_sampling() -> None:
         temperature=0, top_k=-1, logit_bias={"5": 2.5}, logprobs=True, seed=-1, stop=["a", "a", "b"]
     ).ask
     sampling = with_defaults(ask, SamplingDefaults(0.6, 0.95, 20), seed=-1, index=1)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_logprobs) == (
-        0,
-        0.95,
-        0,
-        0,
-    )
+    assert (sampling.temperature, sampling.top_p) == (0, 0.95)
+    assert (sampling.top_k, sampling.num_logprobs) == (0, 0)
     assert (sampling.logit_bias, sampling.seed, ask.stops) == (((5, 2.5),), 0, ("a", "b"))
     assert with_defaults(ask, SamplingDefaults(), seed=-1, index=0).seed == 2**63 - 1
 
@@ -540,7 +489,8 @@ def test_small_fields_are_not_read_when_they_are_long() -> None:
 READ_AT_ONCE = """
 import sys, threading
 from hadal.gateway.messages import MessagesRequest
-from hadal.gateway.openai import ChatRequest, CompletionRequest, decode
+from hadal.gateway.decoding import decode
+from hadal.gateway.openai import ChatRequest, CompletionRequest
 from hadal.gateway.responses import ResponsesRequest
 
 sys.setswitchinterval(1e-6)

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -29,6 +31,22 @@ from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell
+
+
+@asynccontextmanager
+async def served(
+    gateway: Gateway, units: FakeUnits, deployment: Deployment | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that serves until the block ends, and its client."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        serving = asyncio.create_task(
+            serve(deployment or Deployment(model="x"), gateway, listening)
+        )
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+            yield client
+        units.tell(Drain())
+        assert await serving == 0
 
 
 def test_no_torch_and_a_quick_start() -> None:
@@ -56,7 +74,7 @@ def test_listener_is_the_supervisors() -> None:
 
 @pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 @pytest.mark.parametrize("in_time", [True, False])
-def test_drain_lets_streams_finish(
+async def test_drain_lets_streams_finish(
     model: ServedModel,
     in_time: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -73,53 +91,43 @@ def test_drain_lets_streams_finish(
     def num_told() -> int:
         return caplog.text.count("ending: 1 generations still run")
 
-    async def run() -> None:
-        units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
-        gateway = gateway_of(model, units)
-        deployment = Deployment(model="x", drain_timeout_s=DEADLINE_S if in_time else 0.1)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            serving = asyncio.create_task(serve(deployment, gateway, listening))
-            working = asyncio.create_task(units.run())
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
-                await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
-                body = {"model": "small", "prompt": "hi", "stream": True, "ignore_eos": True}
-                body["max_tokens"] = 100
-                units.held_at = 20
-                async with client.stream("POST", "/v1/completions", json=body) as reply:
-                    units.tell(Drain())
-                    await wait_for(lambda: gateway.host.draining, "it drains")
-                    if in_time:
-                        refused = await client.post("/v1/completions", json=body)
-                        assert refused.status_code == 503
-                        await wait_for(lambda: num_told() >= 2, "it says twice what runs")
-                        units.let_go()
-                        assert (await reply.aread()).rstrip().endswith(b"data: [DONE]")
-                    else:
-                        with pytest.raises(httpx.RemoteProtocolError):
-                            await reply.aread()
-            assert await serving == 0
-            working.cancel()
-
-    asyncio.run(run())
+    units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
+    gateway = gateway_of(model, units)
+    deployment = Deployment(model="x", drain_timeout_s=DEADLINE_S if in_time else 0.1)
+    working = asyncio.create_task(units.run())
+    async with served(gateway, units, deployment) as client:
+        await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
+        body = {"model": "small", "prompt": "hi", "stream": True, "ignore_eos": True}
+        body["max_tokens"] = 100
+        units.held_at = 20
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            units.tell(Drain())
+            await wait_for(lambda: gateway.host.draining, "it drains")
+            if in_time:
+                refused = await client.post("/v1/completions", json=body)
+                assert refused.status_code == 503
+                await wait_for(lambda: num_told() >= 2, "it says twice what runs")
+                units.let_go()
+                assert (await reply.aread()).rstrip().endswith(b"data: [DONE]")
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await reply.aread()
+    working.cancel()
     assert num_told() >= 1
     assert ("did not end" in caplog.text) != in_time
 
 
-def test_failed_front_ends_the_process(model: ServedModel) -> None:
-    async def run() -> None:
-        units = FakeUnits(spell(model, "abc"))
-        gateway = gateway_of(model, units)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
-            units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
-            assert await serving == EXIT_FATAL
-
-    asyncio.run(run())
+async def test_failed_front_ends_the_process(model: ServedModel) -> None:
+    units = FakeUnits(spell(model, "abc"))
+    gateway = gateway_of(model, units)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
+        await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
+        units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
+        assert await serving == EXIT_FATAL
 
 
-def test_what_fails_beside_the_streams_begins_again(
+async def test_what_fails_beside_the_streams_begins_again(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "_AGAIN_S", 0.01)
@@ -133,67 +141,42 @@ def test_what_fails_beside_the_streams_begins_again(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(process, "_count_nodes", count)
-
-    async def run() -> None:
-        units = FakeUnits(spell(model, "abc"))
-        gateway = gateway_of(model, units)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
-                await wait_for(lambda: looks == 3, "it looks a third time")
-                assert (await client.get("/v1/models")).status_code == 200
-            units.tell(Drain())
-            assert await serving == 0
-
-    asyncio.run(run())
+    units = FakeUnits(spell(model, "abc"))
+    gateway = gateway_of(model, units)
+    async with served(gateway, units) as client:
+        await wait_for(lambda: looks == 3, "it looks a third time")
+        assert (await client.get("/v1/models")).status_code == 200
     assert looks == 3
     assert caplog.text.count("writing down which units are up failed") == 2
     assert "no such unit" in caplog.text
 
 
 @pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
-def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
+async def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     folder.write_text("a file is in its place")
-
-    async def run() -> None:
-        units = FakeUnits(spell(model, "abc"))
-        gateway = gateway_of(model, units)
-        deployment = Deployment(
-            model="x", batches=BatchesConfig(url=str(folder / "batches.sqlite"))
-        )
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            serving = asyncio.create_task(serve(deployment, gateway, listening))
-            async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
-                reply = await client.get("/v1/batches")
-                assert reply.status_code == 503
-                assert reply.json()["error"]["code"] == "no_batches"
-                folder.unlink()
-                assert (await client.get("/v1/batches")).json()["data"] == []
-            units.tell(Drain())
-            assert await serving == 0
-
-    asyncio.run(run())
+    units = FakeUnits(spell(model, "abc"))
+    gateway = gateway_of(model, units)
+    deployment = Deployment(model="x", batches=BatchesConfig(url=str(folder / "batches.sqlite")))
+    async with served(gateway, units, deployment) as client:
+        reply = await client.get("/v1/batches")
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "no_batches"
+        folder.unlink()
+        assert (await client.get("/v1/batches")).json()["data"] == []
 
 
-def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: Path) -> None:
-    async def run() -> None:
-        units = FakeUnits(lambda generation, index: 5)
-        gateway = make_gateway(Deployment(model=str(folder)), units, {API_KEYS: "a, b,"}, "f9")  # type: ignore[arg-type]
-        try:
-            tenant = gateway.keys.check("Bearer b")
-            body = b'{"model": "small", "prompt": [%s]}' % b", ".join([b"7"] * 64)
-            work = await gateway.service.completion(body, "r", tenant)
-        finally:
-            gateway.service.close()
-        assert tenant == Tenant(salt_of(b"b"))
-        assert work.choices[0].generation.chain == extend(
-            root_of(b"f9"), b"", [7] * 64, tenant.salt
-        )
-
-    asyncio.run(run())
+async def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: Path) -> None:
+    units = FakeUnits(lambda generation, index: 5)
+    gateway = make_gateway(Deployment(model=str(folder)), units, {API_KEYS: "a, b,"}, "f9")  # type: ignore[arg-type]
+    try:
+        tenant = gateway.keys.check("Bearer b")
+        body = b'{"model": "small", "prompt": [%s]}' % b", ".join([b"7"] * 64)
+        work = await gateway.service.completion(body, "r", tenant)
+    finally:
+        gateway.service.close()
+    assert tenant == Tenant(salt_of(b"b"))
+    assert work.choices[0].generation.chain == extend(root_of(b"f9"), b"", [7] * 64, tenant.salt)
 
 
 class _Heard(FakeUnits):
@@ -210,25 +193,18 @@ class _Heard(FakeUnits):
         super().send(to, message)
 
 
-def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop_turns(
+async def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop_turns(
     model: ServedModel,
 ) -> None:
-    async def run() -> None:
-        units = _Heard()
-        gateway = gateway_of(model, units)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-            await wait_for(lambda: len(units.beats) >= 3, "three beats were sent")
-            async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
-                await client.get(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
-            num_heard = len(units.beats)
-            time.sleep(4 * GATEWAY_HEARTBEAT_S)  # The loop stands still.
-            assert len(units.beats) == num_heard
-            gateway.host.drain()
-            await serving
-        assert {heartbeat.pid for heartbeat in units.beats} == {os.getpid()}
-
-    asyncio.run(run())
+    units = _Heard()
+    gateway = gateway_of(model, units)
+    async with served(gateway, units) as client:
+        await wait_for(lambda: len(units.beats) >= 3, "three beats were sent")
+        await client.get("/health")
+        num_heard = len(units.beats)
+        time.sleep(4 * GATEWAY_HEARTBEAT_S)  # The loop stands still.
+        assert len(units.beats) == num_heard
+    assert {heartbeat.pid for heartbeat in units.beats} == {os.getpid()}
 
 
 @pytest.mark.parametrize("has_served", [False, True])

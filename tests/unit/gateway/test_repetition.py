@@ -19,8 +19,7 @@ from hadal.gateway.stream import (
     repeated_period,
 )
 
-from .scenes import CHAT, play
-from .world import World
+from .scenes import scene
 
 
 def slow_period(tokens: Sequence[int]) -> int:
@@ -76,16 +75,13 @@ def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel
     "A reply that repeats itself without end is stopped with finish_reason: length; "
     "stop_repetition: false turns this off."
 )
-def test_the_units_stop_too_and_it_can_be_turned_off(
+async def test_the_units_stop_too_and_it_can_be_turned_off(
     model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(it: World) -> None:
+    async with scene(model, text="a", then_stop=False) as it:
+
         async def num_tokens(**fields: object) -> int:
-            reply = (
-                await it.client.post(
-                    "/v1/chat/completions", json={**CHAT, "max_tokens": 1500, **fields}
-                )
-            ).json()
+            reply = (await it.chat(max_tokens=1500, **fields)).json()
             assert reply["choices"][0]["finish_reason"] == "length"
             return int(reply["usage"]["completion_tokens"])
 
@@ -96,5 +92,3 @@ def test_the_units_stop_too_and_it_can_be_turned_off(
         assert await num_tokens(stop_repetition=False) == 1500
         assert await num_tokens(ignore_eos=True) == 1500
         assert await num_tokens(min_tokens=1400) > 1400
-
-    play(model, scene, text="a", then_stop=False)

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseItem
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
@@ -31,9 +32,9 @@ from hadal.gateway.stream import Piece
 from tests.waiting import DEADLINE_S
 
 from .event_streams import named_events, response_of
-from .scenes import TEXT, error_of, play
+from .scenes import TEXT, error_of, scene
 from .serving import Serving, serving
-from .tool_model import calls_then, tool_model
+from .tool_model import Verdict, calls_then, tool_model
 from .world import World, spell
 
 ASKED: dict[str, Any] = {"model": "small", "input": "2 + 2?"}
@@ -237,14 +238,14 @@ for _ in range(70):
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{**WEATHER, "parameters": DEEP}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a b"}}}, "text.format"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": 1}}, "text.verbosity"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
@@ -264,10 +265,14 @@ def test_bad_bodies(fields: dict[str, Any], param: str) -> None:
 # ---- through a gateway ----
 
 
-def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        whole = (await it.client.post("/v1/responses", json=ASKED)).json()
-        reply = await it.client.post("/v1/responses", json={**ASKED, "stream": True})
+async def ask(it: World, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    return await it.client.post("/v1/responses", json=ASKED | fields, headers=headers)
+
+
+async def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
+    async with scene(model) as it:
+        whole = (await ask(it)).json()
+        reply = await ask(it, stream=True)
         streamed = response_of(named_events(reply.content))
         for response in (whole, streamed):
             Response.model_validate(response, strict=True)
@@ -278,44 +283,29 @@ def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
         assert whole == streamed
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
 
-    play(model, scene)
 
-
-def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        body = {**ASKED, "max_output_tokens": 9}
-        whole = (await it.client.post("/v1/responses", json=body)).json()
-        reply = await it.client.post("/v1/responses", json={**body, "stream": True})
-        events = named_events(reply.content)
+async def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
+    async with scene(model) as it:
+        whole = (await ask(it, max_output_tokens=9)).json()
+        events = named_events((await ask(it, max_output_tokens=9, stream=True)).content)
         assert events[-1]["type"] == "response.incomplete"
         for response in (whole, response_of(events)):
             assert response["status"] == "incomplete"
             assert response["incomplete_details"] == {"reason": "max_output_tokens"}
             assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
 
-    play(model, scene)
-
 
 @pytest.mark.promise(
     "What is kept is the whole conversation, so the responses before it may be gone or deleted."
 )
-def test_a_response_is_gone_on_from(model: ServedModel) -> None:
+async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
     """The prompt is that of the whole conversation, without the first one's instructions."""
-
-    async def scene(it: World) -> None:
-        first = (
-            await it.client.post("/v1/responses", json={**ASKED, "instructions": "Be brief."})
-        ).json()
-        second = (
-            await it.client.post(
-                "/v1/responses",
-                json={**ASKED, "input": "And?", "previous_response_id": first["id"]},
-            )
-        ).json()
+    async with scene(model) as it:
+        first = (await ask(it, instructions="Be brief.")).json()
+        second = (await ask(it, input="And?", previous_response_id=first["id"])).json()
         assert second["previous_response_id"] == first["id"]
         await it.client.delete(f"/v1/responses/{first['id']}")  # The second has all of it.
-        third = {**ASKED, "input": "So?", "previous_response_id": second["id"], "store": False}
-        unkept = (await it.client.post("/v1/responses", json=third)).json()
+        unkept = (await ask(it, input="So?", previous_response_id=second["id"], store=False)).json()
         assert unkept["store"] is False
         said = {"role": "assistant", "content": "The answer is 4. 🙂"}
         messages = [
@@ -325,48 +315,38 @@ def test_a_response_is_gone_on_from(model: ServedModel) -> None:
             said,
             {"role": "user", "content": "So?"},
         ]
-        await it.client.post("/v1/chat/completions", json={"model": "small", "messages": messages})
+        await it.chat(messages=messages)
         *_, responded, chatted = it.units.submitted
         assert responded.prompt == chatted.prompt
         gone = await it.client.get(f"/v1/responses/{unkept['id']}")
         assert error_of(gone, 404, "response_not_found")
 
-    play(model, scene)
 
-
-def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel) -> None:
+async def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel) -> None:
     """Those of two responses, in whatever order; to others than their tenant they are not there."""
-
-    async def scene(it: World) -> None:
+    async with scene(model, keys=("mine", "other")) as it:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
         ids: list[str] = []
         for _ in range(2):
-            reply = await it.client.post("/v1/responses", json=ASKED, headers=mine)
+            reply = await ask(it, headers=mine)
             ids += [item["id"] for item in reply.json()["output"]]
         named = [{"type": "item_reference", "id": item_id} for item_id in ids]
         question = {"role": "user", "content": "And?"}
-        asked = {**ASKED, "input": [question, *named, question]}
-        reply = await it.client.post("/v1/responses", json=asked, headers=mine)
+        items = [question, *named, question]
+        reply = await ask(it, mine, input=items)
         assert reply.status_code == 200
         said = {"role": "assistant", "content": "The answer is 4. 🙂"}
-        messages = [question, said, said, question]
-        chat = {"model": "small", "messages": messages}
-        await it.client.post("/v1/chat/completions", json=chat, headers=mine)
+        await it.chat(mine, messages=[question, said, said, question])
         *_, responded, chatted = it.units.submitted
         assert responded.prompt == chatted.prompt
         path = f"/v1/responses/{reply.json()['id']}/input_items"
-        items = (await it.client.get(path, headers=mine)).json()["data"]
-        assert [item["type"] for item in items if item["id"] in ids] == [
-            "message",
-            "reasoning",
-        ] * 2
-        twice = {**asked, "input": [*named, named[0]]}
-        refused = await it.client.post("/v1/responses", json=twice, headers=mine)
+        listed = (await it.client.get(path, headers=mine)).json()["data"]
+        kinds = [item["type"] for item in listed if item["id"] in ids]
+        assert kinds == ["message", "reasoning"] * 2
+        refused = await ask(it, mine, input=[*named, named[0]])
         assert "is named twice" in error_of(refused, 400)["message"]
-        refused = await it.client.post("/v1/responses", json=asked, headers=other)
+        refused = await ask(it, other, input=items)
         assert error_of(refused, 400)["param"] == "input[1].id"
-
-    play(model, scene, keys=("mine", "other"))
 
 
 def test_named_items_are_no_longer_than_a_body_that_sends_them() -> None:
@@ -381,20 +361,18 @@ def test_named_items_are_no_longer_than_a_body_that_sends_them() -> None:
 
 
 @pytest.mark.promise("One key's responses do not exist for another.")
-def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
+    async with scene(model, keys=("mine", "other")) as it:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
-        made = (await it.client.post("/v1/responses", json=ASKED, headers=mine)).json()
+        made = (await ask(it, headers=mine)).json()
         path = f"/v1/responses/{made['id']}"
         assert (await it.client.get(path)).status_code == 401
         for method in ("GET", "DELETE"):
             reply = await it.client.request(method, path, headers=other)
             error_of(reply, 404, "response_not_found")
-        asked = {**ASKED, "previous_response_id": made["id"]}
-        reply = await it.client.post("/v1/responses", json=asked, headers=other)
-        assert error_of(reply, 400, "previous_response_not_found")["param"] == (
-            "previous_response_id"
-        )
+        reply = await ask(it, other, previous_response_id=made["id"])
+        error = error_of(reply, 400, "previous_response_not_found")
+        assert error["param"] == "previous_response_id"
         assert (await it.client.get(path, headers=mine)).json() == made
         items = (await it.client.get(f"{path}/input_items", headers=mine)).json()
         assert items["data"][0]["content"] == [{"type": "input_text", "text": "2 + 2?"}]
@@ -402,8 +380,6 @@ def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
         assert deleted == {"id": made["id"], "object": "response", "deleted": True}
         error_of(await it.client.get(path, headers=mine), 404)
         assert it.gateway.responses.own.check() == []
-
-    play(model, scene, keys=("mine", "other"))
 
 
 def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedModel) -> None:
@@ -432,7 +408,7 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
     "input_items lists the input of the response itself, the last item first: order, "
     "limit (1 to 100, else 20) and after."
 )
-def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
+async def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
     """Ids that a client gave twice lead no reader of pages in a circle."""
     given: list[dict[str, Any]] = [{"role": "user", "content": f"{number}"} for number in range(45)]
     given[3]["id"] = given[7]["id"] = "item_9"
@@ -440,8 +416,8 @@ def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
     def texts(items: list[dict[str, Any]]) -> list[str]:
         return [item["content"][0]["text"] for item in items]
 
-    async def scene(it: World) -> None:
-        made = (await it.client.post("/v1/responses", json={**ASKED, "input": given})).json()
+    async with scene(model) as it:
+        made = (await ask(it, input=given)).json()
         path = f"/v1/responses/{made['id']}/input_items"
 
         async def page(**query: Any) -> dict[str, Any]:
@@ -467,13 +443,8 @@ def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
             assert texts(read) == (wanted if order == "asc" else wanted[::-1])
             assert len({item["id"] for item in read}) == 45
         last = await page(after=read[-1]["id"])
-        assert last == {
-            "object": "list",
-            "data": [],
-            "first_id": None,
-            "last_id": None,
-            "has_more": False,
-        }
+        nothing = {"data": [], "first_id": None, "last_id": None, "has_more": False}
+        assert last == {"object": "list", **nothing}
         assert len((await page(limit=100))["data"]) == 45
         for name, bad in (
             ("limit", "0"),
@@ -485,18 +456,13 @@ def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
             reply = await it.client.get(path, params={name: bad})
             assert error_of(reply, 400)["param"] == name
 
-    play(model, scene)
 
-
-def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        made = (await it.client.post("/v1/responses", json=ASKED)).json()
+async def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
+    async with scene(model, settings=GatewayConfig(keep_responses_s=0.0)) as it:
+        made = (await ask(it)).json()
         assert made["store"] is False
-        asked = {**ASKED, "previous_response_id": made["id"]}
-        reply = await it.client.post("/v1/responses", json=asked)
+        reply = await ask(it, previous_response_id=made["id"])
         assert "keeps no responses" in error_of(reply, 400)["message"]
-
-    play(model, scene, settings=GatewayConfig(keep_responses_s=0.0))
 
 
 # ---- OpenAI's client ----
@@ -564,10 +530,6 @@ def test_calls_and_their_results(taught: ServedModel) -> None:
             final = stream.get_final_response()
         assert "".join(deltas) == '{"city": "Oslo"}'
         assert final.output[1].type == "function_call"
-
-
-class Verdict(BaseModel):
-    colour: str
 
 
 def test_its_parsed_answers(model: ServedModel) -> None:

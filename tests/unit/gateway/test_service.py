@@ -193,7 +193,7 @@ def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("field", ["response_format", r"response\u005fformat"])
-def test_a_schema_is_looked_at_in_the_thread(
+async def test_a_schema_is_looked_at_in_the_thread(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     """However its field is written: to look at it may take long."""
@@ -208,18 +208,18 @@ def test_a_schema_is_looked_at_in_the_thread(
     service = Service(model, LimitsConfig(), NAMES)
     body = f'{{"model": "small", "prompt": "hi", "{field}": {{"type": "json_object"}}}}'
     try:
-        asyncio.run(service.completion(body.encode(), "r", TENANT))
+        await service.completion(body.encode(), "r", TENANT)
     finally:
         service.close()
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
 
 
-def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) -> None:
+async def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) -> None:
     service = Service(model, LimitsConfig(request_timeout_s=0.05), NAMES)
     go = threading.Event()
 
-    async def ask() -> None:
+    try:
         held = asyncio.create_task(service.off_loop(TENANT, lambda: go.wait(DEADLINE_S)))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match=r"not read after 0\.05 s") as caught:
@@ -228,14 +228,11 @@ def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) -> None:
         go.set()
         with suppress(ApiError):
             await held
-
-    try:
-        asyncio.run(ask())
     finally:
         service.close()
 
 
-def test_a_template_that_hangs_holds_up_nobody_elses_request(
+async def test_a_template_that_hangs_holds_up_nobody_elses_request(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process's own limits end it (tests/unit/gateway/test_template.py)."""
@@ -248,10 +245,9 @@ def test_a_template_that_hangs_holds_up_nobody_elses_request(
 
     monkeypatch.setattr(ConfinedProcess, "render", render)
     service = Service(model, LimitsConfig(), NAMES)
-
-    async def ask_both() -> None:
-        message = {"role": "user", "content": "hi"}
-        body = json.dumps({"model": "small", "messages": [message]}).encode()
+    message = {"role": "user", "content": "hi"}
+    body = json.dumps({"model": "small", "messages": [message]}).encode()
+    try:
         asking = asyncio.create_task(service.chat(body, "r", TENANT))
         await wait_for(hangs.is_set, "the template hangs")
         for _ in range(10):
@@ -259,9 +255,6 @@ def test_a_template_that_hangs_holds_up_nobody_elses_request(
         assert not asking.done()
         go.set()
         await asking
-
-    try:
-        asyncio.run(ask_both())
     finally:
         go.set()
         service.close()

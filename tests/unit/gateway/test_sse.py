@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -15,13 +16,13 @@ from hadal.gateway.replies import KEEP_ALIVE
 from hadal.gateway.service import ServedModel
 from tests.waiting import DEADLINE_S, wait_for
 
-from .scenes import CHAT, error_of, events, play, sent_by_replies
-from .world import Clock, World
+from .scenes import error_of, events, scene, sent_by_replies
+from .world import CHAT, Clock, World
 
 
-def test_chat_stream(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        chunks = events(await it.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+async def test_chat_stream(model: ServedModel) -> None:
+    async with scene(model) as it:
+        chunks = events(await it.chat(stream=True))
         assert chunks[0]["choices"][0]["delta"] == {
             "role": "assistant",
             "content": "",
@@ -36,24 +37,20 @@ def test_chat_stream(model: ServedModel) -> None:
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert all("usage" not in chunk for chunk in chunks)
 
-    play(model, scene)
 
-
-def test_stream_with_usage(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        whole = (await it.client.post("/v1/chat/completions", json=CHAT)).json()
+async def test_stream_with_usage(model: ServedModel) -> None:
+    async with scene(model) as it:
+        whole = (await it.chat()).json()
         body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = events(await it.client.post("/v1/chat/completions", json=body))
         assert all(chunk["usage"] is None for chunk in chunks)
         assert last["choices"] == []
         assert last["usage"] == whole["usage"]
 
-    play(model, scene)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_ends_the_generation(model: ServedModel, stream: bool) -> None:
-    async def scene(it: World) -> None:
+async def test_stop_string_ends_the_generation(model: ServedModel, stream: bool) -> None:
+    async with scene(model, then_stop=False) as it:
         body = {**CHAT, "stop": ["is 4"], "stream": stream, "max_tokens": 3000}
         reply = await it.client.post("/v1/chat/completions", json=body)
         if stream:
@@ -66,17 +63,15 @@ def test_stop_string_ends_the_generation(model: ServedModel, stream: bool) -> No
         await it.settle()
         assert it.units.cancelled
 
-    play(model, scene, then_stop=False)
 
-
-def test_drain(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_drain(model: ServedModel) -> None:
+    async with scene(model) as it:
         it.units.go.clear()
-        running = asyncio.create_task(it.client.post("/v1/chat/completions", json=CHAT))
+        running = asyncio.create_task(it.chat())
         while not it.gateway.host.num_open:
             await asyncio.sleep(0)
         it.gateway.host.drain()
-        reply = await it.client.post("/v1/chat/completions", json=CHAT)
+        reply = await it.chat()
         error_of(reply, 503, "draining")
         assert "retry-after" in reply.headers
         assert (await it.client.get("/health")).status_code == 503
@@ -85,91 +80,12 @@ def test_drain(model: ServedModel) -> None:
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
         assert await it.gateway.host.wait_idle(DEADLINE_S)
 
-    play(model, scene)
 
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-def test_client_that_leaves(model: ServedModel, stream: bool, n: int) -> None:
-    """By ASGI itself: a disconnect in the middle of a generation that would go on for long."""
-
-    async def scene(it: World) -> None:
-        body = json.dumps({**CHAT, "stream": stream, "n": n, "max_tokens": 3000}).encode()
-        left = asyncio.Event()
-        sent: list[Any] = []
-        requests = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            if requests:
-                return requests.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [],
-            "query_string": b"",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "root_path": "",
-        }
-        task = asyncio.create_task(it.app(scope, receive, send))
-        await wait_for(lambda: len(it.units.decoding) == n, "all are decoded")
-        left.set()
-        await task
-        assert bool(sent) == stream
-        await it.settle()
-        assert len(set(it.units.cancelled)) == n
-
-    play(model, scene, then_stop=False, step_s=0.002)
-
-
-def test_client_that_does_not_read(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
-        body = json.dumps({**CHAT, "stream": True, "max_tokens": 3000}).encode()
-        requests = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            if requests:
-                return requests.pop()
-            return await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [],
-            "query_string": b"",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "root_path": "",
-        }
-        await it.app(scope, receive, send)
-        await it.settle()
-        assert it.units.cancelled
-
-    play(model, scene, then_stop=False, step_s=0.001, patience=Patience(send_s=0.05))
-
-
-def test_keep_alive(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keep_alive(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = sent_by_replies(monkeypatch)
-
-    async def scene(it: World) -> None:
+    async with scene(model, patience=Patience(keep_alive_s=0.05)) as it:
         it.units.go.clear()
-        asking = asyncio.create_task(
-            it.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        )
+        asking = asyncio.create_task(it.chat(stream=True))
         await wait_for(lambda: sent.count(KEEP_ALIVE) >= 2, "two were sent")
         it.units.go.set()
         reply = await asking
@@ -177,14 +93,12 @@ def test_keep_alive(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None
         assert reply.text.count(": keep-alive\n\n") >= 2
         assert events(reply)[-1]["choices"][0]["finish_reason"] == "stop"
 
-    play(model, scene, patience=Patience(keep_alive_s=0.05))
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
+async def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
     clock = Clock()
-
-    async def scene(it: World) -> None:
+    limits = LimitsConfig(request_timeout_s=0.2)
+    async with scene(model, then_stop=False, step_s=0.01, limits=limits, now=clock) as it:
         body = {**CHAT, "stream": stream, "max_tokens": 3000}
         asking = asyncio.create_task(it.client.post("/v1/chat/completions", json=body))
         await it.units.hold(5)
@@ -196,9 +110,6 @@ def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout"
         else:
             error_of(reply, 504, "request_timeout")
-
-    limits = LimitsConfig(request_timeout_s=0.2)
-    play(model, scene, then_stop=False, step_s=0.01, limits=limits, now=clock)
 
 
 def chat(user: str, *, system: str = "abc " * 150, **fields: Any) -> dict[str, Any]:
@@ -229,8 +140,8 @@ async def hits(it: World, body: dict[str, Any], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
-    async def scene(it: World) -> None:
+async def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
+    async with scene(model) as it:
         first = await usage_of(it, "chat/completions", chat("one"), stream=stream)
         again = await usage_of(it, "chat/completions", chat("one"), stream=stream)
         other = await usage_of(it, "chat/completions", chat("two " * 99), stream=stream)
@@ -249,17 +160,14 @@ def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
                 f'hadal_answered_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
             )
 
-    play(model, scene)
-
 
 @pytest.mark.promise(
     "A prompt is billed once it has its first token, and once for all its choices."
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: bool) -> None:
+async def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: bool) -> None:
     ids = [[5 + (i * step) % 400 for i in range(200)] for step in (1, 3)]
-
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         body = {"model": "small", "prompt": ids, "max_tokens": 2, "n": 2}
         first = await usage_of(it, "completions", body, stream=stream)
         # A prompt's second choice may find what the first left behind: that is not the prompt's.
@@ -271,8 +179,6 @@ def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: boo
         assert 'hadal_usage_prompt_tokens_total{cache="hit"} 384.0' in samples
         assert 'hadal_usage_prompt_tokens_total{cache="miss"} 416.0' in samples
 
-    play(model, scene)
-
 
 @pytest.mark.promise("A tenant neither reads nor times another's cache.")
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
@@ -280,8 +186,8 @@ def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: boo
     "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"
     " apart as well"
 )
-def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
+    async with scene(model, keys=("k1", "k2")) as it:
         assert await hits(it, chat("one"), key="k1") == 0
         assert await hits(it, chat("one"), key="k2") == 0, "the same prompt of another tenant"
         num_all = await hits(it, chat("one"), key="k2")
@@ -300,32 +206,64 @@ def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
         )
         assert await hits(it, chat("one " * 99, cache_salt="public"), key="k2") > shared
 
-    play(model, scene, keys=("k1", "k2"))
 
-
-def test_no_key_is_in_what_the_units_are_sent(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_no_key_is_in_what_the_units_are_sent(model: ServedModel) -> None:
+    async with scene(model, keys=("secret-key",)) as it:
         await hits(it, chat("one", cache_salt="secret-user"), key="secret-key")
         (generation,) = it.units.submitted
         assert b"secret" not in msgspec.msgpack.encode(generation)
 
-    play(model, scene, keys=("secret-key",))
+
+@pytest.mark.promise("puts the usage so far into each chunk")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_so_far_is_in_each_chunk(model: ServedModel, path: str) -> None:
+    asked = CHAT if "chat" in path else {"model": "small", "prompt": "once"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with scene(model) as it:
+        body = {**asked, "stream": True, "stream_options": options}
+        *chunks, last = events(await it.client.post(path, json=body))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert 0 < counts[0] < counts[-1] == last["usage"]["completion_tokens"]
+        assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
+        assert last["choices"] == []
+        alone = {**body, "stream_options": {"continuous_usage_stats": True}}
+        chunks = events(await it.client.post(path, json=alone))
+        assert all("usage" not in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("completions", {"prompt": "hi", "cache_salt": "public"}, "cache_salt"),
-        ("completions", {"prompt": "hi", "cache_salt": ""}, "cache_salt"),
-        ("chat/completions", {"messages": CHAT["messages"], "cache_salt": "s" * 257}, "cache_salt"),
-        ("chat/completions", {"messages": CHAT["messages"], "cache_salt": ["s"]}, "cache_salt"),
-    ],
-)
-def test_a_wrong_salt_is_refused(
-    model: ServedModel, path: str, fields: dict[str, Any], param: str
-) -> None:
-    async def scene(it: World) -> None:
-        reply = await it.client.post(f"/v1/{path}", json={"model": "small", **fields})
-        assert error_of(reply, 400)["param"] == param
+@pytest.mark.promise("gives the ids of the prompt (prompt_token_ids) and of the reply (token_ids)")
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": True}])
+async def test_token_ids_of_a_chat(model: ServedModel, more: dict[str, Any]) -> None:
+    async with scene(model) as it:
+        body = {**CHAT, **more, "return_token_ids": True}
+        whole = (await it.client.post("/v1/chat/completions", json=body)).json()
+        asked = it.units.submitted[-1]
+        chunks = events(await it.client.post("/v1/chat/completions", json={**body, "stream": True}))
+        assert whole["prompt_token_ids"] == list(asked.prompt)
+        assert chunks[0]["prompt_token_ids"] == list(asked.prompt)
+        assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+        for choice in whole["choices"]:
+            ids = choice["token_ids"]
+            assert len(ids) * len(whole["choices"]) == whole["usage"]["completion_tokens"]
+            parts = [chunk["choices"][0] for chunk in chunks]
+            own = [part.get("token_ids", []) for part in parts if part["index"] == choice["index"]]
+            assert list(itertools.chain(*own)) == ids
+        assert "prompt_token_ids" not in (await it.chat()).json()
 
-    play(model, scene)
+
+async def test_token_ids_of_texts(model: ServedModel) -> None:
+    async with scene(model) as it:
+        body = {"model": "small", "prompt": ["once", "twice"], "return_token_ids": True}
+        whole = (await it.client.post("/v1/completions", json=body)).json()
+        prompts = [list(one.prompt) for one in it.units.submitted[-2:]]
+        chunks = events(await it.client.post("/v1/completions", json={**body, "stream": True}))
+        for choice, prompt in zip(whole["choices"], prompts, strict=True):
+            assert choice["prompt_token_ids"] == prompt
+            parts = [chunk["choices"][0] for chunk in chunks]
+            own = [part for part in parts if part["index"] == choice["index"]]
+            assert [part["prompt_token_ids"] for part in own if "prompt_token_ids" in part] == [
+                prompt
+            ]
+            said = itertools.chain(*(part.get("token_ids", []) for part in own))
+            assert list(said) == choice["token_ids"]

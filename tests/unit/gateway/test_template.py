@@ -143,3 +143,23 @@ def test_the_servers_secrets_are_not_in_its_environment(
     with made("{{ messages }}"):
         (pid,) = set(processes()) - set(before)
         assert b"HADAL_" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [r"'\ud800'", r"raise_exception('a\udfff')", "'%c' % 56000", r"'\ud83d' ~ '\ude00'"],
+)
+def test_half_a_surrogate_pair_is_refused_by_a_process_that_lives(
+    before: list[int], expression: str
+) -> None:
+    with made(f"{{% if n %}}{{{{ {expression} }}}}{{% endif %}}a") as template:
+        (pid,) = set(processes()) - set(before)
+        with pytest.raises(RequestError, match=r"half of a surrogate pair \(U\+d"):
+            template.render(MESSAGES, {"n": 1}, 1000)
+        assert template.render(MESSAGES, {"n": 0}, 1000) == "a"
+        assert pid in processes()
+
+
+def test_generation_marks_what_an_assistant_says() -> None:
+    with made("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}") as template:
+        assert template.render(MESSAGES, {}, 1000) == MESSAGES[0]["content"]

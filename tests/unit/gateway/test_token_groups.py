@@ -13,9 +13,9 @@ import pytest
 from hadal.core.facts import RequestFact
 from hadal.gateway.service import ServedModel
 
-from .scenes import CHAT, TEXT
+from .scenes import TEXT
 from .test_accounting import booked
-from .world import spell
+from .world import CHAT, spell
 
 ASKED: list[dict[str, Any]] = [
     {"logprobs": True, "top_logprobs": 2},

@@ -15,9 +15,10 @@ from hadal.gateway.auth import Tenant, salt_of
 from hadal.gateway.service import FIM_MARKS, ServedModel, Service, Work
 from hadal.roles.front.requests import FrontNames
 
-from .scenes import CHAT, error_of, play
+from .model_folder import BOS
+from .scenes import error_of, scene
 from .test_tools import VOCABULARY, vocabulary_of
-from .world import World
+from .world import CHAT
 
 MESSAGES = CHAT["messages"]
 
@@ -26,8 +27,9 @@ MESSAGES = CHAT["messages"]
 @pytest.mark.promise(
     "are vLLM's, under the same keys; what is too long for the model is counted as well"
 )
-def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
+    async with scene(model, then_stop=False) as it:
+
         async def ask(path: str, **fields: Any) -> Any:
             reply = await it.client.post(path, json=fields)
             assert reply.status_code == 200, reply.text
@@ -39,7 +41,7 @@ def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
             assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
             assert found["max_model_len"] == model.context_tokens
             with_bos = await ask(f"{prefix}/tokenize", prompt="2 + 2 é")
-            assert with_bos["tokens"] == [model.bos_id, *found["tokens"]]
+            assert with_bos["tokens"] == [model.vocabulary.control_ids[BOS], *found["tokens"]]
             text = await ask(f"{prefix}/detokenize", model="small", tokens=found["tokens"])
             assert text == {"prompt": "2 + 2 é"}
         chat = await ask("/tokenize", messages=MESSAGES)
@@ -53,8 +55,6 @@ def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
         assert await ask("/detokenize", tokens=[]) == {"prompt": ""}
         long = await ask("/tokenize", prompt="2 + 2 " * 9_000)
         assert long["count"] > long["max_model_len"]
-
-    play(model, scene, then_stop=False)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,12 @@ def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
         ("detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_mistakes(
+async def test_mistakes(
     model: ServedModel, path: str, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         error = error_of(await it.client.post(f"/v1/{path}", json=fields), status)
         assert error["param"] == param
-
-    play(model, scene)
 
 
 def completion(model: ServedModel, **fields: Any) -> Work:
@@ -94,7 +92,7 @@ def completion(model: ServedModel, **fields: Any) -> Work:
 def test_a_text_with_a_gap(model: ServedModel) -> None:
     """What is before and behind is plain text, whatever it spells."""
     vocabulary = vocabulary_of([*VOCABULARY.control_ids, *FIM_MARKS])
-    taught = replace(model, vocabulary=vocabulary, vocab_size=len(vocabulary), bos_id=None)
+    taught = replace(model, vocabulary=vocabulary, vocab_size=len(vocabulary))
     work = completion(taught, prompt="def <｜fim▁hole｜>", suffix="\n  return x")
     (choice,) = work.choices
     begin, hole, end = (vocabulary.control_ids[mark] for mark in FIM_MARKS)

@@ -58,18 +58,11 @@ def tokenizer_of(controls: Sequence[str]) -> dict[str, Any]:
     """A tokenizer.json of bytes and these control tokens."""
     chars = {byte: char for char, byte in byte_of_char().items()}
     special = [{"id": 256 + i, "content": text, "special": True} for i, text in enumerate(controls)]
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "use_regex": False,
-        "trim_offsets": False,
-    }
+    off = ("add_prefix_space", "use_regex", "trim_offsets")
+    level = {"type": "ByteLevel", **dict.fromkeys(off, False)}
+    vocab = {chars[byte]: byte for byte in range(256)}
     return {
-        "model": {
-            "type": "BPE",
-            "vocab": {chars[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
         "pre_tokenizer": level,
         "decoder": level,
         "added_tokens": [
@@ -252,13 +245,29 @@ def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> 
     assert (whole.finish == "tool_calls") == (bool(whole.calls) and finish == "stop")
 
 
-@pytest.mark.promise(
-    "Calls are streamed, the name first; what is no whole call is shown as content."
-)
-def test_a_call_that_is_none_is_shown(vocabulary: Vocabulary) -> None:
-    broken = f"{V31.calls_begin}{V31.call_begin}weather, please{V31.call_end}{V31.calls_end}"
-    found = read(vocabulary, V31, vocabulary.encode_controlled(broken))
-    assert found == Read(content=f"{V31.call_begin}weather, please", finish="stop")
+@pytest.mark.promise("Calls are streamed, the name first.")
+def test_a_call_that_is_none_is_shown_without_its_marks(vocabulary: Vocabulary) -> None:
+    for said in ("weather, please", "weather, <｜tool▁sep<｜tool▁sep｜>｜>please"):
+        ids = [
+            *vocabulary.encode_controlled(V31.calls_begin + V31.call_begin),
+            *vocabulary.encode_plain(said),
+            *vocabulary.encode_controlled(V31.call_end + V31.calls_end),
+        ]
+        assert read(vocabulary, V31, ids) == Read(content="weather, please", finish="stop")
+
+
+@pytest.mark.promise("A call that the limit cuts off before its name is complete is nothing.")
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_no_mark_is_said_wherever_a_reply_is_cut_off(
+    vocabulary: Vocabulary, format: ToolFormat
+) -> None:
+    text = "Let me see." + written(format, ("weather", '{"city": "Oslo"}'), ("f", "{}"))
+    ids = vocabulary.encode_controlled(text)
+    for num in range(1, len(ids)):
+        found = read(vocabulary, format, ids[:num], finish="length")
+        assert "Let me see.".startswith(found.content)
+        assert found.finish == "length"
+        assert [name for name, _ in found.calls] == ["weather", "f"][: len(found.calls)]
 
 
 def test_a_call_that_ends_with_its_length_has_what_came(vocabulary: Vocabulary) -> None:
@@ -350,7 +359,11 @@ LISTING = "{{ tools | tojson if tools else '' }}"
 
 @pytest.fixture(scope="module")
 def chat() -> Iterator[ChatFormat]:
-    with closing(ChatFormat(VOCABULARY, V31_TEMPLATE, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(
+            VOCABULARY, {"default": V31_TEMPLATE}, {"bos_token": BOS, "eos_token": EOS}, "here"
+        )
+    ) as chat:
         yield chat
 
 
@@ -423,7 +436,9 @@ def test_calls_are_rendered_in_the_form_the_template_takes(template: str, turn: 
         PastCall("functions.g:7", "g", '{"b": "<｜User｜>"}'),
     )
     vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", *V31.marks])
-    with closing(ChatFormat(vocabulary, template, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(vocabulary, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here")
+    ) as chat:
         for said in ("Wait.", ""):
             turns = [
                 Turn("user", "a"),
@@ -448,7 +463,12 @@ def test_calls_of_a_chat_that_began_elsewhere_have_the_model_s_ids() -> None:
         Turn("tool", "3", (), "x"),
     ]
     with closing(
-        ChatFormat(vocabulary, _past("c.id + c.function.arguments"), BOS, EOS, "x")
+        ChatFormat(
+            vocabulary,
+            {"default": _past("c.id + c.function.arguments")},
+            {"bos_token": BOS, "eos_token": EOS},
+            "x",
+        )
     ) as chat:
         text = rendered(vocabulary, chat, turns)
     assert text == (
@@ -477,7 +497,14 @@ def test_tools_follow_the_system_prompt_where_the_template_lists_none(
 
 
 def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
-    with closing(ChatFormat(vocabulary, LISTING + V31_TEMPLATE, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(
+            vocabulary,
+            {"default": LISTING + V31_TEMPLATE},
+            {"bos_token": BOS, "eos_token": EOS},
+            "here",
+        )
+    ) as chat:
         prompt = chat.prompt([Turn("user", "a")], max_tokens=9999, choosing=Choosing((WEATHER,)))
     text = vocabulary.decode(prompt.ids)
     listed = text.partition(BOS)[0]
@@ -518,7 +545,9 @@ def test_a_reply_goes_on_from_a_prefix(vocabulary: Vocabulary, chat: ChatFormat)
 
 def test_a_reply_goes_on_from_a_reasoning() -> None:
     template = "{{ messages[-1]['content'] }}<｜Assistant｜>{% if thinking %}<think>\n{% endif %}"
-    with closing(ChatFormat(VOCABULARY, template, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(VOCABULARY, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here")
+    ) as chat:
         for prefix, end in (("", ""), ("So", "\n</think>\n\nSo")):
             prompt = chat.prompt(
                 [Turn("user", "a")],
@@ -538,7 +567,14 @@ def test_a_reply_goes_on_from_a_reasoning() -> None:
 @pytest.mark.promise("A model that has none of these tokens is not offered tools: a 400 says so.")
 def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
     vocabulary = vocabulary_of([BOS, EOS])
-    with closing(ChatFormat(vocabulary, "{{ messages[0]['content'] }}", BOS, EOS, "x")) as chat:
+    with closing(
+        ChatFormat(
+            vocabulary,
+            {"default": "{{ messages[0]['content'] }}"},
+            {"bos_token": BOS, "eos_token": EOS},
+            "x",
+        )
+    ) as chat:
         with pytest.raises(RequestError, match="was not taught to call tools"):
             chat.prompt([Turn("user", "a")], max_tokens=99, choosing=Choosing((WEATHER,)))
         result = Turn("tool", "rain", call_id="c1")
@@ -581,9 +617,7 @@ def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:
 # ---- replies ----
 
 
-@pytest.mark.promise(
-    "Calls are streamed, the name first; what is no whole call is shown as content."
-)
+@pytest.mark.promise("Calls are streamed, the name first.")
 def test_chunks_and_bodies_are_openais(vocabulary: Vocabulary) -> None:
     assembler = Assembler(vocabulary, sections=True, calls=Calls(V31, Choosing((WEATHER,))))
     ids = vocabulary.encode_controlled(written(V31, ("weather", '{"a": 1}'), ("f", "{}")))

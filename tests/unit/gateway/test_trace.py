@@ -23,9 +23,9 @@ from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits
-from .scenes import CHAT, TEXT, error_of, play
+from .scenes import TEXT, error_of, scene
 from .serving import Serving, serving
-from .world import World, spell
+from .world import CHAT, World, spell
 
 KEY = "secret-key"
 
@@ -48,9 +48,11 @@ def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
 
 
 def answers(
-    units: FakeUnits, num_ranks: int = 2, unit: str = "decode-0"
+    units: FakeUnits, *steps: TracedStep, clocks: tuple[HostClock, ...] = ()
 ) -> list[tuple[str, TraceRequest]]:
-    """Make a fake unit answer like a leader; returns what it was asked."""
+    """Make decode-0 answer like a leader, with these steps or as many as are asked for; returns what
+    it was asked.
+    """
     asked: list[tuple[str, TraceRequest]] = []
     send = units.send
 
@@ -58,10 +60,10 @@ def answers(
         send(to, message)
         if isinstance(message, TraceRequest):
             asked.append((to, message))
-            steps = tuple(traced(i, num_ranks) for i in range(message.num_steps))
+            found = steps or tuple(traced(i) for i in range(message.num_steps))
             # An answer to an older question comes first and must not be taken for ours.
-            units.tell(Trace(unit, message.reply_id - 1, ()))
-            units.tell(Trace(unit, message.reply_id, steps))
+            units.tell(Trace("decode-0", message.reply_id - 1, ()))
+            units.tell(Trace("decode-0", message.reply_id, found, clocks))
 
     units.send = answering  # type: ignore[method-assign]
     return asked
@@ -73,8 +75,8 @@ async def up(it: World) -> None:
     await wait_for(lambda: len(it.gateway.snapshot().unit_to_report) == 2, "both have reported")
 
 
-def test_traces_the_next_steps(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_traces_the_next_steps(model: ServedModel) -> None:
+    async with scene(model) as it:
         await up(it)
         asked = answers(it.units)
         reply = await it.client.get("/trace", params={"unit": "decode-0", "steps": "2"})
@@ -83,31 +85,19 @@ def test_traces_the_next_steps(model: ServedModel) -> None:
         body = msgspec.json.decode(reply.content, type=TraceReply)
         assert body == TraceReply("decode-0", (traced(0), traced(1)))
         # The front was told too, and goes on.
-        assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-
-    play(model, scene)
+        assert (await it.chat()).status_code == 200
 
 
-def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
+async def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
     """JSON would make null of it, which no reader of a trace takes for a number."""
-
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         await up(it)
-        send = it.units.send
-
-        def answering(to: str, message: AnyMessage) -> None:
-            send(to, message)
-            if isinstance(message, TraceRequest):
-                steps = (
-                    msgspec.structs.replace(
-                        traced(0),
-                        balance={"kv": math.nan, "requests": 0.5},
-                        link_bytes=LinkBytes((1_000_000, 3_000_000)),
-                    ),
-                )
-                it.units.tell(Trace(to, message.reply_id, steps))
-
-        it.units.send = answering  # type: ignore[method-assign]
+        step = msgspec.structs.replace(
+            traced(0),
+            balance={"kv": math.nan, "requests": 0.5},
+            link_bytes=LinkBytes((1_000_000, 3_000_000)),
+        )
+        answers(it.units, step)
         reply = await it.client.get("/trace", params={"steps": "1"})
         body = msgspec.json.decode(reply.content, type=TraceReply)
         assert body.steps[0].balance == {"requests": 0.5}
@@ -116,11 +106,9 @@ def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
             in describe(body).splitlines()[0]
         )
 
-    play(model, scene)
 
-
-def test_two_at_once_get_their_own(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_two_at_once_get_their_own(model: ServedModel) -> None:
+    async with scene(model) as it:
         await up(it)
         answers(it.units)
         replies = await asyncio.gather(
@@ -128,21 +116,17 @@ def test_two_at_once_get_their_own(model: ServedModel) -> None:
         )
         assert [len(reply.json()["steps"]) for reply in replies] == [1, 2, 3]
 
-    play(model, scene)
 
-
-def test_unknown_units_are_named_with_the_known(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_unknown_units_are_named_with_the_known(model: ServedModel) -> None:
+    async with scene(model) as it:
         await up(it)
         reply = await it.client.get("/trace", params={"unit": "decode-7"})
         message = error_of(reply, 404, "unit_not_found")["message"]
         assert message == "There is no unit 'decode-7'. Known: decode-0, prefill-0."
 
-    play(model, scene)
 
-
-def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
+    async with scene(model) as it:
         await up(it)
         reply = await it.client.get("/trace", params={"wait_s": "0.05"})
         assert (
@@ -151,9 +135,7 @@ def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
         )
         # A late answer finds nobody.
         it.units.tell(Trace("decode-0", 1, (traced(0),)))
-        assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-
-    play(model, scene)
+        assert (await it.chat()).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -168,28 +150,24 @@ def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
         {"wait_s": "1e9"},
     ],
 )
-def test_numbers_are_checked(model: ServedModel, query: dict[str, str]) -> None:
-    async def scene(it: World) -> None:
+async def test_numbers_are_checked(model: ServedModel, query: dict[str, str]) -> None:
+    async with scene(model) as it:
         await up(it)
         reply = await it.client.get("/trace", params=query)
         assert error_of(reply, 400)["param"] in query
 
-    play(model, scene)
 
-
-def test_the_key_is_asked_for(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_the_key_is_asked_for(model: ServedModel) -> None:
+    async with scene(model, keys=(KEY,)) as it:
         await up(it)
         answers(it.units)
         assert (await it.client.get("/trace")).status_code == 401
         headers = {"Authorization": f"Bearer {KEY}"}
         assert (await it.client.get("/trace", headers=headers)).status_code == 200
 
-    play(model, scene, keys=(KEY,))
 
-
-def test_a_unit_with_too_many_traces_to_make(model: ServedModel) -> None:
-    async def scene(it: World) -> None:
+async def test_a_unit_with_too_many_traces_to_make(model: ServedModel) -> None:
+    async with scene(model) as it:
         await up(it)
         send = it.units.send
 
@@ -200,8 +178,6 @@ def test_a_unit_with_too_many_traces_to_make(model: ServedModel) -> None:
 
         it.units.send = refusing  # type: ignore[method-assign]
         error_of(await it.client.get("/trace"), 429, "too_many_traces")
-
-    play(model, scene)
 
 
 # ---- the command ----
@@ -328,19 +304,13 @@ def test_a_step_without_events_says_its_balance() -> None:
     assert text.endswith("0.00 ms; its ranks sent no events; balance kv 0.250")
 
 
-def test_hosts_whose_clocks_were_aligned_are_named(model: ServedModel, tmp_path: Path) -> None:
+async def test_hosts_whose_clocks_were_aligned_are_named(
+    model: ServedModel, tmp_path: Path
+) -> None:
     clocks = (HostClock("10.0.0.1", (0,), 0.0, 2e-5), HostClock("10.0.0.2", (1,), 86400.5, 7e-5))
-
-    async def scene(it: World) -> None:
+    async with scene(model) as it:
         await up(it)
-        send = it.units.send
-
-        def answering(to: str, message: AnyMessage) -> None:
-            send(to, message)
-            if isinstance(message, TraceRequest):
-                it.units.tell(Trace(to, message.reply_id, (traced(0),), clocks))
-
-        it.units.send = answering  # type: ignore[method-assign]
+        answers(it.units, traced(0), clocks=clocks)
         answer = await it.client.get("/trace", params={"steps": "1"})
         reply = msgspec.json.decode(answer.content, type=TraceReply)
         assert reply.clocks == clocks
@@ -359,5 +329,3 @@ def test_hosts_whose_clocks_were_aligned_are_named(model: ServedModel, tmp_path:
         }
         assert labels[1] == "10.0.0.2, aligned to 0.070 ms"
         assert labels.keys() == {0, 1}
-
-    play(model, scene)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from pydantic import BaseModel
+
 from hadal.core.messages import Generation
 from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import SamplingDefaults
@@ -14,10 +16,23 @@ from .fake_units import Script
 from .test_tools import BOS, EOS, LISTING, V31, V31_TEMPLATE, VOCABULARY, written
 
 
+class Verdict(BaseModel):
+    """An answer in parts, as clients ask for one."""
+
+    colour: str
+
+
 @contextmanager
 def tool_model() -> Iterator[ServedModel]:
     """Named "small"; its template lists tools."""
-    with closing(ChatFormat(VOCABULARY, LISTING + V31_TEMPLATE, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(
+            VOCABULARY,
+            {"default": LISTING + V31_TEMPLATE},
+            {"bos_token": BOS, "eos_token": EOS},
+            "here",
+        )
+    ) as chat:
         yield ServedModel(
             name="small",
             vocabulary=VOCABULARY,
@@ -25,7 +40,6 @@ def tool_model() -> Iterator[ServedModel]:
             context_tokens=16_384,
             vocab_size=len(VOCABULARY),
             eos_ids=(VOCABULARY.control_ids[EOS],),
-            bos_id=None,
             sampling=SamplingDefaults(),
         )
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from starlette.types import ASGIApp
@@ -27,6 +28,8 @@ from hadal.runtime.batches import BatchStore
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
+
+CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
 @dataclass
@@ -62,6 +65,12 @@ class World:
     pages: BatchPages | None = None
     worker: BatchWorker | None = None
     """Whoever runs it has batches answered."""
+
+    def chat(
+        self, headers: dict[str, str] | None = None, **fields: Any
+    ) -> Awaitable[httpx.Response]:
+        """Ask for a chat: CHAT, with other fields."""
+        return self.client.post("/v1/chat/completions", json=CHAT | fields, headers=headers)
 
     async def settle(self) -> None:
         """Wait until nothing is open and the units hold nothing."""

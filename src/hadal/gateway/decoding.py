@@ -1,0 +1,67 @@
+"""Reads JSON bodies into typed values, strictly. Bytes in, values or a RequestError out."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+
+from hadal.core.errors import RequestError
+
+T = TypeVar("T")
+NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+"""Default of a raw value. No description shows it, since raw JSON cannot be written there."""
+_KIND_TO_DECODER: dict[Any, msgspec.json.Decoder[Any]] = {}
+_looking = threading.Lock()
+
+
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """The decoder of a kind of body, made once.
+
+    msgspec looks at a type when it first reads one, and has it half known meanwhile: a second
+    thread that reads the same type then ends the process (0.22, SIGSEGV). A body is read in the
+    event loop or in the tokenising thread, by its size.
+    """
+    with _looking:
+        if kind not in _KIND_TO_DECODER:
+            _KIND_TO_DECODER[kind] = msgspec.json.Decoder(kind)
+        return _KIND_TO_DECODER[kind]
+
+
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Read a JSON body into `kind`. Raises RequestError, whatever the bytes are."""
+    try:
+        body.decode("utf-8")  # msgspec looks only into the strings that it keeps.
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        found = _PATH.search(message)
+        # `$.messages[0].content` -> messages[0].content; `[...]` stands for "some item or key".
+        param = None if found is None else found["path"].removeprefix("$").removeprefix(".") or None
+        if found is None:
+            missing = re.search(r"missing required field `(?P<field>[^`]*)`", message)
+            param = missing["field"] if missing else None
+        said = _PATH.sub("", message)
+        raise RequestError(f"{param or 'The body'}: {said[:1].lower()}{said[1:]}.", param) from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except msgspec.DecodeError as error:
+        if half := _HALF.search(body):
+            raise RequestError(
+                f"The body has {half[0].decode()} in a text: half of a surrogate pair, which stands"
+                " for no character. Leave it out."
+            ) from None
+        raise RequestError(f"The body is not valid JSON: {error}.") from None
+
+
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)

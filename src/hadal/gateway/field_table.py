@@ -1,0 +1,729 @@
+"""All fields of request bodies that are known here, by API: served, refused by name, or known to
+change nothing.
+
+One row is one field or several with the same answer. A path names a field: `a.b` is field b of object
+a, `a[].b` is field b of each object in list a. docs/api.md is made from these rows
+(`python -m tests.suite.fields --write`), and gateway/fields applies them to bodies. Sources: the public
+references and SDK types of the services that each row names, in November 2026. Values only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+CHAT, COMPLETION, RESPONSE, MESSAGE = "chat", "completion", "response", "message"
+TOKENIZE = "tokenize"
+API_TO_PATH = {
+    CHAT: "/v1/chat/completions",
+    COMPLETION: "/v1/completions",
+    RESPONSE: "/v1/responses",
+    MESSAGE: "/v1/messages",
+    TOKENIZE: "/v1/tokenize",
+}
+"""API -> path of its endpoint. /v1/messages/count_tokens has the fields of /v1/messages."""
+
+
+class Verdict(Enum):
+    """Treatment of a field."""
+
+    SERVED = "served"
+    REFUSED = "400"
+    INERT = "inert"
+
+
+@dataclass(frozen=True, eq=False)
+class FieldRow:
+    """Fields that are treated alike."""
+
+    paths: tuple[str, ...]
+    verdict: Verdict
+    note: str
+    """Served: the effect, if the name does not tell it. Refused: what to do instead. Inert: why it
+    changes nothing.
+    """
+    by: str
+    """Services and engines that document the fields."""
+    harmless: tuple[Any, ...] = ()
+    """Refused: values that ask for nothing and are accepted. null is always one of them; false, "",
+    [] and {} are too, unless true or null stands here.
+    """
+    alias: str = ""
+    """Served: the field that these are other names of."""
+    unset: tuple[Any, ...] = ()
+    """Values of an alias that mean that it was left out."""
+
+
+def _served(
+    paths: str, note: str = "", by: str = "OpenAI", *, alias: str = "", unset: tuple[Any, ...] = ()
+) -> FieldRow:
+    return FieldRow(tuple(paths.split()), Verdict.SERVED, note, by, (), alias, unset)
+
+
+def _refused(
+    paths: str, instead: str, by: str = "OpenAI", unless: tuple[Any, ...] = ()
+) -> FieldRow:
+    return FieldRow(tuple(paths.split()), Verdict.REFUSED, instead, by, unless)
+
+
+def _inert(paths: str, why: str, by: str = "OpenAI") -> FieldRow:
+    return FieldRow(tuple(paths.split()), Verdict.INERT, why, by)
+
+
+_LEAVE = "leave it out"
+_LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict"
+_LIMITS_BY = "OpenAI, SGLang, llama.cpp and others"
+
+_EVERYWHERE = (
+    _served("model stream temperature top_p seed"),
+    _served("priority", "from -4 to 4; larger starts sooner", "Hadal"),
+    _served("cache_salt", "KV is reused among requests with the same salt only", "vLLM, SGLang"),
+    _served("stop_repetition", "false: a reply that repeats itself goes on", "Hadal"),
+    _served("do_sample", "false: temperature is 0", "Zhipu"),
+    _inert(
+        "user safety_identifier user_id end_user_id",
+        "nothing depends on an end user",
+        "OpenAI, Zhipu",
+    ),
+    _inert("metadata", "it is not read (responses: returned as sent)", "OpenAI, Anthropic"),
+    _inert("service_tier speed", "all requests are of one tier", "OpenAI, Anthropic"),
+    _inert("store", "nothing is kept, except responses"),
+    _inert(
+        "prompt_cache_key prompt_cache_retention prompt_cache_options",
+        "prefixes are found by content; a cache changes no token",
+    ),
+    _inert(
+        "prompt_cache_max_len cache_prompt id_slot n_cache_reuse",
+        "a cache changes no token",
+        "Fireworks, llama.cpp",
+    ),
+    _inert(
+        "request_id rid session_id session_params",
+        "a reply has an id of the server's",
+        "vLLM, SGLang, Zhipu, OpenRouter",
+    ),
+    _inert(
+        "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank"
+        " disagg_prefill_dp_rank kv_transfer_params ec_transfer_params",
+        "the server routes and hands over KV by itself",
+        "vLLM, SGLang",
+    ),
+    _inert(
+        "extra_key custom_labels trace betas billing_policy",
+        "labels and billing change no answer",
+        "SGLang, OpenRouter, Anthropic",
+    ),
+    _inert("provider", "there is one provider", "OpenRouter"),
+    _inert("cache_control", "prefixes are found by content", "Anthropic, OpenRouter"),
+    _inert(
+        "prediction speculation",
+        "predicted text saves time elsewhere and changes no token",
+        "OpenAI, Fireworks",
+    ),
+    _inert("ngram_corpus_id", "drafts change no token", "SGLang"),
+    _inert(
+        "backend_sampling sse_ping_interval", "how the server works, not what it says", "llama.cpp"
+    ),
+    _inert(
+        "image image_config images_config access_programs",
+        "text is all that is read and made",
+        "OpenAI, OpenRouter, SGLang",
+    ),
+    _refused("extra_body", "put its fields at the top of the body", "OpenAI SDK"),
+    _refused("models", "send one model", "OpenRouter"),
+    _refused("route plugins preset transforms fallbacks", _LEAVE, "OpenRouter, Anthropic"),
+    _refused(
+        "moderation safety_model sensitive_word_check",
+        "check texts in the client",
+        "OpenAI, Together, Zhipu",
+    ),
+    _refused("web_search_options", "send a tool that searches", "OpenAI", (None,)),
+    _refused("enable_search search_options", "send a tool that searches", "DashScope"),
+    _refused("enable_code_interpreter", "send a tool that runs code", "DashScope"),
+    _refused("translation_options asr_options skill", "say it in a message", "DashScope"),
+    _refused(
+        "vl_high_resolution_images media_io_kwargs mm_processor_kwargs",
+        "send text",
+        "DashScope, vLLM",
+    ),
+    _refused("max_dynamic_patch min_dynamic_patch use_audio_in_video", "send text", "SGLang"),
+    _refused("incremental_output", "streams are always incremental", "DashScope", (True,)),
+    _refused("result_format", "send 'message', or leave it out", "DashScope", ("message",)),
+    _refused("audio", "text is all that is made"),
+    _refused("modalities", "text is all that is made", "OpenAI", (["text"],)),
+    _refused(
+        "bad_words allowed_token_ids logit_processors logits_processors custom_logit_processor"
+        " custom_params vllm_xargs",
+        "use logit_bias in /v1/chat/completions",
+        "vLLM, SGLang",
+    ),
+    _refused(
+        "guided_json guided_choice guided_regex guided_grammar guided_decoding_backend"
+        " guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema",
+        "ask for a JSON schema with response_format",
+        "vLLM, SGLang, llama.cpp",
+    ),
+    _refused(
+        "grammar grammar_lazy grammar_triggers",
+        "ask for a JSON schema with response_format",
+        "llama.cpp",
+    ),
+    _refused("use_beam_search", "send n for several texts", "vLLM"),
+    _refused("length_penalty", "it is for beam search; leave it out", "vLLM", (1,)),
+    _refused("repetition_detection", "loops are found anyway; see stop_repetition", "vLLM"),
+    _refused("watermarking", _LEAVE, "vLLM"),
+    _refused("stop_regex", "send stop strings", "SGLang"),
+    _refused(
+        "no_stop_trim include_stop_str_in_output",
+        "the stop string is never part of a text",
+        "vLLM, SGLang",
+    ),
+    _refused(
+        "skip_special_tokens spaces_between_special_tokens",
+        "control tokens are no text",
+        "vLLM, SGLang",
+        (True,),
+    ),
+    _refused(
+        "truncate_prompt_tokens truncation_side prompt_truncate_len",
+        "shorten the prompt",
+        "vLLM, Fireworks",
+    ),
+    _refused(
+        "input_ids prompt_embeds",
+        "send text, or token ids as a prompt of /v1/completions",
+        "vLLM, SGLang",
+    ),
+    _refused(
+        "chat_template",
+        "the model's own template is used; chat_template_kwargs sets its variables",
+        "vLLM",
+    ),
+    _refused("documents", "put documents into a message", "vLLM"),
+    _refused("task", "say it in a message", "SGLang"),
+    _refused("lora lora_path", "only the model itself is served", "SGLang, llama.cpp"),
+    _refused(
+        "return_hidden_states return_routed_experts return_meta_info return_cached_tokens_details"
+        " return_prompt_text routed_experts_start_len routed_experts_prompt_start",
+        "a reply does not have it",
+        "vLLM, SGLang",
+        (0,),
+    ),
+    _refused(
+        "return_prompt_token_ids return_tokens",
+        "send return_token_ids to /v1/chat/completions",
+        "SGLang, llama.cpp",
+    ),
+    _refused(
+        "return_tokens_as_token_ids return_token_offsets",
+        "send return_token_ids to /v1/chat/completions",
+        "vLLM",
+    ),
+    _inert("return_mm_kwargs", "it is for prompts with images", "vLLM"),
+    _refused("logprob_token_ids", "send top_logprobs to /v1/chat/completions", "vLLM"),
+    _refused("stream_interval", "tokens come as they are drawn", "vLLM", (1,)),
+    _refused(
+        "n_probs", "send logprobs and top_logprobs to /v1/chat/completions", "llama.cpp", (0,)
+    ),
+    _refused("post_sampling_probs", "log-probabilities are the model's own", "llama.cpp"),
+    _refused(
+        "response_fields timings_per_token return_progress", "a reply does not have it", "llama.cpp"
+    ),
+    _refused(
+        "perf_metrics_in_response raw_output sampling_mask", "a reply does not have it", "Fireworks"
+    ),
+    _refused("max_length", "send max_tokens", "others"),
+    _refused(
+        "repeat_penalty",
+        "send repetition_penalty, which looks at the whole text",
+        "llama.cpp",
+        (1,),
+    ),
+    _inert(
+        "repeat_last_n dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers"
+        " xtc_threshold mirostat_tau mirostat_eta mirostat_lr dynatemp_exponent",
+        "they set a sampler that is refused by its own field",
+        "llama.cpp, Fireworks",
+    ),
+    _refused(
+        "dry_multiplier xtc_probability mirostat mirostat_target dynatemp_range top_a n_indent min_keep"
+        " t_max_predict_ms adaptive_decay",
+        "use temperature, top_p or min_p",
+        "llama.cpp, Fireworks, OpenRouter",
+        (0,),
+    ),
+    _refused(
+        "adaptive_target top_n_sigma", "use temperature, top_p or min_p", "llama.cpp", (-1, 0)
+    ),
+    _refused("tfs_z typical_p typ_p", "use top_p or min_p", "llama.cpp, Fireworks", (1,)),
+    _refused("samplers", "the order is fixed; leave it out", "llama.cpp"),
+    _inert("n_keep n_discard", "no token of a prompt is ever dropped", "llama.cpp"),
+    _refused("prompt_cache_isolation_key", "send cache_salt", "Fireworks"),
+    _refused(
+        "compliance inference_geo", "this server is what it is; leave it out", "Together, Anthropic"
+    ),
+)
+"""Fields of every API, unless an API's own row says otherwise."""
+
+_CHATS = (
+    _served("chat_template_kwargs", "variables of the chat template", "vLLM, SGLang, llama.cpp"),
+    _served("chat_template_args", "", "TensorRT-LLM", alias="chat_template_kwargs"),
+    _served("enable_thinking", "true or false: think or do not", "DashScope, SiliconFlow"),
+    _served(
+        "thinking thinking.type",
+        "true, false, or a type: enabled, disabled; adaptive and auto leave it to the template",
+        "DeepSeek, Anthropic, Zhipu, Moonshot, Fireworks",
+    ),
+    _served("thinking.budget_tokens", "most reasoning tokens", "Anthropic, Fireworks"),
+    _served(
+        "thinking_budget thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens",
+        "most reasoning tokens; -1 for no limit",
+        "DashScope, SiliconFlow, vLLM, llama.cpp",
+    ),
+    _served(
+        "reasoning_effort",
+        "none, or how much to think",
+        "OpenAI, DeepSeek, vLLM, SGLang, Fireworks",
+    ),
+    _served("reasoning", "an object with what follows", "OpenAI, OpenRouter, Together"),
+    _served("reasoning.effort", "none, or how much to think", "OpenAI, OpenRouter"),
+    _served("reasoning.enabled", "true or false: think or do not", "OpenRouter, Together"),
+    _served("reasoning.max_tokens", "most reasoning tokens", "OpenRouter"),
+    _inert("reasoning.summary reasoning.generate_summary", "the reasoning itself is in the reply"),
+    _refused(
+        "reasoning.context",
+        "reasoning of earlier turns is not read again",
+        "OpenAI",
+        ("auto", "current_turn"),
+    ),
+    _refused("reasoning.mode", _LEAVE, "OpenAI", ("standard",)),
+    _refused("thinking.keep", "reasoning of earlier turns is not read again", "Moonshot"),
+    _refused(
+        "thinking.clear_thinking", "reasoning of earlier turns is not read again", "Zhipu", (True,)
+    ),
+    _refused("preserve_thinking", "reasoning of earlier turns is not read again", "DashScope"),
+    _refused(
+        "reasoning_history",
+        "reasoning of earlier turns is not read again",
+        "Fireworks",
+        ("disabled",),
+    ),
+    _refused("thinking.display", "send include_reasoning", "Anthropic", ("summarized",)),
+    _inert("thinking.block_binding", "signatures of thinking blocks are not checked", "Anthropic"),
+    _refused("reasoning_budget_message", "nothing is said before the end mark", "llama.cpp"),
+    _refused("thinking_forced_open", "send enable_thinking", "llama.cpp"),
+    _refused("reasoning_in_content", "reasoning has a field of its own", "llama.cpp"),
+    _refused(
+        "reasoning_format",
+        "reasoning has a field of its own",
+        "llama.cpp",
+        ("auto", "deepseek", "parsed"),
+    ),
+    _refused("separate_reasoning", "reasoning has a field of its own", "SGLang", (True,)),
+    _refused("stream_reasoning", "reasoning is streamed as it is drawn", "SGLang", (True,)),
+    _inert("tool_stream", "calls are always streamed as they are drawn", "Zhipu, DashScope"),
+    _refused("parse_tool_calls", "calls are always set apart", "llama.cpp", (True,)),
+)
+"""Fields of every API with a chat template."""
+
+_OLDER = (
+    _served(
+        "n min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids"
+        " top_k min_p ignore_eos",
+        "",
+        "OpenAI, vLLM, SGLang",
+    ),
+    _served("n_cmpl", "", "llama.cpp", alias="n"),
+    _served("min_new_tokens", "", "SGLang", alias="min_tokens"),
+    _served("random_seed", "", "others", alias="seed"),
+    _served("return_token_ids", "ids of the prompt and of the reply", "vLLM, SGLang"),
+    _served("stream_options stream_options.include_usage"),
+    _served(
+        "stream_options.continuous_usage_stats",
+        "with include_usage: usage so far in each chunk",
+        "vLLM, SGLang",
+    ),
+    _inert("stream_options.include_obfuscation", "chunks are not padded"),
+    _served(
+        "usage usage.include",
+        "streamed: as stream_options.include_usage; a whole reply always has it",
+        "OpenRouter",
+    ),
+    _served("response_format response_format.type", "text, json_object or json_schema"),
+    _served(
+        "response_format.schema",
+        "a schema beside json_object or json_schema",
+        "llama.cpp, Together, Fireworks",
+    ),
+    _served(
+        "response_format.json_schema response_format.json_schema.name"
+        " response_format.json_schema.schema"
+    ),
+    _inert(
+        "response_format.json_schema.description",
+        "the model is held to the schema and is not told of it",
+    ),
+    _inert("response_format.json_schema.strict", "a schema is always held to"),
+    _refused(
+        "response_format.grammar response_format.pattern response_format.regex response_format.structures"
+        " response_format.triggers response_format.format",
+        "ask for a JSON schema",
+        "Fireworks, vLLM, SGLang",
+    ),
+    _served(
+        "context_length_exceeded_behavior",
+        "truncate: a limit beyond the context ends there; error: it is a 400",
+        "Together, Fireworks",
+    ),
+)
+"""Fields of OpenAI's two older APIs."""
+
+_NEWER = (
+    _refused("n n_cmpl best_of", "ask again for another text", "OpenAI", (1,)),
+    _refused("stop", "send it to /v1/chat/completions"),
+    _refused("min_tokens min_new_tokens", "send it to /v1/chat/completions", "vLLM", (0,)),
+    _refused(
+        "presence_penalty frequency_penalty", "send it to /v1/chat/completions", "OpenAI", (0,)
+    ),
+    _refused("repetition_penalty", "send it to /v1/chat/completions", "vLLM", (1,)),
+    _refused("logit_bias logprobs", "send it to /v1/chat/completions"),
+    _refused(
+        "stop_token_ids ignore_eos return_token_ids", "send it to /v1/chat/completions", "vLLM"
+    ),
+    _refused("min_p top_logprobs", "send it to /v1/chat/completions", "vLLM", (0,)),
+    _refused(
+        "context_length_exceeded_behavior",
+        "send it to /v1/chat/completions",
+        "Together",
+        ("error",),
+    ),
+    _refused("include_reasoning", "reasoning is in the reply", "vLLM, OpenRouter", (True,)),
+    _refused("reasoning.exclude", "reasoning is in the reply", "OpenRouter"),
+    _refused("functions function_call", "send tools"),
+    _refused("prompt_logprobs echo suffix", "send it to /v1/completions", "vLLM"),
+    _inert("stream_options usage", "usage comes in the last event"),
+    _refused("add_generation_prompt", "send it to /v1/chat/completions", "vLLM", (True,)),
+    _refused("continue_final_message", "send it to /v1/chat/completions", "vLLM"),
+    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
+)
+"""Fields of the two newer APIs, which the older ones have."""
+
+_TEMPLATED = (
+    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
+    _refused("echo prompt_logprobs suffix", "send it to /v1/completions", "OpenAI, vLLM"),
+    _refused("prefix", "put it into the last message", "others"),
+    _refused("best_of", "send n", "OpenAI", (1,)),
+)
+
+_CHAT = (
+    _served(
+        "messages messages[].role messages[].content messages[].content[].type messages[].content[].text"
+        " messages[].content[].refusal messages[].refusal messages[].name messages[].tool_calls"
+        " messages[].tool_calls[].id messages[].tool_calls[].type messages[].tool_calls[].function"
+        " messages[].tool_calls[].function.name"
+        " messages[].tool_calls[].function.arguments messages[].tool_call_id"
+    ),
+    _served(
+        "messages[].prefix messages[].partial",
+        "true on the last message: the reply goes on from it",
+        "DeepSeek, Moonshot, DashScope",
+    ),
+    _served(
+        "messages[].reasoning_content",
+        "beside prefix: what the reply's reasoning begins with; else not read",
+        "DeepSeek",
+    ),
+    _inert(
+        "messages[].reasoning messages[].reasoning_details",
+        "reasoning of earlier turns is not read again",
+        "OpenRouter, vLLM",
+    ),
+    _inert(
+        "messages[].annotations messages[].metadata messages[].status messages[].id messages[].type"
+        " messages[].tool_calls[].index",
+        "what clients send back of a reply",
+    ),
+    _inert(
+        "messages[].cache_control messages[].content[].cache_control messages[].content[].prompt_cache_breakpoint"
+        " tools[].cache_control",
+        "prefixes are found by content",
+        "Anthropic, OpenRouter",
+    ),
+    _refused("messages[].function_call", "send tool_calls"),
+    _refused("messages[].audio", "text is all that is read"),
+    _refused("messages[].tools", "send tools at the top", "SGLang"),
+    _refused(
+        "messages[].content[].image_url messages[].content[].input_audio messages[].content[].file"
+        " messages[].content[].video_url messages[].content[].audio_url",
+        "text is all that is read",
+    ),
+    _served("max_completion_tokens max_tokens", "most tokens of a reply, reasoning included"),
+    _served("max_output_tokens max_new_tokens", "", _LIMITS_BY, alias="max_tokens"),
+    _served("n_predict num_predict", "", _LIMITS_BY, alias="max_tokens", unset=(-1, -2)),
+    _served("logprobs top_logprobs"),
+    _served(
+        "tools tools[].type tools[].function tools[].function.name tools[].function.description"
+        " tools[].function.parameters tools[].function.strict"
+    ),
+    _refused(
+        "tools[].defer_loading tools[].function.defer_loading",
+        "all tools of a chat are offered",
+        "vLLM, SGLang",
+    ),
+    _served("tool_choice parallel_tool_calls"),
+    _refused("functions", "send tools"),
+    _refused("function_call", "send tool_choice", "OpenAI", ("none", "auto")),
+    _served("verbosity", "a variable of the chat template"),
+    _served(
+        "include_reasoning reasoning.exclude",
+        "the reply leaves its reasoning out",
+        "vLLM, OpenRouter",
+    ),
+    _served("add_generation_prompt continue_final_message", "", "vLLM"),
+    _refused("prompt", "send messages", "OpenRouter"),
+    _refused("input instructions", "send messages, or ask /v1/responses"),
+    _refused("system", "send a message of role system", "Anthropic"),
+    _refused("stop_sequences", "send stop", "Anthropic"),
+    _refused("text", "send response_format"),
+    *_TEMPLATED,
+)
+
+_COMPLETION = (
+    _served("prompt suffix echo logprobs"),
+    _served("prompt_logprobs", "only where the reply is not streamed", "vLLM"),
+    _served("best_of", "as n, or left out"),
+    _served("max_tokens", "0: nothing is generated; without it the context is the limit"),
+    _served(
+        "max_completion_tokens max_output_tokens max_new_tokens", "", _LIMITS_BY, alias="max_tokens"
+    ),
+    _served("n_predict num_predict", "", _LIMITS_BY, alias="max_tokens", unset=(-1, -2)),
+    _refused("add_special_tokens", "the begin token is the tokenizer's to add", "vLLM", (True,)),
+    _refused("add_generation_prompt", "send a chat", "vLLM", (True,)),
+    _refused("continue_final_message messages", "send a chat", "vLLM"),
+    _refused("tools functions", "send a chat"),
+    _refused("tool_choice function_call", "send a chat", "OpenAI", ("none", "auto")),
+    _refused("parallel_tool_calls", "send a chat", "OpenAI", (True,)),
+    _refused("top_logprobs", "send logprobs, a number", "OpenAI", (0,)),
+    _refused("verbosity", "send a chat", "OpenAI", ("medium",)),
+    _refused(
+        "thinking enable_thinking reasoning reasoning_effort preserve_thinking reasoning_history"
+        " reasoning_in_content thinking_forced_open",
+        "send a chat: a text has no reasoning set apart",
+        "DashScope, SiliconFlow, OpenAI, Fireworks",
+    ),
+    _refused(
+        "thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
+        " thinking_token_budget",
+        "send a chat: a text has no reasoning set apart",
+        "DashScope, vLLM, llama.cpp",
+        (-1,),
+    ),
+    _inert(
+        "reasoning_format stream_reasoning parse_tool_calls tool_stream reasoning_budget_message",
+        "a text has neither reasoning nor calls set apart",
+        "llama.cpp, SGLang, Zhipu",
+    ),
+    _refused(
+        "include_reasoning separate_reasoning",
+        "a text has no reasoning set apart",
+        "vLLM, SGLang",
+        (True,),
+    ),
+    _refused("chat_template_kwargs", "send a chat", "vLLM"),
+    _refused("input_prefix input_suffix input_extra", "send prompt and suffix", "llama.cpp"),
+)
+
+_RESPONSE = (
+    _served(
+        "input input[].type input[].role input[].content input[].content[].type input[].content[].text"
+        " input[].content[].refusal input[].call_id input[].name input[].namespace input[].arguments"
+        " input[].input input[].output input[].output[].type input[].output[].text"
+        " input[].output[].refusal input[].id"
+    ),
+    _served(
+        "input[].summary input[].summary[].type input[].summary[].text input[].summary[].refusal"
+        " input[].status",
+        "listed with the input; not read",
+    ),
+    _inert(
+        "input[].encrypted_content input[].phase input[].caller input[].content[].annotations"
+        " input[].content[].logprobs input[].content[].prompt_cache_breakpoint input[].output[].prompt_cache_breakpoint"
+        " input[].internal_chat_message_metadata_passthrough",
+        "what clients send back of a reply",
+    ),
+    _served("instructions previous_response_id metadata tool_choice parallel_tool_calls"),
+    _served("store", "false: the response is not kept"),
+    _served("max_output_tokens", "most tokens of a reply, reasoning included"),
+    _served(
+        "max_tokens max_completion_tokens max_new_tokens", "", _LIMITS_BY, alias="max_output_tokens"
+    ),
+    _served("n_predict num_predict", "", _LIMITS_BY, alias="max_output_tokens", unset=(-1, -2)),
+    _served(
+        "tools tools[].type tools[].name tools[].description tools[].parameters tools[].strict",
+        "functions; tools that only a provider can run are left out, and the log says so",
+    ),
+    _served("tools[].tools", "functions of a namespace", "OpenAI (Codex)"),
+    _served("tools[].format", "grammar of a custom tool's input, which the model is told of"),
+    _inert(
+        "tools[].defer_loading tools[].output_schema tools[].async",
+        "all functions are offered at once",
+    ),
+    _refused("tools[].allowed_callers", "the model calls directly", "OpenAI", (["direct"],)),
+    _inert(
+        "tools[].external_web_access tools[].filters tools[].user_location tools[].search_context_size"
+        " tools[].search_content_types tools[].vector_store_ids tools[].max_num_results"
+        " tools[].ranking_options tools[].container tools[].server_label tools[].server_url"
+        " tools[].server_description tools[].connector_id tools[].headers tools[].authorization"
+        " tools[].allowed_tools tools[].require_approval tools[].action tools[].background"
+        " tools[].input_fidelity tools[].input_image_mask tools[].model tools[].moderation"
+        " tools[].output_compression tools[].output_format tools[].partial_images tools[].quality tools[].size"
+        " tools[].return_token_budget tools[].image_settings tools[].tunnel_id",
+        "they are of tools that are left out",
+    ),
+    _served("text text.format text.format.type text.format.name text.format.schema"),
+    _inert("text.format.description", "the model is held to the schema and is not told of it"),
+    _inert("text.format.strict", "a schema is always held to"),
+    _served("text.verbosity", "a variable of the chat template"),
+    _served(
+        "include", "reasoning.encrypted_content: there is none, as reasoning comes in the clear"
+    ),
+    _served("truncation", "disabled"),
+    _served("top_k", "", "vLLM"),
+    _inert("client_metadata", "labels change no answer", "OpenAI (Codex)"),
+    _refused("background", "read the stream, or wait for the reply"),
+    _refused("conversation", "send previous_response_id"),
+    _refused("prompt", "send the text itself"),
+    _refused("context_management", "shorten the input in the client"),
+    _refused("max_tool_calls", "nothing but the model runs here"),
+    _refused("messages", "send input"),
+    _refused("response_format", "send text.format"),
+    _refused("verbosity", "send text.verbosity", "OpenAI", ("medium",)),
+    _refused("stop_sequences system", "send instructions", "Anthropic"),
+    *_NEWER,
+)
+
+_MESSAGE = (
+    _served(
+        "messages messages[].role messages[].content messages[].content[].type messages[].content[].text"
+        " messages[].content[].id messages[].content[].name messages[].content[].input"
+        " messages[].content[].tool_use_id messages[].content[].content messages[].content[].is_error"
+        " messages[].content[].content[].type messages[].content[].content[].text"
+        " messages[].content[].content[].tool_name system system[].type system[].text",
+        "",
+        "Anthropic",
+    ),
+    _inert(
+        "messages[].content[].thinking messages[].content[].signature messages[].content[].data",
+        "reasoning of earlier turns is not read again",
+        "Anthropic",
+    ),
+    _inert(
+        "messages[].content[].cache_control messages[].content[].content[].cache_control system[].cache_control"
+        " tools[].cache_control",
+        "prefixes are found by content",
+        "Anthropic",
+    ),
+    _inert(
+        "messages[].content[].caller messages[].content[].citations messages[].content[].content[].citations"
+        " system[].citations messages[].content[].toolset messages[].content[].toolset_name",
+        "what clients send back of a reply",
+        "Anthropic",
+    ),
+    _refused(
+        "system[].clear_at messages[].content[].clear_at",
+        "the whole system text is read",
+        "Anthropic",
+    ),
+    _served("max_tokens", "most tokens of a reply, reasoning included", "Anthropic"),
+    _served(
+        "max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample",
+        "",
+        _LIMITS_BY,
+        alias="max_tokens",
+    ),
+    _served("n_predict num_predict", "", _LIMITS_BY, alias="max_tokens", unset=(-1, -2)),
+    _served("top_k stop_sequences", "", "Anthropic"),
+    _served(
+        "tools tools[].name tools[].description tools[].input_schema tools[].type tools[].strict",
+        "",
+        "Anthropic",
+    ),
+    _served("tools[].defer_loading", "true: offered once a tool_reference names it", "Anthropic"),
+    _inert(
+        "tools[].eager_input_streaming", "calls are always streamed as they are drawn", "Anthropic"
+    ),
+    _refused("tools[].allowed_callers", "the model calls directly", "Anthropic", (["direct"],)),
+    _refused("tools[].input_examples", "put examples into the description", "Anthropic"),
+    _served(
+        "tool_choice tool_choice.type tool_choice.name tool_choice.disable_parallel_tool_use",
+        "",
+        "Anthropic",
+    ),
+    _served(
+        "thinking.display",
+        "omitted: thinking blocks have no text; nothing is summarized",
+        "Anthropic",
+    ),
+    _served(
+        "output_config output_config.effort output_config.format output_config.format.type output_config.format.schema",
+        "",
+        "Anthropic",
+    ),
+    _served(
+        "output_format output_format.type output_format.schema",
+        "as output_config.format",
+        "Anthropic",
+    ),
+    _refused("output_config.task_budget", "send max_tokens", "Anthropic"),
+    _served(
+        "context_management context_management.edits context_management.edits[].type"
+        " context_management.edits[].keep",
+        "clear_thinking_20251015 changes nothing; other edits are a 400",
+        "Anthropic",
+    ),
+    _inert(
+        "context_management.edits[].clear_at_least context_management.edits[].clear_tool_inputs"
+        " context_management.edits[].exclude_tools context_management.edits[].trigger"
+        " context_management.edits[].instructions context_management.edits[].pause_after_compaction",
+        "they are of edits that are a 400",
+        "Anthropic",
+    ),
+    _served("thread", "refused with a code that has clients send whole conversations", "Anthropic"),
+    _inert(
+        "diagnostics user_profile_id workspace_id fallback_credit_token",
+        "they change no answer",
+        "Anthropic",
+    ),
+    _refused("container mcp_servers", "nothing but the model runs here", "Anthropic"),
+    _refused("compaction", "shorten the conversation in the client", "Anthropic"),
+    _refused("response_format text", "send output_config.format"),
+    _refused(
+        "parallel_tool_calls", "send tool_choice.disable_parallel_tool_use", "OpenAI", (True,)
+    ),
+    _refused("verbosity", _LEAVE, "OpenAI", ("medium",)),
+    _refused("input instructions prompt", "send messages and system"),
+    *(row for row in _NEWER if "stop" not in row.paths),
+    _refused("stop", "send stop_sequences"),
+)
+
+_TOKENIZE = (
+    _served("prompt messages add_special_tokens return_token_strs", "", "vLLM"),
+    _inert("mm_processor_kwargs media_io_kwargs", "a prompt is text", "vLLM"),
+)
+
+_API_TO_ROWS = {
+    CHAT: (*_EVERYWHERE, *_CHATS, *_OLDER, *_CHAT),
+    COMPLETION: (*_EVERYWHERE, *_OLDER, *_COMPLETION),
+    RESPONSE: (*_EVERYWHERE, *_CHATS, *_RESPONSE),
+    MESSAGE: (*_EVERYWHERE, *_CHATS, *_MESSAGE),
+    TOKENIZE: (*_EVERYWHERE, *_CHATS, *_OLDER, *_CHAT, *_TOKENIZE),
+}
+
+
+@cache
+def rows_of(api: str) -> Mapping[str, FieldRow]:
+    """Return path -> row for an API; of several rows with one path the last counts."""
+    return {path: row for row in _API_TO_ROWS[api] for path in row.paths}

@@ -1,0 +1,187 @@
+"""Reads whether a model is to think, how much, and for how many tokens at most, from the switches of
+all services.
+
+    thinking, enable_thinking, reasoning.enabled      think or do not
+    reasoning_effort, reasoning.effort                how much; "none" is not at all
+    thinking_budget and its other names               most reasoning tokens
+    chat_template_kwargs                              the template's own switches, where no other says it
+
+Two fields that say different things are a 400. Values in, a value out; knows no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from hadal.core.errors import RequestError
+
+T = TypeVar("T")
+TemplateValue = bool | int | float | str | None
+_MOST = 2**63 - 1
+_Budget = Annotated[int, Meta(ge=-1, le=_MOST)]
+_Count = Annotated[int, Meta(ge=1, le=_MOST)]
+_BUDGETS = (
+    "thinking_budget",
+    "thinking_token_budget",
+    "thinking_budget_tokens",
+    "reasoning_budget",
+    "reasoning_budget_tokens",
+)
+_TYPES: dict[str, bool | None] = {
+    "enabled": True,
+    "disabled": False,
+    "adaptive": None,
+    "auto": None,
+}
+"""Type of a switch -> think or do not; None leaves it to the template."""
+_EFFORTS = {
+    "minimal": "low",
+    "low": "low",
+    "medium": "high",
+    "high": "high",
+    "xhigh": "high",
+    "max": "max",
+    "ultra": "max",
+}
+"""Effort -> value of the template's variable `reasoning_effort` (DeepSeek's guide to the thinking mode,
+autumn 2026). A template that does not read it has a model that thinks in one way.
+"""
+
+
+class ThinkingSwitch(msgspec.Struct):
+    """Switch of DeepSeek, Anthropic, Zhipu, Moonshot and Fireworks."""
+
+    type: str
+    budget_tokens: _Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """Of /v1/messages. "omitted": thinking blocks come without their text. Nothing is summarized."""
+
+
+class ReasoningOptions(msgspec.Struct):
+    """Switch of OpenAI's responses, OpenRouter and Together."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: _Count | None = None
+    exclude: bool | None = None
+    """True: the reply leaves its reasoning out."""
+
+
+class ThinkingFields(msgspec.Struct, kw_only=True):
+    """Fields by which clients of all services switch thinking."""
+
+    thinking: bool | ThinkingSwitch | None = None
+    enable_thinking: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: _Budget | None = None
+    thinking_token_budget: _Budget | None = None
+    thinking_budget_tokens: _Budget | None = None
+    reasoning_budget: _Budget | None = None
+    reasoning_budget_tokens: _Budget | None = None
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What a request asks of the model's thinking."""
+
+    is_on: bool | None = None
+    """None: as the chat template has it."""
+    template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
+    budget: int | None = None
+    """Most reasoning tokens; None: no limit but the reply's."""
+    budget_field: str = ""
+    """Field that asked for the budget."""
+    switch_field: str = ""
+    """Switch that demands thinking, if one does. An effort asks for it and demands nothing."""
+
+
+def read_thinking(
+    request: ThinkingFields,
+    *,
+    output_effort: str | None = None,
+    variables: Mapping[str, TemplateValue] | None = None,
+) -> Thinking:
+    """Read a request's switches. `output_effort`: that of Anthropic's output_config, which asks for no
+    thinking by itself; `variables`: others for the template. Raises RequestError.
+    """
+    options = request.reasoning or ReasoningOptions()
+    switch_field, is_on = _one(
+        [
+            ("thinking", _switch(request.thinking)),
+            ("enable_thinking", request.enable_thinking),
+            ("reasoning.enabled", options.enabled),
+        ]
+    )
+    demands = switch_field if is_on else ""
+    effort_field, effort = _one(
+        [
+            ("reasoning_effort", request.reasoning_effort),
+            ("reasoning.effort", options.effort),
+            ("output_config.effort", output_effort),
+        ]
+    )
+    told = dict(variables or {})
+    if effort == "none":
+        if is_on:
+            raise RequestError(
+                f"{effort_field} is 'none', and thinking is enabled; send one.", effort_field
+            )
+        is_on = False
+    elif effort is not None:
+        told["reasoning_effort"] = _known_effort(effort, effort_field)
+    kwargs = told | (request.chat_template_kwargs or {})
+    for key in ("thinking", "enable_thinking"):
+        value = kwargs.get(key)
+        if is_on is None and isinstance(value, bool):
+            is_on = value
+    asks = effort is not None and effort_field != "output_config.effort"
+    if is_on is None and (asks or options.max_tokens is not None):
+        is_on = True
+    budget_field, budget = _budget(request, options)
+    return Thinking(is_on, kwargs, budget, budget_field, demands)
+
+
+def _switch(value: bool | ThinkingSwitch | None) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if value.type not in _TYPES:
+        raise RequestError(
+            f"thinking.type is {value.type[:40]!r}; use {', '.join(map(repr, _TYPES))}.",
+            "thinking.type",
+        )
+    return _TYPES[value.type]
+
+
+def _known_effort(effort: str, name: str) -> str:
+    if effort not in _EFFORTS:
+        raise RequestError(
+            f"{name} is {effort[:40]!r}; use {', '.join(map(repr, _EFFORTS))}, or 'none' for an"
+            " answer without thinking.",
+            name,
+        )
+    return _EFFORTS[effort]
+
+
+def _budget(request: ThinkingFields, options: ReasoningOptions) -> tuple[str, int | None]:
+    switch = request.thinking if isinstance(request.thinking, ThinkingSwitch) else None
+    given: list[tuple[str, int | None]] = [(name, getattr(request, name)) for name in _BUDGETS]
+    given.append(("thinking.budget_tokens", switch.budget_tokens if switch is not None else None))
+    given.append(("reasoning.max_tokens", options.max_tokens))
+    name, budget = _one(given)
+    return name, None if budget == -1 else budget
+
+
+def _one(given: Sequence[tuple[str, T | None]]) -> tuple[str, T | None]:
+    """Return the first field with a value. Raises RequestError for another one with another value."""
+    said = [(name, value) for name, value in given if value is not None]
+    for name, value in said[1:]:
+        if value != said[0][1]:
+            raise RequestError(f"{said[0][0]} and {name} say different things; send one.", name)
+    return said[0] if said else ("", None)
