@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,13 +171,9 @@ def _javascript(url: str, model: str) -> list[Trial]:
         _install("npm", "install", "--silent", "--no-audit", "--no-fund", *NPM, cwd=folder)
         stamp.write_text("\n".join(NPM))
     shutil.copy(HERE / "js" / "trials.mjs", folder)
+    place = {"HADAL_URL": url, "HADAL_MODEL": model}
     _, lines, errors = _called(
-        "node",
-        "trials.mjs",
-        cwd=folder,
-        timeout_s=CLIENT_TIMEOUT_S,
-        HADAL_URL=url,
-        HADAL_MODEL=model,
+        "node", "trials.mjs", cwd=folder, timeout_s=CLIENT_TIMEOUT_S, **place
     )
     return _trials("js", lines, errors)
 
@@ -229,19 +225,8 @@ def _resources(url: str, model: str) -> list[Trial]:
     for name in RESOURCE_TESTS:
         path = source / name
         path.write_text(re.sub(r'"gpt-[^"]+"', f'"{model}"', path.read_text()))
-        command = (
-            python,
-            "-m",
-            "pytest",
-            name,
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "-rA",
-            "--tb=line",
-        )
+        options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-rA", "--tb=line")
+        command = (python, "-m", "pytest", name, *options)
         _, output, errors = _called(
             *command, cwd=source, timeout_s=CLIENT_TIMEOUT_S, TEST_API_BASE_URL=f"{url}/v1"
         )
@@ -314,7 +299,8 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     trials: list[Trial] = []
-    with served() if arguments.url is None else _given(arguments.url) as url:
+    given = nullcontext((arguments.url or "").rstrip("/").removesuffix("/v1"))
+    with served() if arguments.url is None else given as url:
         model = httpx.get(f"{url}/v1/models", timeout=180).json()["data"][0]["id"]
         for name in arguments.only:
             with console.status(f"{name} (the first time, it is installed) ..."):
@@ -329,11 +315,6 @@ def main() -> None:
     console.print(f"{num_ok} of {len(trials)} work")
     if arguments.write:
         DOCUMENT.write_text(as_markdown(trials))
-
-
-@contextmanager
-def _given(url: str) -> Iterator[str]:
-    yield url.rstrip("/").removesuffix("/v1")
 
 
 if __name__ == "__main__":

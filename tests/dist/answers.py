@@ -1,9 +1,15 @@
-"""Completions of a running server: in one piece, and streaming, held in the middle by its gate."""
+"""Answers of a running server: in one piece, many at once, and streaming, held in the middle by its
+gate.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -13,6 +19,7 @@ from tests.dist.serving import Server, metric
 from tests.waiting import DEADLINE_S, join, wait_until
 
 PROMPT = "What is 12 + 30?"
+CONCURRENCY = 24
 
 
 def asked(server: Server, num_tokens: int, prompt: str = PROMPT) -> dict[str, Any]:
@@ -34,13 +41,70 @@ def complete(server: Server, num_tokens: int, prompt: str = PROMPT) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
+async def ask_all(
+    server: Server,
+    path: str,
+    bodies: list[dict[str, Any]],
+    while_running: Callable[[], Awaitable[None]] | None = None,
+) -> list[Any]:
+    """Return the choices of every request."""
+    free, model = asyncio.Semaphore(CONCURRENCY), server.model
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+
+        async def one(body: dict[str, Any]) -> Any:
+            async with free:
+                reply = await client.post(path, json={"model": model, **body})
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"]
+
+        beside = asyncio.ensure_future(while_running()) if while_running is not None else None
+        answers = await asyncio.gather(*(one(body) for body in bodies))
+        if beside is not None:
+            await beside
+        return list(answers)
+
+
+def events_of(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed reply as they come."""
+    if "model" not in body:
+        body = {**body, "model": server.model}
+    body = {**body, "stream": True}
+    with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=DEADLINE_S) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+@dataclass
+class Asked:
+    """Requests that a plain server has answered, to be asked of servers of all kinds."""
+
+    path: str
+    bodies: list[dict[str, Any]]
+    what_came: Callable[[Any], Any]
+    """Of a reply's choices all that is the same wherever they are made."""
+    answers: list[Any] = field(default_factory=list)
+    """Choices of each request; empty before it is asked."""
+
+    def ask(self, server: Server) -> None:
+        self.answers = asyncio.run(ask_all(server, self.path, self.bodies))
+
+    def assert_same(
+        self, server: Server, while_running: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        answers = asyncio.run(ask_all(server, self.path, self.bodies, while_running))
+        for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True):
+            assert self.what_came(ours) == self.what_came(theirs), body
+
+
 class Streams:
     """Greedy completions of the same prompt that stream, each read by a thread."""
 
     def __init__(self, server: Server, number: int, num_tokens: int) -> None:
         self.texts = [""] * number
-        self._url = f"{server.url}/v1/completions"
-        self._body = asked(server, num_tokens) | {"stream": True}
+        body = asked(server, num_tokens)
+        self._events = functools.partial(events_of, server, "/v1/completions", body)
         self._errors: list[BaseException] = []
         self._threads = [
             threading.Thread(target=self._read, args=(index,), daemon=True)
@@ -58,13 +122,9 @@ class Streams:
 
     def _read(self, index: int) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=DEADLINE_S) as reply:
-                assert reply.status_code == 200, reply.read()
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        event = json.loads(line.removeprefix("data: "))
-                        assert "error" not in event, event
-                        self.texts[index] += "".join(c["text"] for c in event["choices"])
+            for event in self._events():
+                assert "error" not in event, event
+                self.texts[index] += "".join(choice["text"] for choice in event["choices"])
         except BaseException as error:
             self._errors.append(error)
 

@@ -65,6 +65,11 @@ def counts(server: Server, key: str = "") -> dict[str, int]:
     return {total: sum(_values(lines, *series)) for total, series in TOTALS.items()}
 
 
+def total(server: Server, name: str, label: str) -> int:
+    """Return the sum of a counter's series that have a label; 0 where nothing was counted yet."""
+    return sum(_values(_metrics(server, ""), f"{name}{{", label))
+
+
 def settle(server: Server, key: str = "") -> dict[str, int]:
     """Wait until nothing is asked, read or written any more; return the counts then.
 

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,9 @@ def pool() -> Iterator[Pool]:
 
 
 @contextmanager
-def _lending(pool: Pool, *, is_mortal: bool = False) -> Iterator[StartServer]:
+def _lending(
+    pool: Pool, give_back: Callable[[Pooled], None], *, is_mortal: bool = False
+) -> Iterator[StartServer]:
     """What borrows from the pool; all of it is given back at the end of the block."""
     borrowed: list[Pooled] = []
 
@@ -86,7 +88,7 @@ def _lending(pool: Pool, *, is_mortal: bool = False) -> Iterator[StartServer]:
     yield take
     with contextlib.ExitStack() as stack:  # Each is audited, whatever becomes of the others.
         for one in borrowed:
-            stack.callback(pool.give_back, one)
+            stack.callback(give_back, one)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def borrow(pool: Pool) -> Iterator[StartServer]:
     """`borrow("--api-key", "k", decode={"drafts": 1})`: a server of this configuration that other
     tests have used, and will use. It is audited at the end of the test.
     """
-    with _lending(pool) as take:
+    with _lending(pool, pool.give_back) as take:
         yield take
 
 
@@ -103,7 +105,14 @@ def mortal(pool: Pool) -> Iterator[StartServer]:
     """Like `borrow`, for tests that end or freeze processes of a server that goes on: it is audited once
     all run again, and is lent to other such tests then.
     """
-    with _lending(pool, is_mortal=True) as take:
+    with _lending(pool, pool.give_back, is_mortal=True) as take:
+        yield take
+
+
+@pytest.fixture
+def ending(pool: Pool) -> Iterator[StartServer]:
+    """Like `mortal`, for a test that ends its server: one that other tests have done with, or a new one."""
+    with _lending(pool, pool.end, is_mortal=True) as take:
         yield take
 
 

@@ -313,6 +313,8 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
     "HADAL_LEDGER": "off",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
@@ -420,6 +422,7 @@ class Hosts:
         }
         config.write_text(to_toml(fields))
         command = ["hadal", "serve", "--config", str(config), "--run-folder", str(folder / "run")]
+        command.append("--open-to-network")  # It is these namespaces alone.
         process = self.hosts[number].start(name, command)
         return Server(process, folder / "run", self.hosts[number].log_path(name), self.gate)
 

@@ -13,6 +13,7 @@ import httpx
 from tests.dist.serving import Server
 
 TIMEOUT_S = 180.0
+AUDITOR = "auditor"
 CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 """Of all threads: to make one takes longer than to ask."""
 
@@ -29,6 +30,11 @@ def keys_command(path: Path, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     return done.stdout.strip()
+
+
+def with_keys(*keys: str) -> list[str]:
+    """Return options of a server that the pool audits with a key of its own, AUDITOR."""
+    return [word for key in (f"{AUDITOR} operator", *keys) for word in ("--api-key", key)]
 
 
 def model_of(server: Server, key: str) -> str:

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.needs import leave_out
+from tests.needs import NEEDS, leave_out, need
 
 TIMEOUT_S = 180.0
-HOW = "apt-get install postgresql"
 _OPTIONS = "-c listen_addresses='' -c fsync=on -c max_connections=20 -c shared_buffers=16MB"
 
 
@@ -55,33 +54,26 @@ class Postgres:
         )
 
 
-def _bin_folder() -> Path | None:
-    found = shutil.which("initdb")
-    folders = (
-        [Path(found).parent]
-        if found
-        else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    )
-    return next((folder for folder in folders if (folder / "initdb").exists()), None)
-
-
 @contextmanager
 def postgres() -> Iterator[Postgres]:
     """Set one up, and remove it with all that it holds."""
-    folder_of_programs = _bin_folder()
-    if folder_of_programs is None:
-        leave_out("no PostgreSQL", HOW)
+    need("postgresql")
+    initdb = NEEDS["postgresql"].find("initdb")
+    assert initdb is not None
     user = None
     if os.geteuid() == 0:  # It refuses to run as root.
         user = "postgres"
         if user not in {entry.pw_name for entry in pwd.getpwall()}:
-            leave_out("PostgreSQL does not run as root, and there is no user postgres", HOW)
+            leave_out(
+                "PostgreSQL does not run as root, and there is no user postgres",
+                NEEDS["postgresql"].how,
+            )
     folder = Path(tempfile.mkdtemp(prefix="hadal-pg-"))
     try:
         if user is not None:
             shutil.chown(folder, user)
         url = f"postgresql://hadal@/postgres?host={folder}"
-        server = Postgres(url, folder_of_programs, folder, user)
+        server = Postgres(url, initdb.parent, folder, user)
         server._call(
             "initdb",
             "-D",

@@ -94,18 +94,6 @@ def flip_bits(folder: Path, rng: random.Random) -> int:
     return len(records)
 
 
-def flip_records(folder: Path, rng: random.Random) -> int:
-    """One bit in every record; returns how many."""
-    records = records_on_disk(folder)
-    for record in records:
-        _flip(
-            segment_path(folder, record.segment),
-            PAGE + 64 * record.disk_slot + rng.randrange(64),
-            1 << rng.randrange(8),
-        )
-    return len(records)
-
-
 def cut_off(folder: Path, rng: random.Random) -> int:
     """Every segment ends in the middle of a block that lies there; returns how many segments."""
     records = records_on_disk(folder)

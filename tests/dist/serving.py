@@ -170,8 +170,10 @@ def metric(server: Server, name: str, label: str = "", *, key: str = "") -> floa
     return sum(values)
 
 
-async def kill_at_work(server: Server, unit: str, num_steps: int = 3) -> None:
-    """Kill a unit that is held before a step, so that it has requests."""
+async def kill_at_work(
+    server: Server, unit: str, num_steps: int = 3, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """Send a signal to a unit, or a rank, that is held before a step, so that it has requests."""
     is_prefill = unit.startswith("prefill")
     state = "prefilling" if is_prefill else "decoding"
     server.gate.hold(gate.PREFILL if is_prefill else gate.DECODE, num_steps)
@@ -179,7 +181,7 @@ async def kill_at_work(server: Server, unit: str, num_steps: int = 3) -> None:
         lambda: metric(server, "hadal_generations_now", f'state="{state}"'),
         f"{unit} has requests",
     )
-    server.kill(unit)
+    server.kill(unit, number)
     server.gate.open()
 
 

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import tempfile
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.dist import gate
-from tests.dist.serving import Server, StartServer, metric
+from tests.dist.keyed import AUDITOR, with_keys
+from tests.dist.serving import Server, StartServer
 from tests.dist.test_ledger_serving import rows, wait_for_rows
 from tests.dist.test_openai_client import is_empty
 from tests.unit.gateway.event_streams import message_of, named_events, parsed, response_of
@@ -117,22 +116,6 @@ def test_the_same_conversation_gives_the_same_tokens(
         assert (response.status == "incomplete") == (choice.finish_reason == "length")
 
 
-@LIVE
-def test_an_effort_of_none_is_an_answer_without_thinking(gpt: OpenAI, model: str) -> None:
-    def reasoning(**fields: Any) -> Any:
-        reply = gpt.chat.completions.create(
-            **{"model": model, "messages": [{"role": "user", "content": ASKED}]},
-            **{"temperature": 0, "max_tokens": 20, **fields},
-        )
-        return reply.choices[0].message.reasoning_content  # type: ignore[attr-defined]
-
-    assert reasoning(reasoning_effort="none") is None
-    thought = reasoning()
-    assert thought
-    for effort in ("low", "medium", "high"):  # One way of thinking: its template has no other.
-        assert reasoning(reasoning_effort=effort) == thought
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -153,61 +136,66 @@ def test_a_client_that_leaves_frees_its_blocks(
     wait_until(lambda: is_empty(server), "the blocks of the request are free")
 
 
+@pytest.fixture
+def twofold(mortal: StartServer) -> Server:
+    """A server of two gateways, with keys."""
+    keys = with_keys("sk-one name=one", "sk-two name=two", "sk-four name=four")
+    return mortal("--gateways", "2", *keys)
+
+
 @LIVE
-def test_what_they_cost_is_written_down(start_server: StartServer) -> None:
+def test_what_they_cost_is_written_down(twofold: Server) -> None:
     """By tenant, to the token, as of any other request."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.sqlite"
-        server = start_server(
-            *("--api-key", "sk-one name=one", "--api-key", "sk-two name=two"),
-            ledger={"url": str(path)},
-        )
-        messages: Any = [{"role": "user", "content": ASKED}]
-        model = "hadal-tiny"
-        with Anthropic(base_url=server.url, api_key="sk-one", max_retries=0) as client:
-            seen = client.messages.create(model=model, max_tokens=20, messages=messages).usage
-        with OpenAI(base_url=f"{server.url}/v1", api_key="sk-two", max_retries=0) as other:
-            response = other.responses.create(model=model, input=ASKED, max_output_tokens=10)
-            assert response.usage is not None
-        with (
-            OpenAI(base_url=f"{server.url}/v1", api_key="sk-one", max_retries=0) as wrong,
-            pytest.raises(openai.NotFoundError),
-        ):
-            wrong.responses.retrieve(response.id)
-        with (
-            Anthropic(base_url=server.url, api_key="sk-three", max_retries=0) as unknown,
-            pytest.raises(anthropic.AuthenticationError),
-        ):
-            unknown.messages.create(model=model, max_tokens=20, messages=messages)
-        wait_for_rows(path, 2)
-        facts = rows(
-            path, "SELECT tenant, tokens_hit + tokens_miss, tokens_out FROM hadal_requests"
-        )
-        assert sorted(facts) == [
-            ("one", seen.input_tokens + (seen.cache_read_input_tokens or 0), seen.output_tokens),
-            ("two", response.usage.input_tokens, response.usage.output_tokens),
-        ]
-        for name in ("messages", "responses"):
-            assert metric(server, "hadal_requests_total", f'endpoint="{name}",status="200"') == 1
+    server, path = twofold, twofold.folder.parent / "ledger.sqlite"
+    messages: Any = [{"role": "user", "content": ASKED}]
+    model = "hadal-tiny"
+    with Anthropic(base_url=server.url, api_key="sk-one", max_retries=0) as client:
+        seen = client.messages.create(model=model, max_tokens=20, messages=messages).usage
+    with OpenAI(base_url=f"{server.url}/v1", api_key="sk-two", max_retries=0) as other:
+        response = other.responses.create(model=model, input=ASKED, max_output_tokens=10)
+        assert response.usage is not None
+    with (
+        OpenAI(base_url=f"{server.url}/v1", api_key="sk-one", max_retries=0) as wrong,
+        pytest.raises(openai.NotFoundError),
+    ):
+        wrong.responses.retrieve(response.id)
+    with (
+        Anthropic(base_url=server.url, api_key="sk-three", max_retries=0) as unknown,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        unknown.messages.create(model=model, max_tokens=20, messages=messages)
+    wait_for_rows(path, 2)
+    facts = rows(path, "SELECT tenant, tokens_hit + tokens_miss, tokens_out FROM hadal_requests")
+    assert sorted(facts) == [
+        ("one", seen.input_tokens + (seen.cache_read_input_tokens or 0), seen.output_tokens),
+        ("two", response.usage.input_tokens, response.usage.output_tokens),
+    ]
+
+    def scraped() -> str:
+        headers = server.headers(AUDITOR)
+        return httpx.get(f"{server.url}/metrics", headers=headers, timeout=DEADLINE_S).text
+
+    for name in ("messages", "responses"):
+        line = f'endpoint="{name}",gateway="[^"]+",status="200"}} 1.0'
+        wait_until(lambda line=line: re.search(line, scraped()), f"{name} are counted")
 
 
 @pytest.mark.promise("Of several gateways any finds what any other keeps")
 @pytest.mark.promise("One that does not answer is a 503 to try again")
 @LIVE
-def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartServer) -> None:
+def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> None:
     """Also while the one that keeps it stands still: then it is said that it does not answer. When
     it has ended, what it kept is gone, and that is said, too.
     """
-    server = start_server("--gateways", "2")
-    url, model = server.url, server.model
+    server, url, headers = twofold, twofold.url, twofold.headers("sk-four")
     made: dict[str, str] = {}
 
     def post(previous: str = "") -> httpx.Response:
         """On a connection of its own, which either of the two may accept."""
-        body: dict[str, Any] = {"model": model, "input": ASKED, "max_output_tokens": 3}
+        body: dict[str, Any] = {"model": "hadal-tiny", "input": ASKED, "max_output_tokens": 3}
         if previous:
             body["previous_response_id"] = previous
-        return httpx.post(f"{url}/v1/responses", json=body, timeout=DEADLINE_S)
+        return httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=DEADLINE_S)
 
     def responded() -> bool:
         response_id = post().json()["id"]
@@ -222,12 +210,14 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
             reply = post(response_id)
             assert reply.status_code == 200, reply.text
             servers.add(reply.json()["id"].split("_")[1])
-            kept = httpx.get(f"{url}/v1/responses/{response_id}", timeout=DEADLINE_S)
+            kept = httpx.get(
+                f"{url}/v1/responses/{response_id}", headers=headers, timeout=DEADLINE_S
+            )
             assert kept.json()["id"] == response_id
             return len(servers) == 2
 
         wait_until(gone_on, "both have gone on from it")
-    old_pid = server.kill("gateway-1", signal.SIGKILL)
+    old_pid = server.kill("gateway-1")
     server.wait_restarted("gateway-1", old_pid)
     lost = wait_until(
         lambda: (reply := post(made["1"])).status_code != 503 and reply, "it is answered"
@@ -235,7 +225,6 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(start_server: StartSer
     assert lost.status_code == 400
     assert lost.json()["error"]["code"] == "previous_response_not_found"
     assert post(made["0"]).status_code == 200
-    assert os.path.exists(server.folder)
 
 
 # ---- tools, with weights that know nothing ----
@@ -269,11 +258,11 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @LIVE
-def test_forced_calls_are_the_same_in_all_formats(start_server: StartServer, caller: Path) -> None:
+def test_forced_calls_are_the_same_in_all_formats(borrow: StartServer, caller: Path) -> None:
     """Arguments are nonsense, and the same nonsense; what they gave back is gone on from the
     same.
     """
-    server = start_server("--model", str(caller), "--model-name", "caller")
+    server = borrow("--model", str(caller), "--model-name", "caller")
     url, common = server.url, {"model": "caller", "temperature": 0}
 
     def post(path: str, **fields: Any) -> httpx.Response:

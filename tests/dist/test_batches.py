@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,18 @@ import sqlalchemy as sa
 from openai import OpenAI
 
 from tests.dist import gate
+from tests.dist.keyed import AUDITOR, with_keys
 from tests.dist.serving import Server, StartServer, metric
 from tests.waiting import DEADLINE_S, join, wait_until
 
 LIVE = pytest.mark.more("one batch stands in `make test`; tests/unit/gateway has each of it")
-KEYS = ("sk-alice name=alice", "sk-bob name=bob")
-POOR = "sk-carol name=carol dollars_per_day=0.001"
 PRICES = "1/2/4"
+OPTIONS = with_keys(
+    *(f"sk-{name} name={name}" for name in ("alice", "bob", "erin", "frank")),
+    "sk-carol name=carol dollars_per_day=0.001",
+    "sk-dave name=dave tokens_per_minute=40",
+)
+FIELDS = {"ledger": {"prices": PRICES}, "batches": {"max_lines": 40, "max_file_mb": 1}}
 ENDED = {"completed", "failed", "cancelled", "expired"}
 
 
@@ -74,21 +79,16 @@ def _closed() -> Iterator[None]:
         opened.pop().close()
 
 
-def start_with_keys(
-    start: StartServer, folder: Path, keys: tuple[str, ...] = KEYS, **more: Any
-) -> Server:
-    path = folder / "keys.txt"
-    path.write_text("\n".join(keys) + "\n")
-    path.chmod(0o600)
-    ledger = {"url": str(folder / "ledger.sqlite"), "prices": PRICES}
-    return start("--api-keys-file", str(path), ledger=ledger, **more)
+@pytest.fixture
+def server(mortal: StartServer) -> Server:
+    return mortal(*OPTIONS, **FIELDS)
 
 
 @pytest.fixture
-def server(borrow: StartServer) -> Server:
-    arguments = [word for key in ("auditor operator", *KEYS, POOR) for word in ("--api-key", key)]
-    batches = {"max_lines": 40, "max_file_mb": 1}
-    return borrow(*arguments, ledger={"prices": PRICES}, batches=batches)
+def twofold(borrow: StartServer) -> Server:
+    """A server of two gateways that works on a line at a time."""
+    fields = {"gateway": {"processes": 2}, "batches": {"max_running": 1}}
+    return borrow(*OPTIONS, ledger={"prices": PRICES}, **fields)
 
 
 def charges(folder: Path) -> dict[str, tuple[str, str, int]]:
@@ -153,7 +153,7 @@ def test_a_batch_from_file_to_file_at_half_the_price(server: Server) -> None:
     assert {tenant for tenant, _, _ in mine.values()} == {"alice"}
     assert {model for _, model, _ in mine.values()} == {"hadal-tiny/batch"}
     name, tier = "hadal_charged_dollars_total", 'tier="batch"'
-    assert metric(server, name, tier, key="auditor") >= expected / 1e12
+    assert metric(server, name, tier, key=AUDITOR) >= expected / 1e12
 
 
 @LIVE
@@ -276,7 +276,7 @@ def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
     client, bob, folder = client_of(server), client_of(server, "sk-bob"), server.folder.parent
 
     def num_now(state: str = "") -> float:
-        return metric(server, "hadal_generations_now", state, key="auditor")
+        return metric(server, "hadal_generations_now", state, key=AUDITOR)
 
     def ask(n: int) -> str:
         asked: Any = [{"role": "user", "content": f"What is {n} + 1?"}]
@@ -305,45 +305,6 @@ def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
     assert max(places(others)) < max(places(answered))
 
 
-@pytest.mark.promise(
-    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
-    "and is charged once"
-)
-@LIVE
-@pytest.mark.parametrize("who", ["gateway", "supervisor"])
-def test_nothing_is_lost_or_done_twice_when_somebody_is_killed(
-    who: str, tmp_path: Path, start_server: StartServer
-) -> None:
-    server = start_with_keys(start_server, tmp_path)
-    client = client_of(server)
-    names = [f"r{n}" for n in range(30)]
-    lines = [line(name, f"What is {n} + 30?", max_tokens=60) for n, name in enumerate(names)]
-    batch_id = create(client, lines)
-    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed > 3, "begun")
-    if who == "gateway":
-        old = server.kill("gateway")
-        server.wait_restarted("gateway", old)
-    else:
-        server.status()
-        pid = server.status().supervisor_pid
-        os.kill(pid, signal.SIGKILL)
-        server.process.wait(DEADLINE_S)
-        server = start_with_keys(start_server, tmp_path)
-        client = client_of(server)
-    batch = wait_ended(client, batch_id)
-    assert batch.status == "completed"
-    done = rows(client, batch.output_file_id) + rows(client, batch.error_file_id)
-    assert sorted(row["custom_id"] for row in done) == sorted(names)
-    assert batch.request_counts.completed == 30
-    # What stands in the output is charged, each line once, and nothing that was thrown away is. What
-    # is left to be charged is looked at in order, so another batch's charges are the last.
-    later = wait_ended(client, create(client, [line("later")]))
-    done += rows(client, later.output_file_id)
-    written = sorted(row["response"]["request_id"] for row in done)
-    wait_until(lambda: len(charges(tmp_path)) >= 31, "all are in the ledger")
-    assert sorted(name.rpartition("-")[0] for name in charges(tmp_path)) == written
-
-
 @LIVE
 def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
     client, folder = client_of(server, "sk-carol"), server.folder.parent
@@ -361,19 +322,15 @@ def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
 
 
 @LIVE
-def test_what_never_fits_is_an_error_and_the_rest_goes_on(
-    tmp_path: Path, start_server: StartServer
-) -> None:
+def test_what_never_fits_is_an_error_and_the_rest_goes_on(twofold: Server) -> None:
     """A line asks for more choices than there are prefill ranks; two can never be let in."""
-    keys = ("sk-alice name=alice dollars_per_day=0.001", "sk-bob name=bob tokens_per_minute=40")
-    server = start_with_keys(start_server, tmp_path, keys, batches={"max_running": 1})
-    bob, alice = client_of(server, "sk-bob"), client_of(server)
+    dave, carol = (client_of(twofold, key, max_retries=10) for key in ("sk-dave", "sk-carol"))
     long = " and ".join(["one"] * 60)
-    of_bob = create(bob, [line("long", long), line("short", "Hi")])
-    of_alice = create(alice, [line("dear", max_tokens=3000), line("n", n=3, max_tokens=20)])
+    of_dave = create(dave, [line("long", long), line("short", "Hi")])
+    of_carol = create(carol, [line("dear", max_tokens=3000), line("n", n=3, max_tokens=20)])
     for client, batch_id, never, fits in (
-        (bob, of_bob, "long", "short"),
-        (alice, of_alice, "dear", "n"),
+        (dave, of_dave, "long", "short"),
+        (carol, of_carol, "dear", "n"),
     ):
         batch = wait_ended(client, batch_id)
         (failed,) = rows(client, batch.error_file_id)
@@ -385,13 +342,12 @@ def test_what_never_fits_is_an_error_and_the_rest_goes_on(
 
 
 @LIVE
-def test_any_gateway_takes_files_and_batches(tmp_path: Path, start_server: StartServer) -> None:
-    server = start_with_keys(start_server, tmp_path, gateway={"processes": 2})
+def test_any_gateway_takes_files_and_batches(twofold: Server) -> None:
     batches: list[Any] = []
 
     def ask(n: int) -> None:  # A connection each: the kernel chooses the gateway.
         # The second gateway says 503 until it has heard of the keys.
-        client = client_of(server, max_retries=10)
+        client = client_of(twofold, max_retries=10)
         batches.append((client, create(client, [line(f"{n}-{i}") for i in range(2)])))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
@@ -401,3 +357,64 @@ def test_any_gateway_takes_files_and_batches(tmp_path: Path, start_server: Start
     assert len(batches) == 8
     for client, batch_id in batches:
         assert wait_ended(client, batch_id).request_counts.completed == 2
+
+
+def struck(server: Server, tenant: str, strike: Callable[[], Server]) -> None:
+    """Strike while a batch is worked on: each custom_id stands once in the output and is charged once.
+    `strike` returns the server that goes on.
+    """
+    client, folder = client_of(server, f"sk-{tenant}"), server.folder.parent
+    names = [f"r{n}" for n in range(30)]
+    lines = [line(name, f"What is {n} + 30?", max_tokens=60) for n, name in enumerate(names)]
+    batch_id = create(client, lines)
+    wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed > 3, "begun")
+    client = client_of(strike(), f"sk-{tenant}")
+    batch = wait_ended(client, batch_id)
+    assert batch.status == "completed"
+    done = rows(client, batch.output_file_id) + rows(client, batch.error_file_id)
+    assert sorted(row["custom_id"] for row in done) == sorted(names)
+    assert batch.request_counts.completed == 30
+    # What stands in the output is charged, each line once, and nothing that was thrown away is. What
+    # is left to be charged is looked at in order, so another batch's charges are the last.
+    later = wait_ended(client, create(client, [line("later")]))
+    done += rows(client, later.output_file_id)
+    written = sorted(row["response"]["request_id"] for row in done)
+
+    def charged() -> list[str]:
+        found = charges(folder).items()
+        return sorted(name.rpartition("-")[0] for name, (whose, _, _) in found if whose == tenant)
+
+    wait_until(lambda: len(charged()) >= 31, "all are in the ledger")
+    assert charged() == written
+
+
+@pytest.mark.promise(
+    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
+    "and is charged once"
+)
+@LIVE
+def test_nothing_is_lost_or_done_twice_when_the_gateway_is_killed(server: Server) -> None:
+    def strike() -> Server:
+        server.wait_restarted("gateway", server.kill("gateway"))
+        return server
+
+    struck(server, "erin", strike)
+
+
+@pytest.mark.promise(
+    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
+    "and is charged once"
+)
+@LIVE
+def test_nothing_is_lost_or_done_twice_when_all_are_killed(
+    ending: StartServer, start_server: StartServer
+) -> None:
+    server = ending(*OPTIONS, **FIELDS)
+
+    def strike() -> Server:
+        os.kill(server.status().supervisor_pid, signal.SIGKILL)
+        server.process.wait(DEADLINE_S)
+        url = str(server.folder.parent / "ledger.sqlite")
+        return start_server(*OPTIONS, **{**FIELDS, "ledger": {"url": url, "prices": PRICES}})
+
+    struck(server, "frank", strike)

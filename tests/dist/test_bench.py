@@ -89,14 +89,21 @@ def test_a_trace_is_sent_as_it_is(server: Server, tmp_path: Path) -> None:
     assert "under load" in (out / "bench.html").read_text()
 
 
+@pytest.fixture
+def narrow(borrow: StartServer) -> Server:
+    """A server with a key and room for two requests."""
+    return borrow("--api-key", "k", limits={"max_queued": 1}, decode={"max_requests": 1})
+
+
 @pytest.mark.more(MORE)
 @pytest.mark.slow("answers are late after 10 s")
-def test_refusals_and_late_answers_are_told_apart(borrow: StartServer) -> None:
+def test_refusals_and_late_answers_are_told_apart(narrow: Server) -> None:
     """Nothing is answered until all that is too much is refused, and then nothing at all."""
-    server = borrow(limits={"max_queued": 1}, decode={"max_requests": 1})
+    server = narrow
     server.gate.hold(gate.DECODE)
     before = num_refused(server)
-    given = ("--concurrency", "8", "--requests", "16", "--warm-up", "0", "--input", "50")
+    key = ("--api-key", "k", "--warm-up", "0")
+    given = (*key, "--concurrency", "8", "--requests", "16", "--input", "50")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(bench, server, *given, "--output", "20")
         wait_until(
@@ -111,18 +118,16 @@ def test_refusals_and_late_answers_are_told_apart(borrow: StartServer) -> None:
     assert level["num_done"] >= 1
     assert level["errors"] == {"429 overloaded": 16 - level["num_done"]}
     server.gate.hold(gate.DECODE)
-    late = ("--concurrency", "2", "--requests", "2", "--warm-up", "0", "--output", "900")
+    late = (*key, "--concurrency", "2", "--requests", "2", "--output", "900")
     [level] = bench(server, *late, "--timeout", "10", code=1)["levels"]
     assert level["errors"] == {"no end within 10 s": 2}
 
 
 @pytest.mark.more(MORE)
-def test_a_wrong_key_is_told_before_any_load(borrow: StartServer) -> None:
-    server = borrow("--api-key", "k")
-    done = CliRunner().invoke(app, ["bench", server.url, "--api-key", "other"])
+def test_a_wrong_key_is_told_before_any_load(narrow: Server) -> None:
+    done = CliRunner().invoke(app, ["bench", narrow.url, "--api-key", "other"])
     assert done.exit_code == 2
     assert "answered 401" in done.stderr
-    assert bench(server, "--api-key", "k", "--requests", "2", "--concurrency", "1")["levels"]
 
 
 @pytest.mark.more(MORE)

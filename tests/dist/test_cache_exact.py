@@ -2,7 +2,7 @@
 wherever KV came from.
 
 Off, in memory, on disk, both, after restarts, under eviction, by every hand-over, for one rank and
-for two. And it is really used: what a reply's usage says was cached is what the blocks say, and
+for two. And it is used: what a reply's usage says was cached is what the blocks say, and
 what the metrics add up to.
 """
 
@@ -65,19 +65,15 @@ def ranks(number: int) -> dict[str, Any]:
 
 
 TWO_RANKS = {"prefill": ranks(2), "decode": ranks(2), "chunk_tokens": 64}
-STORM = {
-    "prefill": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
-    "decode": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
-}
+FEW_BLOCKS = {"kv_blocks": 1 + 14, "kv_memory_mb": 0}
+STORM = {"prefill": FEW_BLOCKS, "decode": FEW_BLOCKS}
 SETUPS = {
-    "off": Setup(memory=False, disk=False),
-    "memory": Setup(disk=False),
-    "disk": Setup(memory=False),
     "both_small_chunks": Setup(fields={"chunk_tokens": 64}),
     "storm": Setup(disk_mb=1, is_storm=True, fields=STORM),
     "tcp_two_ranks": Setup(fields={"handover": "tcp", **TWO_RANKS}),
-}
-RARE = {
+    "off": Setup(memory=False, disk=False),
+    "memory": Setup(disk=False),
+    "disk": Setup(memory=False),
     "both": Setup(),
     "shm": Setup(fields={"handover": "shm", "chunk_tokens": 64}),
     "tcp": Setup(fields={"handover": "tcp", "chunk_tokens": 64}),
@@ -95,22 +91,20 @@ RARE = {
         disk_mb=1,
         is_storm=True,
         fields={
-            "prefill": {**ranks(2), "kv_blocks": 1 + 14, "kv_memory_mb": 0},
-            "decode": {**ranks(2), "kv_blocks": 1 + 14, "kv_memory_mb": 0},
+            "prefill": {**ranks(2), **FEW_BLOCKS},
+            "decode": {**ranks(2), **FEW_BLOCKS},
             "chunk_tokens": 64,
         },
     ),
 }
-IN_TEST = "both_small_chunks"
+IN_TEST, IN_MORE = "both_small_chunks", ("storm", "tcp_two_ranks")
 
 
 def setups() -> list[Any]:
-    """All ways to serve, with the marks of their levels."""
-    why = pytest.mark.more("other places, hand-overs and ranks; one way is in `make test`")
-    return [
-        *(pytest.param(name, marks=() if name == IN_TEST else why) for name in SETUPS),
-        *(pytest.param(name, marks=pytest.mark.full) for name in RARE),
-    ]
+    """Return all ways to serve, with the marks of their levels."""
+    more = pytest.mark.more("evictions, TCP and ranks; one rank with both places is in `make test`")
+    marks = {IN_TEST: (), **dict.fromkeys(IN_MORE, more)}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.full)) for name in SETUPS]
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +144,23 @@ def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
         assert seen[MISS_TOKENS] == sum(answer.miss for answer in answers)
 
 
+@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
 @pytest.mark.timeout(1800)
-@pytest.mark.slow("two rounds of chats, and one after a restart")
+@pytest.mark.slow("rounds of chats, one of them after a restart")
 @pytest.mark.parametrize("name", setups())
 def test_answers_are_the_plain_loops(
     start_server: StartServer, chats: list[Chat], folder: Path, name: str
 ) -> None:
-    setup = {**SETUPS, **RARE}[name]
+    setup = SETUPS[name]
     if setup.fields.get("handover") == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         leave_out("NIXL is not installed", "pip install nixl-cu13")
     cache = cache_fields(folder if setup.disk else None, memory=setup.memory, disk_mb=setup.disk_mb)
     server = start_server(**cache, **setup.fields)
+    has_all = setup.disk and not setup.is_storm
+    pairs = check_next_turns(server, folder, chats) if has_all else []
     first = talk(server.url, server.model, chats)
     assert wrong(chats, first) == []
     before = settle(server)
-    has_all = setup.disk and not setup.is_storm
     if has_all:
         wait_found(server, folder)
     # What was not written, for its block was needed or the disk was behind, is not found there.
@@ -181,29 +177,38 @@ def test_answers_are_the_plain_loops(
             "there was room for all; this test shows nothing"
         )
     else:
-        check_books(server, [first, again])
+        check_books(server, [pairs, first, again])
         # One pool has all that was ever said; with several a chat may go where less of it is.
         if setup.memory and "ranks" not in name and "units" not in name:
             assert num_hit(first) > 0
             least = possible(chats)
         assert num_hit(again) >= max(1, least)
-    if setup.disk:
-        assert before[STORED_BLOCKS] > 0
-        check_restart(start_server, server, chats, cache, setup)
+    assert before[STORED_BLOCKS] > 0 or not setup.disk
+    if setup.disk and (FULL or name == IN_TEST):
+        assert server.stop() == 0
+        check_restarted(start_server(**cache, **setup.fields), folder, chats, setup)
 
 
-def check_restart(
-    start_server: StartServer,
-    server: Server,
-    chats: list[Chat],
-    cache: dict[str, Any],
-    setup: Setup,
-) -> None:
+def check_next_turns(server: Server, folder: Path, chats: list[Chat]) -> list[list[Answer]]:
+    """Blocks that decode filled reach the next turn through the disk. Return the answers."""
+    pairs = grown(chats)[:NUM_PAIRS]
+    assert pairs, "no chat has what this test is about"
+    named, answers = Named(), []
+    for before, after in pairs:
+        [[first]] = talk(server.url, server.model, [[before]])
+        named.add(with_kv(before))
+        settle(server)
+        wait_found(server, folder)
+        [[answer]] = talk(server.url, server.model, [[after]])
+        answers.append([first, answer])
+        assert answer.hit == named.hit(after.prompt)
+        named.add(with_kv(after))
+    assert wrong([list(pair) for pair in pairs], answers) == []
+    return answers
+
+
+def check_restarted(server: Server, folder: Path, chats: list[Chat], setup: Setup) -> None:
     """A new server finds on disk what the old one left there."""
-    settle(server)
-    assert server.stop() == 0
-    server = start_server(**cache, **setup.fields)
-    folder = Path(cache["cache"]["folder"])
     wait_found(server, folder)
     least = 0 if setup.is_storm else max(1, on_disk(server, folder, chats))
     answers = talk(server.url, server.model, chats)
@@ -225,29 +230,6 @@ def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
             if texts.hit(after.prompt) > prompts.hit(after.prompt):
                 found.append((before, after))
     return found
-
-
-@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
-@pytest.mark.timeout(600)
-@pytest.mark.more("one server for each place; tests of the decode leader hold what it writes")
-@pytest.mark.parametrize("memory", [True, False], ids=["memory", "disk"])
-def test_the_next_turn_finds_the_answer(
-    start_server: StartServer, chats: list[Chat], folder: Path, memory: bool
-) -> None:
-    """Blocks that decode filled reach the next turn through the disk."""
-    pairs = grown(chats)[:NUM_PAIRS]
-    assert pairs, "no chat has what this test is about"
-    server = start_server(**cache_fields(folder, memory=memory))
-    named = Named()
-    for before, after in pairs:
-        [[first]] = talk(server.url, server.model, [[before]])
-        named.add(with_kv(before))
-        settle(server)
-        wait_found(server, folder)
-        [[answer]] = talk(server.url, server.model, [[after]])
-        assert wrong([[before, after]], [[first, answer]]) == []
-        assert answer.hit == named.hit(after.prompt)
-        named.add(with_kv(after))
 
 
 def test_the_test_can_fail(chats: list[Chat]) -> None:

@@ -3,8 +3,9 @@ from a broken block.
 
 Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant
 (out of its blocks) and of a new tenant (whose blocks it has to write), and is killed: all of it,
-its supervisor only, or first one unit, which comes back while the load goes on. Each moment is a
-number of looks at the folder, drawn from a seed, which is printed. `HADAL_LEVEL=all`: 200 rounds.
+its supervisor only, or first one unit, which comes back while the load goes on. The first rounds have a
+roomy budget, the others a tight one. Each moment is a number of looks at the folder, drawn from a seed,
+which is printed. `HADAL_LEVEL=all`: 200 rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,7 +32,7 @@ from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive
 from tests.fresh import fresh
 from tests.waiting import wait_until
 
-NUM_ROUNDS = 200 if FULL else 4
+NUM_ROOMY, NUM_TIGHT = (100, 100) if FULL else (2, 1)
 NUM_CHATS = 24 if FULL else 8
 NUM_ASKED_AGAIN = 4
 """Chats of the tenant before."""
@@ -145,6 +147,16 @@ def kill_all(server: Server, way: str) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "every process of the server is gone")
 
 
+def serve(
+    start_server: StartServer, cache: Path, disk_mb: int, keys: list[str], **fields: Any
+) -> Server:
+    """Start a server, the first of whose keys is an operator's, that finds all there is on disk."""
+    known = {"HADAL_API_KEYS": ",".join([f"{keys[0]} operator", *keys[1:]])}
+    server = start_server(environment=known, **cache_fields(cache, disk_mb=disk_mb), **fields)
+    wait_found(server, cache, keys[0])
+    return server
+
+
 def one_round(
     start_server: StartServer,
     chats: list[Chat],
@@ -157,14 +169,9 @@ def one_round(
     """Start, look back, write, be killed, look."""
     keys = [key_of(number), key_of(number - 1)]
     units = {"ranks": rng.choice(RANKS), "kv_memory_mb": 32}
-    server = start_server(
-        environment={"HADAL_API_KEYS": f"{keys[0]} operator,{keys[1]}"},
-        **cache_fields(cache, disk_mb=disk_mb),
-        chunk_tokens=128,
-        prefill=units,
-        decode=units,
+    server = serve(
+        start_server, cache, disk_mb, keys, chunk_tokens=128, prefill=units, decode=units
     )
-    wait_found(server, cache, keys[0])
     again = chats[:NUM_ASKED_AGAIN]
     answers = talk(server.url, model_of(server, keys[1]), again, key=keys[1])
     assert wrong(again, answers) == []
@@ -213,44 +220,33 @@ def look(cache: Path, disk_mb: int, load: Load, found: Found, told: str) -> None
 @pytest.mark.timeout(7200)
 @pytest.mark.more("whole servers are killed; test_disk_kills kills writers in `make test`")
 @pytest.mark.slow("rounds of servers, each killed")
-@pytest.mark.parametrize("disk_mb", [ROOMY_MB, TIGHT_MB], ids=["roomy", "tight"])
-def test_every_restart_serves(
-    start_server: StartServer, chats: list[Chat], folder: Path, disk_mb: int
-) -> None:
+def test_every_restart_serves(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
     seed = 37 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, found = random.Random(seed), Found()
-    num_rounds = NUM_ROUNDS // 2
-    for number in range(1, num_rounds + 1):
+    for number in range(1, NUM_ROOMY + NUM_TIGHT + 1):
+        disk_mb = ROOMY_MB if number <= NUM_ROOMY else TIGHT_MB
         one_round(start_server, chats, folder, disk_mb, rng, number, found)
         if number % 20 == 0:
-            print(
-                f"{number} of {num_rounds} rounds, {found.num_acknowledged} blocks durable",
-                flush=True,
-            )
-    # One that ends in peace, and has everything in order.
-    server = start_server(**cache_fields(folder, disk_mb=disk_mb))
-    assert wrong(chats, talk(server.url, server.model, chats)) == []
-    settle(server)
-    server.stop()
+            print(f"{number} rounds, {found.num_acknowledged} blocks durable", flush=True)
     # Under a tight budget the last that was written is there, and nothing else for certain.
-    key, hits = key_of(num_rounds + 1), 0
+    keys = [key_of(number + 1), key_of(number + 2)]
     fitting = [chat for chat in chats if len(chat[-1].prompt) < LAST_TOKENS]
     last = [max(fitting, key=lambda chat: len(chat[-1].prompt))]
-    for _ in range(2):
-        server = start_server(
-            environment={"HADAL_API_KEYS": key}, **cache_fields(folder, disk_mb=disk_mb)
-        )
-        wait_found(server, folder, key)
-        assert wrong(last, talk(server.url, model_of(server, key), last, key=key)) == []
-        hits = settle(server, key)[DISK_HIT_TOKENS]
-        kill_all(server, "group")
+    server = serve(start_server, folder, TIGHT_MB, keys)
+    for key, those in zip(keys, (chats, last), strict=True):
+        model = model_of(server, key)
+        assert wrong(those, talk(server.url, model, those, key=key)) == [], key
+        settle(server, keys[0])
+    kill_all(server, "group")
+    server = serve(start_server, folder, TIGHT_MB, keys)
+    assert wrong(last, talk(server.url, model_of(server, keys[1]), last, key=keys[1])) == []
     print(
-        f"{num_rounds} kills: {found.num_acknowledged} blocks were durable, {len(found.records)} were"
+        f"{number} kills: {found.num_acknowledged} blocks were durable, {len(found.records)} were"
         f" found at the end; more than had been said in {found.num_killed_writing} rounds; restarts"
         f" hit {found.num_disk_hit_tokens} tokens"
     )
     assert found.num_acknowledged > 0
-    assert hits > 0
+    assert settle(server, keys[0])[DISK_HIT_TOKENS] > 0
     # In a few rounds it may be that nothing of the tenant before is left, or was asked for.
     assert not FULL or found.num_disk_hit_tokens > 0

@@ -9,6 +9,8 @@ exactly the work of a prompt that nobody sent before: the counts of both are the
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -16,7 +18,6 @@ import httpx
 import pytest
 
 from hadal.core.cache import (
-    DISK_HIT_TOKENS,
     MEMORY_HIT_TOKENS,
     MISS_TOKENS,
     NAME_BYTES,
@@ -28,14 +29,14 @@ from hadal.gateway.auth import salt_of
 from hadal.kv.names import PUBLIC, extend
 from tests.dist.cached import cache_fields, settle
 from tests.dist.chats import Answer, ChatMaker, talk, wrong
+from tests.dist.conftest import starting
 from tests.dist.keyed import header, model_of
 from tests.dist.oracle import Case
 from tests.dist.segments import names_on_disk
-from tests.dist.serving import Server, StartServer
+from tests.dist.serving import Server
 from tests.fresh import fresh
 
 ALICE, BOB = "alice-key", "bob-key"
-KEYS = {"HADAL_API_KEYS": f"{ALICE} operator,{BOB}"}
 NUM_TOKENS = 200
 """Of a prompt: three blocks, and a rest that is computed in any case."""
 HIT_TOKENS = 192
@@ -48,9 +49,19 @@ def maker() -> ChatMaker:
     return ChatMaker(fresh().randrange(2**31))
 
 
-def serve(start_server: StartServer, folder: Path, memory: bool = True) -> Server:
+@pytest.fixture(scope="module")
+def cache() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hadal-c-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def server(cache: Path) -> Iterator[Server]:
     """A server with a disk cache and two tenants."""
-    return start_server(environment=KEYS, **cache_fields(folder, memory=memory))
+    with starting() as start:
+        yield start(
+            environment={"HADAL_API_KEYS": f"{ALICE} operator,{BOB}"}, **cache_fields(cache)
+        )
 
 
 def answer_of(server: Server, key: str, case: Case) -> Answer:
@@ -71,36 +82,26 @@ def work_of(server: Server, key: str, case: Case) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.promise("A tenant neither reads nor times another's cache.")
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
-@pytest.mark.parametrize(
-    "memory",
-    [
-        True,
-        pytest.param(False, marks=pytest.mark.more("the same out of the disk alone")),
-    ],
-    ids=["memory", "disk"],
-)
 def test_a_tenant_finds_nothing_of_anothers_and_makes_the_work_of_a_new_prompt(
-    start_server: StartServer, folder: Path, maker: ChatMaker, memory: bool
+    server: Server, cache: Path, maker: ChatMaker
 ) -> None:
-    server = serve(start_server, folder, memory)
     asked, new = (maker.answer(maker.prompt(NUM_TOKENS), MAX_TOKENS) for _ in range(2))
     hit, of_alice = work_of(server, ALICE, asked)
     assert hit == 0
-    names_of_alice = names_on_disk(folder)
+    names_of_alice = names_on_disk(cache)
     assert len(names_of_alice) >= HIT_TOKENS // BLOCK_TOKENS
     assert work_of(server, BOB, asked) == work_of(server, BOB, new) == (0, of_alice), (
         "what another tenant has asked can be told from what nobody has"
     )
     assert of_alice[MISS_TOKENS] == NUM_TOKENS
     assert of_alice[STORED_BLOCKS] == len(names_of_alice)
-    assert len(names_on_disk(folder)) == 3 * len(names_of_alice), (
+    assert len(names_on_disk(cache)) == 3 * len(names_of_alice), (
         "two tenants' blocks of one text are twice as many blocks"
     )
     # Its own it finds: the counts above would show a hit.
-    tier = MEMORY_HIT_TOKENS if memory else DISK_HIT_TOKENS
     for key in (ALICE, BOB):
         hit, found = work_of(server, key, asked)
-        assert hit == found[tier] == HIT_TOKENS
+        assert hit == found[MEMORY_HIT_TOKENS] == HIT_TOKENS
         assert found[MISS_TOKENS] == NUM_TOKENS - HIT_TOKENS
 
 
@@ -142,10 +143,8 @@ def chat(
     '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
     " whole blocks, with everybody who sends the same and says so too"
 )
-@pytest.mark.more("the front's tests hold what is named under the public salt")
-def test_a_public_system_prompt_is_shared(start_server: StartServer) -> None:
+def test_a_public_system_prompt_is_shared(server: Server) -> None:
     """Its blocks, and none of what the user says."""
-    server = start_server(environment=KEYS)
     system = " ".join(f"Rule {number}: be short and exact." for number in range(40))
     question = "What is 12 + 30? " * 20
     first = chat(server, ALICE, system, question, "public")

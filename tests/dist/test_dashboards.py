@@ -14,8 +14,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from hadal.core.messages import FrontSnapshot, Totals, UnitReport
+from hadal.core.plans import LinkBytes
+from hadal.gateway.metrics import Metrics
 from tests.dist.answers import complete
-from tests.dist.serving import RANKED, Server, StartServer
+from tests.dist.serving import Server
 from tests.waiting import DEADLINE_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -69,11 +72,9 @@ def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
                 yield metric, label, ""
 
 
-def series_of(server: Server, num_tokens: int) -> dict[str, list[dict[str, str]]]:
-    """Metric -> labels of its series, once the server has answered."""
-    complete(server, num_tokens)
+def series_of(text: str) -> dict[str, list[dict[str, str]]]:
+    """Metric -> labels of its series."""
     found: dict[str, list[dict[str, str]]] = {}
-    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(dict(sample.labels))
@@ -81,7 +82,8 @@ def series_of(server: Server, num_tokens: int) -> dict[str, list[dict[str, str]]
 
 
 def test_what_they_name_is_there(server: Server) -> None:
-    series = series_of(server, 8)
+    complete(server, 8)
+    series = series_of(httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text)
     for where, expression in expressions():
         names = metrics_in(expression) - ELSEWHERE
         assert names or where == "HadalDown"
@@ -106,10 +108,13 @@ def test_labels_of_legends_are_in_their_expressions() -> None:
                 assert shown <= {part.strip() for part in grouped[0].split(",")}, panel["title"]
 
 
-@pytest.mark.more("a server of many ranks that drafts")
-def test_metrics_that_come_only_with_some_deployments_are_those(borrow: StartServer) -> None:
-    fields = {**RANKED["decode"], "drafts": 1}
-    series = series_of(borrow(**{**RANKED, "decode": fields}), 20)
+def test_metrics_that_come_only_with_some_deployments_are_those() -> None:
+    """That they come then: test_drafts, test_ep_exactness and test_stranger."""
+    drafted = {"drafts_tried": (2,), "drafts_accepted": (1,), "link_bytes": LinkBytes((1, 1))}
+    unit = UnitReport("decode-0", "e", 100, 0, 0, 8, 0, **drafted)
+    snapshot = FrontSnapshot(False, {}, {"decode-0": unit}, {}, Totals())
+    metrics = Metrics(lambda: snapshot, refused={"decode-0.1": {"kv": 1}})
+    series = series_of(metrics.text().decode())
     assert {name: set(series[name][-1]) for name in NOT_HERE} == NOT_HERE
 
 

@@ -18,7 +18,7 @@ from tests.dist import gate
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
-from tests.waiting import wait_for
+from tests.waiting import DEADLINE_S, wait_for, wait_until
 
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (20, 4)
 FEW = 6
@@ -40,7 +40,10 @@ def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "")
 
 
 DEPLOYMENTS = {
-    "dual_five_redundant": (units(2, 64, "prefill_dual"), units(4, 64, "decode_five")),
+    "dual_five_redundant": (
+        {**units(2, 64, "prefill_dual"), "request_balance": "off"},
+        units(4, 64, "decode_five"),
+    ),
     "ep2_ep4": (units(2), units(4)),
     "ep1_ep2": (units(1), units(2)),
     "ep4_ep8": (units(4), units(8)),
@@ -53,6 +56,13 @@ DEPLOYMENTS = {
     "one_rank_split": (units(1, 0, "prefill_dual"), units(1, 0, "decode_five")),
     "much_redundancy": (units(4, 256, "sequential"), units(4, 512, "sequential")),
 }
+
+
+def deployed(borrow: StartServer, name: str) -> Server:
+    prefill, decode = DEPLOYMENTS[name]
+    return borrow(prefill=prefill, decode=decode, chunk_tokens=128, collective_timeout_s=120.0)
+
+
 MARKS = {"dual_five_redundant": pytest.mark.more("one deployment stays in `make test`")}
 """All others are at full sizes."""
 
@@ -68,6 +78,12 @@ def cases() -> list[Case]:
 def test_units_of_two_and_four_ranks_give_the_plain_loops_tokens(ranked: Server) -> None:
     cases = everyday_cases(FEW, seed=17)
     assert differences(cases, asyncio.run(complete_all(ranked.url, ranked.model, cases))) == []
+
+    def scraped() -> str:
+        return httpx.get(f"{ranked.url}/metrics", timeout=DEADLINE_S).text
+
+    of_decode = 'hadal_link_bytes_total{kind="dispatch",nodes="within",unit="decode-0"}'
+    wait_until(lambda: of_decode in scraped(), "bytes between ranks are counted")
 
 
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
@@ -89,7 +105,7 @@ def test_fp32_dispatch_gives_the_plain_loops_tokens(
     borrow: StartServer, cases: list[Case], name: str
 ) -> None:
     prefill, decode = DEPLOYMENTS[name]
-    server = borrow(prefill=prefill, decode=decode, chunk_tokens=128, collective_timeout_s=120.0)
+    server = deployed(borrow, name)
     server.gate.hold(gate.PREFILL)
     server.gate.hold(gate.DECODE)
     seen: dict[str, set[tuple[str, int]]] = {}
@@ -136,9 +152,9 @@ def logprobs_of(server: Server, case: Case) -> list[float]:
     return found
 
 
-ROUNDINGS = [{"dispatch_format": "fp8"}, {"compute": "fp8"}]
+ROUNDINGS = [{"dispatch_format": "fp8", "compute": "fp8"}]
 if FULL:
-    ROUNDINGS += [{"dispatch_format": "fp8_pow2"}, {"dispatch_format": "fp8", "compute": "fp8"}]
+    ROUNDINGS += [{"dispatch_format": "fp8"}, {"dispatch_format": "fp8_pow2"}, {"compute": "fp8"}]
 FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
@@ -155,7 +171,7 @@ def test_what_is_rounded_gives_the_same_tokens_at_every_width(
 ) -> None:
     """Tokens on their way to experts, or everything that FP8 matrices multiply."""
     widths, logprobs = [], []
-    exact = borrow(prefill=units(1), decode=units(1))
+    exact = deployed(borrow, "dual_five_redundant")
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
         server = borrow(
             prefill=units(prefill_ranks),

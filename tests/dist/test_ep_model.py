@@ -109,6 +109,7 @@ def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Se
 @pytest.mark.campaign("more ways")
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=WIDER) for n in WIDTHS[1:])])
 @pytest.mark.slow("each rank imports torch, and the plain loop computes too")
+@pytest.mark.needs("compiler")
 def test_tokens_are_the_plain_loops(
     folder: Path, cases: list[Case], script: Script, num_ranks: int
 ) -> None:

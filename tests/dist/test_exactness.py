@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from hadal.core.messages import BLOCK_TOKENS
 from tests.dist import gate
+from tests.dist.keyed import AUDITOR, with_keys
 from tests.dist.oracle import (
     FULL,
     MAX_TOKENS,
@@ -32,6 +34,8 @@ NUM_GROWING = 48 if FULL else 32
 CONCURRENCY = 16
 """Where one is killed, so that others come after it."""
 OTHER_WAY = pytest.mark.more("another way to serve; small chunks are in `make test`")
+CHUNK_TOKENS = 16
+"""Of the server that is flooded: no other deployment has smaller chunks."""
 DECODING = 'state="decoding"'
 NUM_SLOTS, NUM_BLOCKS = 4, 6
 
@@ -50,14 +54,7 @@ def cases() -> list[Case]:
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "chunk_tokens",
-    [
-        pytest.param(16, marks=OTHER_WAY),
-        64,
-        pytest.param(4096, marks=OTHER_WAY),
-    ],
-)
+@pytest.mark.parametrize("chunk_tokens", [64, pytest.param(4096, marks=pytest.mark.full)])
 def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> None:
     server = borrow(chunk_tokens=chunk_tokens)
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
@@ -71,7 +68,7 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
 @pytest.mark.promise("admission and preemption that lose nothing")
 @OTHER_WAY
 @pytest.mark.timeout(900)
-def test_preemption(start_server: StartServer) -> None:
+def test_preemption(borrow: StartServer) -> None:
     # All need one block more before they end, and the pool has room for a few without it.
     def num_blocks(num_tokens: int) -> int:
         return -(-num_tokens // BLOCK_TOKENS)
@@ -85,7 +82,7 @@ def test_preemption(start_server: StartServer) -> None:
     ]
     assert growing
     growing *= -(-NUM_GROWING // len(growing))
-    server = start_server(decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0})
+    server = borrow(decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0})
 
     async def fill() -> None:
         server.gate.hold(gate.DECODE)
@@ -129,12 +126,13 @@ async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list
 
 
 @OTHER_WAY
+@pytest.mark.slow("all prompts twice, in chunks of few tokens")
 @pytest.mark.timeout(900)
-def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None:
-    flood, other = "flood-key-0123456789", "other-key-0123456789"
-    server = start_server(
-        environment={"HADAL_API_KEYS": f"{flood},{other}"}, decode={"max_requests": NUM_SLOTS}
-    )
+def test_a_flood_gives_way(borrow: StartServer, cases: list[Case]) -> None:
+    keys = flood, other = "flood", "other"
+    slots = {"max_requests": NUM_SLOTS}
+    server = borrow(*with_keys(*keys), decode=slots, chunk_tokens=CHUNK_TOKENS)
+    num = functools.partial(metric, server, key=AUDITOR)
     greedy = [
         {"prompt": list(case.prompt), "temperature": 0, "max_tokens": MAX_TOKENS} for case in cases
     ]
@@ -145,17 +143,17 @@ def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None
     greedy = [{**body, "return_token_ids": True} for body in greedy]
     bodies = [*greedy, *sampled]
     expected = asyncio.run(ask_as(server, flood, bodies))
-    assert metric(server, "hadal_gave_way_total") == 0, "there is no other tenant"
+    assert num("hadal_gave_way_total") == 0, "there is no other tenant"
 
     async def ask_beside() -> list[Any]:
         server.gate.hold(gate.DECODE, 10)
         flooding = asyncio.ensure_future(ask_as(server, flood, bodies))
         await wait_for(
-            lambda: metric(server, "hadal_generations_now", DECODING) == NUM_SLOTS,
+            lambda: num("hadal_generations_now", DECODING) == NUM_SLOTS,
             "the flood has all slots",
         )
         asking = asyncio.ensure_future(ask_as(server, other, bodies[:12]))
-        await wait_for(lambda: metric(server, "hadal_gave_way_total"), "one gave way")
+        await wait_for(lambda: num("hadal_gave_way_total"), "one gave way")
         server.gate.open()
         return [*await asking, *await flooding]
 
@@ -167,17 +165,18 @@ def test_a_flood_gives_way(start_server: StartServer, cases: list[Case]) -> None
 @OTHER_WAY
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_killed_midway(start_server: StartServer, cases: list[Case], victim: str) -> None:
-    server = start_server()
+def test_killed_midway(mortal: StartServer, cases: list[Case], victim: str) -> None:
+    server = mortal()
+    before = metric(server, "hadal_retries_total")
 
     async def kill() -> None:
-        await kill_at_work(server, victim)
+        await kill_at_work(server, victim, num_steps=3 if victim == "decode-0" else 0)
 
     outputs = asyncio.run(
         complete_all(server.url, server.model, cases, concurrency=CONCURRENCY, while_running=kill)
     )
     assert differences(cases, outputs) == []
-    assert metric(server, "hadal_retries_total") > 0, (
+    assert metric(server, "hadal_retries_total") > before, (
         "nothing was in flight at the unit; this test shows nothing"
     )
 

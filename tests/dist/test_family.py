@@ -23,13 +23,9 @@ ASKED = "2 + 2? 世界 🙂"
 NAMES = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
 
-@pytest.mark.more(
-    "a model of another family is written and served; tests/unit/model has its logits"
-)
-@pytest.mark.slow("a model is written, quantised and served")
 @pytest.mark.more("unit tests hold its configuration, weights, tokens and template")
 @pytest.mark.slow("a checkpoint is written and quantised")
-def test_a_small_kimi_is_served(tmp_path: Path, start_server: StartServer) -> None:
+def test_a_small_kimi_is_served(tmp_path: Path, borrow: StartServer) -> None:
     tokens = some_tokens()
     named = {content: len(tokens) + 2 + i for i, content in enumerate(NAMES)}
     write_folder(tmp_path)
@@ -45,7 +41,7 @@ def test_a_small_kimi_is_served(tmp_path: Path, start_server: StartServer) -> No
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": end, "do_sample": False})
     )
-    server = start_server("--model", str(tmp_path), "--model-name", "kimi")
+    server = borrow("--model", str(tmp_path), "--model-name", "kimi")
     asked = {
         "model": "kimi",
         "messages": [{"role": "user", "content": ASKED}],

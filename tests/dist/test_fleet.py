@@ -105,7 +105,7 @@ def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer
     assert server.stop() == 0
 
 
-@pytest.mark.more("test_supervision kills units in `make test`")
+@pytest.mark.full  # test_supervision kills units, and roles/test_fleet a fleet's.
 def test_a_unit_of_the_fleet_that_dies_is_replaced(start_server: StartServer) -> None:
     """Units say themselves how much they may be asked for, and one of them is enough for this."""
     server = start_server(fleet=FLEET)

@@ -8,17 +8,16 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from tests.dist.conftest import StartServer
+from tests.dist.answers import PROMPT, Asked, ask_all, events_of
 from tests.dist.oracle import FULL
-from tests.dist.serving import Server, kill_at_work, metric
-from tests.dist.test_drafts import ask_all, what_came
+from tests.dist.serving import Server, StartServer, kill_at_work, metric
+from tests.dist.test_drafts import what_came
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
 from tests.schemas import SCHEMAS, closed
@@ -32,6 +31,7 @@ rounding moves where a request is computed anew (LOG.md).
 """
 NUM_EACH = 10 if FULL else 2
 SERVED = pytest.mark.more("drafts, ranks, kills and preemption, each with a server of its own")
+COMPLETIONS = "/v1/completions"
 MAX_TOKENS = 240
 PROMPTS = ["Write JSON: ", "2 + 2 = ", "Q: Which word is it?\nA: "]
 
@@ -43,7 +43,7 @@ def response_format(schema: dict[str, Any] | None) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": own}
 
 
-def bodies_of(seed: int, max_tokens: int = MAX_TOKENS) -> list[dict[str, Any]]:
+def bodies_of(seed: int) -> list[dict[str, Any]]:
     """Requests at random under every schema; those of no schema stand among them."""
     rng = random.Random(seed)
     bodies: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def bodies_of(seed: int, max_tokens: int = MAX_TOKENS) -> list[dict[str, Any]]:
         for name, schema in SCHEMAS.items():
             body = {
                 "prompt": rng.choice(PROMPTS),
-                "max_tokens": rng.choice([20, max_tokens]),
+                "max_tokens": rng.choice([20, MAX_TOKENS]),
                 "seed": 1000 * number + rng.randrange(1000),
                 **DRAWN,
                 "return_token_ids": True,
@@ -83,65 +83,38 @@ def num_valid(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def seed() -> int:
-    return fresh().randrange(2**31)
-
-
-@pytest.fixture(scope="module")
-def bodies(seed: int) -> list[dict[str, Any]]:
+def requests() -> Asked:
+    seed = fresh().randrange(2**31)
     print("requests: seed", seed)
-    return bodies_of(seed)
-
-
-@pytest.fixture(scope="module")
-def answers() -> list[Any]:
-    """Answers of a server of two units of one rank, without drafts, once they are there."""
-    return []
+    return Asked(COMPLETIONS, bodies_of(seed), what_came)
 
 
 @pytest.fixture
-def expected(
-    request: pytest.FixtureRequest, bodies: list[dict[str, Any]], answers: list[Any]
-) -> list[Any]:
-    if not answers:
-        server = request.getfixturevalue("server")
-        answers += asyncio.run(ask_all(server, bodies))
-        assert num_valid(bodies, answers) > len(bodies) / 5
-    return answers
-
-
-def assert_same(
-    server: Server,
-    bodies: list[dict[str, Any]],
-    expected: list[Any],
-    while_running: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    answers = asyncio.run(ask_all(server, bodies, while_running))
-    for body, ours, theirs in zip(bodies, answers, expected, strict=True):
-        assert what_came(ours) == what_came(theirs), body
+def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
+    """The requests, answered by a server of two units of one rank, without drafts."""
+    if not requests.answers:
+        requests.ask(request.getfixturevalue("server"))
+        assert num_valid(requests.bodies, requests.answers) > len(requests.bodies) / 5
+    return requests
 
 
 @SERVED
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3, "auto"] if FULL else [2])
-def test_drafts_change_nothing(
-    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], drafts: int | str
-) -> None:
+def test_drafts_change_nothing(mortal: StartServer, asked: Asked, drafts: int | str) -> None:
     server = mortal(decode={"drafts": drafts})
-    assert_same(server, bodies, expected)
+    asked.assert_same(server)
     assert metric(server, "hadal_drafts_accepted_total") > 0
 
 
 @SERVED
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_units_that_are_killed(
-    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
-) -> None:
+def test_units_that_are_killed(mortal: StartServer, asked: Asked, victim: str) -> None:
     server = mortal(decode={"drafts": 2})
     before = metric(server, "hadal_retries_total")
     num_steps = 3 if victim == "decode-0" else 0
-    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim, num_steps))
+    asked.assert_same(server, lambda: kill_at_work(server, victim, num_steps))
     assert metric(server, "hadal_retries_total") > before
 
 
@@ -150,32 +123,27 @@ def test_units_that_are_killed(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0.2", "decode-0"])
 def test_a_rank_and_a_leader_that_are_killed(
-    mortal: StartServer, bodies: list[dict[str, Any]], expected: list[Any], victim: str
+    mortal: StartServer, asked: Asked, victim: str
 ) -> None:
     """A dead rank's requests go on elsewhere, and a dead leader's where they are."""
     server = mortal(prefill=units(2), decode={**units(4), "drafts": 1})
-    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim))
+    asked.assert_same(server, lambda: kill_at_work(server, victim))
 
 
 @SERVED
 @pytest.mark.timeout(900)
-def test_preemption(borrow: StartServer, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
+def test_preemption(borrow: StartServer, asked: Asked) -> None:
     server = borrow(
         decode={"kv_blocks": 5, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
     )
-    assert_same(server, bodies, expected)
+    asked.assert_same(server)
     assert metric(server, "hadal_preemptions_total") > 0
 
 
-async def chat(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+def chat(server: Server, body: dict[str, Any], content: str = PROMPT) -> dict[str, Any]:
     """The first choice of a chat."""
-    messages = [{"role": "user", "content": "What is 12 + 30?"}]
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-        reply = await client.post(
-            "/v1/chat/completions", json={"model": server.model, "messages": messages, **body}
-        )
-    assert reply.status_code == 200, reply.text
-    choice = reply.json()["choices"][0]
+    asked = {"messages": [{"role": "user", "content": content}], **body}
+    (choice,) = asyncio.run(ask_all(server, "/v1/chat/completions", [asked]))[0]
     assert isinstance(choice, dict)
     return choice
 
@@ -185,10 +153,10 @@ def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
     small = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = closed(sum=small, sure={"type": "boolean"})
     greedy = {"temperature": 0, "max_tokens": 600, "return_token_ids": True}
-    free = asyncio.run(chat(server, {**greedy, "thinking": True}))
+    free = chat(server, {**greedy, "thinking": True})
     for thinking in (True, False):
         held = {**greedy, "thinking": thinking, "response_format": response_format(schema)}
-        choice = asyncio.run(chat(server, held))
+        choice = chat(server, held)
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
         reasoning = free["message"]["reasoning_content"] if thinking else None
@@ -207,7 +175,7 @@ def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> No
     greedy = {"prompt": prompt, "temperature": 0, "max_tokens": 60, "return_token_ids": True}
     schemas: list[dict[str, Any]] = [{"type": "integer"}, {"enum": [7, 42, "42"]}, {}]
     bodies = [greedy, *({**greedy, "response_format": response_format(one)} for one in schemas)]
-    free, *held = map(what_came, asyncio.run(ask_all(server, bodies)))
+    free, *held = map(what_came, asyncio.run(ask_all(server, COMPLETIONS, bodies)))
     assert [(text, finish) for _, text, finish in free] == [("42", "stop")]
     assert held == [free] * len(schemas)
 
@@ -224,13 +192,13 @@ def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
     for temperature in (0, TEMPERATURE):
         for content in ("Hi", "What is 12 + 30?", "Write JSON."):
             body = {
-                "messages": [{"role": "user", "content": content}],
                 "temperature": temperature,
                 "seed": 1,
                 "max_tokens": 400,
                 "response_format": response_format(schema),
+                "thinking": False,
             }
-            choice = asyncio.run(chat(server, {**body, "thinking": False}))
+            choice = chat(server, body, content)
             text = choice["message"]["content"]
             runs = re.findall(r"\s+", text)
             assert max(map(len, runs), default=0) <= 23, text
@@ -243,26 +211,17 @@ def test_streams_and_limits(server: Server) -> None:
     """In a stream come the same texts; an answer that is cut off says so."""
     schema = closed(words={"type": "array", "items": {"type": "string"}, "minItems": 40})
     body = {
-        "model": server.model,
         "prompt": "Words: ",
         "max_tokens": 30,
         "seed": 5,
         **DRAWN,
         "response_format": response_format(schema),
     }
-    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S).json()[
-        "choices"
-    ][0]
+    ((whole,),) = asyncio.run(ask_all(server, COMPLETIONS, [body]))
     assert whole["finish_reason"] == "length"
     assert whole["text"].lstrip().startswith("{")
-    text = ""
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=DEADLINE_S
-    ) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-    assert text == whole["text"]
+    events = events_of(server, COMPLETIONS, body)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
 
 
 @pytest.mark.promise(

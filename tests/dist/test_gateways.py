@@ -127,11 +127,9 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(mortal: StartServer)
 
 
 @pytest.mark.parametrize("is_front_killed", [False, True])
-def test_a_drain_waits_for_the_streams_of_both(
-    start_server: StartServer, is_front_killed: bool
-) -> None:
+def test_a_drain_waits_for_the_streams_of_both(ending: StartServer, is_front_killed: bool) -> None:
     """Of the other's where the front is being replaced."""
-    server = start_server("--gateways", "2")
+    server = ending("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
     asking = streaming(server, *([OTHER] if is_front_killed else [FRONT, OTHER]))
     if is_front_killed:

@@ -56,17 +56,6 @@ def test_tcp_gives_the_plain_loops_tokens(borrow: StartServer) -> None:
     served(borrow(handover="tcp"), everyday_cases(8, seed=61), "tcp")
 
 
-@pytest.mark.more("the other live tests take shared memory")
-def test_shared_memory_is_taken_on_one_host(server: Server, cases: list[Case]) -> None:
-    served(server, cases, "shm")
-
-
-@pytest.mark.more("test_hosts has ranks that pull over tcp")
-def test_ranks_pull_over_tcp(borrow: StartServer, cases: list[Case]) -> None:
-    two = {"ranks": 2, "threads": 1}
-    served(borrow(handover="tcp", prefill=two, decode=two), cases[:12], "tcp")
-
-
 @pytest.mark.promise(
     "The request is prefilled again elsewhere; what was pulled early is pulled again."
 )

@@ -18,6 +18,7 @@ import pytest
 
 from tests.dist import gate
 from tests.dist.cached import settle
+from tests.dist.pool import OUTPUT_TOKENS
 from tests.dist.served import fork
 from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, metric
 from tests.unit.runtime.ledger.test_outbox import left_in
@@ -187,6 +188,7 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     }
     fields = report(path)
     assert {name: fields[name] for name in expected} == expected
+    assert metric(server, OUTPUT_TOKENS) == expected["tokens_out"]
     assert expected["tokens_hit"] > 0
     assert fields["retries"] >= NUM_LONG, "each of the long streams lost its unit"
     hit, miss, out = (expected[f"tokens_{kind}"] for kind in ("hit", "miss", "out"))

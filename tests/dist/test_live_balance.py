@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle
 from typing import Any
@@ -22,8 +22,9 @@ import pytest
 from bench.live_installs import FLIPPED, STAGING
 from bench.live_load import Ask, ClosedLoop, http_client
 from tests.dist import eager
+from tests.dist.conftest import starting
 from tests.dist.oracle import Case, everyday_cases, make_cases
-from tests.dist.serving import FORMED, RANKED, Server, StartServer, metric
+from tests.dist.serving import FORMED, RANKED, Server, metric
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.waiting import wait_for
@@ -43,6 +44,12 @@ ABANDONED = "keeps its placement: the formation is over"
 PATIENT: dict[str, Any] = {**RANKED, "rank_timeout_s": 60.0, "unit_timeout_s": 90.0}
 """No process is replaced however busy the machine is."""
 MOVED = ("hadal_replicas_moved_total", "hadal_requests_moved_total")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with starting() as start:
+        yield start(environment=eager.ENVIRONMENT, **PATIENT)
 
 
 class Load:
@@ -79,12 +86,11 @@ async def loaded(server: Server, groups: Sequence[Sequence[Case]]) -> AsyncItera
 
 @pytest.mark.promise("Results do not depend on it, so tokens never change.")
 @pytest.mark.campaign("more prompts, some of them fresh")
-@pytest.mark.slow("a server of six ranks that serves until experts and a request have moved")
-def test_experts_and_requests_move_and_no_token_shows_it(start_server: StartServer) -> None:
+@pytest.mark.slow("it serves until experts and a request have moved")
+def test_experts_and_requests_move_and_no_token_shows_it(server: Server) -> None:
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
     cases = everyday_cases(NUM_CASES, seed=23) + make_cases(NUM_FRESH, seed=seed)
-    server = start_server(environment=eager.ENVIRONMENT, **PATIENT)
     pids, formation = server.pids(), metric(server, "hadal_unit_formation", LABEL)
 
     async def scene() -> None:
@@ -112,23 +118,18 @@ def newest_formation(server: Server) -> tuple[int, int]:
     return max(formed)
 
 
-@pytest.mark.more("a server of its own, killed; simulated units do it at every seed")
-@pytest.mark.slow("a server of six ranks, of which one is started again")
-def test_a_rank_dies_while_experts_move(start_server: StartServer) -> None:
+@pytest.mark.more("simulated units do it at every seed")
+@pytest.mark.slow("a rank is started again")
+def test_a_rank_dies_while_experts_move(server: Server) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
     cases = everyday_cases(NUM_CASES, seed=23)
     groups = [cases[first : first + NUM_SKEWED] for first in range(0, NUM_CASES, NUM_SKEWED)]
-    num_hit = 0
     for _ in range(NUM_KILLS):
-        # Each on a new server: at its first placement experts have to move.
-        server = start_server(environment=eager.ENVIRONMENT, **RANKED)
         asyncio.run(one_kill(server, rng, groups))
-        num_hit += ABANDONED in server.log()
         assert len(server.shared_pools()) == 2 + 4
-        assert server.stop() == 0
-    print(f"{num_hit} of {NUM_KILLS} kills hit an installation")
+    print(f"{server.log().count(ABANDONED)} of {NUM_KILLS} kills hit an installation")
 
 
 async def one_kill(server: Server, rng: random.Random, groups: Sequence[Sequence[Case]]) -> None:
@@ -139,7 +140,8 @@ async def one_kill(server: Server, rng: random.Random, groups: Sequence[Sequence
             load.loop.check()
             return len(re.findall(pattern.format(unit=UNIT), server.log(), re.M))
 
-        await wait_for(lambda: num_lines(STAGING), "an installation begins")
+        num_staged = num_lines(STAGING)
+        await wait_for(lambda: num_lines(STAGING) > num_staged, "an installation begins")
         number, size = newest_formation(server)
         rank = f"{UNIT}.{rng.randrange(size)}"
         old_pid = server.kill(rank)

@@ -17,8 +17,8 @@ import pytest
 
 from evals.run import held_out_examples, request_body
 from evals.tasks import TASKS, Example
-from tests.dist.keyed import ask, header, keys_command, model_of
-from tests.dist.serving import Server, StartServer
+from tests.dist.keyed import AUDITOR, ask, header, model_of, with_keys
+from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
 from tests.levels import FULL
 from tests.waiting import DEADLINE_S, wait_until
@@ -129,46 +129,25 @@ def resident_mb(pid: int) -> float:
     return (int(fields["RssAnon"].split()[0])) / 1024
 
 
-def audit(server: Server, key: str) -> dict[str, object]:
-    """Every ledger's check(), and what is held."""
-    reply: dict[str, object] = httpx.get(
-        f"{server.url}/audit", headers=header(key), timeout=30
-    ).json()
-    return reply
-
-
 @pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
 @pytest.mark.more("hundreds of requests")
 @pytest.mark.slow("hundreds of requests")
 @pytest.mark.timeout(600)
-def test_everyone_else_finishes_and_nothing_leaks(start_server: StartServer, folder: Path) -> None:
+def test_everyone_else_finishes_and_nothing_leaks(borrow: StartServer) -> None:
+    """What is left of blocks and slots, the audit of the pool finds."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
     examples = held_out_examples(8, seed=5, tasks=(*TASKS, "tools", "schema"))
-    path = folder / "keys.txt"
-    keys = [
-        keys_command(path, "add", "free", "--right", "operator"),
-        keys_command(path, "add", "held", "--requests", str(MOST_AT_ONCE)),
-    ]
-    server = start_server("--api-keys-file", str(path))
+    keys = ["sk-free", "sk-held"]
+    server = borrow(*with_keys("sk-free", f"sk-held requests={MOST_AT_ONCE}"))
     asyncio.run(load(server, keys, examples, NUM_FIRST, rng))
     before = {name: resident_mb(pid) for name, pid in server.pids().items()}
     ends = asyncio.run(load(server, keys, examples, NUM_REQUESTS, rng))
     after = {name: resident_mb(pid) for name, pid in server.pids().items()}
     assert set(ends) <= {"left", "done", "refused"}, set(ends)
     assert {"left", "done"} <= set(ends)
-
-    def is_idle() -> bool:
-        units = audit(server, keys[0])["units"]
-        assert isinstance(units, dict)
-        return all(
-            unit["num_blocks_used"] == 0 and unit["num_requests"] == 0 for unit in units.values()
-        )
-
-    wait_until(is_idle, "every block and slot is free")
-    problems = audit(server, keys[0])["problems"]
-    assert problems == []
+    wait_until(lambda: metric(server, "hadal_generations_now", key=AUDITOR) == 0, "all have ended")
     grown = {
         name: (before[name], after[name])
         for name in before

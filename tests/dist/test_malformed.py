@@ -39,51 +39,35 @@ def model(server: Server) -> str:
     return server.model
 
 
-def throw(client: httpx.Client, path: str, body: bytes) -> None:
-    reply = client.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert reply.status_code in (200, 400, 404), (reply.status_code, reply.text, body)
-    if reply.status_code != 200:
-        own = {"message", "type"}
-        expected = own if "/messages" in path else own | {"param", "code"}
-        assert set(reply.json()["error"]) == expected
+PATH_TO_BODIES: dict[str, tuple[dict[str, Any], Any]] = {
+    "/v1/chat/completions": (TEXT, CHAT_FIELDS),
+    "/v1/completions": ({"prompt": "hi", "max_tokens": 2}, COMPLETION_FIELDS),
+    "/v1/messages": (TEXT, MESSAGES_FIELDS),
+    "/anthropic/v1/messages/count_tokens": (TEXT, MESSAGES_FIELDS),
+    "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, RESPONSES_FIELDS),
+}
+"""Path -> a body that is taken, and what its fields may be."""
 
 
 # The server is the same for all examples, and each leaves it clean.
-any_data = settings(
+@settings(
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
         HealthCheck.function_scoped_fixture,
     ]
 )
-
-
-@any_data
+@pytest.mark.parametrize("path", PATH_TO_BODIES)
 @given(st.data())
-def test_chat(client: httpx.Client, model: str, data: st.DataObject) -> None:
-    throw(client, "/v1/chat/completions", data.draw(bodies({"model": model, **TEXT}, CHAT_FIELDS)))
-
-
-@any_data
-@given(st.data())
-def test_completion(client: httpx.Client, model: str, data: st.DataObject) -> None:
-    valid = {"model": model, "prompt": "hi", "max_tokens": 2}
-    throw(client, "/v1/completions", data.draw(bodies(valid, COMPLETION_FIELDS)))
-
-
-@any_data
-@given(st.data())
-def test_message(client: httpx.Client, model: str, data: st.DataObject) -> None:
-    body = data.draw(bodies({"model": model, **TEXT}, MESSAGES_FIELDS))
-    throw(client, "/v1/messages", body)
-    throw(client, "/anthropic/v1/messages/count_tokens", body)
-
-
-@any_data
-@given(st.data())
-def test_response(client: httpx.Client, model: str, data: st.DataObject) -> None:
-    valid = {"model": model, "input": "hi", "max_output_tokens": 2}
-    throw(client, "/v1/responses", data.draw(bodies(valid, RESPONSES_FIELDS)))
+def test_bodies(client: httpx.Client, model: str, path: str, data: st.DataObject) -> None:
+    valid, fields = PATH_TO_BODIES[path]
+    body = data.draw(bodies({"model": model, **valid}, fields))
+    reply = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code in (200, 400, 404), (reply.status_code, reply.text, body)
+    if reply.status_code != 200:
+        own = {"message", "type"}
+        expected = own if "/messages" in path else own | {"param", "code"}
+        assert set(reply.json()["error"]) == expected
 
 
 def exchange(server: Server, data: bytes) -> bytes:

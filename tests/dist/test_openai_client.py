@@ -134,18 +134,6 @@ def test_seed_and_choices(client: OpenAI, model: str) -> None:
     assert texts(None, 2) != texts(None, 2)
 
 
-@FEW
-def test_choices_in_a_stream(client: OpenAI, model: str) -> None:
-    finishes: dict[int, str] = {}
-    for chunk in client.chat.completions.create(
-        model=model, messages=MESSAGES, max_tokens=10, n=3, stream=True
-    ):
-        for choice in chunk.choices:
-            if choice.finish_reason:
-                finishes[choice.index] = choice.finish_reason
-    assert sorted(finishes) == [0, 1, 2]
-
-
 def test_stop(client: OpenAI, model: str) -> None:
     asked = {
         "model": model,
@@ -191,26 +179,6 @@ def test_chat_logprobs(client: OpenAI, model: str) -> None:
         assert entry["logprob"] == pytest.approx(best[0])  # Greedy.
 
 
-@FEW
-def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
-    reply = client.completions.create(
-        model=model, prompt="once", max_tokens=6, logprobs=2, temperature=0, extra_body=LONG
-    )
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
-    assert (
-        len(logprobs.tokens or ())
-        == len(logprobs.token_logprobs or ())
-        == len(logprobs.text_offset or ())
-        == 6
-    )
-    assert all(len(top) >= 2 for top in logprobs.top_logprobs or ())
-    echoed = client.completions.create(
-        model=model, prompt=["once", "twice"], max_tokens=3, temperature=0, echo=True
-    )
-    assert [choice.text[:4] for choice in echoed.choices] == ["once", "twic"]
-
-
 class Verdict(BaseModel):
     """What an answer is parsed into."""
 
@@ -231,62 +199,14 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI, model: str) -> None:
     assert isinstance(reply.choices[0].message.parsed, Verdict)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": 3}, "temperature"),
-        pytest.param({"messages": []}, "messages", marks=FEW),
-        pytest.param({"n": 1000}, "n", marks=FEW),
-        pytest.param({"stop": [""]}, "stop", marks=FEW),
-        pytest.param({"response_format": {"type": "xml"}}, "response_format", marks=FEW),
-        pytest.param(
-            {
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-                "tool_choice": {"type": "function", "function": {"name": "g"}},
-            },
-            "tool_choice",
-            marks=FEW,
-        ),
-        pytest.param(
-            {"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages", marks=FEW
-        ),
-    ],
-)
-def test_bad_requests(client: OpenAI, model: str, fields: dict[str, object], param: str) -> None:
+def test_a_bad_request(client: OpenAI, model: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(
-                **{"model": model, "messages": MESSAGES, "stream": stream, **fields}
+                model=model, messages=MESSAGES, stream=stream, temperature=3
             )
-        assert caught.value.param == param
-        assert param in str(caught.value)
-
-
-@FEW
-def test_not_found(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="other", messages=MESSAGES)
-    assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="other", input="hi")
-
-
-@FEW
-def test_too_large(server: Server, client: OpenAI, model: str) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "a" * 5_000_000}]
-        )
-    assert caught.value.status_code == 413
-
-
-@FEW
-def test_metrics(server: Server, client: OpenAI, model: str) -> None:
-    before = metric(server, "hadal_output_tokens_total")
-    client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=9, extra_body=LONG)
-    assert metric(server, "hadal_output_tokens_total") == before + 9
-    assert metric(server, "hadal_units_up") == 2
-    assert metric(server, "hadal_kv_blocks") > 0
+        assert caught.value.param == "temperature"
+        assert "temperature" in str(caught.value)
 
 
 def test_many_at_once(server: Server, model: str) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
+from hadal.gateway.auth import Keys
 from hadal.gateway.chat import ChatFormat
 from hadal.gateway.http import Patience
 from hadal.gateway.openai import SamplingDefaults
@@ -31,10 +32,9 @@ from hadal.gateway.service import ServedModel
 from hadal.gateway.vocabulary import Vocabulary
 from tests.dist import gate
 from tests.dist.browser import NARROW, WAIT_MS, browsing, looking
-from tests.dist.keyed import keys_command
 from tests.dist.serving import RANKED, Server, StartServer
 from tests.unit.gateway.fake_units import Script
-from tests.unit.gateway.serving import serving
+from tests.unit.gateway.serving import Serving, serving
 from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabulary_of
 from tests.waiting import DEADLINE_S, join, wait_until
 
@@ -248,32 +248,55 @@ def caller(*, can_call: bool = True) -> Iterator[ServedModel]:
     marks = V31.marks if can_call else ()
     vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "</think>", *marks])
     end = vocabulary.control_ids[EOS]
-    with closing(ChatFormat(vocabulary, V31_TEMPLATE, BOS, EOS, "here")) as chat:
+    with closing(
+        ChatFormat(
+            vocabulary, {"default": V31_TEMPLATE}, {"bos_token": BOS, "eos_token": EOS}, "here"
+        )
+    ) as chat:
         yield ServedModel("caller", vocabulary, chat, 8192, 6000, (end,), None, SamplingDefaults())
 
 
+def ticking(vocabulary: Vocabulary) -> Script:
+    """Says the same for as long as it is listened to."""
+    ids = vocabulary.encode_plain("tick tock ")
+    return lambda generation, index: ids[index % len(ids)]
+
+
 @contextmanager
-def slow_chat(browser: Browser, *, can_call: bool = True) -> Iterator[Page]:
-    """A chat page of a model that goes on ticking."""
+def scripted(
+    browser: Browser,
+    script: Callable[[Vocabulary], Script] = ticking,
+    *,
+    can_call: bool = True,
+    **options: Any,
+) -> Iterator[tuple[Page, Serving]]:
+    """A chat page, and its gateway, whose units write a script."""
     with (
         caller(can_call=can_call) as model,
-        serving(model, ticking(model.vocabulary), step_s=0.1) as gateway,
+        serving(model, script(model.vocabulary), **options) as gateway,
         child("--url", gateway.url) as pages,
         looking(browser, pages) as page,
     ):
-        yield page
+        yield page, gateway
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[str]:
+    """The pages alone in a process of their own, as `hadal console` serves them."""
+    command = [sys.executable, "-m", "hadal.cli", "console", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip().removesuffix("/console")
+        finally:
+            process.terminate()
 
 
 @pytest.mark.promise("Esc stops an answer (and the server stops its work)")
 @MORE_PAGES
 def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
     """Its answer would take ten minutes. A page that lost its line has 20 s to come back."""
-    with (
-        caller() as model,
-        serving(model, lambda generation, index: 5, step_s=1.0) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with scripted(browser, lambda _: lambda *_: 5, step_s=1.0) as (page, gateway):
 
         def num_open() -> float:
             lines = httpx.get(f"{gateway.url}/metrics").text.splitlines()
@@ -284,12 +307,6 @@ def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
         wait_until(lambda: num_open() == 1, "an answer has begun")
         page.close()
         wait_until(lambda: num_open() == 0, "nobody makes it any more")
-
-
-def ticking(vocabulary: Vocabulary) -> Script:
-    """Says the same for as long as it is listened to."""
-    ids = vocabulary.encode_plain("tick tock ")
-    return lambda generation, index: ids[index % len(ids)]
 
 
 def kept_chat(number: int, result: str) -> tuple[str, str]:
@@ -310,12 +327,7 @@ def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser)
         kept_chat(number, 950_000 * "x") for number in range(1, 5)
     ]
     assert sum(len(text) for _, text in chats) > 4_400_000
-    with (
-        caller() as model,
-        serving(model, ticking(model.vocabulary)) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with scripted(browser) as (page, _):
         expect(page.locator(".h-empty")).to_be_visible()
         for name, text in chats:
             page.evaluate("([name, text]) => localStorage.setItem(name, text)", [name, text])
@@ -337,12 +349,7 @@ def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser)
 def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
     browser: Browser,
 ) -> None:
-    with (
-        caller() as model,
-        serving(model, ticking(model.vocabulary), step_s=0.05) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with scripted(browser, step_s=0.05) as (page, _):
         expect(page.locator(".h-empty")).to_be_visible()
         fill = """() => {
             for (let size = 1 << 22; size; size >>= 1)
@@ -372,7 +379,7 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
 @MORE_PAGES
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
     """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
-    with slow_chat(browser) as page:
+    with scripted(browser, step_s=0.1) as (page, _):
         ask(page, "first")
         answer = page.locator(".h-answer").last
         expect(answer).to_contain_text("tick tock")
@@ -401,19 +408,8 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
 @MORE_PAGES
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:
     limits = LimitsConfig(max_running=1, max_queued=0)
-    patience = Patience(retry_after_s=4.0)
-    with (
-        caller() as model,
-        serving(
-            model,
-            ticking(model.vocabulary),
-            step_s=0.05,
-            limits=limits,
-            patience=patience,
-        ) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    options = {"limits": limits, "patience": Patience(retry_after_s=4.0), "step_s": 0.05}
+    with scripted(browser, **options) as (page, gateway):
         body = {"model": "caller", "prompt": "a", "stream": True}
         url = f"{gateway.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as other:
@@ -433,12 +429,8 @@ def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: B
 
 @MORE_PAGES
 def test_a_key_is_forgotten(browser: Browser) -> None:
-    with (
-        caller() as model,
-        serving(model, ticking(model.vocabulary), keys=("mine",)) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with scripted(browser, keys=("mine",)) as (page, _):
+        pages = page.url.rstrip("/")
         forget = page.locator("[aria-label='Forget key']")
         for path in ("/", "/console"):
             page.goto(pages + path)
@@ -501,7 +493,7 @@ def test_nothing_is_lost_while_the_server_is_away_or_another_page_asks(browser: 
 
 @MORE_PAGES
 def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
-    with slow_chat(browser) as page:
+    with scripted(browser, step_s=0.1) as (page, _):
         ask(page, "first")
         expect(page.locator(".h-answer").last).to_contain_text("tick tock")
         other = page.context.new_page()
@@ -529,12 +521,7 @@ def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
     """Several calls at once, one of them wrong: the gateway is the real one, its units write a
     script.
     """
-    with (
-        caller() as model,
-        serving(model, calling(model.vocabulary), step_s=0.002) as gateway,
-        child("--url", gateway.url) as pages,
-        looking(browser, pages) as page,
-    ):
+    with scripted(browser, calling, step_s=0.002) as (page, _):
         ask(page, "What is 4321 * 1234?")
         done(page, 2)
         cards = page.locator(".h-call")
@@ -543,18 +530,6 @@ def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
         expect(cards.first).to_contain_text("5332114")
         expect(cards.last).to_contain_text("km measures length and kg measures mass.")
         expect(page.locator(".h-md strong")).to_have_text("5332114")
-
-
-@contextmanager
-def child(*arguments: str) -> Iterator[str]:
-    """The pages alone in a process of their own, as `hadal console` serves them."""
-    command = [sys.executable, "-m", "hadal.cli", "console", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip().removesuffix("/console")
-        finally:
-            process.terminate()
 
 
 @MORE_PAGES
@@ -577,7 +552,7 @@ def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> 
 
 @MORE_PAGES
 def test_a_model_without_tools_is_asked_without_them(browser: Browser) -> None:
-    with slow_chat(browser, can_call=False) as page:
+    with scripted(browser, can_call=False, step_s=0.1) as (page, _):
         ask(page, "first")
         expect(page.locator(".h-answer").last).to_contain_text("tick tock")
         page.keyboard.press("Escape")
@@ -684,40 +659,32 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
 
 
 @MORE_PAGES
-def test_keys_guard_chat_and_console_until_they_are_withdrawn(
-    start_server: StartServer, browser: Browser, tmp_path: Path
-) -> None:
-    path = tmp_path / "keys.txt"
-    path.write_text("asks-only\nruns-all name=op operator\n")
-    path.chmod(0o600)
-    server = start_server("--api-keys-file", str(path), console=PAGES)
-    url = pages_of(server)
-    with looking(browser, url) as page:
+def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) -> None:
+    """That a key in a file is withdrawn while a server runs: test_quotas."""
+    left = "asks-only"
+    with scripted(browser, keys=(left, "runs-all name=op operator")) as (page, gateway):
+        url = page.url.rstrip("/")
         expect(page.locator(".h-door")).to_be_visible()
         assert page.locator("#h-input").count() == 0
         page.fill(".h-door input", "wrong")
         page.click(".h-door .h-primary")
         expect(page.locator(".h-bad")).to_contain_text("not known")
-        page.fill(".h-door input", "asks-only")
+        page.fill(".h-door input", left)
         page.click(".h-door .h-primary")
         expect(page.locator("#h-input")).to_be_visible()
         page.goto(f"{url}/console")
         expect(page.locator(".h-bad")).to_contain_text("no right to operate")
-        assert page.locator(".h-unit").count() == 0, "nothing is shown before"
+        assert page.locator(".h-tabs button").count() == 0, "nothing is shown before"
         page.fill(".h-door input", "runs-all")
         page.press(".h-door input", "Enter")
-        expect(page.locator(".h-unit", has_text="decode-0")).to_be_visible()
-        assert page.evaluate("localStorage.getItem('hadal.key')") == "asks-only", "the chat's own"
-        keys_command(path, "revoke", "op")
+        expect(page.locator(".h-tabs button").first).to_be_visible()
+        assert page.evaluate("localStorage.getItem('hadal.key')") == left, "the chat's own"
+        gateway.world.gateway.take_keys(Keys([left]))
         expect(page.locator(".h-problem")).to_contain_text("not known")
         assert page.locator(".h-tabs button").count() == 0, "they would show what others still see"
         assert page.locator(".h-unit").count() == 0
-    assert httpx.get(f"{server.url}/status").status_code == 401
-    refused = httpx.get(url, headers={"Host": "evil.example"})
-    assert refused.status_code == 403
-    log = server.log()
-    assert "asks-only" not in log
-    assert "runs-all" not in log
+        assert httpx.get(f"{gateway.url}/status").status_code == 401
+        assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
 
 
 @pytest.mark.slow("seconds of 278 nodes are simulated")

@@ -4,19 +4,17 @@ gate that holds a stream under way.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.dist import gate
+from tests.dist.answers import asked, events_of
 from tests.dist.pool import OUTPUT_TOKENS, Pool
 from tests.dist.serving import Server, metric
 from tests.waiting import join, wait_until
 
-TIMEOUT_S = 180.0
 FIELDS = {"limits": {"max_queued": 7}}
 """A configuration that no other test has."""
 
@@ -30,19 +28,8 @@ def own_pool() -> Iterator[Pool]:
 
 def pieces(server: Server, num_tokens: int) -> Iterator[str]:
     """Yield the tokens of a completion as they come."""
-    body = {
-        "model": server.model,
-        "prompt": "held",
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    for event in events_of(server, "/v1/completions", asked(server, num_tokens, "held")):
+        yield event["choices"][0]["text"]
 
 
 def test_a_server_is_borrowed_again_unless_it_is_dirty(own_pool: Pool) -> None:

@@ -4,7 +4,6 @@ schedules and caches; in the forms that evaluation harnesses and vLLM's clients 
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 
 from hadal.runtime.resolve import model_folder
-from tests.dist.conftest import StartServer
-from tests.dist.serving import RANKED, Server
+from tests.dist.answers import events_of
+from tests.dist.serving import RANKED, Server, StartServer
 from tests.unit.model.checkpoints import dequantise
 from tests.waiting import DEADLINE_S
 
-TIMEOUT_S = 180.0
 TOLERANCE = 1e-4
-OTHER_WAY = pytest.mark.more("another way to serve; one rank is in `make test`")
+OTHER_WAY = pytest.mark.more("tests/unit/roles/prefill has the scores of each chunk")
 LENGTHS = (1, 2, 63, 64, 65, 130, 400)
 Scores = list[tuple[float, int, list[float]]]
 """Of every token behind the first: its log-probability, its rank, and the five best ones'."""
@@ -96,7 +94,7 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
     "All of such a prompt is computed: it has no names, so nothing of it is found in a "
     "cache or left there."
 )
-@pytest.mark.more("transformers is imported; tests/unit/roles/prefill has the scores of each chunk")
+@OTHER_WAY
 @pytest.mark.slow("transformers is imported, and scores the prompts")
 def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Scores]) -> None:
     """Twice: what the first time left behind is not found."""
@@ -109,21 +107,13 @@ def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Score
     assert ask(server, prompt=prompts[0], max_tokens=1)["usage"]["prompt_cache_hit_tokens"] > 0
 
 
-@pytest.mark.more("other chunks and schedules give the same")
-def test_small_chunks_and_drafts(
-    borrow: StartServer, prompts: list[list[int]], expected: list[Scores]
-) -> None:
-    server = borrow(chunk_tokens=50, decode={"drafts": 1})
-    assert_scored(server, prompts, expected)
-
-
-@pytest.mark.more("other ranks and schedules give the same")
-def test_ranks_and_two_micro_batches(
+@OTHER_WAY
+def test_ranks_small_chunks_two_micro_batches_and_drafts(
     borrow: StartServer, prompts: list[list[int]], expected: list[Scores]
 ) -> None:
     prefill = {**RANKED["prefill"], "min_split_tokens": 2}
-    server = borrow(chunk_tokens=90, prefill=prefill, decode=RANKED["decode"])
-    assert_scored(server, prompts, expected)
+    decode = {**RANKED["decode"], "drafts": 1}
+    assert_scored(borrow(chunk_tokens=50, prefill=prefill, decode=decode), prompts, expected)
 
 
 @pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
@@ -155,21 +145,15 @@ def test_echo_is_what_harnesses_read(server: Server) -> None:
     assert found["token_logprobs"][1:] == logprobs
 
 
-@pytest.mark.more("in streams they are the same")
 @OTHER_WAY
 def test_streams_and_choices(server: Server) -> None:
     body = {"prompt": ["one two", "three"], "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2}
     whole = ask(server, **body, seed=3)["choices"]
     texts, logprobs = [""] * 4, [list[float | None]() for _ in range(4)]
-    given = {"model": server.model, "temperature": 0, "stream": True, "seed": 3, **body}
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=given, timeout=DEADLINE_S
-    ) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                texts[choice["index"]] += choice["text"]
-                if choice["logprobs"]:
-                    logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+    for event in events_of(server, "/v1/completions", {"temperature": 0, "seed": 3, **body}):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        if choice["logprobs"]:
+            logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
     assert texts == [choice["text"] for choice in whole]
     assert logprobs == [choice["logprobs"]["token_logprobs"] for choice in whole]

@@ -17,9 +17,9 @@ import sqlalchemy as sa
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
 from tests.dist import gate
-from tests.dist.keyed import ask, keys_command, model_of
+from tests.dist.keyed import AUDITOR, ask, keys_command, model_of, with_keys
 from tests.dist.postgres import postgres
-from tests.dist.serving import StartServer, metric
+from tests.dist.serving import Server, StartServer, metric
 from tests.dist.test_ledger_serving import rows, wait_for_rows
 from tests.dist.test_replay import check as replayed
 from tests.waiting import wait_until
@@ -27,6 +27,22 @@ from tests.waiting import wait_until
 ANSWERED = re.compile(r"^\S+ (gateway\S*) .*POST /v1/completions", re.M)
 """Gateway of a line of the log."""
 LIVE = pytest.mark.more("tests/unit has each of it without a server; one case of two tenants stays")
+PRICES = "1/1/2"
+PLAIN, SPENDER = "sk-plain", "sk-spender"
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text(f"{PLAIN} name=plain\n{SPENDER} name=spender dollars_per_day=0.0005\n")
+    path.chmod(0o600)
+    return path
+
+
+def twofold(mortal: StartServer, keys_file: Path) -> Server:
+    """Borrow a server of two gateways."""
+    path = ("--api-keys-file", str(keys_file))
+    return mortal(*with_keys(), *path, "--gateways", "2", ledger={"prices": PRICES})
 
 
 @pytest.mark.promise(
@@ -39,11 +55,9 @@ LIVE = pytest.mark.more("tests/unit has each of it without a server; one case of
 @LIVE
 @pytest.mark.slow("gateways look at the file every two seconds")
 def test_keys_are_added_and_revoked_while_two_gateways_serve(
-    start_server: StartServer, folder: Path
+    mortal: StartServer, keys_file: Path
 ) -> None:
-    path = folder / "keys.txt"
-    first = keys_command(path, "add", "first")
-    server = start_server("--gateways", "2", "--api-keys-file", str(path))
+    path, first, server = keys_file, PLAIN, twofold(mortal, keys_file)
     model = model_of(server, first)
 
     def statuses(key: str) -> set[int]:
@@ -78,16 +92,22 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     server.wait_restarted("gateway", old_pid)
     assert statuses(second) == {401}
     assert statuses(first) == {200}
+    assert not [key for key in (first, second, SPENDER) if key in server.log()]
 
 
 @pytest.fixture
-def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
-    """Where a ledger is to be kept, as `--ledger` has it."""
+def budgeted(
+    request: pytest.FixtureRequest, mortal: StartServer, start_server: StartServer, keys_file: Path
+) -> Iterator[tuple[Server, str]]:
+    """A server, and where its ledger is, as `--ledger` has it."""
     if request.param == "sqlite":
-        yield str(folder / "l.sqlite")
+        server = twofold(mortal, keys_file)
+        yield server, str(server.folder.parent / "ledger.sqlite")
         return
-    with postgres() as server:
-        yield server.url
+    with postgres() as database:
+        ledger = {"url": database.url, "prices": PRICES}
+        path = ("--api-keys-file", str(keys_file))
+        yield start_server(*with_keys(), *path, ledger=ledger), database.url
 
 
 @pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
@@ -96,27 +116,15 @@ def ledger(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
     " is put aside"
 )
 @LIVE
-@pytest.mark.parametrize(
-    ("ledger", "gateways"), [("sqlite", 2), ("postgresql", 1)], indirect=["ledger"]
-)
-def test_a_budget_is_kept_over_the_end_of_the_gateway(
-    start_server: StartServer, folder: Path, ledger: str, gateways: int
-) -> None:
+@pytest.mark.parametrize("budgeted", ["sqlite", "postgresql"], indirect=True)
+def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, str]) -> None:
     """The ledger says what was spent: never more than the budget, and after kill -9 the rest of it
     and not all of it again.
     """
-    path = folder / "keys.txt"
+    server, ledger = budgeted
     # A token read costs 1 micro-dollar and one drawn 2: 10 + 2 x 4 for each request at most.
     budget_micro_usd = 500
-    key = keys_command(path, "add", "spender", "--dollars-per-day", "0.0005")
-    other = keys_command(path, "add", "other")
-    server = start_server(
-        "--gateways",
-        str(gateways),
-        "--api-keys-file",
-        str(path),
-        ledger={"url": ledger, "prices": "1/1/2"},
-    )
+    key, other = SPENDER, PLAIN
     model = model_of(server, other)
     engine = sa.create_engine(ledger_url(ledger), poolclass=sa.NullPool)
 
@@ -154,7 +162,7 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(
         spending = spender.submit(spend)
         try:
             wait_until(
-                lambda: metric(server, "hadal_generations_now", key=other), "some are under way"
+                lambda: metric(server, "hadal_generations_now", key=AUDITOR), "some are under way"
             )
             server.kill("gateway")
         finally:
@@ -208,21 +216,20 @@ NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12
 
 @pytest.mark.slow("a flood of requests is answered")
 def test_a_flood_has_its_share_and_no_more_while_others_wait(
-    start_server: StartServer, folder: Path
+    borrow: StartServer, folder: Path
 ) -> None:
     """Counted in service and not in seconds: 40 requests of one tenant stand before 4 of each of three
     others, for 4 slots, and all of them are there before a slot is free.
     """
-    path, ledger = folder / "keys.txt", folder / "l.sqlite"
+    path, others = folder / "keys.txt", ("sk-a", "sk-b", "sk-c")
     flood = keys_command(path, "add", "flood")
-    others = {name: keys_command(path, "add", name) for name in ("a", "b", "c")}
-    server = start_server(
-        "--api-keys-file",
-        str(path),
-        ledger={"url": str(ledger)},
+    server = borrow(
+        *with_keys(*(f"{key} name={key}" for key in others)),
+        *("--api-keys-file", str(path)),
         decode={"max_requests": 4},
         limits={"max_queued": 1000},
     )
+    ledger = server.folder.parent / "ledger.sqlite"
     model = model_of(server, flood)
 
     def asks(key: str, number: int) -> None:
@@ -230,14 +237,14 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
         assert reply.status_code == 200, reply.text
 
     def num_open() -> float:
-        return metric(server, "hadal_generations_now", key=flood)
+        return metric(server, "hadal_generations_now", key=AUDITOR)
 
     server.gate.hold(gate.DECODE)
     num_all = NUM_FLOOD + NUM_OTHER * len(others)
     with ThreadPoolExecutor(num_all) as pool:
         asking = [pool.submit(asks, flood, number) for number in range(NUM_FLOOD)]
         wait_until(lambda: num_open() == NUM_FLOOD, "the flood is there")
-        for key in others.values():
+        for key in others:
             asking += [pool.submit(asks, key, number) for number in range(NUM_OTHER)]
         wait_until(lambda: num_open() == num_all, "all are there")
         server.gate.open()

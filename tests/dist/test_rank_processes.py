@@ -1,28 +1,39 @@
 """Units of many ranks as processes: ranks and leaders die or freeze while answers stream, no answer shows
 it, and the unit is whole again.
 
-One server takes all of it, so each test leaves it whole. `HADAL_LEVEL=all`: 30 rounds of each leader.
+One server takes all of it, so each test leaves it whole. `HADAL_LEVEL=all`: 30 rounds of each leader,
+50 kills and 20 stops of ranks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
 import pytest
 
 from tests.dist.answers import complete, under_way
-from tests.dist.conftest import starting
-from tests.dist.serving import FORMED, RANKED, Server, metric, noticed_in
+from tests.dist.oracle import complete_all, differences, everyday_cases
+from tests.dist.serving import (
+    FORMED,
+    RANKED,
+    Server,
+    StartServer,
+    kill_at_work,
+    metric,
+    noticed_in,
+)
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.processes import is_alive
 from tests.waiting import wait_until
 
 NUM_ROUNDS = 30 if FULL else 2 if MORE else 1
+NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (3, 1)
 NUM_TOKENS = 300 if FULL else 100 if MORE else 50
 """Of an answer during which a process is struck."""
 FEW_TOKENS = 20
@@ -37,18 +48,11 @@ OTHERS = pytest.mark.more(
 )
 
 
-@pytest.fixture(scope="module")
-def one_server() -> Iterator[Server]:
-    with starting() as start:
-        # Requests do not move between ranks: what moves when a leader dies is computed again.
-        yield start(**RANKED | {"decode": RANKED["decode"] | {"request_balance": "no_moves"}})
-
-
 @pytest.fixture
-def struck(one_server: Server) -> Iterator[Server]:
+def struck(mortal: StartServer) -> Server:
     """A server for tests that strike its ranks and leaders."""
-    yield one_server
-    one_server.gate.open()
+    # Requests do not move between ranks: what moves when a leader dies is computed again.
+    return mortal(**RANKED | {"decode": RANKED["decode"] | {"request_balance": "no_moves"}})
 
 
 def by_unit(server: Server, name: str) -> dict[str, float]:
@@ -79,6 +83,23 @@ def is_clean(server: Server) -> bool:
     return audit.status_code == 200 and len(server.shared_pools()) == sum(WHOLE.values())
 
 
+def wait_replaced(server: Server, victim: str, log_before: int) -> None:
+    """Wait until all others of a rank's unit have noticed that it was gone, and it is back."""
+    unit, _, rank = victim.rpartition(".")
+    everybody = set(range(len(RANKS[unit])))
+    noticed = {(unit, other, int(rank)) for other in everybody - {int(rank)}}
+    wait_until(
+        lambda: noticed_in(server.log()[log_before:]) >= noticed,
+        f"all others noticed that {victim} was gone",
+    )
+    wait_until(
+        lambda: formations(server.log()[log_before:], unit)[-1:] == [everybody],
+        f"{victim} belongs to {unit} again",
+    )
+    wait_until(lambda: is_whole(server), "all ranks are counted")
+    wait_until(lambda: is_clean(server), "nothing is held")
+
+
 def kill_until(server: Server, name: str, line: str) -> int:
     """Kill a process whenever it is started, until the log has `line`. Returns the last pid."""
     log_before, pid = len(server.log()), 0
@@ -97,15 +118,19 @@ def kill_until(server: Server, name: str, line: str) -> int:
     return pid
 
 
-def test_every_rank_has_a_process_a_pool_and_a_place_in_its_unit(ranked: Server) -> None:
-    pids = ranked.pids()
+def test_every_rank_has_a_process_a_pool_and_a_place_in_its_unit(struck: Server) -> None:
+    pids = struck.pids()
     assert set(pids) == {"gateway", *RANKS, *RANKS["prefill-0"], *RANKS["decode-0"]}
     assert len(set(pids.values())) == len(pids)
-    assert is_clean(ranked)
-    assert is_whole(ranked)
-    assert by_unit(ranked, "hadal_unit_formation") == dict.fromkeys(RANKS, 1.0)
+    assert is_clean(struck)
+    assert is_whole(struck)
+    assert by_unit(struck, "hadal_unit_formation") == dict.fromkeys(RANKS, 1.0)
 
 
+@pytest.mark.promise(
+    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
+    " request shows it"
+)
 @pytest.mark.promise("Its successor joins between two steps and takes its share back.")
 @pytest.mark.parametrize(
     ("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)]
@@ -122,19 +147,44 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     assert streams.join() == [text]
     struck.wait_restarted(victim, old_pid)
     assert not is_alive(old_pid)
-    everybody = set(range(len(RANKS[unit])))
-    wait_until(
-        lambda: formations(struck.log()[log_before:], unit)[-1:] == [everybody],
-        f"{victim} belongs to {unit} again",
-    )
-    noticed = {(unit, other, int(rank)) for other in everybody - {int(rank)}}
-    wait_until(
-        lambda: noticed_in(struck.log()[log_before:]) == noticed,
-        "all others noticed that it was gone",
-    )
+    wait_replaced(struck, victim, log_before)
+    assert {gone for *_, gone in noticed_in(struck.log()[log_before:])} == {int(rank)}
     assert text.startswith(complete(struck, FEW_TOKENS))
-    wait_until(lambda: is_whole(struck), "all ranks are counted")
-    wait_until(lambda: is_clean(struck), "nothing is held")
+
+
+@pytest.mark.promise(
+    "experts that have no replica left are read again by the survivors, whose requests "
+    "keep their KV and are rolled back to the last delivered token"
+)
+@OTHERS
+@pytest.mark.slow("many rounds")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("number", "num_rounds"), [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)]
+)
+def test_no_request_shows_that_any_rank_is_gone(
+    struck: Server, number: signal.Signals, num_rounds: int
+) -> None:
+    """A rank that is drawn, at a moment that is drawn, while 16 answers are under way."""
+    seed = 31 if FULL else fresh().randrange(2**31)
+    print(f"seed {seed}")
+    rng, cases = random.Random(seed), everyday_cases(24 if FULL else 16, seed=23)
+    longest = max(len(case.output) for case in cases)
+    for _ in range(num_rounds):
+        unit = rng.choice(sorted(RANKS))
+        victim, log_before = rng.choice(RANKS[unit]), len(struck.log())
+        # The longest answer cannot end within these steps.
+        num_steps = 0 if unit == "prefill-0" else rng.randrange(longest // 2)
+
+        async def strike(victim: str = victim, num_steps: int = num_steps) -> None:
+            await kill_at_work(struck, victim, num_steps, number)
+
+        rng.shuffle(cases)
+        outputs = asyncio.run(
+            complete_all(struck.url, struck.model, cases, concurrency=16, while_running=strike)
+        )
+        assert differences(cases, outputs) == [], f"{number.name} of {victim}"
+        wait_replaced(struck, victim, log_before)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +200,10 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
 def test_the_next_leader_takes_over_ranks_that_live_with_their_kv(
     struck: Server, leader: str, number: signal.Signals
 ) -> None:
-    text, random, ranks = complete(struck, NUM_TOKENS), fresh(), ranks_of(struck, leader)
+    text, rng, ranks = complete(struck, NUM_TOKENS), fresh(), ranks_of(struck, leader)
     for _ in range(NUM_ROUNDS if number == signal.SIGKILL else 1):
         log_before, num_retries = len(struck.log()), metric(struck, "hadal_retries_total")
-        streams = under_way(struck, leader, NUM_TOKENS, 3, random.randrange(5, NUM_TOKENS // 2))
+        streams = under_way(struck, leader, NUM_TOKENS, 3, rng.randrange(5, NUM_TOKENS // 2))
         old_pid = struck.kill(leader, number)
         struck.gate.open()
         assert streams.join() == [text] * 3

@@ -11,7 +11,6 @@ import json
 import random
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -26,11 +25,11 @@ from hadal.sim.replay.replay import ReplayReport, replay
 from tests.dist.serving import Server, StartServer, kill_at_work
 from tests.dist.test_load import load
 from tests.fresh import fresh
-from tests.levels import FULL, MORE
+from tests.levels import FULL
 from tests.unit.sim.recorded import replay_alone
 from tests.waiting import join
 
-NUM_REQUESTS, NUM_AFTER = (1000, 40) if FULL else (60, 20) if MORE else (30, 10)
+NUM_REQUESTS, NUM_AFTER = (1000, 40) if FULL else (30, 10)
 CONCURRENCY = 32
 FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
 """What clients and a signal do. All else has to come of what the roles themselves say and ask
@@ -38,7 +37,6 @@ for.
 """
 OF_THE_HOST = {"Sighting", "DiskNews"}
 """What the supervisor sees of a process that is late, and what a disk holds."""
-RANKS = {"ranks": 2, "kv_memory_mb": 32}
 
 
 def run_load(server: Server, num_requests: int) -> None:
@@ -87,46 +85,33 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
 
 
 @pytest.mark.more("a recording without deaths is replayed in `make test`")
+@pytest.mark.slow("three runs are recorded, and decided again")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("victim", "units", "num_processes"),
-    [
-        ("decode-0", {}, 4),
-        ("decode-0.1", {"prefill": RANKS, "decode": RANKS}, 8),
-        ("decode-0", {"prefill": RANKS, "decode": RANKS}, 8),
-    ],
-    ids=["unit", "rank", "leader"],
-)
-def test_also_where_processes_died(
-    start_server: StartServer,
-    folder: Path,
-    victim: str,
-    units: dict[str, Any],
-    num_processes: int,
-) -> None:
-    """Killed under load; the successor is another role under the same name, and takes ranks over
-    where it led some. KV goes to disk as well, and comes back.
+def test_also_where_processes_died(start_server: StartServer, folder: Path) -> None:
+    """A unit, a rank and a leader are killed under load; each successor is another role under the same
+    name, and takes ranks over where it leads some. KV goes to disk as well, and comes back.
     """
     cache = {"folder": str(folder / "kv"), "disk_mb": 64}
-    server = start_server(environment={RECORD: str(folder / "rec")}, cache=cache, **units)
-    old_pid = server.pids()[victim]
-    killing = threading.Thread(target=lambda: asyncio.run(kill_at_work(server, victim, 20)))
-    killing.start()
-    run_load(server, NUM_REQUESTS)
-    join(killing)
-    server.wait_restarted(victim, old_pid)
+    server = start_server(
+        environment={RECORD: str(folder / "rec")}, cache=cache, decode={"ranks": 2}
+    )
+    for victim, num_steps in (("prefill-0", 3), ("decode-0.1", 20), ("decode-0", 20)):
+        old_pid = server.pids()[victim]
+        killing = threading.Thread(
+            target=asyncio.run, args=(kill_at_work(server, victim, num_steps),)
+        )
+        killing.start()
+        run_load(server, NUM_REQUESTS)
+        join(killing)
+        server.wait_restarted(victim, old_pid)
     run_load(server, NUM_AFTER)
     server.stop()
     report = check(read_recordings(folder / "rec"))
-    assert report.num_processes >= num_processes
-    is_leader = victim == "decode-0" and units
-    assert (
-        report.outside["LeaderDown" if is_leader else "UnitDown"] >= 1
-    )  # The supervisor saw it die.
+    assert report.num_processes >= 1 + 2 + 2 + 3  # The gateway, units, leaders, ranks.
+    deaths = {"UnitDown", "LeaderDown"}
+    assert all(report.outside[name] for name in deaths)  # The supervisor saw them die.
     # Of a rank's own compute thread, its process alone knows how far it is.
-    from_supervisor = {"UnitDown", "LeaderDown", *OF_THE_HOST}
-    of_ranks = {RankProgress.__name__} if units else set()
-    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | of_ranks
-    if is_leader:
-        assert report.decisions["Resume"] >= 1
+    of_ranks = {RankProgress.__name__}
+    assert set(report.outside) <= FROM_OUTSIDE | deaths | OF_THE_HOST | of_ranks
+    assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +21,7 @@ from hadal.cli import app
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.runtime.resolve import model_folder
+from tests.dist.conftest import starting
 from tests.dist.served import RETRY
 from tests.dist.serving import Server, StartServer
 from tests.waiting import DEADLINE_S, join, wait_until
@@ -28,7 +29,7 @@ from tests.waiting import DEADLINE_S, join, wait_until
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [tuple(range(first, first + 30)) for first in (300, 400, 500)]
 NUM_TOKENS = 30
-TWICE = {"two units": {"units": 2}, "a unit of two ranks": {"ranks": 2}}
+MORE_UNITS = pytest.mark.more("one unit is in `make test`")
 Tokens = tuple[int, ...]
 
 
@@ -106,68 +107,28 @@ def other_weights(folder: Path) -> None:
         save_file(tensors, path, {"format": "pt"})
 
 
-@pytest.mark.promise("its units are replaced one by one, and no request fails")
-@pytest.mark.parametrize(
-    "decode",
-    [
-        pytest.param({}, id="one unit"),
-        *(
-            pytest.param(fields, id=name, marks=pytest.mark.more("one unit is in `make test`"))
-            for name, fields in TWICE.items()
-        ),
-    ],
-)
-@pytest.mark.slow("two units start anew, one after the other, with the code that is installed now")
-def test_every_unit_is_replaced_and_no_request_fails(
-    start_server: StartServer, tmp_path: Path, decode: dict[str, Any]
-) -> None:
-    """By one of new weights, and where there are more units once more, as it is. Each answer is the old
-    model's or the new one's, whole; at the end all are the new one's.
-    """
-    folder = tmp_path / "model"
-    other_weights(folder)
-    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
-    weights = load_weights(folder)
-    new = {prompt: tuple(generate(weights, prompt, NUM_TOKENS, ())) for prompt in PROMPTS}
-    server = start_server(decode=decode)
-    old = ask_all(server)
-    assert all(new[prompt] != old[prompt] for prompt in PROMPTS)
-    before, gateway = unit_pids(server), server.pids()["gateway"]
-    rollouts = [("--model", str(folder)), *([()] if decode else [])]
-    with Askers(server) as askers:
-        for arguments in rollouts:
-            done = roll_out(server.folder, *arguments)
-            assert done.exit_code == 0, done.stderr
-    askers.check(old, new)
-    assert ask_all(server) == new
-    after = unit_pids(server)
-    assert all(after[name] not in (0, pid) for name, pid in before.items())
-    assert server.pids()["gateway"] == gateway
-    for name in before:
-        assert server.status().processes[name].num_starts > len(rollouts)
-    # A process that dies later serves the new ones, too; so does a gateway.
-    for name in ("decode-0", "prefill-0", "gateway") if decode else ():
-        pid = server.kill(name)
-        server.wait_restarted(name, pid)
-    assert ask_all(server) == new
-    assert server.stop() == 0
+@pytest.fixture(scope="module")
+def two_units() -> Iterator[Server]:
+    """A server with two decode units, which the last of its tests ends."""
+    with starting() as start:
+        yield start(decode={"units": 2}, environment={RETRY: "0.2"})
 
 
 @pytest.mark.more("it is refused before a server is told")
-def test_another_tokenizer_or_shape_is_refused(server: Server, tmp_path: Path) -> None:
+def test_another_tokenizer_or_shape_is_refused(two_units: Server, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_folder(""), folder)
     config = folder / "config.json"
     whole = config.read_text()
     config.write_text(whole.replace('"rope_theta": ', '"rope_theta": 1'))
-    done = roll_out(server.folder, "--model", str(folder))
+    done = roll_out(two_units.folder, "--model", str(folder))
     assert (done.exit_code, "config.json" in done.stderr) == (2, True), done.stderr
     config.write_text(whole)
     with (folder / "tokenizer.json").open("a") as file:
         file.write("\n")
-    done = roll_out(server.folder, "--model", str(folder))
+    done = roll_out(two_units.folder, "--model", str(folder))
     assert (done.exit_code, "tokenizer.json: differs" in done.stderr) == (2, True), done.stderr
-    done = roll_out(server.folder, "--model", str(tmp_path / "none"))
+    done = roll_out(two_units.folder, "--model", str(tmp_path / "none"))
     assert done.exit_code == 2, done.stderr
     done = roll_out(tmp_path)
     assert (done.exit_code, "no `hadal serve` runs there" in done.stderr) == (2, True)
@@ -178,14 +139,13 @@ def test_another_tokenizer_or_shape_is_refused(server: Server, tmp_path: Path) -
     "hadal rollout --model OLD leads back."
 )
 @pytest.mark.more("unit tests of the fleet have rollouts that stop")
-@pytest.mark.slow("three units are replaced twice")
+@pytest.mark.slow("units are replaced twice")
 def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
-    start_server: StartServer, tmp_path: Path
+    two_units: Server, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
+    folder, server = tmp_path / "model", two_units
     other_weights(folder)
-    server = start_server(decode={"units": 3}, environment={RETRY: "0.2"})
-    expected = ask_all(server)
+    expected, num_units = ask_all(server), len(unit_pids(server))
     with Askers(server) as askers:
         assert roll_out(server.folder, "--no-wait", "--model", str(folder)).exit_code == 0
         for path in folder.glob("*.safetensors"):
@@ -196,7 +156,57 @@ def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
         )
         rolled = server.status().rollout
         assert rolled is not None
-        assert rolled.num_left == 3
+        assert rolled.num_left == num_units - 1
         done = roll_out(server.folder, "--model", str(model_folder("")))
         assert done.exit_code == 0, done.stderr
     askers.check(expected)
+
+
+@pytest.mark.promise("its units are replaced one by one, and no request fails")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one unit",
+        pytest.param("two units", marks=MORE_UNITS),
+        pytest.param("a unit of two ranks", marks=MORE_UNITS),
+    ],
+)
+@pytest.mark.slow("two units start anew, one after the other, with the code that is installed now")
+def test_every_unit_is_replaced_and_no_request_fails(
+    request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path, kind: str
+) -> None:
+    """By one of new weights, and where there are more units once more, as it is. Each answer is the old
+    model's or the new one's, whole; at the end all are the new one's.
+    """
+    folder = tmp_path / "model"
+    other_weights(folder)
+    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+    weights = load_weights(folder)
+    new = {prompt: tuple(generate(weights, prompt, NUM_TOKENS, ())) for prompt in PROMPTS}
+    if kind == "two units":
+        server = request.getfixturevalue("two_units")
+    else:
+        server = start_server(decode={"ranks": 2} if kind == "a unit of two ranks" else {})
+    old = ask_all(server)
+    assert all(new[prompt] != old[prompt] for prompt in PROMPTS)
+    before, gateway = unit_pids(server), server.pids()["gateway"]
+    num_starts = {name: server.status().processes[name].num_starts for name in before}
+    is_again = kind != "one unit"
+    rollouts = [("--model", str(folder)), *([()] if is_again else [])]
+    with Askers(server) as askers:
+        for arguments in rollouts:
+            done = roll_out(server.folder, *arguments)
+            assert done.exit_code == 0, done.stderr
+    askers.check(old, new)
+    assert ask_all(server) == new
+    after = unit_pids(server)
+    assert all(after[name] not in (0, pid) for name, pid in before.items())
+    assert server.pids()["gateway"] == gateway
+    for name in before:
+        assert server.status().processes[name].num_starts >= num_starts[name] + len(rollouts)
+    # A process that dies later serves the new ones, too; so does a gateway.
+    for name in ("decode-0", "prefill-0", "gateway") if is_again else ():
+        pid = server.kill(name)
+        server.wait_restarted(name, pid)
+    assert ask_all(server) == new
+    assert server.stop() == 0

@@ -122,6 +122,7 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
             name="scale",
             address=address,
             volatile_head="allow",
+            open_ray="allow",
             place_timeout_s=PLACE_S,
         )
         deployment = msgspec.structs.replace(deployment, cluster=cluster)

@@ -92,19 +92,8 @@ def running(tmp_path: Path) -> Iterator[Running]:
         cache=replace(small().cache, disk_pb=0.0),
     )
     config.write_text(study_toml(study), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "hadal.cli",
-        "simulate",
-        "--config",
-        str(config),
-        "--out",
-        str(tmp_path / "day"),
-        "--no-what-ifs",
-        "--jobs",
-        str(NUM_JOBS),
-    ]
+    command = [sys.executable, "-m", "hadal.cli", "simulate", "--config", str(config)]
+    command += ["--out", str(tmp_path / "day"), "--no-what-ifs", "--jobs", str(NUM_JOBS)]
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     said = tmp_path / "said"
     with said.open("wb") as output:

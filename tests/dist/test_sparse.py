@@ -115,17 +115,17 @@ def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
 
 @pytest.mark.timeout(600)
 def test_many_ranks_and_hand_over_by_tcp(
-    start_server: StartServer, folder_of_model: Path, cases: list[Case]
+    borrow: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:
-    server = start_server(model=str(folder_of_model), **WIDE, chunk_tokens=64, handover="tcp")
+    server = borrow(model=str(folder_of_model), **WIDE, chunk_tokens=64, handover="tcp")
     assert wrong(server, cases) == []
     assert wrong(server, cases) == []
 
 
-@pytest.mark.slow("two servers of the same model, one of six ranks")
+@pytest.mark.full  # test_ep_exactness has it of another model.
 @pytest.mark.timeout(600)
 def test_rounded_inputs_give_the_same_tokens_at_every_width(
-    start_server: StartServer, folder_of_model: Path, cases: list[Case]
+    borrow: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:
     if library.load() is None:
         leave_out(
@@ -133,15 +133,14 @@ def test_rounded_inputs_give_the_same_tokens_at_every_width(
         )
     outputs = []
     for widths in ({}, WIDE):
-        server = start_server(model=str(folder_of_model), **widths, chunk_tokens=64, compute="fp8")
+        server = borrow(model=str(folder_of_model), **widths, chunk_tokens=64, compute="fp8")
         outputs.append(ask(server, cases))
-        assert server.stop() == 0
     assert outputs[0] == outputs[1]
     assert differences(cases, outputs[0]), "nothing was rounded"
 
 
 @pytest.mark.timeout(600)
-def test_preemption(start_server: StartServer, folder_of_model: Path, cases: list[Case]) -> None:
+def test_preemption(borrow: StartServer, folder_of_model: Path, cases: list[Case]) -> None:
     growing = [
         case
         for case in cases
@@ -149,7 +148,7 @@ def test_preemption(start_server: StartServer, folder_of_model: Path, cases: lis
         and len(case.prompt) < 2 * BLOCK_TOKENS
     ]
     growing *= -(-NUM_GROWING // len(growing))
-    server = start_server(
+    server = borrow(
         model=str(folder_of_model), decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0}
     )
 

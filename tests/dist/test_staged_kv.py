@@ -21,7 +21,7 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.slow("a pool of few blocks, and a rank that joins again")
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], num_ranks: int
 ) -> None:

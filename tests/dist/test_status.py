@@ -15,6 +15,8 @@ from hadal.cli import app
 from tests.dist.conftest import Server, StartServer
 from tests.waiting import DEADLINE_S
 
+RANKS = {"ranks": 2, "redundant_experts": 16}
+
 
 def hadal(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
@@ -28,7 +30,7 @@ def hadal(*arguments: str) -> Result:
 )
 @pytest.mark.more("a server is asked in `make test`, too")
 def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
-    server = mortal(decode={"ranks": 2, "redundant_experts": 16})
+    server = mortal(decode=RANKS)
     folder = "--run-folder", str(server.folder)
     whole = hadal("status", "--json", *folder)
     assert whole.exit_code == 0, whole.stderr
@@ -55,8 +57,8 @@ def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:
     "prints the last lines of a unit's processes in order, whether or not the server answers"
 )
 @pytest.mark.more("it starts a server that ends")
-def test_a_log_is_followed_until_the_server_ends(start_server: StartServer) -> None:
-    server = start_server()
+def test_a_log_is_followed_until_the_server_ends(ending: StartServer) -> None:
+    server = ending(decode=RANKS)
     command = [sys.executable, "-m", "hadal.cli", "logs", "-f", "-n", "1"]
     command += ["--run-folder", str(server.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:

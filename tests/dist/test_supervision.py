@@ -2,7 +2,6 @@
 nothing left behind.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -11,21 +10,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from hadal.runtime.launch import SAME_SIGNAL_S
 from hadal.runtime.resolve import model_folder
-from hadal.runtime.transfer.pool import remove_stale_shared_memory
 from tests.dist.answers import asked, complete, under_way
-from tests.dist.serving import SOURCE, STOP_TIMEOUT_S, Server, StartServer, blocks_used
+from tests.dist.conftest import starting
+from tests.dist.serving import RANKED, SOURCE, STOP_TIMEOUT_S, Server, StartServer, blocks_used
 from tests.processes import is_alive
 from tests.waiting import DEADLINE_S, wait_until
 
 NUM_TOKENS = 60
-DRAINS = "one drain is in `make test`"
 
 
 def wait_replaced(server: Server, name: str, old_pid: int) -> None:
@@ -86,9 +86,27 @@ def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartSe
     wait_until(lambda: blocks_used(server) == 0, "what units held for lost streams is freed")
 
 
+@pytest.mark.parametrize(
+    "deployment",
+    [{}, pytest.param(RANKED, marks=pytest.mark.more("units of many ranks; one case stays"))],
+)
+def test_streams_outlive_a_gateway_that_stands_still(
+    mortal: StartServer, deployment: dict[str, Any]
+) -> None:
+    server = mortal(**deployment, gateway_timeout_s=100.0)
+    undisturbed = complete(server, NUM_TOKENS)
+    streams = under_way(server, "decode-0", NUM_TOKENS, number=12)
+    pid = server.kill("gateway", signal.SIGSTOP)
+    server.gate.open()
+    time.sleep(3.0)  # Longer than others take to miss a front.
+    os.kill(pid, signal.SIGCONT)
+    assert streams.join() == [undisturbed] * 12
+    assert server.pids()["gateway"] == pid
+
+
 @pytest.mark.more("gateways that are killed are replaced in `make test`")
 def test_a_hung_gateway_is_replaced(mortal: StartServer) -> None:
-    server = mortal()
+    server = mortal(gateway_timeout_s=2.0)
     undisturbed = complete(server, 8)
     old_pid = server.kill("gateway", signal.SIGSTOP)
     wait_replaced(server, "gateway", old_pid)
@@ -157,139 +175,17 @@ def test_a_silent_unit_is_killed_and_its_requests_go_on(mortal: StartServer) -> 
     assert not is_alive(old_pid)
 
 
-def fork_servers(server: Server) -> list[int]:
-    """Return the process that its units were forked from, by its parent."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_one = b"hadal.runtime.process.forks" in (path / "cmdline").read_bytes()
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            if (
-                is_one
-                and int(parent) == server.process.pid
-                and int(path.name) not in server.pids().values()
-            ):
-                found.append(int(path.name))
-    return found
-
-
-@pytest.mark.promise(
-    "Any child ends with the supervisor from its first line on, before it imports anything"
-)
-@pytest.mark.promise("the fork server removes its run folder and shared memory at once")
-def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
-    """As a user's shell starts it, which is slower."""
-    server = start_server(is_plain=True)
-    assert complete(server, NUM_TOKENS)
-    pids = list(server.pids().values())
-    pools = server.shared_pools()
-    assert len(pools) == 2
-    server.process.kill()
-    server.process.wait(DEADLINE_S)
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
-    # What it could not remove itself its fork server does, when the socket between them ends.
-    wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
-
-
-@pytest.mark.more("a killed supervisor is in `make test`")
-def test_what_a_killed_server_leaves_goes_at_the_next_start(start_server: StartServer) -> None:
-    server = start_server()
-    pools = server.shared_pools()
-    assert len(pools) == 2
-    forks = fork_servers(server)
-    assert len(forks) == 1
-    pids = [*server.pids().values(), *forks]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    server.process.kill()
-    server.process.wait(DEADLINE_S)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-    def all_swept() -> bool:
-        remove_stale_shared_memory()  # Or a server of another test has, which starts just now.
-        return not server.shared_pools()
-
-    # A killed process counts as gone when its first thread is; the others may hold its lock a
-    # moment longer.
-    wait_until(all_swept, "all its pools are swept")
-
-
-@pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
-def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartServer) -> None:
-    server = start_server()
-    undisturbed = complete(server, NUM_TOKENS)
-    url, body = server.url, asked(server, 5)
-    with httpx.Client(timeout=DEADLINE_S) as client:
-        client.get(f"{url}/health")  # A connection that is open already.
-        streams = under_way(server, "decode-0", NUM_TOKENS)
-        server.process.terminate()
-        wait_until(
-            lambda: client.get(f"{url}/health").json()["status"] == "draining",
-            "the gateway drains",
-        )
-        refused = client.post(f"{url}/v1/completions", json=body)
-    server.gate.open()
-    assert streams.join() == [undisturbed]
-    assert refused.status_code == 503
-    assert "Retry-After" in refused.headers
-    assert server.process.wait(STOP_TIMEOUT_S) == 0
-
-
-@pytest.mark.more(DRAINS)
-def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
-    server = start_server()
-    pids = list(server.pids().values())
-    streams = under_way(server, "decode-0", NUM_TOKENS)
-    server.process.terminate()
-    wait_until(lambda: server.status().draining, "it drains")
-    time.sleep(2 * SAME_SIGNAL_S)
-    server.process.terminate()
-    with pytest.raises(httpx.TransportError):
-        streams.join()
-    assert server.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
-
-
-@pytest.mark.more(DRAINS)
-def test_a_signal_that_comes_twice_is_one(start_server: StartServer) -> None:
-    """As make passes on what its whole group was sent: the stream ends as after one."""
-    server = start_server()
-    undisturbed = complete(server, NUM_TOKENS)
-    streams = under_way(server, "decode-0", NUM_TOKENS)
-    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        server.process.send_signal(number)  # When it goes on, it is sent both at once.
-    wait_until(lambda: server.status().draining, "it drains")
-    server.gate.open()
-    assert streams.join() == [undisturbed]
-    assert server.process.wait(DEADLINE_S) == 0
-
-
-@pytest.mark.more("tests of the checkpoint's reader have damaged files")
-def test_a_damaged_checkpoint_ends_it_with_the_files_name(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    model = model_folder("")
-    for path in model.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    damaged = sorted(tmp_path.glob("*.safetensors"))[-1]
-    content = damaged.read_bytes()
-    damaged.unlink()
-    damaged.write_bytes(content[: len(content) // 2])
-    server = start_server(wait=False, model=str(tmp_path))
-    assert server.process.wait(DEADLINE_S) == 2
-    assert damaged.name in server.log()
-    assert "Traceback" not in server.log()
+@pytest.fixture(scope="module")
+def json_server() -> Iterator[Server]:
+    with starting() as start:
+        yield start("--log-format", "json")
 
 
 @pytest.mark.more("it starts the command anew")
-def test_two_servers_do_not_mix(borrow: StartServer) -> None:
-    first, second = borrow(), borrow("--api-key", "k")
-    assert first.url != second.url
-    assert not set(first.shared_pools()) & set(second.shared_pools())
-    assert httpx.get(f"{first.url}/v1/models", timeout=DEADLINE_S).status_code == 200
-    assert httpx.get(f"{second.url}/v1/models", timeout=DEADLINE_S).status_code == 401
+def test_two_servers_do_not_mix(mortal: StartServer, json_server: Server) -> None:
+    first = mortal()
+    assert first.url != json_server.url
+    assert not set(first.shared_pools()) & set(json_server.shared_pools())
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SOURCE))))
     taken = subprocess.run(
         [sys.executable, "-m", "hadal.cli", "serve", "--port", str(httpx.URL(first.url).port)],
@@ -309,8 +205,8 @@ def test_two_servers_do_not_mix(borrow: StartServer) -> None:
     "format json writes for programs."
 )
 @pytest.mark.more("unit tests of the log have lines in both forms")
-def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
-    server = start_server("--log-format", "json")
+def test_every_line_of_a_json_log_is_an_object(json_server: Server) -> None:
+    server = json_server
     reply = httpx.post(
         f"{server.url}/v1/completions",
         json=asked(server, 8),
@@ -332,6 +228,79 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> Non
         "decode-0",
         "warning",
     )
+
+
+@pytest.mark.promise(
+    "Any child ends with the supervisor from its first line on, before it imports anything"
+)
+@pytest.mark.promise("the fork server removes its run folder and shared memory at once")
+def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
+    """As a user's shell starts it, which is slower."""
+    server = start_server(is_plain=True)
+    assert complete(server, NUM_TOKENS)
+    pids = list(server.pids().values())
+    pools = server.shared_pools()
+    assert len(pools) == 2
+    server.process.kill()
+    server.process.wait(DEADLINE_S)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
+    # What it could not remove itself its fork server does, when the socket between them ends.
+    wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
+
+
+@pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) -> None:
+    """Beside another signal, as make passes on what its whole group was sent: both count as one."""
+    server = ending()
+    undisturbed = complete(server, NUM_TOKENS)
+    url, body = server.url, asked(server, 5)
+    with httpx.Client(timeout=DEADLINE_S) as client:
+        client.get(f"{url}/health")  # A connection that is open already.
+        streams = under_way(server, "decode-0", NUM_TOKENS)
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            server.process.send_signal(number)  # When it goes on, it is sent both at once.
+        wait_until(
+            lambda: client.get(f"{url}/health").json()["status"] == "draining",
+            "the gateway drains",
+        )
+        refused = client.post(f"{url}/v1/completions", json=body)
+    server.gate.open()
+    assert streams.join() == [undisturbed]
+    assert refused.status_code == 503
+    assert "Retry-After" in refused.headers
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+@pytest.mark.more("a drain that nothing cuts short is in `make test`")
+def test_a_second_signal_ends_at_once(ending: StartServer) -> None:
+    server = ending()
+    pids = list(server.pids().values())
+    streams = under_way(server, "decode-0", NUM_TOKENS)
+    server.process.terminate()
+    wait_until(lambda: server.status().draining, "it drains")
+    time.sleep(2 * SAME_SIGNAL_S)
+    server.process.terminate()
+    with pytest.raises(httpx.TransportError):
+        streams.join()
+    assert server.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
+
+
+@pytest.mark.more("tests of the checkpoint's reader have damaged files")
+def test_a_damaged_checkpoint_ends_it_with_the_files_name(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    model = model_folder("")
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    damaged = sorted(tmp_path.glob("*.safetensors"))[-1]
+    content = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(content[: len(content) // 2])
+    server = start_server(wait=False, model=str(tmp_path))
+    assert server.process.wait(DEADLINE_S) == 2
+    assert damaged.name in server.log()
+    assert "Traceback" not in server.log()
 
 
 @pytest.mark.promise("Whatever takes long says on stderr how far it is.")

@@ -12,6 +12,7 @@ import pytest
 
 from bench import attacks
 from bench.attacks import ATTACKER, ATTACKS, OTHER, watch_attacked
+from tests.dist.keyed import with_keys
 from tests.dist.serving import StartServer
 from tests.levels import FULL
 from tests.waiting import DEADLINE_S
@@ -42,9 +43,7 @@ def test_an_attack_costs_another_tenant_no_answer(
     """The server is the same for all attacks: each leaves it at rest."""
     monkeypatch.setattr(attacks, "WAIT_S", DEADLINE_S)
     unit: dict[str, Any] = {"kv_memory_mb": 256}
-    keys = ("auditor operator", OTHER, ATTACKER)
-    arguments = [word for key in keys for word in ("--api-key", key)]
-    server = borrow(*arguments, prefill=unit, decode=unit)
+    server = borrow(*with_keys(OTHER, ATTACKER), prefill=unit, decode=unit)
     url = httpx.URL(server.url)
     attacked = watch_attacked((url.host, url.port or 80), ATTACKS[name], SPAN_S, NUMBERS)
     print(name, attacked)

@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 
 from hadal.gateway.tools import FORMATS, ToolFormat
 from hadal.runtime.resolve import model_folder
+from tests.dist.answers import Asked, ask_all, events_of
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
@@ -38,6 +38,7 @@ NUM_STEPS = {"decode-0": 3, "prefill-0": 0}
 SERVED = pytest.mark.more(
     "drafts and kills; over ranks and after preemption it is as in test_formats"
 )
+CHATS = "/v1/chat/completions"
 MAX_TOKENS = 240
 V31 = FORMATS["deepseek-v3.1"]
 OBJECTS = {
@@ -116,28 +117,6 @@ def bodies_of(seed: int) -> list[dict[str, Any]]:
     return bodies
 
 
-async def ask_all(
-    server: Server,
-    bodies: list[dict[str, Any]],
-    while_running: Callable[[], Awaitable[None]] | None = None,
-) -> list[Any]:
-    """The choices of every chat."""
-    gate, model = asyncio.Semaphore(24), server.model
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-
-        async def one(body: dict[str, Any]) -> Any:
-            async with gate:
-                reply = await client.post("/v1/chat/completions", json={"model": model, **body})
-            assert reply.status_code == 200, reply.text
-            return reply.json()["choices"]
-
-        beside = asyncio.ensure_future(while_running()) if while_running is not None else None
-        answers = await asyncio.gather(*(one(body) for body in bodies))
-        if beside is not None:
-            await beside
-        return list(answers)
-
-
 async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any]:
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
         replies = [client.post(path, json={"model": server.model, **body}) for body in bodies]
@@ -195,10 +174,10 @@ def what_came(choices: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def bodies() -> list[dict[str, Any]]:
+def requests() -> Asked:
     seed = fresh().randrange(2**31)
     print("requests: seed", seed)
-    return bodies_of(seed)
+    return Asked(CHATS, bodies_of(seed), what_came)
 
 
 @pytest.fixture
@@ -207,31 +186,13 @@ def marked(borrow: StartServer, folder: Path) -> Server:
     return borrow(model=str(folder))
 
 
-@pytest.fixture(scope="module")
-def answers() -> list[Any]:
-    """Answers of `marked`, once they are there."""
-    return []
-
-
 @pytest.fixture
-def expected(
-    request: pytest.FixtureRequest, bodies: list[dict[str, Any]], answers: list[Any]
-) -> list[Any]:
-    if not answers:
-        answers += asyncio.run(ask_all(request.getfixturevalue("marked"), bodies))
-        assert num_right(bodies, answers) > len(bodies) / 8
-    return answers
-
-
-def assert_same(
-    server: Server,
-    bodies: list[dict[str, Any]],
-    expected: list[Any],
-    while_running: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    answers = asyncio.run(ask_all(server, bodies, while_running))
-    for body, ours, theirs in zip(bodies, answers, expected, strict=True):
-        assert what_came(ours) == what_came(theirs), body
+def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
+    """The requests, answered by `marked`."""
+    if not requests.answers:
+        requests.ask(request.getfixturevalue("marked"))
+        assert num_right(requests.bodies, requests.answers) > len(requests.bodies) / 8
+    return requests
 
 
 @pytest.mark.promise(
@@ -242,14 +203,10 @@ def assert_same(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3] if FULL else [2])
 def test_drafts_change_nothing(
-    mortal: StartServer,
-    folder: Path,
-    bodies: list[dict[str, Any]],
-    expected: list[Any],
-    drafts: int,
+    mortal: StartServer, folder: Path, asked: Asked, drafts: int
 ) -> None:
     server = mortal(model=str(folder), decode={"drafts": drafts})
-    assert_same(server, bodies, expected)
+    asked.assert_same(server)
     assert metric(server, "hadal_drafts_accepted_total") > 0
 
 
@@ -257,25 +214,19 @@ def test_drafts_change_nothing(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(
-    mortal: StartServer,
-    folder: Path,
-    bodies: list[dict[str, Any]],
-    expected: list[Any],
-    victim: str,
+    mortal: StartServer, folder: Path, asked: Asked, victim: str
 ) -> None:
     server = mortal(model=str(folder), decode={"drafts": 2})
     before = metric(server, "hadal_retries_total")
-    assert_same(server, bodies, expected, lambda: kill_at_work(server, victim, NUM_STEPS[victim]))
+    asked.assert_same(server, lambda: kill_at_work(server, victim, NUM_STEPS[victim]))
     assert metric(server, "hadal_retries_total") > before
 
 
 @SERVED
 @pytest.mark.parametrize("name", [pytest.param("deepseek-v3", marks=pytest.mark.full), "kimi-k2"])
-def test_other_families(
-    start_server: StartServer, tmp_path: Path, bodies: list[dict[str, Any]], name: str
-) -> None:
-    server = start_server(model=str(model_with_marks(tmp_path, FORMATS[name])))
-    assert num_right(bodies, asyncio.run(ask_all(server, bodies))) > len(bodies) / 8
+def test_other_families(borrow: StartServer, tmp_path: Path, requests: Asked, name: str) -> None:
+    server, bodies = borrow(model=str(model_with_marks(tmp_path, FORMATS[name]))), requests.bodies
+    assert num_right(bodies, asyncio.run(ask_all(server, CHATS, bodies))) > len(bodies) / 8
 
 
 def streamed(server: Server, body: dict[str, Any]) -> Any:
@@ -283,31 +234,21 @@ def streamed(server: Server, body: dict[str, Any]) -> Any:
     calls: list[dict[str, str]] = []
     finish = None
     given = {key: value for key, value in body.items() if key != "return_token_ids"}
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/chat/completions",
-        json={"model": server.model, "stream": True, **given},
-        timeout=DEADLINE_S,
-    ) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-            for delta in choice["delta"].get("tool_calls", ()):
-                if "id" in delta:
-                    calls.append({"name": delta["function"]["name"], "arguments": ""})
-                else:
-                    calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
-            finish = choice["finish_reason"] or finish
+    for event in events_of(server, CHATS, given):
+        (choice,) = event["choices"]
+        for delta in choice["delta"].get("tool_calls", ()):
+            if "id" in delta:
+                calls.append({"name": delta["function"]["name"], "arguments": ""})
+            else:
+                calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+        finish = choice["finish_reason"] or finish
     return calls, finish
 
 
-@pytest.mark.promise(
-    "Calls are streamed, the name first; what is no whole call is shown as content."
-)
-def test_streams(marked: Server, bodies: list[dict[str, Any]], expected: list[Any]) -> None:
+@pytest.mark.promise("Calls are streamed, the name first.")
+def test_streams(marked: Server, asked: Asked) -> None:
     num = 0
-    for body, choices in zip(bodies, expected, strict=True):
+    for body, choices in zip(asked.bodies, asked.answers, strict=True):
         if "n" in body or "tool_calls" not in choices[0]["message"]:
             continue
         _, _, _, functions, finish = what_came(choices)[0]
@@ -329,7 +270,7 @@ def test_a_reply_without_calls_is_the_free_one(marked: Server) -> None:
         }
         for is_strict in (False, True)
     )
-    ((ours,), (theirs,)) = asyncio.run(ask_all(marked, [held, free]))
+    ((ours,), (theirs,)) = asyncio.run(ask_all(marked, CHATS, [held, free]))
     assert "tool_calls" not in ours["message"]
     assert ours == theirs
 
@@ -349,7 +290,7 @@ def test_prefixes(marked: Server) -> None:
     ]
     for way in ways:
         for seed in range(5):
-            ((choice,),) = asyncio.run(ask_all(marked, [{**body, **way, "seed": seed}]))
+            ((choice,),) = asyncio.run(ask_all(marked, CHATS, [{**body, **way, "seed": seed}]))
             text = choice["message"]["content"]
             assert choice["finish_reason"] == "stop"
             jsonschema.validate(json.loads(messages[1]["content"] + text), CONTENT)

@@ -1,6 +1,4 @@
-"""Worlds for caches: chats of several turns under shared system prompts, of two tenants, with too
-little room.
-"""
+"""Chats of several turns under shared system prompts, of two tenants, with too little room."""
 
 from __future__ import annotations
 
@@ -8,23 +6,17 @@ from random import Random
 
 import msgspec
 
-from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
+from hadal.core.config import CacheConfig, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS, Generation
 from tests.sim.disk import DiskFaults
-from tests.sim.engine import VOCAB, expected_output
-from tests.sim.scenario import RANK_TIMEOUT_S, random_sampling
-from tests.sim.world import Faults, World
+from tests.sim.engine import expected_output
+from tests.sim.scenario import deployment, random_sampling, words
+from tests.sim.world import CALM, RESTARTED, Faults, World
 
-MEMORY, DISK, BOTH, OFF = (
-    CacheConfig(),
-    CacheConfig("off", "folder"),
-    CacheConfig("auto", "folder"),
-    CacheConfig("off"),
-)
-
-
-def words(random: Random, num: int) -> tuple[int, ...]:
-    return tuple(random.randrange(VOCAB) for _ in range(num))
+MEMORY = CacheConfig()
+DISK = CacheConfig("off", "folder")
+BOTH = CacheConfig("auto", "folder")
+OFF = CacheConfig("off")
 
 
 def chats_world(
@@ -39,12 +31,9 @@ def chats_world(
     random = Random(f"chats {seed}")
     drawn_ranks = random.choice([1, 1, 2, 3])
     ranks = drawn_ranks if ranks is None else ranks
-    config = Deployment(
+    config = deployment(
         chunk_tokens=random.choice([16, 64, 200]),
         lease_s=random.choice([2.0, 30.0]),
-        heartbeat_s=0.1,
-        unit_timeout_s=2 * RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(
             units=random.choice([1, 1, 2]),
             ranks=ranks,
@@ -58,24 +47,17 @@ def chats_world(
             ranks=random.choice([1, 1, 2]),
             max_requests=random.randint(2, 6),
         ),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
         cache=cache or random.choice([MEMORY, DISK, BOTH, BOTH]),
         early_pull=random.choice(["auto", "off"]),
     )
     faults = random.choice(
         [
-            Faults(until_s=0.0),
-            Faults(until_s=0.0),
+            CALM,
+            CALM,
             Faults(duplicate_rate=0.05, engine_rate=0.01, until_s=0.0),
             Faults(crash_every_s=1.0, until_s=6.0),
             Faults(crash_every_s=0.7, stuck_share=0.3, engine_rate=0.005, until_s=6.0),
-            Faults(
-                crash_every_s=1.5,
-                stuck_share=0.2,
-                duplicate_rate=0.05,
-                front_restarts=2,
-                until_s=6.0,
-            ),
+            RESTARTED,
         ]
     )
     drawn_faults = random.choice(
@@ -94,7 +76,7 @@ def chats_world(
         config,
         max_context=(num_blocks - 1) * BLOCK_TOKENS,
         pool_blocks=(num_blocks, random.choice([12, 40])),
-        faults=Faults(until_s=0.0) if is_calm else faults,
+        faults=CALM if is_calm else faults,
         wire_s=random.choice([0.0005, 0.002]),
         disk_blocks=random.choice([6, 40, 1000]),
         disk_faults=drawn_faults if disk_faults is None else disk_faults,
@@ -104,9 +86,7 @@ def chats_world(
 
 
 def add_chats(world: World, random: Random) -> None:
-    """Each turn's prompt is all that was said before and something new. Answers are known: nobody
-    waits for them.
-    """
+    """Chats with known answers: a turn's prompt is all that was said before, and something new."""
     room = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     longest = min(world.max_context, room + 1)
     systems = [words(random, random.choice([20, 64, 130, 200])) for _ in range(2)]
@@ -119,49 +99,30 @@ def add_chats(world: World, random: Random) -> None:
             text += words(random, random.choice([1, 10, 64, 100]))
             if len(text) + 2 > longest:
                 break
-            generation = Generation(
-                f"c{chat}t{turn}",
-                text,
-                (),
-                random.choice([1, 5, 30, 90]),
-                (),
-                0,
-                random_sampling(random),
-                0,
-                salt=salt,
-                num_public=num_public,
-            )
+            most, sampling = random.choice([1, 5, 30, 90]), random_sampling(random)
+            of = {"salt": salt, "num_public": num_public}
+            generation = Generation(f"c{chat}t{turn}", text, (), most, (), 0, sampling, 0, **of)
             world.submit_at(at_s, generation, longest - len(text))
-            if (
-                len(text) >= BLOCK_TOKENS and random.random() < 0.2
-            ):  # Once more, as far as it fills blocks.
+            # Once more, as far as it fills blocks.
+            if len(text) >= BLOCK_TOKENS and random.random() < 0.2:
                 num_tokens = len(text) // BLOCK_TOKENS * BLOCK_TOKENS
                 again = msgspec.structs.replace(
                     generation, request_id=f"{generation.request_id}b", prompt=text[:num_tokens]
                 )
                 world.submit_at(at_s + random.choice([0.01, 1.0]), again, longest - num_tokens)
             if random.random() < 0.1:
-                world.clock.at(
-                    at_s + random.expovariate(2.0),
-                    lambda name=generation.request_id: world.cancel(name),
-                )
+                world.cancel_at(at_s + random.expovariate(2.0), generation.request_id)
             text += tuple(expected_output(generation))
             at_s += random.choice([0.05, 0.5, 2.0])
 
 
 def failing_world(seed: int) -> World:
-    """A step of many fails on one rank while the others are in the middle of it, and prompts wait
-    for its blocks to read into.
-    """
+    """A step of many fails on one rank in the middle, while prompts wait for its blocks."""
     random = Random(f"failing {seed}")
-    config = Deployment(
+    config = deployment(
         chunk_tokens=16,
-        heartbeat_s=0.1,
-        unit_timeout_s=2 * RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(ranks=3, max_requests=2, request_balance="off"),
         decode=UnitsConfig(ranks=2, max_requests=4),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
         cache=DISK,
         early_pull="off",
     )

@@ -1,9 +1,8 @@
-"""A folder that all processes of a world share, and what can go wrong with it.
+"""A folder that all processes of a world share, and its faults.
 
-A block on it is its name and its cells; a load compares both with what it was asked for, as the
-live one does with checksums, so what is damaged, stale or gone is a miss. Reads and writes of a
-process are done one behind the other and touch its pool when they end: what was freed or written
-too early shows. Whoever watches hears of changes a little late.
+A load compares a block's name and cells with what was asked for, as checksums do live, so damaged,
+stale or missing blocks are misses. Reads and writes of a process are done in order and touch its
+pool when they end: blocks freed or written too early show. Watchers hear of changes a little late.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ class SimDisk:
         faults: DiskFaults,
         verify: Callable[[bytes, Cells], None],
     ) -> None:
-        """`verify` is called with every block that is written: whether these are the cells of that
-        name.
-        """
+        """Each block that is written is passed to `verify`."""
         self.faults = faults
         self.name_to_location: dict[bytes, DiskLocation] = {}
         """In the order of writing."""
@@ -86,9 +83,8 @@ class SimDisk:
 
     def read(self, effect: ReadBlocks, pool: Pool) -> BlocksRead:
         """What comes of a load, now."""
-        assert len(effect.names) == 16 * len(effect.locations) == 16 * len(effect.into), (
-            "as many of each"
-        )
+        # As many of each.
+        assert len(effect.names) == 16 * len(effect.locations) == 16 * len(effect.into)
         if self.name_to_location and self._random.random() < self.faults.drop_rate:
             self._drop(self._random.choice(list(self.name_to_location)))
         for at, (name, location, block) in enumerate(
@@ -98,9 +94,8 @@ class SimDisk:
             if chance < self.faults.load_rate:
                 return BlocksRead(effect.read_id, at, 0, "input/output error")
             if chance < self.faults.load_rate + self.faults.damage_rate:
-                pool.cells[block] = np.arange(
-                    BLOCK_TOKENS, dtype=np.uint64
-                )  # Seen too late to leave the block alone.
+                # Seen too late to leave the block alone.
+                pool.cells[block] = np.arange(BLOCK_TOKENS, dtype=np.uint64)
                 return BlocksRead(effect.read_id, at, 1, "checksum")
             if self.name_to_location.get(name) != location:
                 return BlocksRead(effect.read_id, at, 0, "gone")

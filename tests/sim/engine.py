@@ -1,10 +1,8 @@
-"""An engine without a model: KV cells that hold what was written, and tokens that depend on every
-one of them.
+"""An engine without a model: KV cells keep what was written, and tokens depend on every cell.
 
-A cell is a hash of its token and position; the next token is a hash of all cells read through the
-block list, the output index, the seed and, where asked for, the penalties' history. So a block
-freed too early, a stale copy, a wrong position or a lost history shows as a wrong token. What a
-request must produce is computed here without blocks or steps.
+A cell hashes its token and position; the next token hashes all cells read through the block list,
+the output index, the seed and the penalties' history. A block freed too early, a stale copy, a wrong
+position or a lost history gives a wrong token. Expected tokens need no blocks and no steps.
 """
 
 from __future__ import annotations
@@ -106,8 +104,7 @@ def expected_output(generation: Generation) -> list[int]:
 class Pool:
     """A unit's KV memory, as other units see it.
 
-    What its weights make of a cell stands there, and what they make of that again is read. So the
-    cell comes back, unless other weights had made it: a token that depends on such a one is wrong.
+    Cells pass through the unit's weights and back, so a cell of other weights gives wrong tokens.
     """
 
     def __init__(self, num_blocks: int, weights: int = 0) -> None:
@@ -155,9 +152,8 @@ class PrefillEngine:
     def _verify(self, plan: PrefillPlan) -> None:
         """No more than a step may have, and every position once."""
         chunks = plan.chunks + plan.second
-        assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens, (
-            "a step has more tokens than allowed"
-        )
+        # A step has more tokens than allowed.
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens
         written = [
             (chunk.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
             for chunk in chunks
@@ -208,11 +204,10 @@ class _Row:
 
 
 class DecodeEngine:
-    """Executes decode plans on a pool, keeping the table that the plans are differences of.
+    """Executes decode plans on a pool, with the table that the plans are differences of.
 
-    Drafts are what will be drawn, of which so many are spoilt that `accept` are right. The cells of
-    all that a step checks are written first, as a model's are: those of a wrong draft stay until
-    the right token's are written over them.
+    All checked cells are written first, as a model does; `accept` of the drafts are right, and later
+    tokens overwrite the cells of wrong ones.
     """
 
     def __init__(self, pool: Pool, num_slots: int, accept: float = 0.7) -> None:

@@ -1,10 +1,7 @@
-"""Simulated experts: who holds which, what is staged beside them, and the tokens that each slot
-receives.
+"""Simulated experts: their holders, what is staged beside them, and tokens per slot.
 
-Tokens of a step are drawn once for all ranks of the unit, by loads that a scenario may change, and
-dealt to replicas in turn as the live exchange deals them. A flip that was not staged, tables that
-differ between ranks that meet in a step, and a source that does not hold what it is asked for are
-assertions.
+A step's tokens are drawn once for all ranks and dealt to replicas in turn, as live. A flip that
+was not staged, tables that differ in a step, and a source without its expert are assertions.
 """
 
 from __future__ import annotations
@@ -104,9 +101,7 @@ class SimExperts:
     def stage(
         self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
     ) -> tuple[int, int]:
-        """Have the layer's future experts; return how many replicas came from ranks and how many
-        were read.
-        """
+        """Stage the layer's future experts; return the counts of replicas (from ranks, read)."""
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
         assert tuple(own) != plan.slot_to_expert, "a rank whose slots stay is sent nothing"
@@ -116,9 +111,8 @@ class SimExperts:
         for source in plan.sources:
             assert source.port, "every rank gives away what it holds"
             giver = holders(source.port - PORT)
-            if (
-                giver is not None and giver.placement is not None
-            ):  # Else it died: read from the checkpoint.
+            # A dead one's part is read from the checkpoint.
+            if giver is not None and giver.placement is not None:
                 assert source.expert in giver.placement.slot_to_expert_LRS[plan.layer, giver.rank]
                 num_received += 1
         self.staged[plan.layer] = (plan.stage_id, plan.slot_to_expert)

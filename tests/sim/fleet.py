@@ -17,14 +17,7 @@ from random import Random
 from typing import Any
 
 from hadal.core.balance import AUTO
-from hadal.core.config import (
-    DECODE,
-    Deployment,
-    FleetConfig,
-    LimitsConfig,
-    UnitsConfig,
-    units_of,
-)
+from hadal.core.config import DECODE, Deployment, FleetConfig, UnitsConfig, units_of
 from hadal.core.messages import (
     AnyMessage,
     Decode,
@@ -47,8 +40,8 @@ from hadal.core.seams import (
     WithdrawNodes,
 )
 from hadal.roles.fleet import UnitState, make_fleet
-from tests.sim.scenario import longest_output, random_generation
-from tests.sim.world import Faults, World
+from tests.sim.scenario import deployment, longest_output, random_generation
+from tests.sim.world import CALM, Faults, World
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,13 @@ class FleetFaults:
     """Of drains: the unit dies a little later."""
 
 
+RESTARTED_OFTEN = Faults(
+    crash_every_s=1.0, stuck_share=0.3, duplicate_rate=0.1, front_restarts=2, until_s=9.0
+)
+
+
 class FleetWorld(World):
-    """Units run when the fleet says so. Where the deployment has none (`fleet.mode`), they run as
-    in any world.
-    """
+    """Units run as the fleet says; without `fleet.mode` they run as in any world."""
 
     def __init__(
         self,
@@ -245,20 +241,16 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Waves of requests, so that the fleet grows and shrinks more than once; from calm to much
-    going wrong.
-    """
+    """Waves of requests: the fleet grows and shrinks several times; from calm to many faults."""
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
-    config = Deployment(
+    config = deployment(
         chunk_tokens=64,
         heartbeat_s=0.05,
-        unit_timeout_s=3.0,
         rank_timeout_s=1.0,
         lease_s=random.choice([2.0, 30.0]),
         prefill=UnitsConfig(max_requests=4),
         decode=UnitsConfig(max_requests=random.choice([2, 6])),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
         fleet=FleetConfig(
             AUTO,
             prefill_max=random.randint(1, 4),
@@ -275,21 +267,12 @@ def fleet_world(seed: int) -> FleetWorld:
     )
     faults, fleet_faults = random.choice(
         [
-            (Faults(until_s=0.0), FleetFaults()),
-            (Faults(until_s=0.0), FleetFaults()),
+            (CALM, FleetFaults()),
+            (CALM, FleetFaults()),
             (Faults(duplicate_rate=0.2, until_s=9.0), FleetFaults(lost_share=0.5)),
             (Faults(until_s=9.0), FleetFaults(start_fail_share=0.4)),
             (Faults(crash_every_s=1.0, until_s=9.0), FleetFaults(0.2, 0.2, 0.5)),
-            (
-                Faults(
-                    crash_every_s=1.0,
-                    stuck_share=0.3,
-                    duplicate_rate=0.1,
-                    front_restarts=2,
-                    until_s=9.0,
-                ),
-                FleetFaults(0.1, 0.3, 0.3),
-            ),
+            (RESTARTED_OFTEN, FleetFaults(0.1, 0.3, 0.3)),
         ]
     )
     world = FleetWorld(seed, config, fleet_faults, faults)
@@ -299,8 +282,5 @@ def fleet_world(seed: int) -> FleetWorld:
             at_s = 0.2 + 4.0 * wave + random.uniform(0.0, 1.0)
             world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
             if random.random() < 0.1:
-                world.clock.at(
-                    at_s + random.uniform(0.0, 1.0),
-                    lambda name=generation.request_id: world.cancel(name),
-                )
+                world.cancel_at(at_s + random.uniform(0.0, 1.0), generation.request_id)
     return world

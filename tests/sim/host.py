@@ -1,6 +1,4 @@
-"""A simulated process: one role, its Runner and its timer. Applies the role's effects as the live
-host does.
-"""
+"""A simulated process: a role, its Runner and its timer; effects are applied as live."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Role(Protocol):
 
 
 class Host:
-    """One life of a process. `pools` are all pools of the world by name; its own is under
-    `pool_name`.
-    """
+    """One life of a process. `pools` maps names to all pools of the world."""
 
     def __init__(
         self,
@@ -69,9 +65,7 @@ class Host:
         self.life = 0
         self.starving = Starving()
         self.check_every = 1
-        """Events from one check of the role to the next: a check takes time in proportion to all
-        that the role holds.
-        """
+        """Events between two checks of the role: a check costs time in proportion to its state."""
         self._num_unchecked = 0
         self._late: deque[Event] = deque()
         """What came while it had no processor."""

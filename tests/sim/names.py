@@ -1,6 +1,4 @@
-"""What every name of a block stands for in a world: the cells it must hold, by whose weights they
-were made, and whose text it is of.
-"""
+"""The meaning of every block name in a world: its cells, its weights, its text's owner."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ class Names:
         self._salts: dict[bytes, bytes] = {}
 
     def add(self, generation: Generation) -> bytes:
-        """Note the blocks of prompt + output, made under the generation's fingerprint. Returns
-        their chain.
-        """
+        """Note blocks of prompt + output under the generation's fingerprint; return its chain."""
         tokens, fingerprint = generation.prompt + generation.output, generation.fingerprint
         root, weights = root_of(fingerprint.encode()), FINGERPRINT_TO_WEIGHTS[fingerprint]
         chain = extend(root, b"", tokens, generation.salt, generation.num_public)

@@ -1,9 +1,8 @@
-"""Ranks without a network: compute threads that meet in every step, and processes that host them.
+"""Ranks without a network: compute threads that meet in every step, and their processes.
 
-A step, and a formation, ends on a rank some time after all members of its generation have come to
-it. A member that dies fails it on all others, one that stands still keeps them waiting until their
-deadline, a FormPlan breaks it off. What a failed step has written and what not is drawn, as is who
-finished a step that others did not.
+A step or formation ends on a rank after all members have come to it. A dead member fails it on
+all others, a stopped one keeps them waiting, a FormPlan breaks it off. How much of a failed step
+was written is drawn, and so are the ranks that finished it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, Step
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.sim.world.process import SimClock
-from tests.sim.disk import SimDisk
-from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
+from tests.sim.engine import DecodeEngine, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host
 
@@ -36,9 +34,7 @@ ABORT_S = 0.05
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
-"""Where compute threads meet: members, formation (another leader may count from 1 again), step or
-a formation.
-"""
+"""Meeting points of compute threads: members, formation, and a step or a forming."""
 
 
 class Fabric:
@@ -71,9 +67,8 @@ class Fabric:
     def _exchange(self, computes: list[SimCompute]) -> None:
         """All ranks send each other a step's tokens."""
         experts = [compute.experts for compute in computes]
-        assert len({each.digest() for each in experts}) == 1, (
-            "ranks that meet in a step have different tables"
-        )
+        # Ranks that meet in a step have different tables.
+        assert len({each.digest() for each in experts}) == 1
         placement = experts[0].placement
         assert placement is not None
         dealt = self.traffic.deal(placement, len(experts))
@@ -118,9 +113,7 @@ class Fabric:
 
 
 class SimCompute:
-    """A rank's compute thread and its Runner: one plan at a time; a FormPlan voids what was there
-    before it.
-    """
+    """A rank's compute thread and its Runner: one plan at a time; a FormPlan voids older ones."""
 
     def __init__(
         self,
@@ -324,25 +317,12 @@ class RankHost(Host):
         engine: PrefillEngine | DecodeEngine,
         *,
         epoch: str,
-        pools: dict[str, Pool],
-        pool_name: str,
         step_s: float,
-        pull_s: float,
         fault_rate: float,
-        disk: SimDisk | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
-            name,
-            role,
-            role.audit,
-            clock,
-            random,
-            send,
-            pools=pools,
-            pool_name=pool_name,
-            pull_s=pull_s,
-            fault_rate=fault_rate,
-            disk=disk,
+            name, role, role.audit, clock, random, send, fault_rate=fault_rate, **options
         )
         self.fabric = fabric
         self.ident = (int(name.rpartition(".")[2]), epoch)

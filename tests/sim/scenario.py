@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS, Generation
 from hadal.core.plans import Sampling
 from tests.sim.engine import VOCAB
-from tests.sim.world import Faults, World
+from tests.sim.world import CALM, RESTARTED, Faults, World
 
 RANK_TIMEOUT_S = 1.5
+ENDLESS = LimitsConfig(max_retries=10_000, request_timeout_s=4000.0)
+"""Limits under which every request ends by itself."""
+
+
+def deployment(**fields: Any) -> Deployment:
+    """Return a deployment that notices losses soon and tries again without end."""
+    common: dict[str, Any] = {
+        "heartbeat_s": 0.1,
+        "unit_timeout_s": 2 * RANK_TIMEOUT_S,
+        "rank_timeout_s": RANK_TIMEOUT_S,
+        "limits": ENDLESS,
+    }
+    return Deployment(**common | fields)
+
+
+def words(random: Random, num: int) -> tuple[int, ...]:
+    return tuple(random.randrange(VOCAB) for _ in range(num))
 
 
 def random_sampling(random: Random) -> Sampling:
@@ -30,7 +48,7 @@ def random_generation(
     )
     return Generation(
         request_id=request_id,
-        prompt=tuple(random.randrange(VOCAB) for _ in range(min(num_prompt, max_prompt))),
+        prompt=words(random, min(num_prompt, max_prompt)),
         output=(),
         max_tokens=random.choice([1, 2, random.randint(1, max_output), max_output]),
         stop_ids=tuple(random.sample(range(VOCAB), random.choice([0, 0, 1, 2]))),
@@ -41,27 +59,21 @@ def random_generation(
 
 
 def longest_output(world: World, num_prompt: int) -> int:
-    """Tokens a request can have here: the front caps it by the context and by one request's room in
-    the units.
-    """
+    """Most tokens of a request here: bounded by the context and by a unit's room for one."""
     capacity = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     return min(world.max_context, capacity + 1) - num_prompt
 
 
 def random_world(seed: int) -> World:
-    """A small deployment under pressure: few blocks, few slots, short leases; from calm to much
-    going wrong.
-    """
+    """A small deployment under pressure: few blocks and slots, short leases, drawn faults."""
     random = Random(f"scenario {seed}")
     blocks = random.randint(4, 10), random.randint(4, 14)
     lease_s = random.choice([0.3, 2.0, 30.0])
     max_waiting = random.choice([1, 4, 64])
-    config = Deployment(
+    config = deployment(
         chunk_tokens=random.choice([7, 16, 64, 512]),
         lease_s=lease_s,
-        heartbeat_s=0.1,
         unit_timeout_s=1.0 + RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(
             units=random.choice([1, 1, 2]),
             max_requests=random.randint(1, 8),
@@ -78,7 +90,7 @@ def random_world(seed: int) -> World:
     )
     faults = random.choice(
         [
-            Faults(until_s=0.0),
+            CALM,
             Faults(duplicate_rate=0.1, until_s=0.0),
             Faults(engine_rate=0.02, until_s=0.0),
             Faults(crash_every_s=1.0, until_s=8.0),
@@ -89,13 +101,7 @@ def random_world(seed: int) -> World:
                 engine_rate=0.01,
                 until_s=6.0,
             ),
-            Faults(
-                crash_every_s=1.5,
-                stuck_share=0.2,
-                duplicate_rate=0.05,
-                front_restarts=2,
-                until_s=6.0,
-            ),
+            RESTARTED,
         ]
     )
     max_context = random.choice([200, 400, 10_000])
@@ -117,24 +123,17 @@ def add_clients(world: World, random: Random) -> None:
         at_s = random.uniform(0.1, 0.1 + span_s)
         world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
         if random.random() < 0.15:
-            world.clock.at(
-                at_s + random.expovariate(1.0), lambda name=request_id: world.cancel(name)
-            )
+            world.cancel_at(at_s + random.expovariate(1.0), request_id)
 
 
 def pressured_world(seed: int) -> World:
-    """Everybody fits when it comes and nobody when it grows: preemption after preemption, with
-    pulls in between.
-    """
+    """Every request fits on arrival and none when it grows: constant preemption, with pulls."""
     random = Random(f"pressure {seed}")
-    config = Deployment(
+    config = deployment(
         chunk_tokens=64,
-        heartbeat_s=0.1,
         unit_timeout_s=1.0 + RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(max_requests=4),
         decode=UnitsConfig(max_requests=8),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
     )
     blocks = random.randint(7, 12)
     world = World(
@@ -142,32 +141,22 @@ def pressured_world(seed: int) -> World:
         config,
         max_context=10_000,
         pool_blocks=(12, blocks),
-        faults=Faults(until_s=0.0),
         wire_s=random.choice([0.0, 0.002, 0.05]),
         pull_s=random.choice([0.02, 0.5]),
     )
     for number in range(10):
         num_prompt = random.randint(1, 63)
-        generation = Generation(
-            f"r{number}",
-            tuple(random.randrange(VOCAB) for _ in range(num_prompt)),
-            (),
-            random.randint(66, 256),
-            (),
-            0,
-            random_sampling(random),
-            0,
-        )
+        prompt, num_output = words(random, num_prompt), random.randint(66, 256)
+        sampling = random_sampling(random)
+        generation = Generation(f"r{number}", prompt, (), num_output, (), 0, sampling, 0)
         world.submit_at(random.uniform(0.1, 1.0), generation, longest_output(world, num_prompt))
         if random.random() < 0.2:
-            world.clock.at(random.uniform(0.5, 4.0), lambda name=f"r{number}": world.cancel(name))
+            world.cancel_at(random.uniform(0.5, 4.0), f"r{number}")
     return world
 
 
 def ranked_world(seed: int) -> World:
-    """Units of several ranks, which die, stand still, hang, and lose each other, with few blocks
-    and slots each.
-    """
+    """Units of several ranks that die, stop, hang and lose each other; few blocks and slots."""
     random = Random(f"ranks {seed}")
 
     def units(ranks: int) -> UnitsConfig:
@@ -181,19 +170,15 @@ def ranked_world(seed: int) -> World:
             overlap=random.choice(["auto", "prefill_dual", "sequential"]),
         )
 
-    config = Deployment(
+    config = deployment(
         chunk_tokens=random.choice([7, 16, 64]),
         lease_s=random.choice([2.0, 30.0]),
-        heartbeat_s=0.1,
-        unit_timeout_s=2 * RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=units(random.choice([1, 2, 3])),
         decode=units(random.choice([2, 3, 4])),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
     )
     faults = random.choice(
         [
-            Faults(until_s=0.0),
+            CALM,
             Faults(engine_rate=0.01, until_s=0.0),
             Faults(crash_every_s=0.4, until_s=5.0),
             Faults(stage_rate=0.5, until_s=0.0),
@@ -225,24 +210,19 @@ def ranked_world(seed: int) -> World:
 
 
 def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
-    """A decode unit of several ranks with room enough, whose requests differ so much in length that
-    no placement lasts; what goes wrong does so while some of them move.
-    """
+    """Uneven requests in a decode unit of several ranks with enough room; faults hit moves."""
     random = Random(f"uneven {seed}")
-    config = Deployment(
+    config = deployment(
         chunk_tokens=2048,
         heartbeat_s=0.05,
-        unit_timeout_s=2 * RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(max_requests=16),
         decode=UnitsConfig(
             ranks=random.choice([3, 4]), max_requests=8, request_balance=request_balance
         ),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
     )
     faults = random.choice(
         [
-            Faults(until_s=0.0),
+            CALM,
             Faults(engine_rate=0.02, until_s=0.0),
             Faults(crash_every_s=0.5, until_s=6.0),
             Faults(crash_every_s=0.7, stuck_share=0.4, engine_rate=0.002, until_s=6.0),
@@ -260,7 +240,7 @@ def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = Fa
         config,
         max_context=4000,
         pool_blocks=(200, random.choice([60, 120])),
-        faults=Faults(until_s=0.0) if is_calm else faults,
+        faults=CALM if is_calm else faults,
         wire_s=random.choice([0.0005, 0.002]),
         pull_s=random.choice([0.005, 0.02, 0.1]),
     )
@@ -268,20 +248,12 @@ def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = Fa
         num_prompt, num_output = random.choice(
             [(30, 40), (60, 300), (500, 120), (random.randint(1, 1200), 200)]
         )
-        generation = Generation(
-            f"r{number}",
-            tuple(random.randrange(VOCAB) for _ in range(num_prompt)),
-            (),
-            num_output,
-            tuple(random.sample(range(VOCAB), random.choice([0, 0, 0, 1]))),
-            random.choice([0, 30]),
-            random_sampling(random),
-            0,
-        )
+        prompt = words(random, num_prompt)
+        stop_ids = tuple(random.sample(range(VOCAB), random.choice([0, 0, 0, 1])))
+        least, sampling = random.choice([0, 30]), random_sampling(random)
+        generation = Generation(f"r{number}", prompt, (), num_output, stop_ids, least, sampling, 0)
         at_s = random.uniform(0.1, 2.0)
         world.submit_at(at_s, generation, longest_output(world, num_prompt))
         if not is_calm and random.random() < 0.15:
-            world.clock.at(
-                at_s + random.expovariate(0.5), lambda name=f"r{number}": world.cancel(name)
-            )
+            world.cancel_at(at_s + random.expovariate(0.5), f"r{number}")
     return world

@@ -1,6 +1,4 @@
-"""An overloaded host: for a while every process runs in short slices only, far apart, whatever it
-has to do.
-"""
+"""An overloaded host: for a while every process runs in short slices only, far apart."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class Starving:
-    """`apart_s`: from one slice of a process to its next, half as much at least; which it is
-    depends on its name.
-    """
+    """`apart_s`: longest time between two slices of a process; its name sets its own."""
 
     from_s: float = math.inf
     to_s: float = math.inf

@@ -31,9 +31,7 @@ from tests.sim.swarm_world import SwarmWorld
 LIMIT_S = 200.0
 """Simulated: what all that goes wrong, and all requests behind it, take."""
 FLEET_LIMIT_S = 900.0
-"""The same with a fleet: a unit that was forgotten while it started is noticed after ten
-minutes.
-"""
+"""Limit of a world with a fleet: a forgotten start is noticed after ten minutes."""
 WALL_S = 300
 """Real: a role that goes round in a circle within one event shows its stack after so long."""
 SUMMED = ("moves", "preemptions", "faults")
@@ -65,9 +63,7 @@ class Found:
 
 
 def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
-    """Run a scene to its end and check what is left. Raises AssertionError, or whatever a role
-    raised; it says when.
-    """
+    """Run a scene to its end and check the rest. Errors name the simulated time."""
     with guarded() as asked:
         world = SwarmWorld(scene)
         try:
@@ -120,9 +116,7 @@ def run_all(seeds: Iterable[int]) -> Found:
 
 
 def shrink(seed: int) -> frozenset[str]:
-    """Features and faults that can be left out of a failing seed, one after another, so that it
-    still fails.
-    """
+    """Return features and faults that the seed can do without and still fail."""
     out: frozenset[str] = frozenset()
     for name in (*FAULTS, *FEATURES):
         if name in draw(seed).on and _fails(draw(seed, out | {name})):

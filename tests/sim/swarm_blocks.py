@@ -62,9 +62,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Of one life of a leader. `keeps_some`: blocks may stay when their request is gone, for a
-    cache.
-    """
+    """Owners of one life of a leader. `keeps_some`: a cache may keep blocks without a request."""
 
     unit: str
     num_slots: int
@@ -77,17 +75,13 @@ class BlockWatch:
     _rows: dict[int, dict[int, _Row]] = field(default_factory=dict)
     """By rank and slot: a decode unit's tables after the last plan."""
     _prompts: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By rank, prompts that a prefill unit has begun: the plan with the last of each, -1 before
-    that is made.
-    """
+    """Rank -> prompts begun there and the plan with the last chunk of each; -1 before it."""
     _steps: deque[tuple[int, _UnderWay]] = field(default_factory=deque)
     _others: dict[Hashable, _UnderWay] = field(default_factory=dict)
     """Copies, reads and writes."""
 
     def follow(self, leader: PrefillLeader | DecodeLeader) -> None:
-        """Let whatever it hears and says from now on go by this watch, before its own ledgers are
-        looked at.
-        """
+        """Check the leader's events and effects here first, before its own ledgers."""
         handle = leader.handle
 
         def watched(now_s: float, *events: Event) -> list[Effect]:
@@ -124,9 +118,8 @@ class BlockWatch:
                 self._others.pop((KvPulled, (request_id, attempt)), None)
             case BlocksRead(read_id):
                 over = self._others.pop((BlocksRead, read_id), None)
-                for rank_block in (
-                    over.rank_blocks if over is not None else ()
-                ):  # What was not read is computed, by whomever.
+                # Any prompt may compute blocks that were not read.
+                for rank_block in over.rank_blocks if over is not None else ():
                     self._release(rank_block)
             case BlocksStored(store_id):
                 self._others.pop((BlocksStored, store_id), None)
@@ -138,9 +131,7 @@ class BlockWatch:
                 self._reset({*event.lost, *event.fresh})
 
     def _reset(self, ranks: set[int]) -> None:
-        """Plans are void, tables are empty, and these ranks' blocks are gone with all that was done
-        in them.
-        """
+        """A reset: plans are void, tables empty, and the blocks of lost ranks gone."""
         self._steps.clear()
         self._rows.clear()
         for rank in ranks:
@@ -242,9 +233,8 @@ class BlockWatch:
         )
         self._count_slots(rank, prompts)
         for chunk in chunks:
-            first = (
-                chunk.start // BLOCK_TOKENS
-            )  # Those before it may be others', too: a prefix that many share.
+            # Those before it may be others', too: a prefix that many share.
+            first = chunk.start // BLOCK_TOKENS
             self._claim(rank, chunk.block_ids[first:], chunk.request_id)
         return [block for chunk in chunks for block in chunk.block_ids]
 
@@ -269,9 +259,7 @@ class BlockWatch:
         return [block for row in rows.values() for block in row.block_ids]
 
     def _only_here(self, rank: int, key: Hashable) -> None:
-        """Who goes on at a rank has nothing elsewhere, but for a copy that nobody waits for any
-        more.
-        """
+        """A request that goes on at a rank has nothing elsewhere, but for an abandoned copy."""
         if self.keeps_some:
             return
         copy = self._others.get((KvPulled, key))

@@ -64,9 +64,8 @@ class Sink:
             self.requests[fact.request_id] = fact
             return
         before = self.nodes.get((fact.unit, fact.epoch))
-        if (
-            before is not None
-        ):  # A front that was started anew begins later; the ledger takes the widest interval.
+        # A restarted front begins later; the ledger takes the widest interval.
+        if before is not None:
             assert before.to_s <= fact.to_s, "node-hours run backwards"
             fact = msgspec.structs.replace(fact, from_s=min(before.from_s, fact.from_s))
         self.nodes[fact.unit, fact.epoch] = fact
@@ -80,9 +79,7 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """How many of these tokens are taken until one of `stops` stands in the text behind the first
-    `first`.
-    """
+    """Count these tokens up to a stop in the text behind the first `first`."""
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -91,9 +88,7 @@ def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[
 
 
 class Call:
-    """The gateway's part of one request. `tell_front` is done at once; `books` are those of the
-    gateway's life.
-    """
+    """The gateway's part of one request. `books` belong to a life of the gateway."""
 
     def __init__(
         self,
@@ -111,9 +106,7 @@ class Call:
         self.clients = clients
         self.stops = stops
         self.end = ""
-        """How it ended: "200", "cancelled" or an error's status; "lost" with the gateway's process;
-        empty: not yet.
-        """
+        """Its end: "200", "cancelled", an error status, "lost" with its gateway, or empty."""
         self.error = ""
         self.mailbox = Mailbox(cast("Any", None))  # Nobody waits in it, so it needs no event loop.
         self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(versions)}
@@ -166,19 +159,15 @@ class Call:
             self._tell_front(Cancel(request_id, -1))
 
     def read(self) -> None:
-        """Take what has come out of the mailbox, as the request's task does when it gets its
-        turn.
-        """
+        """Take the mailbox's contents, as the request's task does in its turn."""
         items, self.mailbox._items = self.mailbox._items, []
         if self.end:
             return
         try:
             for index, deliver in items:
                 self.reply._assemble(index, deliver)
-                name, finish = (
-                    self.versions[index].request_id,
-                    self.work.choices[index].assembler.finish,
-                )
+                name = self.versions[index].request_id
+                finish = self.work.choices[index].assembler.finish
                 assert finish is None or name not in self.mailbox.open_ids, (
                     f"{name} ended, and still runs"
                 )

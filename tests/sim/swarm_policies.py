@@ -1,8 +1,6 @@
-"""What every decision of a policy has to keep, whatever it was asked: capacities, order,
-conservation.
+"""Invariants of every policy's decisions: capacities, order, conservation.
 
-`guarded()` puts a check behind the policies where the roles call them, as long as it is open. The
-roles themselves are those that serve.
+`guarded()` checks policies where the roles call them, as long as it is open.
 """
 
 from __future__ import annotations
@@ -43,9 +41,7 @@ NEAR = 1e-6
 def check_place(
     ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arrival], **_: Any
 ) -> None:
-    """Nobody sits where there is no room, and nobody is overtaken: a placement is of the first
-    arrivals.
-    """
+    """A placement has room, and takes the first arrivals in order."""
     assert len(ranks) <= len(arrivals)
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
@@ -60,16 +56,13 @@ def check_place(
 def check_moves(
     moves: list[Move], view: DecodeRanksView, running: RunningView, terms: MoveTerms, **_: Any
 ) -> None:
-    """A request moves once, to another rank with room for it; what a giver loses is not given away
-    yet, while one that took may give.
-    """
+    """A request moves once, to a rank with room; a giver's room is not given away yet."""
     assert len(moves) <= terms.num_moves_max
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
     givers: set[int] = set()
-    assert len({(move.from_rank, move.slot) for move in moves}) == len(moves), (
-        "a request moves twice"
-    )
+    # A request moves twice.
+    assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
     for move in moves:
         givers.add(move.from_rank)
         assert move.to_rank not in givers, f"rank {move.to_rank} takes after it gave"
@@ -87,9 +80,8 @@ def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_mi
     assert slots == by_arrival[: len(slots)], "the latest arrived go first"
     assert len(slots) < max(len(holders), 1), "nobody is left"
     blocks = {holder.slot: holder.num_blocks for holder in holders}
-    assert sum(blocks[slot] for slot in slots[:-1]) < max(num_blocks_missing, 1), (
-        "more go than are needed"
-    )
+    # More go than are needed.
+    assert sum(blocks[slot] for slot in slots[:-1]) < max(num_blocks_missing, 1)
 
 
 def check_cut(
@@ -100,9 +92,7 @@ def check_cut(
     limits: StepLimits,
     cached: Sequence[Any] = (),
 ) -> None:
-    """A step's prompts start in their order and once, where there is room; no part is longer than
-    its prompt.
-    """
+    """A step's prompts start once, in order, where there is room, and end within their length."""
     starts = sorted(index for of_rank in cut.ranks for index in of_rank.starts)
     assert starts == list(range(len(starts))), f"prompts {starts} of {len(waiting)} start"
     views = {view.rank: view for view in ranks}
@@ -122,9 +112,8 @@ def check_cut(
         assert len(of_rank.starts) <= max(0, view.num_starts_free), (
             f"{of_rank} starts more than {view.num_starts_free}"
         )
-        assert sum(prompt.num_blocks_needed for prompt in there) <= view.num_blocks_free, (
-            "blocks that are not free"
-        )
+        # Blocks that are not free.
+        assert sum(prompt.num_blocks_needed for prompt in there) <= view.num_blocks_free
         ready = [prompt for prompt in prompts if not prompt.num_loading and prompt.num_tokens]
         assert bool(ready) == bool(sum(of_rank.sizes)), "a rank with something to do does nothing"
 
@@ -172,9 +161,7 @@ def check_experts(
     current: Placement | None = None,
     **_: Any,
 ) -> None:
-    """Every expert is somewhere, once on a rank, on living ranks only, and no more replicas move
-    than may.
-    """
+    """Every expert is somewhere, once on a rank, on living ranks only; moves keep their limit."""
     problems = plan.placement.check()
     assert not problems, problems
     slots = plan.placement.slot_to_expert_LRS

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from hadal.core.messages import BLOCK_TOKENS, Generation
 from hadal.core.plans import Sampling
-from tests.sim.chats import add_chats, words
+from tests.sim.chats import add_chats
 from tests.sim.engine import VOCAB
-from tests.sim.scenario import longest_output, random_generation, random_sampling
+from tests.sim.scenario import longest_output, random_generation, random_sampling, words
 from tests.sim.swarm_scene import LONGEST_PROMPT, Scene
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
         add_chats(world, random)
     else:
         span_s = 0.1 if "rush" in on else random.choice([1.0, 4.0])
-        is_crowd = (
-            "crowd" in on
-        )  # Short prompts with long answers outgrow what they were let in with.
+        # Short prompts with long answers outgrow what they were let in with.
+        is_crowd = "crowd" in on
         room = min(longest_output(world, 0) - 2, 100 if is_crowd else LONGEST_PROMPT)
         for number in range(random.randint(10, 20) if is_crowd else random.randint(3, 14)):
             num_output = random.choice([200, 300] if is_crowd else [40, 120])
@@ -35,19 +34,17 @@ def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
             at_s = random.uniform(0.1, 0.1 + span_s) + random.choice([0.0, 0.0, 4.0])
             world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
             if random.random() < 0.3:
-                world.clock.at(
-                    at_s + random.expovariate(1.0), lambda name=f"r{number}": world.cancel(name)
-                )
+                world.cancel_at(at_s + random.expovariate(1.0), f"r{number}")
     if "hasty" in on:
         for name, at_s in list(world.submitted_s.items()):
             if random.random() < 0.3:
-                world.clock.at(at_s + random.uniform(0, 0.2), lambda name=name: world.cancel(name))
+                world.cancel_at(at_s + random.uniform(0, 0.2), name)
     if "too long" in on:
         for number in range(random.randint(1, 3)):
             num_prompt = random.choice(
                 [longest_output(world, 0), world.max_context, world.max_context + 7]
             )
-            prompt = tuple(random.randrange(VOCAB) for _ in range(num_prompt))
+            prompt = words(random, num_prompt)
             world.too_long.add(f"x{number}")
             generation = Generation(f"x{number}", prompt, (), 9, (), 0, Sampling(), 0)
             world.submit_at(random.uniform(0.1, 4.0), generation, 0)
@@ -56,37 +53,24 @@ def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
 
 
 def _add_pressure(world: SwarmWorld, on: frozenset[str], random: Random) -> None:
-    """Requests beside each other on every rank. "uneven": so different in length that no placement
-    lasts, which is what moves are for. "tight": they fit when they come, and outgrow the pool,
-    which is what preemption is for.
+    """Requests beside each other on every rank.
+
+    "uneven": lengths differ so much that requests must move. "tight": they outgrow the pool.
     """
     most = longest_output(world, 0) - 2
     span_s = random.choice([0.4, 1.0])
     for number in range(random.randint(12, 16)):
-        kinds = (
-            [(20, 40), (20, 80), (BLOCK_TOKENS - 1, 180), (random.randint(200, 900), 120)]
-            if "uneven" in on
-            else []
-        )
-        kinds += (
-            [(random.randint(1, BLOCK_TOKENS - 1), random.randint(100, 250))]
-            if "tight" in on
-            else []
-        )
+        kinds = []
+        if "uneven" in on:
+            kinds += [(20, 40), (20, 80), (BLOCK_TOKENS - 1, 180), (random.randint(200, 900), 120)]
+        if "tight" in on:
+            kinds += [(random.randint(1, BLOCK_TOKENS - 1), random.randint(100, 250))]
         num_prompt, num_output = random.choice(kinds)
-        generation = Generation(
-            f"r{number}",
-            words(random, min(num_prompt, most)),
-            (),
-            num_output,
-            tuple(random.sample(range(VOCAB), random.choice([0, 0, 0, 1]))),
-            random.choice([0, 40]),
-            random_sampling(random),
-            0,
-        )
+        prompt = words(random, min(num_prompt, most))
+        stop_ids = tuple(random.sample(range(VOCAB), random.choice([0, 0, 0, 1])))
+        least, sampling = random.choice([0, 40]), random_sampling(random)
+        generation = Generation(f"r{number}", prompt, (), num_output, stop_ids, least, sampling, 0)
         at_s = random.uniform(0.1, span_s)
         world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
         if random.random() < 0.2:
-            world.clock.at(
-                at_s + random.expovariate(0.7), lambda name=f"r{number}": world.cancel(name)
-            )
+            world.cancel_at(at_s + random.expovariate(0.7), f"r{number}")

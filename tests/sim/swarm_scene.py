@@ -140,9 +140,7 @@ class Scene:
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
-    """The scene of a seed; `without` names features and faults to leave out of it, to see which one
-    matters.
-    """
+    """Return the scene of a seed, less the features and faults in `without`."""
     random = Random(f"swarm {seed}")
     share = random.choice([0.1, 0.3, 0.5])
     on = {
@@ -348,9 +346,7 @@ def _fleet(random: Random, on: set[str]) -> FleetConfig:
 
 
 def may_end_with(scene: Scene) -> frozenset[str]:
-    """Statuses with which a request that fits may end in this scene, beside 200 and the client's
-    own leaving.
-    """
+    """Statuses with which a fitting request may end here, beside 200 and a cancellation."""
     statuses = set()
     if "small queues" in scene.on:
         statuses.add("429")

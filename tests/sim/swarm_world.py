@@ -296,9 +296,7 @@ class SwarmWorld(FleetWorld):
             self.kill_unit(name)
 
     def _replace_a_unit(self) -> None:
-        """Some unit gives way to one with other weights. Often it drains before; where there is a
-        fleet, that is the fleet's to decide.
-        """
+        """A unit gives way to other weights, often after a drain; a fleet decides that itself."""
         if not (units := self._living(ranks=False)):
             return
         name, delay_s = self.random.choice(units), 0.0
@@ -473,13 +471,11 @@ class SwarmWorld(FleetWorld):
         calls = {id(call): call for call in self.calls.values() if call.end != "lost"}.values()
         usages = [call.reply.usage for call in calls]
         sums = [counts for _, counts in tally]
-        assert sum(one.tokens_out for one in sums) == sum(
-            usage.num_output_tokens for usage in usages
-        )
+        found = sum(one.tokens_out for one in sums)
+        assert found == sum(usage.num_output_tokens for usage in usages)
         assert sum(one.num_requests for one in sums) == sum(len(call.versions) for call in calls)
-        assert sum(one.income_pico_usd for one in sums) == sum(
-            f.income_pico_usd for f in self.sink.requests.values()
-        )
+        found = sum(one.income_pico_usd for one in sums)
+        assert found == sum(f.income_pico_usd for f in self.sink.requests.values())
 
     def count(self) -> Counter[str]:
         """What the run saw, for the table of the swarm."""

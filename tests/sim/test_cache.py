@@ -1,8 +1,6 @@
-"""Seeds against the cache: chats whose turns find what was computed before, in memory and on disk,
-and never find what is not theirs. Every token is checked, every block that is named or stored is
-compared with its name's text, and at the end nothing is held. HADAL_SEEDS=N runs N fresh seeds
-beside the fixed ones, HADAL_LEVEL=all a thousand: each takes a second and more, and the swarm has ten
-thousand smaller worlds.
+"""Seeds against the cache: turns of chats find what was computed before, and nothing of others.
+
+Tokens and named blocks are checked, and at the end nothing is held. HADAL_SEEDS=N runs N fresh seeds.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ def counts_of(worlds: list[World]) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow("some fresh seeds make large worlds")
 @pytest.mark.parametrize("seed", seeds(3, 10, 1_000))
 def test_turns_find_what_is_theirs(seed: int) -> None:
     run_seed(seed, chats_world)

@@ -1,9 +1,7 @@
-"""KV goes over while its prompt is still being prefilled: seeds against every way in which that can
-go wrong.
+"""KV moves while its prompt is still being prefilled: seeds against every way to go wrong.
 
-Long prompts in small chunks, with few blocks and slots at the other end, so that seats taken early
-are in the way of others; units die, messages come twice, copies fail and clients go. Every token is
-checked, and nothing may stay held. HADAL_SEEDS=N runs N fresh seeds beside the fixed ones.
+Long prompts in small chunks, few blocks and slots, deaths, doubled messages, failed copies.
+Every token is checked, and nothing may stay held. HADAL_SEEDS=N runs N fresh seeds.
 """
 
 from __future__ import annotations
@@ -13,15 +11,15 @@ from random import Random
 
 import pytest
 
-from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
+from hadal.core.config import UnitsConfig
 from hadal.core.messages import AnyMessage, Cancel, Decode, Generation, PrefilledEarly, PullEarly
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from tests.fresh import seeds
 from tests.sim.engine import VOCAB
-from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
+from tests.sim.scenario import RANK_TIMEOUT_S, deployment, longest_output, random_sampling, words
 from tests.sim.test_world import run_seed
-from tests.sim.world import Faults, World, inner_of
+from tests.sim.world import CALM, RESTARTED, Faults, World, inner_of
 
 NUM_SEEN = 12
 """Seeds that see hints go every way."""
@@ -75,20 +73,17 @@ def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> E
             units=random.choice([1, 1, 2]), ranks=num_ranks, max_requests=num_slots, max_waiting=64
         )
 
-    config = Deployment(
+    config = deployment(
         chunk_tokens=random.choice([64, 100, 200]),
         lease_s=random.choice([0.3, 2.0, 30.0]),
-        heartbeat_s=0.1,
         unit_timeout_s=1.0 + (1 + (num_ranks > 1)) * RANK_TIMEOUT_S,
-        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=units(random.randint(2, 8), random.choice([1, min(2, num_ranks)])),
         decode=units(random.randint(2, 6), num_ranks),
         early_pull=early_pull,
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
     )
     faults = random.choice(
         [
-            Faults(until_s=0.0),
+            CALM,
             Faults(duplicate_rate=0.1, until_s=0.0),
             Faults(engine_rate=0.05, until_s=0.0),
             Faults(crash_every_s=0.7, until_s=6.0),
@@ -99,13 +94,7 @@ def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> E
                 engine_rate=0.02,
                 until_s=6.0,
             ),
-            Faults(
-                crash_every_s=1.5,
-                stuck_share=0.2,
-                duplicate_rate=0.05,
-                front_restarts=2,
-                until_s=6.0,
-            ),
+            RESTARTED,
         ]
     )
     world = EarlyWorld(
@@ -119,22 +108,15 @@ def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> E
     )
     for number in range(random.randint(5, 20)):
         num_prompt = random.choice([random.randint(1, 60), random.randint(100, 800), 640])
-        generation = Generation(
-            f"r{number}",
-            tuple(random.randrange(VOCAB) for _ in range(num_prompt)),
-            (),
-            random.choice([1, 5, random.randint(1, 150), 150]),
-            tuple(random.sample(range(VOCAB), random.choice([0, 1]))),
-            0,
-            random_sampling(random),
-            0,
-        )
+        prompt = words(random, num_prompt)
+        most = random.choice([1, 5, random.randint(1, 150), 150])
+        stop_ids = tuple(random.sample(range(VOCAB), random.choice([0, 1])))
+        sampling = random_sampling(random)
+        generation = Generation(f"r{number}", prompt, (), most, stop_ids, 0, sampling, 0)
         at_s = random.uniform(0.1, 3.0)
         world.submit_at(at_s, generation, longest_output(world, num_prompt))
         if random.random() < 0.2:
-            world.clock.at(
-                at_s + random.expovariate(3.0), lambda name=f"r{number}": world.cancel(name)
-            )
+            world.cancel_at(at_s + random.expovariate(3.0), f"r{number}")
     return world
 
 
@@ -147,6 +129,7 @@ def test_early_pulls_come_to_the_same_tokens(seed: int) -> None:
     run_seed(seed, early_world)
 
 
+@pytest.mark.slow("a world of units of three ranks")
 @pytest.mark.parametrize("seed", seeds(1, 3, 10))
 def test_early_pulls_into_units_of_many_ranks(seed: int) -> None:
     run_seed(seed, ranked_early_world)

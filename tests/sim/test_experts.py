@@ -1,9 +1,6 @@
-"""Live balancing of experts in simulated units: skewed loads become even, whatever happens in the
-middle of it.
+"""Live expert balancing in simulated units: skewed loads become even in spite of faults.
 
-The world itself asserts that ranks which meet in a step hold the same tables, that nobody flips
-what was not staged and that no giver lacks what it is asked for (tests/sim/experts); `check` of the
-leader runs after every event.
+The world asserts equal tables in a step, no unstaged flip, and no missing expert (tests/sim/experts).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import UnitsConfig
 from hadal.core.placement import without
 from hadal.policy.experts.balance import Cluster, balance
 from hadal.roles.experts.experts import InstallState
@@ -21,16 +18,16 @@ from hadal.roles.ranks.ranks import RankedLeader
 from tests.fresh import seeds
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed
 from tests.sim.ranks import RankHost
-from tests.sim.test_membership import RANK_TIMEOUT_S, SteppingWorld
+from tests.sim.scenario import deployment
+from tests.sim.test_membership import SteppingWorld, strike
 from tests.sim.world import Faults, is_whole
 
 LOCAL_OPTIMUM = 701906519838
 """A seed that rests in one."""
 UNIT = "decode-0"
+pytestmark = pytest.mark.slow("worlds of a thousand steps")
 STEPS_TO_FOLLOW = 400
-"""After a change of regime: the window's 64 steps must be of the new one by half, then layers flip
-one by one.
-"""
+"""After a change of regime, half of the window's 64 steps must be new before layers flip."""
 
 
 class Balanced:
@@ -47,12 +44,7 @@ class Balanced:
         units = UnitsConfig(
             ranks=4, redundant_experts=redundant, max_requests=4, expert_balance=expert_balance
         )
-        config = Deployment(
-            heartbeat_s=0.1,
-            rank_timeout_s=RANK_TIMEOUT_S,
-            unit_timeout_s=1e6,
-            decode=units,
-        )
+        config = deployment(unit_timeout_s=1e6, decode=units)
         faults = Faults(stage_rate=stage_rate, until_s=0.0)
         self.random = Random(f"experts {seed}")
         self.world = SteppingWorld(
@@ -128,9 +120,8 @@ def test_balance_rises_and_rests(seed: int) -> None:
     )
     assert after >= unit.within_reach(), (seed, before, after)
     assert abs(reported - after) < 0.1, (seed, reported, after)
-    assert experts.num_replicas_moved == sum(
-        rank.compute.experts.num_moved for rank in unit.ranks()
-    )
+    found = experts.num_replicas_moved
+    assert found == sum(rank.compute.experts.num_moved for rank in unit.ranks())
     assert experts.num_layers_flipped == max(
         rank.compute.experts.num_flips for rank in unit.ranks()
     ), seed
@@ -183,12 +174,7 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
     experts = unit.leader.experts
     before, flips = experts.placement, experts.num_layers_flipped
     victim = unit.random.choice(unit.ranks())
-    if how == "kill":
-        unit.world.kill_unit(victim.name)
-    elif how == "stop":
-        victim.stop()
-    else:
-        victim.compute.is_hung = True
+    strike(unit.world, victim, how)
     formation = unit.leader.membership.formation
     unit.world.clock.run(
         unit.world.clock.now() + 60.0, lambda: unit.leader.membership.formation > formation
@@ -223,7 +209,6 @@ def test_errors_of_staging_are_survived() -> None:
     assert any("no such tensor" in note for note in unit.leader.take_notes())
 
 
-@pytest.mark.slow("a world of many steps")
 def test_staging_that_never_ends_stops_no_step() -> None:
     unit = Balanced(1)
     unit.world.fabrics[UNIT].stage_s = 1000.0

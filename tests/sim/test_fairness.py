@@ -1,6 +1,4 @@
-"""Tenants' shares in simulated worlds: the bound of policy/fairness between any two that wait, and
-what a flood of one costs the others.
-"""
+"""Tenants' shares in simulated worlds: the bound of policy/fairness, and the cost of a flood."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class Watch:
 
 
 def drawn_world(seed: int) -> tuple[World, Watch, int]:
-    """Tenants of other weights and lengths, of which some send all at once and some now and then;
-    in every second world units die.
-    """
+    """Tenants of several weights and lengths, steady or in bursts; some worlds lose units."""
     random = Random(seed)
     burst = random.choice([0, 0, 100, 1000])
     config = Deployment(
@@ -153,10 +149,8 @@ def drawn_world(seed: int) -> tuple[World, Watch, int]:
     num_asked = 0
     for tenant, weight in weights.items():
         sizes = Sizes(random.choice([10, 60, 200]), random.choice([3, 10, 25]))
-        at_s, gap_s = (
-            random.choice([0.3, random.uniform(0.3, 1.0)]),
-            random.choice([0.0, 0.0, 0.05]),
-        )
+        at_s = random.choice([0.3, random.uniform(0.3, 1.0)])
+        gap_s = random.choice([0.0, 0.0, 0.05])
         for number in range(random.randint(10, 20)):
             made = generation(random, f"{tenant}-{number}", tenant, weight, sizes)
             world.submit_at(at_s, made, made.max_tokens)
@@ -212,9 +206,7 @@ NUM_TOGETHER = 4 if MORE else 2
 AT_ITS_SHARE = 929233319475
 """Worlds in which one of the others happens to ask for its share and more."""
 MAX_QUEUED = 128
-"""Enough for the bursts of the others. The rest of the flood is refused: a longer queue would change
-nothing but the time that this takes.
-"""
+"""Enough for the others' bursts. A longer queue would only make this test longer."""
 
 
 @dataclass(frozen=True)
@@ -262,14 +254,7 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
         limits=LimitsConfig(max_queued=MAX_QUEUED, request_timeout_s=4000.0, burst_tokens=burst),
         cache=CacheConfig(memory=OFF),
     )
-    world = World(
-        seed,
-        config,
-        max_context=10_000,
-        pool_blocks=(80, 80),
-        faults=Faults(until_s=0.0),
-        check_every=20,
-    )
+    world = World(seed, config, max_context=10_000, pool_blocks=(80, 80), check_every=20)
     # A step of 10 ms takes a chunk of 64 tokens: 160 requests a second of 40 tokens, if decode were
     # endless; its 16 slots give 40 of 40 tokens a second. A quarter of that is a tenant's share.
     share_per_s = 16 / (40 * 0.01) / 4

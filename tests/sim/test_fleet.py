@@ -1,8 +1,6 @@
-"""Seeds against the fleet: units that come, go, fail to start and die while they drain; words that
-are lost.
+"""Seeds against the fleet: units come, go, fail to start, die in a drain; messages are lost.
 
-Whatever happened: every stream ends with every token in its place, nothing new ever goes to a unit
-that drains, and when nobody asks for anything the floor is up and all other nodes are free.
+Every stream ends complete, a draining unit gets no new work, and at rest only the floor is up.
 """
 
 from __future__ import annotations

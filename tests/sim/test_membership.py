@@ -1,8 +1,6 @@
-"""Seeds against the membership alone: ranks die, stand still, hang and lose each other while their
-leader steps.
+"""Seeds against the membership alone: ranks die, stop, hang and lose each other in steps.
 
-Whatever happened, in the end every unit is whole and steps; every step is heard of once and in
-order, or is made void by a reset; those who are alive are told of a death within the promised time.
+In the end every unit is whole; steps are reported once, in order, or void; deaths in time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from random import Random
 
 import pytest
 
-from hadal.core.config import Deployment, UnitsConfig, units_of
+from hadal.core.config import UnitsConfig, units_of
 from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
@@ -22,10 +20,10 @@ from tests.levels import FULL, MORE
 from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
-from tests.sim.world import Faults, World, is_whole
+from tests.sim.scenario import deployment
+from tests.sim.world import CALM, Faults, World, is_whole
 
 NUM_LATENCIES = 12 if FULL else 4 if MORE else 2
-RANK_TIMEOUT_S = 1.5
 NOTICED_S = 0.21
 """From a death to the supervisor's word of it, in this world."""
 
@@ -104,16 +102,10 @@ def make_world(seed: int, faults: Faults | None = None) -> SteppingWorld:
         UnitsConfig(ranks=ranks, redundant_experts=redundant, max_requests=4)
         for ranks, redundant in sizes
     )
-    config = Deployment(
-        heartbeat_s=0.1,
-        rank_timeout_s=RANK_TIMEOUT_S,
-        unit_timeout_s=1e6,
-        prefill=prefill,
-        decode=decode,
-    )
+    config = deployment(unit_timeout_s=1e6, prefill=prefill, decode=decode)
     faults = faults or random.choice(
         [
-            Faults(until_s=0.0),
+            CALM,
             Faults(crash_every_s=3.0, stage_rate=0.2, until_s=20.0),
             Faults(crash_every_s=1.0, stuck_share=0.5, until_s=20.0),
             Faults(crash_every_s=0.3, stuck_share=0.3, until_s=10.0),
@@ -154,11 +146,18 @@ def test_units_become_whole_and_step(seed: int) -> None:
     run_seed(seed)
 
 
+def strike(world: World, victim: RankHost, how: str) -> None:
+    if how == "kill":
+        world.kill_unit(victim.name)
+    elif how == "stop":
+        victim.stop()
+    else:
+        victim.compute.is_hung = True
+
+
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """From a fault in the middle of steps to (RankForm at every survivor, steps going on without
-    the rank).
-    """
-    world = make_world(seed, Faults(until_s=0.0))
+    """From a fault in mid-step to (RankForm at every survivor, steps without the rank)."""
+    world = make_world(seed, CALM)
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))
     victim = world.random.choice(
@@ -182,12 +181,7 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
         host.handle = heard  # type: ignore[method-assign]
     struck_s, num_done = world.clock.now(), leader.inner.num_done  # type: ignore[attr-defined]
     formation = leader.membership.formation
-    if how == "kill":
-        world.kill_unit(victim.name)
-    elif how == "stop":
-        victim.stop()
-    else:
-        victim.compute.is_hung = True
+    strike(world, victim, how)
 
     def goes_on() -> bool:
         is_later = leader.membership.formation > formation and leader.inner.num_done > num_done + 2  # type: ignore[attr-defined]

@@ -97,6 +97,5 @@ def test_moves_make_the_unit_evener() -> None:
     }
     assert kv["auto"] > kv["no_moves"] + 0.02, kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
-    assert (
-        sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * len(PAIR_SEEDS) * 30
-    )  # Few: nobody is sent back and forth.
+    # Few: nobody is sent back and forth.
+    assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * len(PAIR_SEEDS) * 30

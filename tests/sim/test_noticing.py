@@ -1,6 +1,4 @@
-"""Times within which the front, a leader and clients notice a loss, with the timeouts that a deployment has
-by default. tests/sim/test_membership.py has those of ranks.
-"""
+"""Times until the front, a leader and clients notice a loss, under default timeouts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hadal.core.plans import Sampling
 from hadal.policy.admission import AGE_S
 from tests.fresh import seeds
 from tests.levels import MORE
-from tests.sim.world import Faults, World
+from tests.sim.world import World
 
 STREAM_S = 0.1, 2 * AGE_S
 STEP_S, GAP_S = (0.01, 0.035) if MORE else (0.02, 0.07)
@@ -36,13 +36,7 @@ def overloaded_world(random: Random, seed: int, priority: int) -> World:
         cache=CacheConfig(memory=OFF),
     )
     world = World(
-        seed,
-        config,
-        max_context=10_000,
-        pool_blocks=(40, 40),
-        faults=Faults(until_s=0.0),
-        step_s=STEP_S,
-        check_every=20,
+        seed, config, max_context=10_000, pool_blocks=(40, 40), step_s=STEP_S, check_every=20
     )
     at_s, number = STREAM_S[0], 0
     while at_s < STREAM_S[1]:

@@ -1,6 +1,4 @@
-"""A host where nobody gets a processor: everybody is late, judges and judged, and nobody is given
-up for it.
-"""
+"""A host without a processor for anybody: all are late, and none is given up for it."""
 
 from __future__ import annotations
 

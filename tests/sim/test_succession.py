@@ -1,8 +1,6 @@
-"""Leaders that die at any moment while their ranks live: another takes them over, and requests go
-on with their KV.
+"""Leaders die at any moment while their ranks live: a successor goes on with their KV.
 
-Clients check every token, and each step reads what is really in the pool: KV that is not what it
-should be shows.
+Clients check every token, and each step reads the pool itself: wrong KV shows.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names that leaders said all they had of, when a front first heard of it: taken over, but
-        for the first.
-        """
+        """Names in a leader's first report to a front: those taken over, but for the first."""
 
     def run(self) -> None:
         self.world.run(0.2)
@@ -73,6 +69,7 @@ class Watched:
     "another leader on another node of the unit takes the ranks over, with weights and KV"
 )
 @pytest.mark.campaign("more seeds")
+@pytest.mark.slow("seven worlds at `more`")
 def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
     """Nearly all: what was on its way between ranks or units is tried again."""
     num_resumed = num_retries = 0
@@ -86,9 +83,7 @@ def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
 
 @pytest.mark.campaign("more seeds")
 def test_what_is_named_in_prefill_is_found_by_the_next_leader() -> None:
-    """And is what its name says: each name is compared with the block when it is told, each token
-    when it comes.
-    """
+    """Names are compared with the block when reported, and tokens when they arrive."""
     num_found = 0
     for seed in some_seeds(3):
         watched = Watched(chats_world(seed, MEMORY, ranks=2, is_calm=True), seed, 3, ["prefill-0"])

@@ -49,6 +49,7 @@ def test_a_seed_with_all_that_failed_once(seed: int) -> None:
 
 
 @pytest.mark.more("seeds by the hundred")
+@pytest.mark.slow("ten worlds with everything")
 @pytest.mark.parametrize("first", [fresh().randrange(2**40) for _ in range(NUM_FRESH)])
 def test_fresh_seeds(first: int) -> None:
     found = run_all(range(first, first + FRESH_STEP))
@@ -162,9 +163,7 @@ def never_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front that lets any decode unit go on with what any other prefilled, and units that take
-    it.
-    """
+    """A front that hands KV of any weights to any decode unit, and units that take it."""
     views = FrontUnits.decode_views
 
     def of_all(self: FrontUnits, fingerprint: str) -> list[DecodeUnitView]:
@@ -204,9 +203,7 @@ def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.Monke
 
 
 class LastWordWorld(SwarmWorld):
-    """Its first unit that says Pulled dies as it does: the word is lost with it, and the front
-    hears of the death when the lease has run out.
-    """
+    """The first unit that reports Pulled dies at once: its message is lost, the lease runs out."""
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         if isinstance(message, Pulled) and not self.num_deaths:

@@ -11,7 +11,7 @@ from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
 from tests.fresh import fresh
-from tests.sim.world import Faults, World
+from tests.sim.world import World
 
 FLOOD_AT_S = 0.5
 NUM_FLOOD = 1536
@@ -35,14 +35,7 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         limits=LimitsConfig(max_queued=NUM_FLOOD, request_timeout_s=4000.0),
         cache=CacheConfig(memory=OFF),
     )
-    world = World(
-        seed,
-        config,
-        max_context=10_000,
-        pool_blocks=(80, 80),
-        faults=Faults(until_s=0.0),
-        check_every=20,
-    )
+    world = World(seed, config, max_context=10_000, pool_blocks=(80, 80), check_every=20)
     begun_s: dict[str, float] = {}
 
     def ask() -> None:
@@ -64,9 +57,8 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         ask()
         world.clock.run(3000.0, lambda: ended(world, begun_s))
         taken_s.append(world.clock.now() - list(begun_s.values())[-1])
-    assert not is_flooded or world.front.requests.num_queued_of("flood") > NUM_FLOOD // 2, (
-        "it floods no more"
-    )
+    # It floods no more.
+    assert not is_flooded or world.front.requests.num_queued_of("flood") > NUM_FLOOD // 2
     return taken_s
 
 
@@ -79,6 +71,7 @@ def ended(world: World, begun_s: dict[str, float]) -> bool:
     )
 
 
+@pytest.mark.slow("a flood of 1,536 requests")
 @pytest.mark.parametrize(
     ("seed", "prefill_ranks"),
     [

@@ -1,8 +1,6 @@
-"""Seeds against the roles: every stream ends once with exactly its tokens, nothing leaks, nothing
-hangs.
+"""Seeds against the roles: every stream ends once with exactly its tokens; no leak, no hang.
 
-HADAL_SEEDS=N runs N fresh seeds beside the fixed ones. A failure names its seed; `run_seed(seed)`
-repeats it.
+HADAL_SEEDS=N runs N fresh seeds. A failure names its seed; `run_seed(seed)` repeats it.
 """
 
 from __future__ import annotations
@@ -50,6 +48,7 @@ def test_ranks_come_and_go(seed: int) -> None:
 
 @pytest.mark.promise("admission and preemption that lose nothing")
 @pytest.mark.campaign("more seeds")
+@pytest.mark.slow("worlds in which most requests are preempted")
 def test_preemption_loses_nothing() -> None:
     new = [fresh().randrange(2**40) for _ in range(NUM_SEEDS)]
     worlds = [run_seed(seed, pressured_world) for seed in [*range(NUM_PRESSURED), *new]]

@@ -79,6 +79,12 @@ class Faults:
     """Nothing goes wrong after this, so that everything can end."""
 
 
+CALM = Faults(until_s=0.0)
+RESTARTED = Faults(
+    crash_every_s=1.5, stuck_share=0.2, duplicate_rate=0.05, front_restarts=2, until_s=6.0
+)
+
+
 class World:
     """One run. `pool_blocks`: of each prefill and each decode unit, scratch included."""
 
@@ -89,7 +95,7 @@ class World:
         *,
         max_context: int,
         pool_blocks: tuple[int, int],
-        faults: Faults,
+        faults: Faults = CALM,
         step_s: float = 0.01,
         pull_s: float = 0.02,
         wire_s: float = 0.002,
@@ -167,9 +173,8 @@ class World:
         """Start the front, or a new one in the old one's place: the streams it held are gone."""
         self._kill("front")
         for name in [name for name, host in self.hosts.items() if host.is_stuck]:
-            self.kill_unit(
-                name
-            )  # A new front never heard of it: a unit that does not come up is the supervisor's.
+            # A new front never heard of it: a unit that does not come up is the supervisor's.
+            self.kill_unit(name)
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
         front = Front(
@@ -336,9 +341,7 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """The supervisor notices a little later, says so, and starts it again; a leader's ranks
-        wait, or go too.
-        """
+        """The supervisor notices later, reports, and restarts it; a leader's ranks wait or go."""
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
@@ -373,15 +376,12 @@ class World:
         self.clock.after(self.random.expovariate(1 / self.faults.crash_every_s), self._strike)
 
     def _upset(self, host: Host) -> None:
-        """Let it live and do nothing: whoever listens for its heartbeat will tell the
-        supervisor.
-        """
+        """Let it live and do nothing: the lack of heartbeats will be reported to the supervisor."""
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
             if unit is None or unit.orphan_s is not None:
-                self.kill_unit(
-                    host.name
-                )  # The front does not miss it, or not this successor: the supervisor does.
+                # The front does not miss it, or not this successor: the supervisor does.
+                self.kill_unit(host.name)
                 return
             host.is_stuck = True
             return
@@ -428,16 +428,11 @@ class World:
         return send
 
     def _see(self, name: str) -> None:
-        """The supervisor tells a judge how one of its processes fares: of a rank its leader, of a
-        unit the front.
-        """
-        host, judge = (
-            self.hosts.get(name),
-            self.hosts.get(name.partition(".")[0] if "." in name else "front"),
-        )
-        if (
-            host is not None and host.is_alive and judge is not None
-        ):  # A fleet stops units for good.
+        """The supervisor reports on a process: on a rank to its leader, on a unit to the front."""
+        host = self.hosts.get(name)
+        judge = self.hosts.get(name.partition(".")[0] if "." in name else "front")
+        # A fleet stops units for good.
+        if host is not None and host.is_alive and judge is not None:
             judge.handle(Sighting(name, self.starving.waited_s(self.clock.now()), host.is_stuck))
 
     def _watch(self, life: int, message: AnyMessage) -> None:
@@ -495,6 +490,9 @@ class World:
         if request_id in self.clients:
             self.hosts["front"].handle(Cancel(request_id, 0))
 
+    def cancel_at(self, at_s: float, request_id: str) -> None:
+        self.clock.at(at_s, lambda: self.cancel(request_id))
+
     def drain(self) -> None:
         self.hosts["front"].handle(Drain())
 
@@ -506,9 +504,7 @@ class World:
         self.clock.run(until_s)
 
     def run_to_the_end(self, limit_s: float) -> None:
-        """Run until every stream has ended and everything was given back; fail if that takes longer
-        than `limit_s`.
-        """
+        """Run until all streams ended and everything was returned. Raises after `limit_s`."""
         self.clock.run(limit_s, self.is_over)
         open_streams = [
             name

@@ -66,8 +66,6 @@ def main(arguments: Sequence[str]) -> int:
     for table in (*tables, processor):
         if table.row_count:
             console.print(table)
-    for note in summary.notes:
-        console.print(note, markup=False)
     console.print(
         f"{(time.monotonic() - start_s) / 60:.1f} min at level {asked.level}; {summary.num_servers} servers "
         f"started; one unit is {loop.mean_s:.3f} s of a processor; {VARIABLE}={RUN} draws the same seeds"

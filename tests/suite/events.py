@@ -25,8 +25,6 @@ VARIABLE = "HADAL_SUITE_EVENTS"
 """Environment variable: the file to write to."""
 USED = "hadal_used"
 """Name under which a worker sends what it used, to the process that hears of every test."""
-notes: list[str] = []
-"""Remarks of this process for the end of the run: no test failed for them."""
 num_servers = 0
 """Servers that this process has started for tests."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -56,7 +54,6 @@ class Used(msgspec.Struct, tag=True):
     folder_to_s: dict[str, float]
     """Processor seconds by folder of tests."""
     num_servers: int = 0
-    notes: list[str] = []
 
 
 Event = Selected | Ended | Used
@@ -111,7 +108,7 @@ class Measuring:
             output[USED] = msgspec.to_builtins(self.used())
 
     def used(self) -> Used:
-        return Used(dict(self.folder_to_s), num_servers, notes)
+        return Used(dict(self.folder_to_s), num_servers)
 
 
 class Telling:

@@ -35,7 +35,6 @@ class Summary:
     failed: list[str] = field(default_factory=list)
     num_servers: int = 0
     """Servers started for tests."""
-    notes: list[str] = field(default_factory=list)
     slow: list[Ended] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     """By reason."""
@@ -47,7 +46,6 @@ class Summary:
         elif isinstance(event, Used):
             self.folder_to_s.update(event.folder_to_s)
             self.num_servers += event.num_servers
-            self.notes += event.notes
         else:
             return self._note_end(part, event)
         return None

@@ -24,6 +24,14 @@ from tests.waiting import DEADLINE_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a process of its own does with this code, or module."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
 def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"hadal {__version__}\n"
 
@@ -35,13 +43,6 @@ def test_an_address_that_is_none_is_one_line(words: list[str]) -> None:
     assert result.stderr == (
         "hadal: --url is 'foo'; an address such as http://127.0.0.1:8000 is needed.\n"
     )
-
-
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_every_command_explains_itself(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
-    assert result.exit_code == 0
-    assert f"{command} [OPTIONS]" in result.output
 
 
 @pytest.mark.promise("Each has --help with examples")
@@ -117,14 +118,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         "except SystemExit: pass\n"
         "assert not {'torch', 'zmq', 'uvicorn', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "src",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -160,19 +154,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_a_mistake_is_a_line_of_a_json_log() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "hadal.cli",
-        "serve",
-        "--log-format",
-        "json",
-        "--port",
-        "99999",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = python("-m", "hadal.cli", "serve", "--log-format", "json", "--port", "99999")
     line = json.loads(done.stderr)
     assert (done.returncode, line["process"], line["level"]) == (2, "supervisor", "critical")
     assert "port is 99999" in line["message"]
@@ -229,26 +211,21 @@ def test_options_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('port = 9000\nhost = "0.0.0.0"\n[decode]\nmax_requests = 3\n')
     deployment = _deployment(file, {"port": 9001, "host": None})
-    assert (deployment.port, deployment.host, deployment.decode.max_requests) == (
-        9001,
-        "0.0.0.0",
-        3,
-    )
+    assert (deployment.port, deployment.host) == (9001, "0.0.0.0")
+    assert deployment.decode.max_requests == 3
     assert _deployment(None, {"port": 9001, "host": None}) == Deployment(port=9001)
 
 
 def test_the_cache_s_options_go_before_its_table(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('[cache]\nmemory = "off"\nfolder = "there"\ndisk_mb = 5\n')
-    assert _deployment(file, {}, {"cache": {"folder": None, "disk_mb": 6}}).cache == CacheConfig(
-        "off", "there", 6
-    )
-    assert _deployment(file, {}, {"cache": {"folder": "", "disk_mb": None}}).cache == CacheConfig(
-        "off", "", 5
-    )
-    assert _deployment(
-        None, {}, {"cache": {"folder": "here", "disk_mb": None}}
-    ).cache == CacheConfig(folder="here")
+    for path, folder, disk_mb, found in (
+        (file, None, 6, CacheConfig("off", "there", 6)),
+        (file, "", None, CacheConfig("off", "", 5)),
+        (None, "here", None, CacheConfig(folder="here")),
+    ):
+        options = {"cache": {"folder": folder, "disk_mb": disk_mb}}
+        assert _deployment(path, {}, options).cache == found
 
 
 def test_the_number_of_gateways_is_an_option() -> None:
@@ -313,3 +290,16 @@ def test_keys_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPa
         _api_keys(["a,b"])
     with pytest.raises(ConfigError, match="empty"):
         _api_keys([" "])
+
+
+@pytest.mark.parametrize("command", [("serve",), ("serve", "--dry-run"), ("console",)])
+def test_a_network_is_served_without_keys_only_by_a_flag_that_says_so(
+    command: tuple[str, ...],
+) -> None:
+    refused = CliRunner().invoke(app, [*command, "--host", "0.0.0.0"])
+    assert refused.exit_code == 2
+    assert "--open-to-network" in refused.stderr
+    planned = CliRunner().invoke(
+        app, ["serve", "--dry-run", "--host", "0.0.0.0", "--open-to-network"]
+    )
+    assert planned.exit_code == 0, planned.stderr

@@ -44,13 +44,8 @@ from tests.unit.gateway.test_tiktoken import write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MOONCAKE = [
-    {
-        "timestamp": 27_000 * number,
-        "input_length": 600 + number,
-        "output_length": 9,
-        "hash_ids": [0, number + 1],
-    }
-    for number in range(8)
+    {"timestamp": 27_000 * n, "input_length": 600 + n, "output_length": 9, "hash_ids": [0, n + 1]}
+    for n in range(8)
 ]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:{minute}:46.6805900,{300 + minute},44\n" for minute in range(10, 20)
@@ -211,19 +206,8 @@ def test_traffics(rng: Random, tmp_path: Path) -> None:
         elif kind == "csv":
             data = bytearray(AZURE.encode())
             at = rng.randrange(len(data))
-            wrong = [
-                "",
-                ",",
-                "\n",
-                '"',
-                HUGE,
-                "NaT",
-                "1e400",
-                "-1",
-                "\0",
-                "9999-12-31 00:00:00",
-                "x" * 200_000,
-            ]
+            wrong = [*("", ",", "\n", '"', HUGE, "NaT", "1e400", "-1", "\0"), "x" * 200_000]
+            wrong.append("9999-12-31 00:00:00")
             data[at : at + rng.randint(0, 30)] = rng.choice(wrong).encode()
             data = bytes(data)
         else:

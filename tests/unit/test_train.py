@@ -11,48 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from train import experts, train
+from tests.unit import tiny_training
+from train import train
 from train.data import Batch, pack
 from train.evaluate import acceptance
-from train.model import Config, Model, rope_table
+from train.model import Model, rope_table
 from train.tokenizer import load_or_build, spellings
 from train.train import draft_losses, main_loss
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "hadal-tiny" / "tokenizer.json"
 NUM_WORDS = 11
-TINY = Config(
-    vocab_size=NUM_WORDS,
-    hidden_size=32,
-    num_hidden_layers=2,
-    intermediate_size=32,
-    moe_intermediate_size=16,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_group=2,
-    topk_group=1,
-    num_attention_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
+TINY = replace(tiny_training.TINY, vocab_size=NUM_WORDS)
 
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test waits for a compiler, or for threads that other processes keep from running; none
-    leaves another precision behind.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("HADAL_PLAIN", "1")
-    experts.kernels.cache_clear()
-    precision = torch.backends.mkldnn.matmul.fp32_precision
-    yield
-    torch.set_num_threads(num_threads)
-    torch.backends.mkldnn.matmul.fp32_precision = precision
-    experts.kernels.cache_clear()
+    with tiny_training.plain(monkeypatch):
+        yield
 
 
 def counting(*sizes: int) -> Batch:

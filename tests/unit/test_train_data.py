@@ -18,10 +18,11 @@ from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.tools import CallReader, format_of, read_choice, read_tools
 from hadal.gateway.vocabulary import read_vocabulary
-from train import data, experts
+from tests.unit import tiny_training
+from tests.unit.tiny_training import TINY
+from train import data
 from train.data import Batch, encode, make_batch, render_calls
 from train.export import export, load
-from train.model import Config
 from train.tokenizer import CHAT_TEMPLATE, CONTROLS, MARKS, config
 from train.train import Losses, Run
 
@@ -142,41 +143,16 @@ def test_batches_follow_from_their_number(tokenizer: Tokenizer) -> None:
     assert len(first.tokens) == len(other.tokens) == 2048
 
 
-TINY = Config(
-    vocab_size=2560,
-    hidden_size=32,
-    num_hidden_layers=2,
-    intermediate_size=32,
-    moe_intermediate_size=16,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_group=2,
-    topk_group=1,
-    num_attention_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
 SETTINGS = {"steps": 7, "lr": 0.008, "batch_tokens": 256, "seed": 0}
 """The last step trains the MTP layer."""
 
 
 @pytest.fixture
 def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No compiler, no long prompts, and one thread: several spin for one another on a busy machine,
-    and add numbers in an order of their own.
-    """
-    monkeypatch.setenv("HADAL_PLAIN", "1")
+    """No long prompts either."""
     monkeypatch.setattr(data, "LONG_SHARE", 0.0)
-    experts.kernels.cache_clear()
-    precision, num_threads = torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    torch.backends.mkldnn.matmul.fp32_precision = precision
-    experts.kernels.cache_clear()
+    with tiny_training.plain(monkeypatch):
+        yield
 
 
 def run_in(folder: Path) -> Run:

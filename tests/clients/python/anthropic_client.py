@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import anthropic
-from trial import (
-    CALCULATE,
-    KEY,
-    MODEL,
-    PRODUCT,
-    PRODUCT_ANSWER,
-    SUM,
-    SUM_ANSWER,
-    URL,
-    digits,
-    expect,
-    run,
-)
-from trial import calculate as reckon
+import trial
 
-client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=180)
-ASK: dict = {"model": MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
+client = anthropic.Anthropic(base_url=trial.URL, api_key=trial.KEY, max_retries=0, timeout=180)
+ASK: dict = {"model": trial.MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
 
 
-def text_of(message: anthropic.types.Message) -> str:
+def _text_of(message: anthropic.types.Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
 def create() -> str:
     """messages.create"""
-    message = client.messages.create(**ASK, messages=[{"role": "user", "content": SUM}])
-    return expect(
-        SUM_ANSWER in text_of(message) and message.stop_reason == "end_turn", text_of(message)
+    message = client.messages.create(**ASK, messages=trial.user(trial.SUM))
+    return trial.expect(
+        trial.SUM_ANSWER in _text_of(message) and message.stop_reason == "end_turn",
+        _text_of(message),
     )
 
 
 def stream() -> str:
     """messages.stream"""
-    with client.messages.stream(**ASK, messages=[{"role": "user", "content": SUM}]) as events:
+    with client.messages.stream(**ASK, messages=trial.user(trial.SUM)) as events:
         text = "".join(events.text_stream)
         final = events.get_final_message()
-    return expect(SUM_ANSWER in text and final.usage.output_tokens > 0, text)
+    return trial.expect(trial.SUM_ANSWER in text and final.usage.output_tokens > 0, text)
 
 
 def thinking() -> str:
     """thinking blocks"""
     message = client.messages.create(
-        model=MODEL,
+        model=trial.MODEL,
         max_tokens=2000,
         thinking={"type": "enabled", "budget_tokens": 1024},
-        messages=[{"role": "user", "content": SUM}],
+        messages=trial.user(trial.SUM),
     )
     kinds = [block.type for block in message.content]
-    return expect(kinds[:1] == ["thinking"] and "text" in kinds, kinds)
+    return trial.expect(kinds[:1] == ["thinking"] and "text" in kinds, kinds)
 
 
 def tools() -> str:
@@ -61,13 +47,17 @@ def tools() -> str:
     tool = {
         "name": "calculate",
         "description": "Compute with two whole numbers.",
-        "input_schema": CALCULATE,
+        "input_schema": trial.CALCULATE,
     }
-    messages: list = [{"role": "user", "content": PRODUCT}]
+    messages: list = trial.user(trial.PRODUCT)
     first = client.messages.create(**ASK, tools=[tool], messages=messages)
-    expect(first.stop_reason == "tool_use", first.stop_reason)
+    trial.expect(first.stop_reason == "tool_use", first.stop_reason)
     results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": str(reckon(**block.input))}
+        {
+            "type": "tool_result",
+            "tool_use_id": block.id,
+            "content": str(trial.calculate(**block.input)),
+        }
         for block in first.content
         if block.type == "tool_use"
     ]
@@ -76,10 +66,10 @@ def tools() -> str:
         {"role": "user", "content": results},
     ]
     last = client.messages.create(**ASK, tools=[tool], messages=messages)
-    return expect(PRODUCT_ANSWER in digits(text_of(last)), text_of(last))
+    return trial.expect(trial.PRODUCT_ANSWER in trial.digits(_text_of(last)), _text_of(last))
 
 
-@anthropic.beta_tool(input_schema=CALCULATE)
+@anthropic.beta_tool(input_schema=trial.CALCULATE)
 def calculate(a: int, operator: str, b: int) -> str:
     """Compute with two whole numbers.
 
@@ -88,25 +78,25 @@ def calculate(a: int, operator: str, b: int) -> str:
         operator: One of +, -, *.
         b: The second number.
     """
-    return str(reckon(a, operator, b))
+    return str(trial.calculate(a, operator, b))
 
 
 def runner() -> str:
     """beta.messages.tool_runner"""
     runs = client.beta.messages.tool_runner(
-        **ASK, tools=[calculate], messages=[{"role": "user", "content": PRODUCT}], max_iterations=4
+        **ASK, tools=[calculate], messages=trial.user(trial.PRODUCT), max_iterations=4
     )
     text = "".join(block.text for block in runs.until_done().content if block.type == "text")
-    return expect(PRODUCT_ANSWER in digits(text), text)
+    return trial.expect(trial.PRODUCT_ANSWER in trial.digits(text), text)
 
 
 def count() -> str:
     """messages.count_tokens"""
     tokens = client.messages.count_tokens(
-        model=MODEL, messages=[{"role": "user", "content": SUM}]
+        model=trial.MODEL, messages=trial.user(trial.SUM)
     ).input_tokens
-    used = client.messages.create(**ASK, messages=[{"role": "user", "content": SUM}]).usage
-    return expect(
+    used = client.messages.create(**ASK, messages=trial.user(trial.SUM)).usage
+    return trial.expect(
         tokens == used.input_tokens + (used.cache_read_input_tokens or 0), f"{tokens} tokens"
     )
 
@@ -114,16 +104,11 @@ def count() -> str:
 def errors() -> str:
     """an unknown model is the client's own error"""
     try:
-        client.messages.create(
-            model="nobody", max_tokens=5, messages=[{"role": "user", "content": "x"}]
-        )
+        client.messages.create(model="nobody", max_tokens=5, messages=trial.user("x"))
     except anthropic.NotFoundError as error:
-        return expect(error.body["error"]["type"] == "not_found_error", error.body)
+        return trial.expect(error.body["error"]["type"] == "not_found_error", error.body)
     raise AssertionError("the model nobody was taken")
 
 
 if __name__ == "__main__":
-    run(
-        f"anthropic {importlib.metadata.version('anthropic')} (Python)",
-        create, stream, thinking, tools, runner, count, errors,
-    )  # fmt: skip
+    trial.run(f"anthropic {trial.version('anthropic')} (Python)")

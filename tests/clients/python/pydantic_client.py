@@ -2,58 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
+import trial
 from anthropic import AsyncAnthropic
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, UsageLimits
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-from trial import (
-    KEY,
-    MODEL,
-    PERSON,
-    PRODUCT,
-    PRODUCT_ANSWER,
-    SUM,
-    SUM_ANSWER,
-    URL,
-    calculate,
-    digits,
-    expect,
-    run,
-)
 
-openai = OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY)
-chat = OpenAIChatModel(MODEL, provider=openai)
-responses = OpenAIResponsesModel(MODEL, provider=openai)
+openai = OpenAIProvider(base_url=f"{trial.URL}/v1", api_key=trial.KEY)
+chat = OpenAIChatModel(trial.MODEL, provider=openai)
+responses = OpenAIResponsesModel(trial.MODEL, provider=openai)
 messages = AnthropicModel(
-    MODEL,
+    trial.MODEL,
     provider=AnthropicProvider(
-        anthropic_client=AsyncAnthropic(base_url=URL, api_key=KEY, max_retries=0)
+        anthropic_client=AsyncAnthropic(base_url=trial.URL, api_key=trial.KEY, max_retries=0)
     ),
 )
 SETTINGS: dict = {"temperature": 0, "timeout": 60, "max_tokens": 400}
 
 
-class Person(BaseModel):
-    name: str
-    age: int
-    city: str
-
-
 def _text(model: Model) -> str:
-    output = Agent(model, model_settings=SETTINGS).run_sync(SUM).output
-    return expect(SUM_ANSWER in output, output)
+    output = Agent(model, model_settings=SETTINGS).run_sync(trial.SUM).output
+    return trial.expect(trial.SUM_ANSWER in output, output)
 
 
 def _tool(model: Model) -> str:
-    agent = Agent(model, tools=[calculate], model_settings=SETTINGS)
-    output = agent.run_sync(PRODUCT, usage_limits=UsageLimits(request_limit=4)).output
-    return expect(PRODUCT_ANSWER in digits(output), output)
+    agent = Agent(model, tools=[trial.calculate], model_settings=SETTINGS)
+    output = agent.run_sync(trial.PRODUCT, usage_limits=UsageLimits(request_limit=4)).output
+    return trial.expect(trial.PRODUCT_ANSWER in trial.digits(output), output)
 
 
 def chat_text() -> str:
@@ -69,11 +47,11 @@ def chat_tool() -> str:
 def chat_output() -> str:
     """NativeOutput of a Pydantic model"""
     output = (
-        Agent(chat, output_type=NativeOutput(Person), model_settings=SETTINGS)
-        .run_sync(PERSON)
+        Agent(chat, output_type=NativeOutput(trial.Person), model_settings=SETTINGS)
+        .run_sync(trial.PERSON)
         .output
     )
-    return expect(isinstance(output, Person), output)
+    return trial.expect(isinstance(output, trial.Person), output)
 
 
 def responses_text() -> str:
@@ -97,7 +75,4 @@ def messages_tool() -> str:
 
 
 if __name__ == "__main__":
-    run(
-        f"pydantic-ai {importlib.metadata.version('pydantic-ai-slim')}",
-        chat_text, chat_tool, chat_output, responses_text, responses_tool, messages_text, messages_tool,
-    )  # fmt: skip
+    trial.run(f"pydantic-ai {trial.version('pydantic-ai-slim')}")

@@ -1,15 +1,19 @@
 """What the scripts beside this one share: the questions, the tools, and how a trial is told.
 
-Runs in the clients' own environment, so it imports nothing of Hadal and nothing of a client.
+Runs in the clients' own environments, so it imports nothing of Hadal, and of others Pydantic alone,
+which all clients need.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from importlib.metadata import version as version  # For the scripts.
+
+from pydantic import BaseModel
 
 URL = os.environ["HADAL_URL"]
 """Of the server, without `/v1`."""
@@ -22,6 +26,12 @@ PRODUCT = "What is 4817 times 2395? Use the calculator."
 """More than the model can reckon by itself."""
 PRODUCT_ANSWER = "11536715"
 PERSON = "Ann is 34 years old and lives in Oslo. Give her name, age and city as JSON."
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+    city: str
 
 
 def calculate(a: int, operator: str, b: int) -> int:
@@ -55,6 +65,11 @@ TOOL = {
 }
 
 
+def user(text: str) -> list[dict]:
+    """Messages of a chat that begins."""
+    return [{"role": "user", "content": text}]
+
+
 def digits(text: object) -> str:
     """The digits of a text, without what separates thousands."""
     return "".join(c for c in str(text) if c.isdigit())
@@ -72,19 +87,19 @@ def expect(holds: object, seen: object) -> str:
     return text
 
 
-def run(client: str, *trials: Callable[[], str]) -> None:
-    """Try each once and print a line of JSON of it: client, what was tried, ok, what was seen."""
-    for trial in trials:
-        what = (trial.__doc__ or trial.__name__).split("\n")[0].rstrip(".")
+def run(client: str) -> None:
+    """Try each public function of the script once and print a line of JSON of it: client, what was
+    tried, ok, what was seen.
+    """
+    script = vars(sys.modules["__main__"])
+    for name, trial in script.items():
+        if name.startswith("_") or not inspect.isfunction(trial) or trial.__module__ != "__main__":
+            continue
+        line = {"client": client, "what": (trial.__doc__ or name).split("\n")[0].rstrip(".")}
         try:
-            line = {"client": client, "what": what, "ok": True, "seen": trial()}
+            line |= {"ok": True, "seen": trial()}
         except Exception as error:  # Whatever a client raises is what its row says.
             if os.environ.get("HADAL_TRACE"):
                 traceback.print_exc(file=sys.stderr)
-            line = {
-                "client": client,
-                "what": what,
-                "ok": False,
-                "seen": f"{type(error).__name__}: {error}"[:300],
-            }
+            line |= {"ok": False, "seen": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(line), flush=True)

@@ -14,9 +14,16 @@ from hadal.cli import EXIT_CONFIG, app
 from hadal.commands.balance import cluster_of, loads_of, placement_of
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["balance", *arguments])
+def run(loads: Path, *more: str, ranks: int = 4, slots: int = 6) -> tuple[int, str]:
+    sizes = ("--ranks", str(ranks), "--expert-slots", str(slots))
+    result = CliRunner().invoke(app, ["balance", "--loads", str(loads), *sizes, *more])
     return result.exit_code, result.output
+
+
+def written(folder: Path, loads: object) -> Path:
+    path = folder / "loads.json"
+    path.write_text(json.dumps(loads))
+    return path
 
 
 @pytest.fixture
@@ -34,50 +41,21 @@ def loads_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", ["global", "hierarchical", "hybrid", "fast"])
 def test_json(loads_file: Path, mode: str) -> None:
     code, output = run(
-        "--loads",
-        str(loads_file),
-        "--ranks",
-        "4",
-        "--nodes",
-        "2",
-        "--expert-slots",
-        "6",
-        "--groups",
-        "4",
-        "--mode",
-        mode,
-        "--json",
-        "--weighted",
+        loads_file, "--nodes", "2", "--groups", "4", "--mode", mode, "--json", "--weighted"
     )
     assert code == 0
     plan = json.loads(output)
-    assert set(plan) == {
-        "physical_to_logical",
-        "split",
-        "balancedness",
-        "moved_replicas",
-        "elapsed_ms",
-    }
+    names = {"physical_to_logical", "split", "balancedness", "moved_replicas", "elapsed_ms"}
+    assert set(plan) == names
     assert [sorted(set(row)) for row in plan["physical_to_logical"]] == [list(range(16))] * 3
     assert [len(row) for row in plan["split"]] == [24] * 3
     assert 0 < plan["balancedness"]["worst"] <= plan["balancedness"]["mean"] <= 1
 
 
 def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> None:
-    _, output = run("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6", "--json")
-    (tmp_path / "today.json").write_text(output)
-    code, output = run(
-        "--loads",
-        str(loads_file),
-        "--ranks",
-        "4",
-        "--expert-slots",
-        "6",
-        "--current",
-        str(tmp_path / "today.json"),
-        "--max-moves",
-        "2",
-    )
+    today = tmp_path / "today.json"
+    today.write_text(run(loads_file, "--json")[1])
+    code, output = run(loads_file, "--current", str(today), "--max-moves", "2")
     assert code == 0
     assert "before (today)" in output
     assert "replicas move" in output
@@ -86,16 +64,15 @@ def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> N
 def test_without_a_current_placement_nothing_is_said_to_move(
     loads_file: Path, tmp_path: Path
 ) -> None:
-    sizes = ("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6")
-    _, output = run(*sizes)
+    _, output = run(loads_file)
     assert "replicas move." not in " ".join(output.split()).replace("how many replicas move.", "")
     assert "--current" in output
-    _, printed = run(*sizes, "--json")
+    _, printed = run(loads_file, "--json")
     assert json.loads(printed)["moved_replicas"] is None
     (tmp_path / "today.json").write_text(printed)
     today = ("--current", str(tmp_path / "today.json"))
-    assert "0 replicas move." in run(*sizes, *today)[1]
-    assert json.loads(run(*sizes, *today, "--json")[1])["moved_replicas"] == 0
+    assert "0 replicas move." in run(loads_file, *today)[1]
+    assert json.loads(run(loads_file, *today, "--json")[1])["moved_replicas"] == 0
 
 
 @pytest.mark.parametrize(
@@ -105,9 +82,8 @@ def test_the_picture_fits_the_terminal(
     tmp_path: Path, width: int, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    path = tmp_path / "loads.json"
-    path.write_text(json.dumps(np.random.default_rng(1).lognormal(2, size=(2, 256)).tolist()))
-    code, output = run("--loads", str(path), "--ranks", "144", "--expert-slots", "2")
+    path = written(tmp_path, np.random.default_rng(1).lognormal(2, size=(2, 256)).tolist())
+    code, output = run(path, ranks=144, slots=2)
     assert code == 0
     assert max(map(len, output.splitlines())) <= width
     rows = output[output.index("tokens by rank") :].splitlines()[1:]
@@ -151,16 +127,14 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    code, output = run("--loads", str(tmp_path), "--ranks", "2", "--expert-slots", "3")
+    code, output = run(tmp_path)
     assert code == EXIT_CONFIG
     assert "not a file" in output
     assert "Errno" not in output
 
 
 def test_moves_are_counted_from_a_current_placement(loads_file: Path) -> None:
-    code, output = run(
-        "--loads", str(loads_file), "--ranks", "4", "--expert-slots", "6", "--max-moves", "3"
-    )
+    code, output = run(loads_file, "--max-moves", "3")
     assert code == EXIT_CONFIG
     assert "needs the current placement" in output
 
@@ -170,93 +144,58 @@ def test_help_teaches_with_an_example_that_works(tmp_path: Path) -> None:
     assert """echo '{"tokens_per_expert": [[90, 20, 10, 40]]}' > loads.json""" in " ".join(
         result.output.split()
     )
-    (tmp_path / "loads.json").write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
-    code, output = run(
-        "--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--expert-slots", "3", "--json"
-    )
+    path = written(tmp_path, {"tokens_per_expert": [[90, 20, 10, 40]]})
+    code, output = run(path, "--json", ranks=2, slots=3)
     assert code == 0
     assert json.loads(output)["balancedness"]["worst"] > 0.9
 
 
 def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
-    (tmp_path / "window.json").write_text(
-        json.dumps([[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]])
-    )
-    code, output = run(
-        "--loads", str(tmp_path / "window.json"), "--ranks", "2", "--expert-slots", "2", "--json"
-    )
+    path = written(tmp_path, [[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]])
+    code, output = run(path, "--json", ranks=2, slots=2)
     assert code == 0
     assert len(json.loads(output)["physical_to_logical"]) == 1
 
 
-def test_refuses(loads_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no json")
-    assert (
-        run("--loads", str(tmp_path / "text"), "--ranks", "4", "--expert-slots", "6")[0]
-        == EXIT_CONFIG
-    )
-    assert (
-        run("--loads", str(tmp_path / "none"), "--ranks", "4", "--expert-slots", "6")[0]
-        == EXIT_CONFIG
-    )
-    assert run("--loads", str(loads_file), "--ranks", "4", "--expert-slots", "2")[0] == EXIT_CONFIG
+def test_refuses(loads_file: Path) -> None:
+    assert run(loads_file, slots=2)[0] == EXIT_CONFIG
     for value in ({}, "x", [[]], [["a"]]):
         with pytest.raises(ValueError, match="loads are"):
             loads_of(value)
     cluster = cluster_of(np.ones((1, 4)), 2, 1, 3)
-    for value in (
-        [[0, 1, 2]],
-        [[0, 1, 2, 3, 4, 0]],
-        {"other": 1},
-        [["a"] * 6],
-        [[]],
-        [[0.5, 1, 2, 3, 0, 1]],
-    ):
+    rows = ([0, 1, 2], [0, 1, 2, 3, 4, 0], ["a"] * 6, [], [0.5, 1, 2, 3, 0, 1])
+    for value in ({"other": 1}, *([row] for row in rows)):
         with pytest.raises(ValueError, match="current placement"):
             placement_of(value, np.ones((1, 4)), cluster)
 
 
 def test_fewer_groups_than_nodes_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "loads.json"
-    path.write_text(json.dumps(np.random.default_rng(3).lognormal(size=(2, 64)).tolist()))
+    path = written(tmp_path, np.random.default_rng(3).lognormal(size=(2, 64)).tolist())
     for mode, groups, nodes in (("hybrid", 1, 2), ("hierarchical", 2, 4)):
-        sizes = (
-            "--ranks",
-            "8",
-            "--expert-slots",
-            "12",
-            "--groups",
-            str(groups),
-            "--nodes",
-            str(nodes),
-        )
-        code, output = run("--loads", str(path), "--mode", mode, *sizes)
+        sizes = ("--groups", str(groups), "--nodes", str(nodes))
+        code, output = run(path, "--mode", mode, *sizes, ranks=8, slots=12)
         assert code == EXIT_CONFIG
         assert f"{groups} groups are too few for {nodes} nodes" in output
 
 
 def test_loads_too_large_to_add_up_are_said(tmp_path: Path) -> None:
-    path = tmp_path / "loads.json"
-    path.write_text("[[1e308, 1e308, 1e308, 1e308]]")
-    code, output = run("--loads", str(path), "--ranks", "2", "--expert-slots", "3")
+    code, output = run(written(tmp_path, [[1e308] * 4]), ranks=2, slots=3)
     assert code == EXIT_CONFIG
     assert "too many to add up" in output
 
 
 def test_todays_placement_comes_with_its_split(tmp_path: Path) -> None:
     loads = np.random.default_rng(4).lognormal(sigma=1.0, size=(3, 16))
-    path, today = tmp_path / "loads.json", tmp_path / "today.json"
-    path.write_text(json.dumps(loads.tolist()))
-    sizes = ("--loads", str(path), "--ranks", "4", "--expert-slots", "6")
-    code, made = run(*sizes, "--weighted", "--json")
+    path, today = written(tmp_path, loads.tolist()), tmp_path / "today.json"
+    code, made = run(path, "--weighted", "--json")
     assert code == 0
     value = json.loads(made)
     assert value["split"] is not None
     today.write_text(made)
-    code, shown = run(*sizes, "--current", str(today))
+    code, shown = run(path, "--current", str(today))
     before = next(line for line in shown.splitlines() if "mean" in line)
     assert float(before.split()[1]) == pytest.approx(value["balancedness"]["mean"], abs=2e-4)
     today.write_text(json.dumps({**value, "split": value["split"][:1]}))
-    code, output = run(*sizes, "--current", str(today))
+    code, output = run(path, "--current", str(today))
     assert code == EXIT_CONFIG
     assert "the current split is no matrix" in output

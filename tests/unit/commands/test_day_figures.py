@@ -93,13 +93,8 @@ def test_nodes_without_roles_and_minutes_without_demand_are_shown() -> None:
 
 
 def test_bars_of_a_histogram_have_their_shares_as_heights() -> None:
-    histogram = {
-        "edges": [0.0, 1.0, 2.0, 3.0, 4.0],
-        "counts": [0, 30, 60, 10],
-        "p50": 2.3,
-        "p90": 2.9,
-        "p99": 3.8,
-    }
+    quantiles = {"p50": 2.3, "p90": 2.9, "p99": 3.8}
+    histogram = {"edges": [0.0, 1.0, 2.0, 3.0, 4.0], "counts": [0, 30, 60, 10], **quantiles}
     figure = distribution(histogram, "TTFT")
     found = traces(figure)
     bars = found["requests"]
@@ -108,16 +103,9 @@ def test_bars_of_a_histogram_have_their_shares_as_heights() -> None:
     assert (bars["offset"], bars["width"]) == (0, [1.0, 1.0, 1.0])
     assert bars["hovertext"] == ["1 s to 2 s: 30.0 %", "2 s to 3 s: 60.0 %", "3 s to 4 s: 10.0 %"]
     assert layout(figure)["xaxis"]["type"] == "linear"
-    assert [found[name]["x"] for name in ("median", "p90", "p99")] == [
-        [2.3] * 2,
-        [2.9] * 2,
-        [3.8] * 2,
-    ]
-    assert [found[name]["text"][1] for name in ("median", "p90", "p99")] == [
-        "median 2.3 s",
-        "p90 2.9 s",
-        "p99 3.8 s",
-    ]
+    for name, value in zip(("median", "p90", "p99"), (2.3, 2.9, 3.8), strict=True):
+        assert found[name]["x"] == [value] * 2
+        assert found[name]["text"][1] == f"{name} {value} s"
 
 
 def test_bins_of_unequal_width_are_shown_by_density() -> None:

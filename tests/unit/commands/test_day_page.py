@@ -314,12 +314,7 @@ def test_the_day_beside_what_was_published() -> None:
     table = headline(RESULT)
     assert row(table, "Nodes, mean") == ["Nodes, mean", "226.10", "226.75", "−0.29 %"]
     assert row(table, "Hit rate") == ["Hit rate", "56.2 %", "56.3 %", "−0.06 points"]
-    assert row(table, "Output tokens/s of a user") == [
-        "Output tokens/s of a user",
-        "21.1",
-        "20.0 to 22.0",
-        "within",
-    ]
+    assert row(table, "Output tokens/s of a user")[1:] == ["21.1", "20.0 to 22.0", "within"]
     assert row(table, "Prefill nodes, mean")[2:] == ["–", "–"]
     outside = headline({**RESULT, "tokens_per_s_user": 18.0})
     assert row(outside, "Output tokens/s of a user")[3] == "−10.00 %", "of the nearer end"
@@ -333,33 +328,19 @@ def test_without_published_figures_there_are_no_columns_for_them() -> None:
 
 def test_every_hour_has_its_row() -> None:
     assert len(columns(HOUR, RESULT["hours"]).rows) == 24
-    hour = {
-        "hour_beijing": 3,
-        "nodes_mean": 60.0,
-        "tokens_in": 200,
-        "tokens_hit": 50,
-        "cost_usd": 960.0,
-    }
+    tokens = {"tokens_in": 200, "tokens_hit": 50}
+    hour = {"hour_beijing": 3, "nodes_mean": 60.0, **tokens, "cost_usd": 960.0}
     said = ["03:00", "60.0", "–", "–", "–", "200", "25.0 %", "–", "$960.00", "–"]
     assert columns(HOUR, [hour]).rows == [said]
 
 
 def test_fluid_and_window_differ_by_what_is_said() -> None:
-    hour = {
-        "hour_beijing": 12,
-        "fluid": {"tokens_per_s_user": 20.0, "requests_per_rank": 80.0, "prefill_use": 0.5},
-        "window": {
-            "prefill_units": 29,
-            "decode_units": 9,
-            "tokens_per_s_user": 21.0,
-            "requests_per_rank": 78.0,
-        },
-    }
-    speed, requests, use = (
-        ["20.0", "21.0", "+5.0 %"],
-        ["80.0", "78.0", "−2.5 %"],
-        ["50.0 %", "–", "–"],
-    )
+    fluid = {"tokens_per_s_user": 20.0, "requests_per_rank": 80.0, "prefill_use": 0.5}
+    window = {"tokens_per_s_user": 21.0, "requests_per_rank": 78.0}
+    units = {"prefill_units": 29, "decode_units": 9}
+    hour = {"hour_beijing": 12, "fluid": fluid, "window": window | units}
+    speed, requests = ["20.0", "21.0", "+5.0 %"], ["80.0", "78.0", "−2.5 %"]
+    use = ["50.0 %", "–", "–"]
     assert fluid_and_windows([hour]).rows == [["12:00", "29 + 9", *speed, *requests, *use]]
     [cells] = fluid_and_windows([{**hour, "window": None}]).rows
     assert cells[1:5] == ["–", "20.0", "–", "–"]

@@ -28,6 +28,13 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["report", *arguments], env={"COLUMNS": "100"})
 
 
+def write(path: str, facts: PackedFacts) -> None:
+    store = Store(ledger_url(path))
+    store.prepare()
+    store.write(facts)
+    store.close()
+
+
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a request a minute for two days, until now, of two tenants and two models, on one unit of
@@ -36,37 +43,20 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     clock = SimpleNamespace(time=lambda: NOW_S, localtime=time.localtime)
     monkeypatch.setattr(report, "time", clock)
     path = str(tmp_path / "l.sqlite")
-    store = Store(ledger_url(path))
-    store.prepare()
     requests = []
     for index in range(2 * 24 * 60):
-        completed_s = NOW_S - 60 * index - 30
+        at_s = NOW_S - 60 * index - 30
+        names = f"r{index}", f"t{index % 2}", f"m{index % 2}"
+        tokens, times = (64, 36, 11, 11 * 105), (at_s - 3, at_s, at_s - 2, at_s - 1)
+        income = R1.flat().charge(0, 64, 36, 11)
         requests.append(
-            RequestFact(
-                f"r{index}",
-                f"t{index % 2}",
-                f"m{index % 2}",
-                64,
-                36,
-                11,
-                11 * 105,
-                "stop",
-                completed_s - 3,
-                completed_s,
-                completed_s - 2,
-                completed_s - 1,
-                "prefill-0",
-                "decode-0",
-                0,
-                R1.flat().charge(0, 64, 36, 11),
-            )
+            RequestFact(*names, *tokens, "stop", *times, "prefill-0", "decode-0", 0, income)
         )
     nodes = [
         NodesFact(f"{role}-0", "e", role, 8, 8, NOW_S - 2 * 86_400, NOW_S, "cpu", 2_000_000, "m0")
         for role in ("prefill", "decode")
     ]
-    store.write(PackedFacts(tuple(requests), tuple(nodes)))
-    store.close()
+    write(path, PackedFacts(tuple(requests), tuple(nodes)))
     return path
 
 
@@ -106,24 +96,16 @@ def test_times_and_errors(ledger: str) -> None:
     """A request each minute takes 1 s to its first token and 100 ms for each other; three were
     refused or failed.
     """
-    store = Store(ledger_url(ledger))
-    store.write(
-        PackedFacts(
-            tuple(
-                RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, NOW_S - 90, NOW_S - 60)
-                for index, end in enumerate(("429", "429", "504"))
-            )
-        )
+    failed = (
+        RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, NOW_S - 90, NOW_S - 60)
+        for index, end in enumerate(("429", "429", "504"))
     )
-    store.close()
+    write(ledger, PackedFacts(tuple(failed)))
     fields = json.loads(call("--json", "--ledger", ledger, "--by", "tenant").stdout)
     for line in (fields, *fields["tenants"]):
-        assert [line[f"ttft_ms_p{percent}"] for percent in (50, 99)] == pytest.approx(
-            [1000.0, 1000.0]
-        )
-        assert [line[f"tpot_ms_p{percent}"] for percent in (50, 99)] == pytest.approx(
-            [100.0, 100.0]
-        )
+        for percent in (50, 99):
+            assert line[f"ttft_ms_p{percent}"] == pytest.approx(1000.0)
+            assert line[f"tpot_ms_p{percent}"] == pytest.approx(100.0)
     assert fields["errors"] == fields["tenants"][1]["errors"] == {"429": 2, "504": 1}
     assert fields["tenants"][0]["errors"] == {}
     text = call("--ledger", ledger, "--by", "tenant").stdout
@@ -140,10 +122,8 @@ def test_a_dash_has_a_reason(ledger: str, tmp_path: Path) -> None:
     assert "Nodes and cost are in the total only" in text
     assert "- under nodes: none of its own" in call("--ledger", ledger, "--by", "model").stdout
     path = str(tmp_path / "refused.sqlite")
-    store = Store(ledger_url(path))
-    store.prepare()
-    store.write(PackedFacts((RequestFact("e", "t", "m", 0, 0, 0, 0, "503", NOW_S - 9, NOW_S - 8),)))
-    store.close()
+    fact = RequestFact("e", "t", "m", 0, 0, 0, 0, "503", NOW_S - 9, NOW_S - 8)
+    write(path, PackedFacts((fact,)))
     text = call("--ledger", path, "--by", "tenant").stdout
     assert "- under other heads: no prompt was answered" in text
 
@@ -179,30 +159,19 @@ def test_no_ledger_says_how_to_get_one_and_makes_none(tmp_path: Path) -> None:
 
 
 def test_an_empty_ledger_says_what_to_do(tmp_path: Path) -> None:
-    store = Store(ledger_url(str(tmp_path / "l.sqlite")))
-    store.prepare()
-    store.close()
-    result = call("--ledger", str(tmp_path / "l.sqlite"))
+    path = str(tmp_path / "l.sqlite")
+    write(path, PackedFacts(()))
+    result = call("--ledger", path)
     assert result.exit_code == 0
     assert "No request has ended yet" in result.stdout
-    assert (
-        json.loads(call("--ledger", str(tmp_path / "l.sqlite"), "--json").stdout)["requests"] == 0
-    )
+    assert json.loads(call("--ledger", path, "--json").stdout)["requests"] == 0
 
 
 def test_a_quiet_time_says_when_the_last_request_was(
     ledger: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run(
-        last="1h",
-        by="hour",
-        as_json=False,
-        ledger=ledger,
-        prices="",
-        is_utc=True,
-        now_s=NOW_S + 10 * 86_400,
-    )
-    assert code == 0
+    asked = {"last": "1h", "by": "hour", "as_json": False, "prices": "", "is_utc": True}
+    assert run(**asked, ledger=ledger, now_s=NOW_S + 10 * 86_400) == 0
     text = capsys.readouterr().out
     assert "No request ended in this time; the last one did at" in text
     assert time.strftime("%Y-%m-%dT%H:%M", time.gmtime(NOW_S - 30)) in text
@@ -235,10 +204,5 @@ def test_the_environment_says_which_ledger(ledger: str, monkeypatch: pytest.Monk
 
 
 def test_times() -> None:
-    assert [seconds_of(text) for text in ("90m", "24h", "24", "7d", " 2 W ")] == [
-        5400,
-        86_400,
-        86_400,
-        604_800,
-        1_209_600,
-    ]
+    found = [seconds_of(text) for text in ("90m", "24h", "24", "7d", " 2 W ")]
+    assert found == [5400, 86_400, 86_400, 604_800, 1_209_600]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -34,22 +32,14 @@ REFUSING = Starlette(routes=[Route("/v1/chat/completions", _refuse, methods=["PO
         (401, {"Retry-After": "2"}, None),
     ],
 )
-def test_a_refusal_says_when_to_ask_again(
+async def test_a_refusal_says_when_to_ask_again(
     status: int, headers: dict[str, str], again_s: float | None
 ) -> None:
-    async def scene() -> AskError:
-        asking = Asking("http://here")
-        asking._client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(REFUSING), base_url="http://here"
-        )
-        try:
-            async for _ in asking.stream({"status": status, "headers": headers}, ""):
-                raise AssertionError("there is no answer")
-        except AskError as error:
-            return error
-        finally:
-            await asking.close()
-        raise AssertionError("it was not refused")
-
-    error = asyncio.run(scene())
+    asking = Asking("http://here")
+    transport = httpx.ASGITransport(REFUSING)
+    asking._client = httpx.AsyncClient(transport=transport, base_url="http://here")
+    with pytest.raises(AskError, match="Full") as caught:
+        await anext(asking.stream({"status": status, "headers": headers}, ""))
+    await asking.close()
+    error = caught.value
     assert (str(error), error.status, error.again_s) == ("Full.", status, again_s)

@@ -42,20 +42,16 @@ class Source:
         return FRAME
 
 
-def test_an_error_that_nobody_expected_is_logged_and_the_console_goes_on(
+async def test_an_error_that_nobody_expected_is_logged_and_the_console_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(feed, "PERIOD_S", 0.0)
     shown: list[ConsoleFrame] = []
-
-    async def scene() -> None:
-        watched = Feed(Source())
-        watcher = Watcher("", shown.append, lambda reason: None)
-        watched.watch(watcher)
-        await wait_for(lambda: len(shown) == 3, "three frames are shown")
-        watched.forget(watcher)
-
-    asyncio.run(scene())
+    watched = Feed(Source())
+    watcher = Watcher("", shown.append, lambda reason: None)
+    watched.watch(watcher)
+    await wait_for(lambda: len(shown) == 3, "three frames are shown")
+    watched.forget(watcher)
     assert "what nobody thought of" in caplog.text
 
 
@@ -107,22 +103,19 @@ def live(folder: Path | None = None, ledger: str = "") -> LiveSource:
     return LiveSource(Gateway(), folder, ledger)  # type: ignore[arg-type]
 
 
-def test_every_page_gets_its_units_experts_however_many_there_are() -> None:
-    async def scene() -> list[set[str]]:
-        source, told = live(), []
-        for asked in (set(UNITS), set(UNITS), {UNITS[0], "decode-99"}):
-            frame = await source.frame("", asked, set())
-            assert frame.overview is not None
-            told.append(set(frame.overview.experts))
-        return told
-
-    first, second, fewer = asyncio.run(scene())
+async def test_every_page_gets_its_units_experts_however_many_there_are() -> None:
+    source, told = live(), []
+    for asked in (set(UNITS), set(UNITS), {UNITS[0], "decode-99"}):
+        frame = await source.frame("", asked, set())
+        assert frame.overview is not None
+        told.append(set(frame.overview.experts))
+    first, second, fewer = told
     assert len(first) == EXPERTS_MAX
     assert second == set(UNITS)
     assert fewer == {UNITS[0]}, "none of those nobody asks for, or that are not up"
 
 
-def test_a_ledger_that_does_not_answer_holds_up_nothing(
+async def test_a_ledger_that_does_not_answer_holds_up_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answers, said = threading.Event(), list[bool]()
@@ -135,20 +128,16 @@ def test_a_ledger_that_does_not_answer_holds_up_nothing(
     monkeypatch.setattr(feed, "_MONEY_WAIT_S", 0.05)
     monkeypatch.setattr(feed, "_SLOW_PERIODS", 1)
     write_status(tmp_path, Status("", "r", 1, True, False, 1.0, {}))
-
-    async def scene() -> None:
-        source = live(tmp_path, ledger_url(str(tmp_path / "l.sqlite")))
-        for _ in range(3):
-            assert not (await source.frame("", set(), set())).money
-            assert not said
-        answers.set()
-        while not (await source.frame("", set(), set())).money:
-            await asyncio.sleep(0.02)
-
-    asyncio.run(scene())
+    source = live(tmp_path, ledger_url(str(tmp_path / "l.sqlite")))
+    for _ in range(3):
+        assert not (await source.frame("", set(), set())).money
+        assert not said
+    answers.set()
+    while not (await source.frame("", set(), set())).money:
+        await asyncio.sleep(0.02)
 
 
-def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
+async def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(feed, "_SLOW_PERIODS", 1)
@@ -157,7 +146,7 @@ def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
     lines = [f"2026-01-01T00:00:{second:02}.000Z supervisor ERROR no" for second in range(3)]
     lines += [f"2026-01-01T00:01:00.{ms:03}Z supervisor WARNING oh" for ms in range(200)]
     (tmp_path / LOGS_FOLDER / "supervisor").write_text("\n".join(lines) + "\n")
-    frame = asyncio.run(live(tmp_path).frame("", set(), set()))
+    frame = await live(tmp_path).frame("", set(), set())
     assert [line.level for line in frame.lines[:3]] == ["ERROR"] * 3
     assert frame.lines[-1].time.endswith("00.199Z")
     assert [line.time for line in frame.lines] == sorted(line.time for line in frame.lines)

@@ -1,6 +1,4 @@
-"""Most tests here need the built kernels; where no compiler is, they are skipped and the fallback's
-own tests still run.
-"""
+"""These tests need built kernels: without a compiler they are skipped."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the
-tests of this folder.
-"""
+"""Small random models of awkward shapes, and a cache whose blocks lie out of order."""
 
 from __future__ import annotations
 
@@ -78,12 +76,10 @@ def random_weights(
         )
 
     def layer(index: int) -> LayerWeights:
-        heads, q_lora, latent, dim = (
-            c.num_attention_heads,
-            c.q_lora_rank,
-            c.kv_lora_rank,
-            c.hidden_size,
-        )
+        heads = c.num_attention_heads
+        q_lora = c.q_lora_rank
+        latent = c.kv_lora_rank
+        dim = c.hidden_size
         queries = heads * c.qk_head_dim
         indexer = None
         if c.index_n_heads and c.index_head_dim and q_lora:
@@ -145,9 +141,7 @@ class Paged:
 
 
 def paged(num_layers: int, entry_dim: int, lengths: list[int], seed: int = 0) -> Paged:
-    """Room for `lengths` positions; what lies past a row's length is NaN, so that reading it
-    shows.
-    """
+    """A cache for `lengths`; NaN behind each row's length makes any read of it show."""
     generator = torch.Generator().manual_seed(seed)
     width = max(1, max((length + 63) // 64 for length in lengths))
     order = torch.randperm(len(lengths) * width, generator=generator) + 1

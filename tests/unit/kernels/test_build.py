@@ -160,9 +160,7 @@ def test_setup_tells_what_became_of_the_kernels(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A compiler that was too slow fails the setup, which can be done again; what cannot be helped
-    does not.
-    """
+    """A slow compiler fails the setup, which may be repeated; a hopeless one does not."""
     is_there = " " in compiler
     made = (
         script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}')

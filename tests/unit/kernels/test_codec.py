@@ -1,6 +1,4 @@
-"""Rows between ranks and routing: the kernels give the twins' bits, and the twins what the format
-says.
-"""
+"""Rows between ranks, and routing: kernels give the twins' bits, twins the format's."""
 
 import pytest
 import torch
@@ -127,9 +125,8 @@ def test_weighted_sum_is_one_rounding_per_addition(
     ops.weighted_sum(rows, row_format, at, ids, weights, fast)
     slow.weighted_sum(rows, row_format, at, ids, weights, twin)
     assert torch.equal(fast, twin), seed
-    order = torch.randperm(
-        top_k, generator=generator
-    )  # The order of a token's choices changes nothing.
+    # The order of a token's choices changes nothing.
+    order = torch.randperm(top_k, generator=generator)
     ops.weighted_sum(rows, row_format, at[:, order], ids[:, order], weights[:, order], fast)
     assert torch.equal(fast, twin), seed
 

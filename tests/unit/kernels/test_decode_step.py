@@ -1,6 +1,4 @@
-"""The fused step against its twin over awkward models, and its promises: equal bits, nothing
-written on bad input.
-"""
+"""The fused step against its twin on awkward models; equal bits; bad input writes nothing."""
 
 import dataclasses
 from typing import Any

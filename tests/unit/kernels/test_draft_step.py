@@ -1,6 +1,4 @@
-"""The fused draft step against its twin over awkward models, and its promises: equal bits whatever
-else is in the call, position 0 is never read, nothing written on bad input.
-"""
+"""The fused draft step against its twin: equal bits in any call; position 0 is never read."""
 
 from __future__ import annotations
 

@@ -27,10 +27,8 @@ Case = tuple[Tensor, Experts, Tensor, Tensor]
 def case(t: int, d: int, i: int, e: int, k: int, kind: str = "fp32") -> Case:
     made = torch.Generator().manual_seed(t + 1000 * d)
     ids = torch.stack([torch.randperm(e, generator=made)[:k] for _ in range(t)])
-    gate_up, down = (
-        torch.randn(e, 2 * i, d, generator=made) / d**0.5,
-        torch.randn(e, d, i, generator=made) / i**0.5,
-    )
+    gate_up = torch.randn(e, 2 * i, d, generator=made) / d**0.5
+    down = torch.randn(e, d, i, generator=made) / i**0.5
     held = stored_experts(gate_up, down, kind)
     return torch.randn(t, d, generator=made), held, ids, torch.rand(t, k, generator=made)
 

@@ -5,33 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hadal.core.model_config import ModelConfig, parse_model_config
+from hadal.core.model_config import ModelConfig
 from hadal.kernels.ops import gate, rms_norm
 from hadal.reference import ops as slow_gate
 from hadal.reference import ops as slow_norm
 from hadal.reference.params import Matrix
+from tests.unit.kernels.shapes import odd_config
 
-FIELDS = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 8,
-    "hidden_size": 100,
-    "num_hidden_layers": 1,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_attention_heads": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-}
-CONFIG = parse_model_config(FIELDS, "test")
+CONFIG = odd_config(n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4)
 
 
 @pytest.mark.parametrize(

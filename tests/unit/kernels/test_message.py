@@ -1,6 +1,4 @@
-"""Whole messages written and read by the kernels: byte for byte what the plain path of comm
-writes.
-"""
+"""Whole messages by the kernels: byte for byte those of comm's plain path."""
 
 import pytest
 import torch
@@ -66,11 +64,9 @@ def test_messages_that_name_what_is_not_there_are_refused(built: None) -> None:
     written = normal.pack(0, x_TD, way, where.num_expert_slots, 0, (peer,))[peer]
     rows, pairs = way.num_rows_R[peer], way.num_pairs_R[peer]
     nothing = torch.zeros(0, dtype=torch.int32)
-    row_M, expert_slot_M, out_ND = (
-        torch.zeros(pairs, dtype=torch.int64),
-        torch.zeros(pairs, dtype=torch.int64),
-        x_TD[:rows],
-    )
+    row_M = torch.zeros(pairs, dtype=torch.int64)
+    expert_slot_M = torch.zeros(pairs, dtype=torch.int64)
+    out_ND = x_TD[:rows]
 
     counts_S = torch.zeros(where.num_expert_slots + 1, dtype=torch.int64)
 

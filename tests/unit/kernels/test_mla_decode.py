@@ -1,6 +1,4 @@
-"""Paged absorbed attention against its twin: block borders, blocks out of order, splits, equal
-bits.
-"""
+"""Paged absorbed attention against its twin: block borders, disorder, splits, equal bits."""
 
 import pytest
 import torch
@@ -107,9 +105,7 @@ def test_selected_positions_equal_the_twin(heads: int, c: int, r: int, num_selec
 
 @pytest.mark.parametrize("num_selected", SELECTED)
 def test_selected_positions_are_as_if_they_were_all_there_is(num_selected: int) -> None:
-    """To the bit: for whoever sees no more, and with the selected ones side by side in a cache of
-    their own, whose entries hold nothing else.
-    """
+    """To the bit, for a row that sees no more, and with the selected entries in their own cache."""
     kv, q = paged(2, 40 + 6 + 9, LENGTHS), queries(len(LENGTHS), 7, 40, 6)
     selected_BK = selections(num_selected)
     lengths = [min(length, num_selected) for length in LENGTHS]

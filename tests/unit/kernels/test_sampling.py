@@ -119,9 +119,8 @@ def assert_equal_draws(
         count = num_best_B[row]
         assert ours["logprob"][row] == pytest.approx(expected["logprob"][row], rel=1e-5, abs=1e-5)
         assert our_best["token"][row, :count].tolist() == best["token"][row, :count].tolist()
-        assert our_best["value"][row, :count] == pytest.approx(
-            best["value"][row, :count], rel=1e-5, abs=1e-5
-        )
+        found = our_best["value"][row, :count]
+        assert found == pytest.approx(best["value"][row, :count], rel=1e-5, abs=1e-5)
     return ours["status"]
 
 
@@ -243,11 +242,9 @@ def test_a_row_is_the_same_alone_and_with_others(
     monkeypatch.setattr(library, "team", lambda: team)
     rng = np.random.default_rng(3)
     table, wide_BV = table_of(rng, 1000), logits_of(rng, "flat", 1100)
-    x_BV, slots_B, indices_B = (
-        wide_BV[:, 30:1030],
-        rng.integers(0, 9, NUM_ROWS),
-        np.arange(NUM_ROWS),
-    )
+    x_BV = wide_BV[:, 30:1030]
+    slots_B = rng.integers(0, 9, NUM_ROWS)
+    indices_B = np.arange(NUM_ROWS)
     table.slots_S["num_logprobs"] = 3
     rows_B, best_BN = draw_rows(sampling, x_BV, slots_B, indices_B, table)
     for b in range(NUM_ROWS):

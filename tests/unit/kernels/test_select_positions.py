@@ -1,6 +1,4 @@
-"""The lightning indexer against its twin: every tie where sums are exact, what is near where they are
-not; and its promises: equal selections whatever the batch and the threads.
-"""
+"""The lightning indexer against its twin: exact ties, equal selections in any batch."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ BEFORE = 6
 
 
 def whole_numbers(heads: int, width: int) -> tuple[Tensor, Tensor, Paged]:
-    """Queries, weights and keys that are small whole numbers: sums of them are exact, and many are
-    equal.
-    """
+    """Queries, weights and keys of small whole numbers: sums are exact, and many are equal."""
     kv = paged(2, BEFORE + width, LENGTHS)
     kv.cache_PLSD = kv.cache_PLSD.sign()
     generator = torch.Generator().manual_seed(heads)

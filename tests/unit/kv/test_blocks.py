@@ -1,6 +1,4 @@
-"""BlockAllocator: all or nothing, owners respected, shared and cached blocks kept, against a plain
-model at random.
-"""
+"""BlockAllocator against a plain model at random: all or nothing, owners, sharing, caching."""
 
 from __future__ import annotations
 
@@ -132,11 +130,8 @@ def test_eviction_takes_the_end_of_a_text_first() -> None:
     assert (blocks.lookup(old), len(blocks.lookup(new))) == (first[:1], 3)
     assert blocks.versions(first) == (0, 1, 1)
     added, dropped, evicted = blocks.take_changes()
-    assert (added, dropped, evicted) == (
-        b"",
-        b"".join(reversed([*split(old)][1:])),
-        (first[2], first[1]),
-    )
+    found = (added, dropped, evicted)
+    assert found == (b"", b"".join(reversed([*split(old)][1:])), (first[2], first[1]))
     assert blocks.check() == []
 
 
@@ -199,11 +194,8 @@ def test_forgotten_names_leave_owned_blocks_to_their_owners() -> None:
     blocks.forget_names()
     assert (blocks.num_named, blocks.lookup(chain)) == (0, ())
     added, dropped, evicted = blocks.take_changes()
-    assert (added, sorted(split(dropped)), sorted(evicted)) == (
-        b"",
-        sorted(split(chain)),
-        sorted(held[1:]),
-    )
+    found = (added, sorted(split(dropped)), sorted(evicted))
+    assert found == (b"", sorted(split(chain)), sorted(held[1:]))
     assert blocks.free(held[:1], 1) == held[:1]
     assert blocks.check() == []
 
@@ -343,9 +335,8 @@ def test_owners_are_told_apart_from_those_who_only_say_so() -> None:
     for index in range(3):
         assert not blocks.is_owned_as(true[:index] + true[index + 1 :]), "one is missing"
     assert not blocks.is_owned_as([*true[:2], ("c", held[1:2])]), "another's block"
-    assert not blocks.is_owned_as([(("a", 0), (held[0], held[0], held[1])), *true[1:]]), (
-        "a block twice"
-    )
+    # A block twice.
+    assert not blocks.is_owned_as([(("a", 0), (held[0], held[0], held[1])), *true[1:]])
     assert not blocks.is_owned_as([*true, ("c", ())]), "an owner twice"
 
 

@@ -1,6 +1,4 @@
-"""DiskSlots: runs of slots, nothing that is being written makes room, recovery, against a plain
-model at random.
-"""
+"""DiskSlots against a plain model at random: runs, blocks in writing, recovery."""
 
 from __future__ import annotations
 
@@ -32,14 +30,10 @@ def test_new_blocks_lie_side_by_side() -> None:
     slots = DiskSlots()
     slots.add_segment(3, 4)
     slots.add_segment(9, 8)
-    assert slots.take(names_of(*range(6)), range(6)) == (
-        [DiskLocation(9, slot) for slot in range(6)],
-        b"",
-    )
-    assert slots.take(names_of(*range(10, 14)), range(4)) == (
-        [DiskLocation(3, slot) for slot in range(4)],
-        b"",
-    )
+    found = slots.take(names_of(*range(6)), range(6))
+    assert found == ([DiskLocation(9, slot) for slot in range(6)], b"")
+    found = slots.take(names_of(*range(10, 14)), range(4))
+    assert found == ([DiskLocation(3, slot) for slot in range(4)], b"")
     assert (slots.num_slots, slots.num_free, len(slots), slots.check()) == (12, 2, 10, [])
 
 
@@ -100,11 +94,8 @@ def test_recovery_takes_each_name_once() -> None:
     slots = full(2)
     slots.add_segment(8, 4)
     slots.restore(8, (0, 2, 3), names_of(1, 20, 21), (1, 0, 1), uses=(0, 0, 5))
-    assert [slots.find(name) for name in names_of(1, 20, 21)] == [
-        DiskLocation(7, 1),
-        DiskLocation(8, 2),
-        DiskLocation(8, 3),
-    ]
+    found = [slots.find(name) for name in names_of(1, 20, 21)]
+    assert found == [DiskLocation(7, 1), DiskLocation(8, 2), DiskLocation(8, 3)]
     assert (slots.num_free, slots.check()) == (2, [])
     # Block 21 was used before; block 20 was not.
     dropped = slots.take(names_of(*range(30, 35)), range(5))[1]

@@ -24,9 +24,8 @@ def test_runs_cover_the_rows_and_are_as_long_as_can_be(seed: int) -> None:
     random = Random(seed)
     rows = [[random.randrange(4) for _ in range(300)] for _ in range(random.choice([1, 2]))]
     found = list(runs(*rows))
-    assert [index for first, count in found for index in range(first, first + count)] == list(
-        range(300)
-    )
+    seen = [index for first, count in found for index in range(first, first + count)]
+    assert seen == list(range(300))
     cuts = {first for first, _ in found}
     for index in range(1, 300):
         assert (index not in cuts) == all(row[index] == row[index - 1] + 1 for row in rows), seed

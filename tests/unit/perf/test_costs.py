@@ -1,6 +1,4 @@
-"""Op times learned from steps: how near they come, what they say of sizes never seen, and which
-schedule is chosen.
-"""
+"""Op times learned from steps: errors, sizes never seen, and the schedule chosen by them."""
 
 from __future__ import annotations
 
@@ -156,10 +154,8 @@ def test_never_negative_and_never_falling() -> None:
         n = rng.randint(1, 300)
         times = [OpTime(op, 8, rng.random() / n) for op in OPS]
         costs.observe([MicroBatchWork(n, rng.randint(0, 100_000))], times)
-        small, large = (
-            costs.op_seconds(MicroBatchWork(1, 1)),
-            costs.op_seconds(MicroBatchWork(300, 100_000)),
-        )
+        small = costs.op_seconds(MicroBatchWork(1, 1))
+        large = costs.op_seconds(MicroBatchWork(300, 100_000))
         assert all(0 <= a <= b for a, b in zip(astuple(small), astuple(large), strict=True))
     for schedule, num in ((SEQUENTIAL, 1), (PREFILL_DUAL, 2)):
         found = costs.rates(schedule, num)
@@ -213,9 +209,7 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
 
 @pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
 def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
-    """Near the sizes that were seen: what is not computed is the exposed link, posting, and the
-    fixed cost.
-    """
+    """Near known sizes the rest of a step is the exposed link, posting, and the fixed cost."""
     rng = random.Random(1)
     costs = new()
     for _ in range(10):
@@ -322,10 +316,8 @@ def test_nothing_to_halve_or_nothing_allowed() -> None:
         costs, WHOLE, halve_works(WHOLE), num_layers=8, allowed=[SEQUENTIAL], hysteresis=0
     )
     assert none == (SEQUENTIAL, 1)
-    assert choose(costs, one, halve_works(one), num_layers=8, allowed=ALLOWED, hysteresis=0) == (
-        SEQUENTIAL,
-        1,
-    )
+    found = choose(costs, one, halve_works(one), num_layers=8, allowed=ALLOWED, hysteresis=0)
+    assert found == (SEQUENTIAL, 1)
 
 
 def test_hysteresis_keeps_what_runs() -> None:

@@ -29,9 +29,8 @@ def test_exposed_times_add_up_to_the_step(step: StepPrice) -> None:
 def test_the_makespan_of_many_layers_is_that_of_the_whole_walk(step: StepPrice) -> None:
     walked = price(step.schedule, step.ops, step.num_layers)
     for field in ("total_s", "exposed_s", "compute_s", "link_s"):
-        assert getattr(step.walked, field) == pytest.approx(
-            getattr(walked, field), rel=1e-9, abs=1e-12
-        )
+        found = getattr(step.walked, field)
+        assert found == pytest.approx(getattr(walked, field), rel=1e-9, abs=1e-12)
 
 
 @every_step

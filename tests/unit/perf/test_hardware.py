@@ -7,11 +7,6 @@ import pytest
 from hadal.perf.hardware import H800, HARDWARE, hardware_named
 
 
-def test_the_six_are_there_and_named_as_their_keys() -> None:
-    assert set(HARDWARE) == {"h800", "h20", "h100", "h200", "b200", "gb200"}
-    assert all(name == row.name for name, row in HARDWARE.items())
-
-
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_row_has_a_source_and_sane_ratios(name: str) -> None:
     row = HARDWARE[name]
@@ -24,11 +19,8 @@ def test_every_row_has_a_source_and_sane_ratios(name: str) -> None:
 
 def test_h800_is_h100_with_narrower_nvlink() -> None:
     h100 = HARDWARE["h100"]
-    assert (H800.bf16_flops, H800.hbm_bytes_per_s, H800.nic_bytes_per_s) == (
-        h100.bf16_flops,
-        h100.hbm_bytes_per_s,
-        h100.nic_bytes_per_s,
-    )
+    found = (H800.bf16_flops, H800.hbm_bytes_per_s, H800.nic_bytes_per_s)
+    assert found == (h100.bf16_flops, h100.hbm_bytes_per_s, h100.nic_bytes_per_s)
     assert H800.nvlink_bytes_per_s < h100.nvlink_bytes_per_s
 
 

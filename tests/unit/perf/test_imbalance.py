@@ -44,9 +44,7 @@ def placed(loads: NDArray[np.float64], num_ranks: int, num_nodes: int) -> float:
 
 
 def test_what_placement_leaves_on_published_loads() -> None:
-    """Where PLACED_BY_NODES comes from, and what its note says of decode; balanced by nothing it is
-    2 to 3.5.
-    """
+    """Source of PLACED_BY_NODES and of its note on decode; unbalanced it is 2 to 3.5."""
     by_nodes = [placed(loads, 32, 4) for loads in published_loads("prefill")]
     assert len(by_nodes) == 5
     assert np.mean(by_nodes) == pytest.approx(PLACED_BY_NODES, abs=0.01)
@@ -105,6 +103,5 @@ def test_measured_by_hand() -> None:
     # Expert 0 is in three slots, 30 each: ranks hold 30 + 20 + 10 and 30 + 30 + 40.
     assert measured_imbalance(loads, [[[0, 1, 2], [0, 0, 3]]]) == pytest.approx(100 / 80)
     # An empty slot takes nothing; layers are averaged, and one without tokens does not count.
-    assert measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3) == pytest.approx(
-        (1.0 + 1.5) / 2
-    )
+    found = measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3)
+    assert found == pytest.approx((1.0 + 1.5) / 2)

@@ -35,9 +35,7 @@ DEEPSEEK_DECODE = OpSeconds(
     experts=128e-6,
     combine=394e-6,
 )
-"""DeepSeek's published decode profile, kernel by kernel: 128 tokens a micro-batch, EP128
-(profile-data).
-"""
+"""DeepSeek's decode profile by kernel: 128 tokens a micro-batch, EP128 (profile-data)."""
 
 
 def doubled(times: OpSeconds) -> OpSeconds:
@@ -122,9 +120,7 @@ def test_decode_five_wins_where_attention_is_long_and_experts_short() -> None:
 
 
 def test_brute_force_finds_the_prefill_table() -> None:
-    """4 layers: 218 against a bound of 212, and no other cut, place of the shared expert or offset
-    is better.
-    """
+    """4 layers: 218 against a bound of 212; no other cut, place or offset is better."""
     best = min(variants(), key=lambda variant: price(variant, [PREFILL_LIKE] * 2, 4).total_s)
     ours = price(PREFILL_DUAL, [PREFILL_LIKE] * 2, 4)
     print(f"best: {best}")
@@ -145,9 +141,7 @@ def test_brute_force_finds_little_beyond_the_decode_table() -> None:
 
 
 def test_deepseek_decode_profile() -> None:
-    """A micro-batch layer of the published trace took 716 us (87.32 ms / 61 layers / 2); the table
-    says 709.
-    """
+    """The published trace's micro-batch layer took 716 us (87.32 ms / 61 / 2), the table 709."""
     long, short = (price(DECODE_FIVE, [DEEPSEEK_DECODE] * 2, n) for n in (48, 38))
     layer_us = (long.total_s - short.total_s) / 20 * 1e6
     exposed_us = (long.exposed_s - short.exposed_s) / 20 * 1e6

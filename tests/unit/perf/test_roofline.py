@@ -1,6 +1,4 @@
-"""Kernel curves: close to the tables they were fitted to, monotone, and scaled to other hardware as
-they should be.
-"""
+"""Kernel curves: close to their tables, monotone, scaled to other hardware."""
 
 import csv
 import math
@@ -80,12 +78,10 @@ def test_residuals_are_what_the_curves_say() -> None:
         for row in table("infersim_gemm_h800_data.csv")
     )
     assert residual(dense) == pytest.approx(DENSE.residual, abs=0.01)
-    assert residual(grouped("infersim_grouped_gemm_decode_h800_data.csv")) == pytest.approx(
-        MASKED.residual, abs=0.01
-    )
-    assert residual(grouped("infersim_grouped_gemm_prefill_h800_data.csv")) == pytest.approx(
-        CONTIGUOUS.residual, abs=0.01
-    )
+    found = residual(grouped("infersim_grouped_gemm_decode_h800_data.csv"))
+    assert found == pytest.approx(MASKED.residual, abs=0.01)
+    found = residual(grouped("infersim_grouped_gemm_prefill_h800_data.csv"))
+    assert found == pytest.approx(CONTIGUOUS.residual, abs=0.01)
     decode = (
         (mla(LINE, float(row["batch_size"]), float(row["kv_len"])), float(row["latency_us"]))
         for row in table("infersim_mla_decode_h800_128-512-64.csv")
@@ -139,9 +135,8 @@ def test_sms_and_clock_slow_what_computes_and_not_what_reads() -> None:
         assert line.elementwise(1e9) == LINE.elementwise(1e9)
     # H20 has power to spare.
     cool = HARDWARE["h20"]
-    assert Roofline(cool, is_sustained=True).gemm(8192, 7168, 16384) == Roofline(cool).gemm(
-        8192, 7168, 16384
-    )
+    found = Roofline(cool, is_sustained=True).gemm(8192, 7168, 16384)
+    assert found == Roofline(cool).gemm(8192, 7168, 16384)
     with pytest.raises(ValueError, match="sm_share"):
         Roofline(H800, sm_share=0.0)
 

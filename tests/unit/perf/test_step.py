@@ -1,6 +1,4 @@
-"""A whole step: monotone everywhere, calibrated within its aims, chosen by price, refused where it
-cannot be.
-"""
+"""A whole step: monotone, calibrated within its aims, chosen by price, refused if impossible."""
 
 import math
 from dataclasses import replace
@@ -60,9 +58,7 @@ def test_decode_grows_with_batch_context_and_drafts(
 def test_prefill_grows_with_tokens_and_prompt(
     ranks: int, name: str, way: str, tokens: int, more: int, prompt: int, by: float
 ) -> None:
-    """From 128 tokens on; shorter prompts mean many more draws of a first token in the same
-    step.
-    """
+    """From 128 tokens on: shorter prompts draw many more first tokens per step."""
     model = StepModel(ranks, HARDWARE[name])
     seconds = model.prefill(tokens, prompt, schedule=way).seconds
     assert seconds <= model.prefill(tokens + more, prompt, schedule=way).seconds * NEVER_CHEAPER
@@ -152,9 +148,7 @@ def test_weights_and_kv_of_deepseeks_units() -> None:
 
 
 def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
-    """The released checkpoints have 11.5 B weights more for it (V3's README: 14 B, embedding and
-    head in).
-    """
+    """The released checkpoints have 11.5 B more weights for it (V3's README: 14 B)."""
     weights = StepModel(1).hbm_bytes(0, mtp_tokens=1) - StepModel(1).hbm_bytes(0)
     assert weights == pytest.approx(11.5e9, rel=0.01)
     model = StepModel(144)
@@ -185,14 +179,8 @@ def test_another_shape_of_the_same_architecture() -> None:
 
 
 def test_redundancy_where_it_divides() -> None:
-    assert [redundant_default(DEEPSEEK_V3, ranks) for ranks in (1, 32, 72, 128, 144, 320)] == [
-        0,
-        32,
-        32,
-        0,
-        32,
-        64,
-    ]
+    found = [redundant_default(DEEPSEEK_V3, ranks) for ranks in (1, 32, 72, 128, 144, 320)]
+    assert found == [0, 32, 32, 0, 32, 64]
 
 
 def test_a_simulators_way_in_gives_the_same_seconds() -> None:
@@ -201,10 +189,8 @@ def test_a_simulators_way_in_gives_the_same_seconds() -> None:
     seconds = model.price_works(DECODE, DECODE_FIVE, step.micro_batches, num_rows=88).seconds
     assert seconds == step.seconds
     prefill = model.prefill(8192, 4096, schedule="sequential")
-    assert (
-        model.price_works(PREFILL, SEQUENTIAL, prefill.micro_batches, num_rows=2).seconds
-        == prefill.seconds
-    )
+    found = model.price_works(PREFILL, SEQUENTIAL, prefill.micro_batches, num_rows=2).seconds
+    assert found == prefill.seconds
 
 
 def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None:

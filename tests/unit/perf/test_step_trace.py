@@ -1,6 +1,4 @@
-"""Traces of simulated steps: whole steps, nested stretches, durations that add up, counters,
-JSON.
-"""
+"""Traces of simulated steps: whole, nested, durations that add up, counters, JSON."""
 
 from __future__ import annotations
 
@@ -50,12 +48,10 @@ def test_a_step_is_as_long_as_its_price_and_its_parts_add_up(name: str) -> None:
     parts = [e for e in spans(found, "step") if e is not step]
     assert [e["name"] for e in parts] == [part.name for part in price.parts]
     lanes = [*spans(found, "compute mb0"), *spans(found, "compute mb1"), *spans(found, "wait")]
-    assert seconds(parts) + seconds(lanes) == pytest.approx(price.seconds, rel=1e-4), (
-        "one compute lane does it all"
-    )
-    assert seconds(spans(found, "wait")) == pytest.approx(
-        price.walked.exposed_s, rel=1e-4, abs=1e-6
-    )
+    # One compute lane does it all.
+    assert seconds(parts) + seconds(lanes) == pytest.approx(price.seconds, rel=1e-4)
+    seen = seconds(spans(found, "wait"))
+    assert seen == pytest.approx(price.walked.exposed_s, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", PRICES)
@@ -92,9 +88,8 @@ def test_counters_follow_the_steps() -> None:
     assert counted[("requests", 0.0)] == pytest.approx(88)
     assert counted[("requests", 1e6)] == pytest.approx(90)
     assert counted[("KV positions", 0.0)] == pytest.approx(88 * 4989)
-    assert counted[("expert imbalance", 0.0)] == pytest.approx(
-        DECODE_PRICE.micro_batches[0].expert_imbalance, abs=1e-3
-    )
+    seen = counted[("expert imbalance", 0.0)]
+    assert seen == pytest.approx(DECODE_PRICE.micro_batches[0].expert_imbalance, abs=1e-3)
     prefill = {
         e["name"]: next(iter(e["args"].values()))
         for e in entries((0.0, PREFILL_PRICE))
@@ -104,9 +99,8 @@ def test_counters_follow_the_steps() -> None:
     drafted = {
         e["name"]: next(iter(e["args"].values())) for e in entries((0.0, DRAFTED)) if e["ph"] == "C"
     }
-    assert drafted["requests"] == pytest.approx(88), (
-        "of a request with a draft two rows are computed"
-    )
+    # Of a request with a draft two rows are computed.
+    assert drafted["requests"] == pytest.approx(88)
 
 
 def test_steps_within_a_verified_one_are_counted_and_not_drawn() -> None:
@@ -136,14 +130,10 @@ def test_what_runners_simulated_becomes_a_trace() -> None:
         now_s += elapsed_s
     found = entries(*steps)
     assert [e["args"]["requests"] for e in found if e["name"] == "requests"] == [1, 2, 3]
-    assert [e["args"]["KV positions"] for e in found if e["name"] == "KV positions"] == [
-        501,
-        1003,
-        1506,
-    ]
+    seen = [e["args"]["KV positions"] for e in found if e["name"] == "KV positions"]
+    assert seen == [501, 1003, 1506]
     prefill = PrefillRunner(StepModel(8), lambda number: 1000)
     prefill.run([PrefillPlan(0, (Chunk("a", (0,) * 700, 0, (), Sampling(), 0),)) for _ in range(8)])
     assert prefill.price is not None
-    assert [
-        e["args"]["tokens"] for e in entries((0.0, prefill.price)) if e["name"] == "tokens"
-    ] == [700]
+    shown = [e["args"]["tokens"] for e in entries((0.0, prefill.price)) if e["name"] == "tokens"]
+    assert shown == [700]

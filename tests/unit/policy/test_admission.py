@@ -135,9 +135,8 @@ def test_slots_that_several_tenants_fill_are_few_where_a_step_grows_with_them() 
     assert shared_slots(64, 1, 0.0, 0.0) == 8, "nothing is known"
     assert shared_slots(64, 1, 0.020, 0.0) == 64
     assert shared_slots(64, 1, 0.020, 0.00001) == 64, "a GPU's steps"
-    assert shared_slots(64, 1, 0.010, 0.001) == 6, (
-        "a CPU's: with six beside it, one takes 17 ms, not 11"
-    )
+    # A CPU's: with six beside it, one takes 17 ms, not 11.
+    assert shared_slots(64, 1, 0.010, 0.001) == 6
     assert shared_slots(128, 2, 0.010, 0.001) == 13, "each rank steps with its own"
     assert shared_slots(64, 1, 0.001, 0.010) == shared_slots(1, 1, 0.0, 0.0) == 1
 

@@ -26,10 +26,6 @@ def test_started_prompts_go_on_when_no_other_may_start() -> None:
     assert pack_chunks([PromptView(10, 0), PromptView(10, 1)], 64, 9, 0) == [10]
 
 
-def test_nothing_waits_nothing_is_packed() -> None:
-    assert pack_chunks([], 64, 9, 9) == []
-
-
 @given(st.floats(0, 1e6), st.integers(-4, 4), st.integers(-4, 4))
 def test_whoever_waited_longer_than_a_priority_is_worth_is_first(
     at_s: float, low: int, high: int

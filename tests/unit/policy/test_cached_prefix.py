@@ -28,12 +28,8 @@ def test_while_something_is_not_measured_it_is_read(
     rates: StepRates | None, loads: ReadRates | None
 ) -> None:
     prefix = choose_prefix(1, 0, 2, rates, loads)
-    assert (prefix.num_memory, prefix.num_loading, prefix.num_blocks, prefix.load_s) == (
-        1,
-        2,
-        3,
-        0.0,
-    )
+    found = (prefix.num_memory, prefix.num_loading, prefix.num_blocks, prefix.load_s)
+    assert found == (1, 2, 3, 0.0)
 
 
 def test_the_cheaper_is_taken_and_the_queue_counts() -> None:
@@ -41,9 +37,8 @@ def test_the_cheaper_is_taken_and_the_queue_counts() -> None:
     loads = ReadRates(0.5 * compute_s, 0.2 * compute_s)
     prefix = choose_prefix(1, 0, 2, RATES, loads, queued_s=0.05 * compute_s)
     assert prefix == Prefix(1, 0, 2, pytest.approx(0.95 * compute_s))
-    assert choose_prefix(1, 0, 2, RATES, loads, queued_s=0.15 * compute_s) == Prefix(
-        1, 0, num_recomputed=2
-    )
+    found = choose_prefix(1, 0, 2, RATES, loads, queued_s=0.15 * compute_s)
+    assert found == Prefix(1, 0, num_recomputed=2)
 
 
 def test_deep_blocks_are_dearer_to_compute() -> None:

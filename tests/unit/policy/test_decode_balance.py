@@ -1,6 +1,4 @@
-"""Placement in decode: equal KV and equal counts, nobody overtaken, nothing let in that might not
-fit.
-"""
+"""Placement in decode: equal KV and counts, in order, within room."""
 
 from __future__ import annotations
 
@@ -114,9 +112,8 @@ def test_equal_snapshots_give_equal_placements_and_stay_as_they_are(
     view: DecodeRanksView, arrivals: list[Arrival], preempts: bool
 ) -> None:
     before = [view.num_blocks_used.copy(), view.num_blocks_worst.copy(), view.num_requests.copy()]
-    assert place(view, arrivals, preempts=preempts) == place(
-        view, list(arrivals), preempts=preempts
-    )
+    found = place(view, arrivals, preempts=preempts)
+    assert found == place(view, list(arrivals), preempts=preempts)
     now = [view.num_blocks_used, view.num_blocks_worst, view.num_requests]
     assert all((a == b).all() for a, b in zip(before, now, strict=True))
 
@@ -186,15 +183,12 @@ def test_equal_requests_spread_evenly_over_empty_ranks() -> None:
 
 
 def test_both_shares_count() -> None:
-    assert place(unit((50, 1), (10, 3)), [ask(10)], preempts=True) == [
-        1
-    ]  # KV is the worse of rank 0.
-    assert place(unit((20, 1), (18, 6)), [ask(2)], preempts=True) == [
-        0
-    ]  # The count is the worse of rank 1.
-    assert place(unit((20, 2), (10, 2)), [ask(0)], preempts=True) == [
-        1
-    ]  # Equal counts: the KV decides.
+    # KV is the worse of rank 0.
+    assert place(unit((50, 1), (10, 3)), [ask(10)], preempts=True) == [1]
+    # The count is the worse of rank 1.
+    assert place(unit((20, 1), (18, 6)), [ask(2)], preempts=True) == [0]
+    # Equal counts: the KV decides.
+    assert place(unit((20, 2), (10, 2)), [ask(0)], preempts=True) == [1]
     assert place(unit((10, 2), (10, 2)), [ask(4)], preempts=True) == [0]  # All equal: the first.
 
 
@@ -272,21 +266,17 @@ def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> No
     assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first.
     assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # Nobody is overtaken.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
-    assert place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True) == [
-        4
-    ]
+    found = place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True)
+    assert found == [4]
 
 
 def test_in_turn_ranks_follow_each_other_whatever_they_hold() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_in_turn(ranks, [ask(1)] * 5, turn=7, preempts=False) == [1, 2, 0, 1, 2]
-    assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [
-        1,
-        2,
-    ]  # It does not fit on the first.
-    assert (
-        place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []
-    )  # Nobody is overtaken.
+    # It does not fit on the first.
+    assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [1, 2]
+    # Nobody is overtaken.
+    assert place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []
     assert place_in_turn(
         replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], turn=2, preempts=True
     ) == [9]

@@ -26,9 +26,7 @@ TERMS = MoveTerms(gain_steps=1000.0)
 def unit(
     blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0
 ) -> tuple[DecodeRanksView, RunningView]:
-    """Ranks 10, 11, ... with these requests, each `worst` blocks longer at its end; 0 is a free
-    slot.
-    """
+    """Ranks 10, 11, ... with requests of these lengths, plus `worst` blocks; 0 is a free slot."""
     held_RS = np.array(blocks_RS, np.int64)
     longest_RS = np.where(held_RS > 0, held_RS + worst, 0)
     size, slots = held_RS.shape
@@ -44,9 +42,8 @@ def unit(
 
 
 def test_the_request_that_levels_two_ranks_moves() -> None:
-    assert choose_moves(*unit([[60, 20, 20, 0], [40, 20, 0, 0]]), TERMS, preempts=True) == [
-        Move(10, 1, 11)
-    ]
+    found = choose_moves(*unit([[60, 20, 20, 0], [40, 20, 0, 0]]), TERMS, preempts=True)
+    assert found == [Move(10, 1, 11)]
 
 
 def test_nothing_moves_below_the_trigger() -> None:
@@ -124,20 +121,16 @@ def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
     assert moves == choose_moves(view, running, terms, preempts=preempts)
     assert len(moves) <= terms.num_moves_max
     assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
-    used, worst, requests = (
-        view.num_blocks_used.copy(),
-        view.num_blocks_worst.copy(),
-        view.num_requests.copy(),
-    )
+    used = view.num_blocks_used.copy()
+    worst = view.num_blocks_worst.copy()
+    requests = view.num_requests.copy()
     gave = set()
     for move in moves:
         gave.add(move.from_rank)
         assert move.to_rank not in gave  # What was left there is not free yet.
         source, target = move.from_rank - 10, move.to_rank - 10
-        num, longest = (
-            running.num_blocks_RS[source, move.slot],
-            running.num_blocks_worst_RS[source, move.slot],
-        )
+        num = running.num_blocks_RS[source, move.slot]
+        longest = running.num_blocks_worst_RS[source, move.slot]
         assert source != target
         assert num > 0
         for array, amount in ((used, num), (worst, longest), (requests, 1)):

@@ -68,9 +68,8 @@ def test_noise_is_no_trend() -> None:
         rates = tuple((100.0 + 5.0 * random.standard_normal(15)).tolist())
         level, far = forecast(TIMES_S, rates, FLAT, TIMES_S[-1], [0.0, 600.0])
         rises.append(abs(far - level))
-    assert (
-        sum(rise > 0.0 for rise in rises) <= 9
-    )  # 3 standard errors of 13 degrees of freedom: 1 in 100.
+    # 3 standard errors of 13 degrees of freedom: 1 in 100.
+    assert sum(rise > 0.0 for rise in rises) <= 9
     assert max(rises) < 5.0
 
 

@@ -114,11 +114,9 @@ def test_a_fixed_number_is_always_made() -> None:
 
 def test_sizes_are_learned_apart() -> None:
     """What pays for one request does not for many."""
-    small, large, chooser = (
-        Machine((1.0, 1.1, 1.2), 4),
-        Machine((1.0, 2.0, 3.0), 4),
-        DraftChooser(2),
-    )
+    small = Machine((1.0, 1.1, 1.2), 4)
+    large = Machine((1.0, 2.0, 3.0), 4)
+    chooser = DraftChooser(2)
     for _ in range(30):
         small.run(chooser, 60, 0.9, 1)
         large.run(chooser, 60, 0.9, 32)

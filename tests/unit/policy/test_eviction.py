@@ -1,6 +1,4 @@
-"""Lru and Arc: what is offered goes in order, what is withdrawn stays, Arc protects what was used
-again.
-"""
+"""Lru and Arc: offers leave in order, withdrawn ones stay, Arc protects reused ones."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ def test_conversations_outlive_a_flood_of_prompts_in_arc_and_not_in_lru() -> Non
 
 
 def test_arc_gives_those_used_once_more_room_when_they_are_missed() -> None:
-    """Everything is used exactly twice, 50 blocks later; those used twice are never needed
-    again.
-    """
+    """Every entry is used twice, 50 blocks apart, and never again."""
     arc = Arc(60)
     num_kept = 0
     for number in range(1200):

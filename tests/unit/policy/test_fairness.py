@@ -124,9 +124,8 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
     numbered = list(enumerate(waiting))
     got = list(in_turns(numbered, lambda one: Claim(*one[1]), ServiceCounters(), {}))
     for tenant in "abc":
-        assert [one for one in got if one[1][0] == tenant] == [
-            one for one in numbered if one[1][0] == tenant
-        ]
+        found = [one for one in got if one[1][0] == tenant]
+        assert found == [one for one in numbered if one[1][0] == tenant]
     dearest = max((cost for _, cost in waiting), default=0.0)
     for end in range(len(got)):
         left = {one[1][0] for one in got[end:]}
@@ -201,12 +200,10 @@ def test_whoever_had_most_gives_way_to_whoever_stays_behind_it() -> None:
 def test_what_is_taken_is_not_taken_back() -> None:
     asking = tenant("b", 100.0, 2)
     assert choose_to_give_way(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
-    assert choose_to_give_way(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None, (
-        "with all that it has done it would be ahead"
-    )
-    assert choose_to_give_way(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a", (
-        "it keeps more than the other has then"
-    )
+    # With all that it has done it would be ahead.
+    assert choose_to_give_way(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None
+    # It keeps more than the other has then.
+    assert choose_to_give_way(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a"
     assert choose_to_give_way(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
     assert choose_to_give_way(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None
 
@@ -223,9 +220,8 @@ def test_whoever_asks_for_less_than_its_share_loses_nothing() -> None:
     flood = tenant("b", 0.0, 15)
     small = tenant("a", 1e6, 2, is_waiting=False)
     assert choose_to_give_way(flood, [small], 1.0, 0.0) is None
-    assert choose_to_give_way(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None, (
-        "its first goes on to its end"
-    )
+    # Its first goes on to its end.
+    assert choose_to_give_way(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None
 
 
 def test_tenants_that_both_wait_do_not_take_from_each_other_without_end() -> None:

@@ -19,9 +19,8 @@ def test_a_tenant_that_grows_takes_nothing_from_one_that_holds_less() -> None:
     holders = [*flood, HolderView(8, 90, 2, "other"), HolderView(9, 91, 2, "other")]
     assert choose_victims(holders, 1) == [3]
     assert choose_victims(holders, 7) == [3, 2, 1], "while it holds more"
-    assert choose_victims(holders, 10) == [3, 2, 1, 9], (
-        "of its three blocks left none may go: the oldest stays"
-    )
+    # Of its three blocks left none may go: the oldest stays.
+    assert choose_victims(holders, 10) == [3, 2, 1, 9]
 
 
 def test_the_latest_goes_first() -> None:

@@ -1,6 +1,4 @@
-"""prefill_balance: equal time within a token, caps kept, order kept, everybody gets on, equal
-inputs equal plans.
-"""
+"""prefill_balance: equal time within a token; caps and order kept; equal inputs, equal plans."""
 
 from __future__ import annotations
 
@@ -275,11 +273,8 @@ def test_nothing_to_do_is_an_empty_step() -> None:
 def test_a_prompt_goes_where_its_prefix_is_unless_others_have_less_to_do() -> None:
     cold, there = PromptView(3_000, 50), {2: PromptView(200, 6, 2_800)}
     near, far = (views_of([[], [], [PromptView(length, 0)]]) for length in (1_000, 30_000))
-    assert [cut.starts for cut in plan_step(near, [cold], RATES, LIMITS, [there]).ranks] == [
-        (),
-        (),
-        (0,),
-    ]
+    found = [cut.starts for cut in plan_step(near, [cold], RATES, LIMITS, [there]).ranks]
+    assert found == [(), (), (0,)]
     assert [cut.starts for cut in plan_step(far, [cold], RATES, LIMITS, [there]).ranks][2] == ()
     step = plan_step(near, [cold, cold], RATES, LIMITS, [there, {}])
     assert step.ranks[2].starts == (0,)

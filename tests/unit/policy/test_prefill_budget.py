@@ -1,6 +1,4 @@
-"""prefill_budget: steps as long as what is there is worth, shorter while few ranks have dense
-prompts.
-"""
+"""prefill_budget: steps sized by their work, shorter while few ranks have dense prompts."""
 
 from __future__ import annotations
 
@@ -61,17 +59,15 @@ def test_without_prompts_the_budget_is_the_nominal_one() -> None:
 
 def test_efficiency_is_the_mean_over_the_slowest_and_what_a_step_costs_anyway() -> None:
     rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
-    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx(
-        (4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6)
-    )
+    found = predict([(6.0, 2), (2.0, 6)], rates)
+    assert found == pytest.approx((4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6))
     assert predict([(0.0, 0), (0.0, 0)], rates) == 1.0
 
 
 def test_experts_take_the_mean_of_all_ranks_whoever_has_the_tokens() -> None:
     rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0, mean_s=3.0)
-    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx(
-        (4.0 + 0.5 * 4 + 3 * 4) / (4 + 6.0 + 0.5 * 6 + 3 * 4)
-    )
+    found = predict([(6.0, 2), (2.0, 6)], rates)
+    assert found == pytest.approx((4.0 + 0.5 * 4 + 3 * 4) / (4 + 6.0 + 0.5 * 6 + 3 * 4))
     assert predict([(2.0, 2), (2.0, 2)], StepRates(1.0, 0.0, mean_s=9.0)) == 1.0
 
 

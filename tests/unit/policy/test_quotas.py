@@ -30,9 +30,6 @@ def test_what_is_within_it_is_let_in() -> None:
     ("view", "wanted", "code", "retry_after_s"),
     [
         (VIEW, (3, 1, 1), RATE_CODE, 1.0),
-        (VIEW, (1, 601, 1), RATE_CODE, 60.0),
-        (replace(VIEW, is_batch=True), (1, 601, 1), NEVER_CODE, 60.0),
-        (replace(VIEW, is_batch=True), (1, 1, 1001), NEVER_CODE, 3600.0),
         (replace(VIEW, is_batch=True, spent_pico_usd=999), (1, 1, 2), BUDGET_CODE, 3600.0),
         (replace(VIEW, num_tokens_left=90.0), (1, 100, 1), RATE_CODE, 1.0),
         (replace(VIEW, num_tokens_left=-59.0), (1, 0, 1), RATE_CODE, 6.0),
@@ -51,6 +48,18 @@ def test_what_is_beyond_it_is_refused(
     assert refusal.limits == limits_of(view)
 
 
+@pytest.mark.promise("What exceeds a quota by itself is a 400")
+@pytest.mark.parametrize("wanted", [(4, 1, 1), (1, 601, 1), (1, 1, 1001)])
+def test_what_no_waiting_helps_is_the_requests_own_fault(wanted: tuple[int, int, int]) -> None:
+    for view in (VIEW, replace(VIEW, num_open=0), replace(VIEW, is_batch=True)):
+        refusal = refuse(view, *wanted)
+        if view.is_batch and wanted[0] > 1:
+            assert refusal is None, "a batch has no limit of generations at once"
+            continue
+        assert refusal is not None
+        assert (refusal.status, refusal.code, refusal.retry_after_s) == (400, NEVER_CODE, 0.0)
+
+
 @pytest.mark.promise(
     "until that is read, the tenant gets 503, and where there is no ledger a budget is an error"
 )
@@ -66,12 +75,10 @@ def test_the_bucket_fills_evenly_and_not_over() -> None:
 
 
 def test_replies_say_what_is_left() -> None:
-    assert limits_of(replace(VIEW, num_tokens_left=400.7)) == RateLimits(
-        3, 2, 600, 400, 1.0, pytest.approx(19.93)
-    )
-    assert limits_of(replace(VIEW, num_open=9, num_tokens_left=-5.0)) == RateLimits(
-        3, 0, 600, 0, 1.0, 60.5
-    )
+    found = limits_of(replace(VIEW, num_tokens_left=400.7))
+    assert found == RateLimits(3, 2, 600, 400, 1.0, pytest.approx(19.93))
+    found = limits_of(replace(VIEW, num_open=9, num_tokens_left=-5.0))
+    assert found == RateLimits(3, 0, 600, 0, 1.0, 60.5)
     assert limits_of(replace(VIEW, quota=Quota("t", day_pico_usd=5))) is None
     only = limits_of(replace(VIEW, quota=Quota("t", requests=2)))
     assert only is not None

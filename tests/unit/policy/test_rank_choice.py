@@ -29,9 +29,8 @@ def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> No
         == 0
     )
     both = {0: PromptView(36, 2, 64, num_loading=1), 1: PromptView(36, 1, 64)}
-    assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1, (
-        "nothing has to be read there"
-    )
+    # Nothing has to be read there.
+    assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1
 
 
 def test_in_turn_a_prompt_waits_for_its_rank_alone() -> None:

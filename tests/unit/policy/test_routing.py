@@ -31,12 +31,10 @@ def test_prefill_ties_break_by_name() -> None:
 
 
 def test_prefill_skips_full_and_small_units() -> None:
-    assert (
-        choose_prefill_unit(
-            [prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3, 150
-        )
-        == "p2"
+    found = choose_prefill_unit(
+        [prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3, 150
     )
+    assert found == "p2"
     assert choose_prefill_unit([prefill("p0", 0, 4)], 1, 10) is None
 
 
@@ -57,13 +55,10 @@ def test_prefill_counts_attention_ranks_and_speed() -> None:
 def test_a_cached_prefix_is_context_and_not_work() -> None:
     units = [prefill("p0", 3000), prefill("p1", 5000, num_cached=9000)]
     assert choose_prefill_unit(units, 1, 10_000) == "p1"
-    assert (
-        choose_prefill_unit(units, 1, 100) == "p0"
-    )  # All but one token is there, but so much waits.
-    rates = {
-        "token_s": 1e-5,
-        "pair_s": 1e-6,
-    }  # Context is dear: a thousand tokens behind a prefix are not cheap.
+    # All but one token is there, but so much waits.
+    assert choose_prefill_unit(units, 1, 100) == "p0"
+    # Context is dear: a thousand tokens behind a prefix are not cheap.
+    rates = {"token_s": 1e-5, "pair_s": 1e-6}
     units = [
         prefill("p0", 400, num_pairs_waiting=9_000_000, num_cached=9000, **rates),
         prefill("p1", 0, **rates),
@@ -80,9 +75,7 @@ def test_a_unit_that_measured_nothing_is_taken_to_be_like_the_others() -> None:
 
 
 def test_the_choice_is_what_each_view_by_itself_says() -> None:
-    """Of many units the one whose wait and own time end first, ties by requests and name; a view
-    may be asked twice.
-    """
+    """The unit whose wait and own time end first, then fewest requests, then the name."""
     random = Random("routing")
     for _ in range(200):
         units = [
@@ -118,18 +111,15 @@ def test_the_choice_is_what_each_view_by_itself_says() -> None:
 
 
 def test_decode_balances_kv_when_kv_is_scarce() -> None:
-    assert (
-        choose_decode_unit([decode("d0", used=8), decode("d1", used=2, requests=1)], 1, 1) == "d1"
-    )
+    found = choose_decode_unit([decode("d0", used=8), decode("d1", used=2, requests=1)], 1, 1)
+    assert found == "d1"
 
 
 def test_decode_balances_requests_when_slots_are_scarce() -> None:
-    assert (
-        choose_decode_unit(
-            [decode("d0", used=1, requests=3), decode("d1", used=5, requests=0)], 1, 1
-        )
-        == "d1"
+    found = choose_decode_unit(
+        [decode("d0", used=1, requests=3), decode("d1", used=5, requests=0)], 1, 1
     )
+    assert found == "d1"
 
 
 def test_decode_may_choose_a_full_unit_but_not_one_too_small() -> None:

@@ -143,9 +143,7 @@ def test_more_nodes_are_never_used_less(
 
 
 def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
-    """The published peak: 278 nodes are 9 bundles, and 2 prefill units in the 8 nodes that are
-    left.
-    """
+    """The published peak: 278 nodes are 9 bundles, and 2 prefill units on the 8 left."""
     rules = replace(
         BUNDLES, prefill=replace(BUNDLES.prefill, num_extra=0, num_min=1), num_nodes_max=278
     )
@@ -173,9 +171,7 @@ def test_what_will_be_needed_soon_is_kept() -> None:
 
 @pytest.mark.promise("grow to the need of the next start-up, at once")
 def test_it_grows_before_the_morning() -> None:
-    """A unit is asked for a start-up before the need comes: at no minute is there less than the
-    minute needs.
-    """
+    """Units start one start-up ahead of need: no minute has less than it needs."""
     shape = DayShape((1.0,) * 7 + (2.0,) + (4.0,) * 8 + (2.0,) + (1.0,) * 7)
     rules = replace(BUNDLES, start_s=1200.0)
     levels, wanted = Units(2, 0), []
@@ -198,9 +194,7 @@ def test_it_grows_before_the_morning() -> None:
 @pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
-    """Two days of a demand that only jumps by 5 %: where it stands between two sizes it takes the
-    larger, for good.
-    """
+    """Two days of a demand that jumps by 5 %: between two sizes it keeps the larger."""
     random = np.random.default_rng(round(need * 100))
     rules = replace(BUNDLES, hold_s=1800.0)
     rates = need * 900.0 * (1.0 + 0.05 * random.standard_normal(2880))

@@ -1,6 +1,4 @@
-"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps
-read, as on a GPU; and a disk that takes its time, and sometimes takes nothing.
-"""
+"""A decode unit's ranks on pretended KV (rank_worlds), with pools apart, and a slow disk."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def named(g: Generation) -> Generation:
 
 
 class DecodeWorld(World):
-    """A decode unit; KV comes ready-made with every pull, that of long texts in parts if the unit
-    takes them.
-    """
+    """A decode unit; every pull brings KV ready-made, long texts in parts."""
 
     leader: DecodeLeader
 
@@ -145,9 +141,7 @@ class DecodeWorld(World):
         self.feed(BlocksStored(store.store_id, places))
 
     def copies(self, pull: Pull) -> bool:
-        """Out of another rank's pool, or ready-made; False if the blocks are not what was leased
-        any more.
-        """
+        """Copy from another rank's pool or ready-made; False if the lease's blocks changed."""
         into, lease = self.ranks[pull.rank].pool, pull.lease
         if lease.source == "p":
             self.newly_pulled.add(pull.request_id)

@@ -1,6 +1,4 @@
-"""Short ways to drive a role by hand in these tests: make a request, pick effects out, answer for
-the Runner.
-"""
+"""Short ways to drive a role by hand: make requests, pick effects, answer for the Runner."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.prefill.leader import PrefillLeader
 from tests.columns import attempt_id_of
 
 T = TypeVar("T")
@@ -41,22 +40,39 @@ def generation(
     )
 
 
-def decode_leader(num_blocks: int, num_ranks: int = 1, **options: Any) -> DecodeLeader:
-    """One that has started. Few slots, and no heartbeat while a test runs."""
+def decode_leader(num_blocks: int = 17, num_ranks: int = 1, **options: Any) -> DecodeLeader:
+    """A leader that has not started."""
     fields: dict[str, Any] = {
-        "num_slots": 3,
-        "num_waiting_max": 9,
-        "max_context": 2000,
-        "heartbeat_s": 100.0,
+        "num_slots": 4,
+        "num_waiting_max": 4,
+        "max_context": 1000,
+        "heartbeat_s": 0.5,
     }
-    unit = DecodeLeader("decode-0", "e1", num_blocks, num_ranks=num_ranks, **fields | options)
-    unit.start(0.0)
-    return unit
+    return DecodeLeader("decode-0", "e1", num_blocks, num_ranks=num_ranks, **fields | options)
+
+
+def prefill_leader(num_blocks: int = 9, num_ranks: int = 1, **options: Any) -> PrefillLeader:
+    """A leader that has not started."""
+    pool = "pool" if num_ranks == 1 else ""
+    fields: dict[str, Any] = {
+        "chunk_tokens": 64,
+        "num_requests_max": 4,
+        "num_waiting_max": 4,
+        "lease_s": 2.0,
+        "heartbeat_s": 0.5,
+        "num_ranks": num_ranks,
+    }
+    return PrefillLeader("prefill-0", "e1", pool, num_blocks, **fields | options)
 
 
 def sent(effects: Iterable[Effect], kind: type[T]) -> list[T]:
     """Messages of one type among the effects."""
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def to(effects: Iterable[Effect], kind: type) -> list[str]:
+    """Receivers of messages of one type among the effects."""
+    return [e.to for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
 def of(effects: Iterable[Effect], kind: type[T]) -> list[T]:
@@ -77,31 +93,12 @@ def decode_plans(effects: Iterable[Effect]) -> list[DecodePlan]:
     ]
 
 
-def prefill(name: str = "a", prompt: int = 10, **options: int) -> Prefill:
-    return Prefill(generation(name, prompt, **options))  # type: ignore[arg-type]
+def prefill(name: str = "a", prompt: int = 10, **options: Any) -> Prefill:
+    return Prefill(generation(name, prompt, **options))
 
 
-def decode(
-    name: str = "a",
-    prompt: int = 10,
-    *,
-    output: int = 1,
-    max_tokens: int = 5,
-    stop_ids: tuple[int, ...] = (),
-    attempt: int = 0,
-    min_tokens: int = 0,
-    sampling: Sampling | None = None,
-) -> Decode:
-    request = generation(
-        name,
-        prompt,
-        output=output,
-        max_tokens=max_tokens,
-        stop_ids=stop_ids,
-        attempt=attempt,
-        min_tokens=min_tokens,
-        sampling=sampling,
-    )
+def decode(name: str = "a", prompt: int = 10, *, output: int = 1, **options: Any) -> Decode:
+    request = generation(name, prompt, output=output, **options)
     num_tokens = prompt + output - 1
     blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
     return Decode(request, KvLease("pool", blocks, (0,) * len(blocks), num_tokens))

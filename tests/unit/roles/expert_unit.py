@@ -1,6 +1,4 @@
-"""A unit whose ranks do what the expert balancer says: they deal tokens as placed, count them,
-stage and flip.
-"""
+"""Ranks that obey the expert balancer: they deal tokens as placed, count, stage and flip."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ HOT = [400, 100, 90, 100, 100, 90, 100, 100]
 
 
 class Unit:
-    """Ranks that do every step and deal tokens as planned; `loads` are a step's tokens by layer and
-    expert.
-    """
+    """Ranks that do every step; `loads` are a step's tokens by layer and expert."""
 
     def __init__(
         self,
@@ -142,9 +138,8 @@ class Unit:
             staged = Staged(
                 plan.formation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01
             )
-            assert self.experts.staged(self.now_s, rank, staged) == (
-                error is None or rank == min(plans)
-            )
+            found = self.experts.staged(self.now_s, rank, staged)
+            assert found == (error is None or rank == min(plans))
             assert self.experts.check() == []
 
 

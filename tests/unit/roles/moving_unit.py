@@ -1,6 +1,4 @@
-"""A decode unit of two ranks by hand, uneven enough that one of its requests moves, and stopped at
-a moment of that.
-"""
+"""A decode unit of two uneven ranks, stopped at a moment of a request's move."""
 
 from __future__ import annotations
 
@@ -10,10 +8,9 @@ from typing import Any
 from hadal.core.messages import Cancel, Returned, Tokens
 from hadal.core.plans import DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Event, Execute, Pull, RankReset
-from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from tests.columns import key_of, rows_of
-from tests.unit.roles.driving import decode, done, of, sent
+from tests.unit.roles.driving import decode, decode_leader, done, of, sent
 
 POOLS = ("p0", "p1")
 PER_RANK = 4
@@ -23,16 +20,8 @@ class Unit:
     """Two ranks; "a" and "c" are on the first, and nobody is on the second any more."""
 
     def __init__(self, prompt: int = 640, **options: Any) -> None:
-        self.leader = DecodeLeader(
-            "decode-0",
-            "e1",
-            60,
-            num_slots=PER_RANK,
-            num_waiting_max=9,
-            max_context=3000,
-            heartbeat_s=0.5,
-            num_ranks=2,
-            **options,
+        self.leader = decode_leader(
+            60, 2, num_slots=PER_RANK, num_waiting_max=9, max_context=3000, **options
         )
         self.plans: deque[tuple[DecodePlan, ...]] = deque()
         self.table: set[int] = set()
@@ -121,9 +110,8 @@ class Unit:
         for _ in range(6):
             self.step()
         assert len(self.tokens[name]) > count
-        assert [index for index, _ in self.tokens[name]] == list(
-            range(1, len(self.tokens[name]) + 1)
-        )
+        found = [index for index, _ in self.tokens[name]]
+        assert found == list(range(1, len(self.tokens[name]) + 1))
         self.empty()
 
     def empty(self) -> None:

@@ -45,9 +45,7 @@ def op_times(random: Random) -> tuple[OpTime, ...]:
 
 @dataclass
 class Rank:
-    """KV by (block, offset), and a decode rank's table by slot. A decode rank's pool is apart, as
-    on a GPU.
-    """
+    """KV by (block, offset), a decode rank's table by slot, and its pool, apart as on a GPU."""
 
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
@@ -73,9 +71,7 @@ class Rank:
 
 
 class World:
-    """What both worlds share: clients, ranks that come and go, steps that are done in order or
-    never.
-    """
+    """Common parts: clients, ranks that come and go, steps done in order or never."""
 
     def __init__(
         self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int
@@ -240,9 +236,7 @@ class World:
 
 
 class PrefillWorld(World):
-    """A prefill unit; every lease is verified when it is pulled, then released. A request wants
-    three tokens.
-    """
+    """A prefill unit; leases are verified, then released. A request wants three tokens."""
 
     leader: PrefillLeader
 

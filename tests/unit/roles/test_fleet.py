@@ -1,6 +1,4 @@
-"""The fleet by hand: it grows, drains, takes back, replaces; starts that fail, words that are lost,
-fronts that die.
-"""
+"""The fleet by hand: it grows, drains, replaces; failed starts, lost words, dead fronts."""
 
 from __future__ import annotations
 
@@ -119,9 +117,14 @@ class Driver:
     def states(self, role: str = "decode") -> list[str]:
         return [unit.state.value for unit in self.fleet.table.of_role(role, *UnitState)]
 
+    def at_floor(self) -> Driver:
+        """One unit of each role is up."""
+        self.up("prefill-0", "decode-0")
+        return self
+
     def grown(self) -> Driver:
         """3 prefill and 3 decode units are up and needed, and have been for a while."""
-        self.up("prefill-0", "decode-0")
+        self.at_floor()
         self.goes_on(3000.0, 3000.0, 4)
         self.up("prefill-1", "prefill-2", "decode-1", "decode-2")
         self.goes_on(3000.0, 3000.0, 20)
@@ -165,8 +168,7 @@ def test_it_starts_the_floor_and_offers_the_rest() -> None:
 
 
 def test_it_grows_with_the_demand_and_takes_nodes_back_first() -> None:
-    driver = Driver()
-    driver.up("prefill-0", "decode-0")
+    driver = Driver().at_floor()
     effects = driver.goes_on(2500.0, 1500.0, 3)
     assert sorted(starts(effects)) == ["decode-1", "prefill-1", "prefill-2"]
     assert [e.num_nodes for e in effects if isinstance(e, WithdrawNodes)] == [9]
@@ -208,8 +210,7 @@ def test_a_draining_unit_is_taken_back_before_another_is_started() -> None:
 
 
 def test_a_unit_that_is_not_needed_any_more_is_stopped_while_it_starts() -> None:
-    driver = Driver()
-    driver.up("prefill-0", "decode-0")
+    driver = Driver().at_floor()
     driver.goes_on(500.0, 1500.0, 3)
     assert driver.states()[:2] == ["up", "starting"]
     effects = driver.goes_on(500.0, 500.0, 40)
@@ -301,8 +302,7 @@ def test_a_drain_that_nobody_ends_is_ended() -> None:
 
 
 def test_it_never_takes_more_nodes_than_there_are() -> None:
-    driver = Driver(num_nodes=20)
-    driver.up("prefill-0", "decode-0")
+    driver = Driver(num_nodes=20).at_floor()
     driver.goes_on(9e3, 9e3, 10)
     assert driver.fleet.num_nodes <= 20
     assert driver.fleet.decision is not None
@@ -311,8 +311,7 @@ def test_it_never_takes_more_nodes_than_there_are() -> None:
 
 
 def test_nodes_that_a_draining_unit_still_has_are_waited_for() -> None:
-    driver = Driver(num_nodes=17)
-    driver.up("prefill-0", "decode-0")
+    driver = Driver(num_nodes=17).at_floor()
     driver.goes_on(1000.0, 3000.0, 5)
     driver.up("decode-1", "decode-2")
     driver.held = {"decode-0": 1, "decode-1": 1, "decode-2": 1}
@@ -327,8 +326,7 @@ def test_nodes_that_a_draining_unit_still_has_are_waited_for() -> None:
 
 
 def test_units_say_themselves_what_they_can_do() -> None:
-    driver = Driver(prefill_tokens_per_s=0.0, decode_tokens_per_s=0.0)
-    driver.up("prefill-0", "decode-0")
+    driver = Driver(prefill_tokens_per_s=0.0, decode_tokens_per_s=0.0).at_floor()
     driver.goes_on(5000.0, 5000.0, 5)
     assert driver.fleet.wanted == Units(1, 1)  # Nobody has measured anything yet.
     facts = (UnitFacts("decode-0", "decode", 1, 0, 1250.0), UnitFacts("prefill-0", "prefill", 1, 0))
@@ -339,13 +337,11 @@ def test_units_say_themselves_what_they_can_do() -> None:
 
 
 def test_it_wakes_for_its_reviews_without_being_told_anything() -> None:
-    driver = Driver()
-    driver.up("prefill-0", "decode-0")
+    driver = Driver().at_floor()
     (wake,) = [e for e in driver.tell(Tick()) if isinstance(e, WakeAt)] or [WakeAt(PERIOD_S)]
     driver.now_s = wake.time_s
-    assert [e.time_s for e in driver.tell(Tick()) if isinstance(e, WakeAt)] == [
-        wake.time_s + PERIOD_S
-    ]
+    found = [e.time_s for e in driver.tell(Tick()) if isinstance(e, WakeAt)]
+    assert found == [wake.time_s + PERIOD_S]
 
 
 def test_strangers_and_what_it_cannot_take() -> None:
@@ -466,8 +462,7 @@ def test_a_rollout_is_over_when_the_last_new_unit_is_up_and_not_while_it_fails()
 
 
 def test_free_nodes_take_the_new_unit_before_the_old_one_has_ended() -> None:
-    driver = Driver()
-    driver.up("prefill-0", "decode-0")
+    driver = Driver().at_floor()
     driver.held = {"decode-0": 1}
     effects = driver.tell(Rollout())
     assert driver.states()[:2] == ["draining", "starting"]

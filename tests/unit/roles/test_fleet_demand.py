@@ -1,6 +1,4 @@
-"""Samples out of counters: nothing counted twice, nothing invented when a front starts anew; a day
-is learned.
-"""
+"""Samples from counters: none twice, none invented at a front's restart; a day is learned."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def test_only_the_last_samples_are_kept() -> None:
 
 
 def test_an_hour_that_was_not_seen_is_not_learned() -> None:
-    """From 1:30 to 4:10 nothing is heard of a front that goes on: what it says then is not the
-    fifth hour's.
-    """
+    """A gap from 1:30 to 4:10: the sample after it is not the fifth hour's."""
     meter = DemandMeter(60.0)
     for minute in range(28 * 60 + 30):
         if not 90 < minute < 250:
@@ -87,6 +83,5 @@ def test_a_day_that_was_seen_is_the_shape_of_the_next() -> None:
     for role in ("prefill", "decode"):
         learned = meter.shape(role)
         for hour in range(24):
-            assert float(learned.at(3600.0 * (hour + 0.5))) == pytest.approx(
-                float(SHAPE.at(3600.0 * (hour + 0.5))), rel=0.02
-            )
+            found = float(learned.at(3600.0 * (hour + 0.5)))
+            assert found == pytest.approx(float(SHAPE.at(3600.0 * (hour + 0.5))), rel=0.02)

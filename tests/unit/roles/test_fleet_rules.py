@@ -43,11 +43,8 @@ def test_a_unit_that_shares_a_node_counts_as_one() -> None:
 
 def test_the_fleet_starts_with_the_floor() -> None:
     effects = make_fleet(deployment(prefill_max=4), 0.0).start(0.0)
-    assert {e.unit for e in effects if isinstance(e, StartUnit)} == {
-        "prefill-0",
-        "prefill-1",
-        "decode-0",
-    }
+    found = {e.unit for e in effects if isinstance(e, StartUnit)}
+    assert found == {"prefill-0", "prefill-1", "decode-0"}
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,14 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
+from typing import Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.config import AGENT_BEAT_S
-from hadal.core.messages import (
-    Address,
-    AnyMessage,
-    NodeNews,
-    NodeOrders,
-    ProcessNews,
-    ProcessOrder,
-)
+from hadal.core.messages import Address, AnyMessage, NodeNews, NodeOrders, ProcessNews, ProcessOrder
 from hadal.policy.suspicion import PAUSE_PERIODS
 from hadal.roles.nodes import PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
 
@@ -80,11 +74,12 @@ class Book(Nodes):
             lost += [node.number for node in self.tick(self.now_s)]
         return lost
 
-    def up(self, *numbers: int) -> None:
+    def up(self, *numbers: int) -> Self:
         """Agents of these nodes speak."""
         for number in numbers:
             assert self.heard(self.now_s, news(number))
         self.tick(self.now_s)
+        return self
 
 
 def names(orders: NodeOrders) -> dict[str, int]:
@@ -108,8 +103,7 @@ def test_a_node_is_there_once_its_agent_speaks() -> None:
 
 @pytest.mark.promise("A node that says nothing for node_timeout_s (1.5 s) is lost, here and now")
 def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     assert book.pass_time(TIMEOUT_S, news(0)) == []
     assert book.nodes[1].phase is NodePhase.UP
     assert book.pass_time(STEP_S, news(0)) == [1]
@@ -119,8 +113,7 @@ def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
 
 @pytest.mark.parametrize("is_heard_first", [True, False])
 def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool) -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
     book.pass_time(1.0)  # This was silence.
     book.now_s += 60.0  # This was not: nobody listened.
@@ -135,8 +128,7 @@ def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool)
 
 def test_many_short_pauses_are_no_excuse_for_ever() -> None:
     """A supervisor that is called as often as it promised was there."""
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     lost = []
     for _ in range(4):
         book.now_s += PERIOD_S
@@ -148,15 +140,12 @@ def test_many_short_pauses_are_no_excuse_for_ever() -> None:
 
 
 def test_what_runs_on_a_node_is_told_at_every_change_and_every_beat() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     book.orders("node-0-b1")
     book.run(book.now_s, 0, order("decode-0"))
     book.run(book.now_s, 0, order("decode-1", 7))
-    assert [names(each) for each in book.orders("node-0-b1")] == [
-        {"decode-0": 1},
-        {"decode-0": 1, "decode-1": 7},
-    ]
+    found = [names(each) for each in book.orders("node-0-b1")]
+    assert found == [{"decode-0": 1}, {"decode-0": 1, "decode-1": 7}]
     book.pass_time(10 * AGENT_BEAT_S, news(0), news(1))
     told = book.orders("node-0-b1")
     assert 7 <= len(told) <= 11
@@ -166,8 +155,7 @@ def test_what_runs_on_a_node_is_told_at_every_change_and_every_beat() -> None:
 
 
 def test_what_a_node_says_of_its_processes_is_known() -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     first = book.run(book.now_s, 0, order("decode-0"))
     assert (first.code, first.news.pid) == (None, 0)
     book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
@@ -188,8 +176,7 @@ def test_what_a_node_says_of_its_processes_is_known() -> None:
 
 
 def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     ended, lost = (book.run(book.now_s, 0, order(name)) for name in ("decode-0", "decode-1"))
     other = book.run(book.now_s, 1, order("decode-2"))
     book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-1", at=address(0))))
@@ -205,8 +192,7 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
     "when it is heard again it ends what it ran, is told what to run, and is not listened to before"
 )
 def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     speaks = [news(number, runs(f"decode-{number}", at=address(number))) for number in (0, 1)]
     for number in (0, 1):
         book.run(book.now_s, number, order(f"decode-{number}"))
@@ -233,8 +219,7 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
 
 
 def test_signals_are_part_of_the_orders_and_kill_stands_above_all() -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
 
     def told(*numbers: int) -> list[int]:
@@ -256,8 +241,7 @@ def test_signals_are_part_of_the_orders_and_kill_stands_above_all() -> None:
 
 
 def test_a_process_that_was_lost_with_its_node_is_not_signalled_there() -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
     book.pass_time(2 * TIMEOUT_S)
     book.orders("node-0-b1")
@@ -269,8 +253,7 @@ def test_a_process_that_was_lost_with_its_node_is_not_signalled_there() -> None:
 
 
 def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
     book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
     book.orders("node-0-b1")
@@ -294,8 +277,7 @@ def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> No
 
 
 def test_an_agent_that_follows_one_that_was_lost() -> None:
-    book = Book()
-    book.up(0)
+    book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
     book.pass_time(2 * TIMEOUT_S)
     assert book.heard(book.now_s, news(0, boot="b2"))
@@ -305,8 +287,7 @@ def test_an_agent_that_follows_one_that_was_lost() -> None:
 
 
 def test_a_node_that_is_given_back() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     process = book.run(book.now_s, 0, order("decode-0"))
     other = book.run(book.now_s, 1, order("decode-1"))
     book.orders("node-0-b1")
@@ -346,8 +327,7 @@ def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> No
 
 
 def test_when_the_run_is_over_all_agents_are_told() -> None:
-    book = Book(3)
-    book.up(0, 1)
+    book = Book(3).up(0, 1)
     book.pass_time(2 * TIMEOUT_S, news(0))  # 1 is lost, 2 never came.
     book.sent.clear()
     book.dismiss()
@@ -358,8 +338,7 @@ def test_when_the_run_is_over_all_agents_are_told() -> None:
 
 
 def test_a_node_hears_of_all_units_and_gateways_and_of_ranks_of_its_own_units() -> None:
-    book = Book(3)
-    book.up(0, 1, 2)
+    book = Book(3).up(0, 1, 2)
     places = {
         0: ("decode-0", "decode-0.0"),
         1: ("decode-0.1", "prefill-0"),
@@ -392,8 +371,7 @@ def test_a_node_hears_of_all_units_and_gateways_and_of_ranks_of_its_own_units() 
 
 
 def test_a_change_is_told_to_whom_it_concerns() -> None:
-    book = Book(3)
-    book.up(0, 1, 2)
+    book = Book(3).up(0, 1, 2)
     for number, name in enumerate(("decode-0", "decode-0.0", "prefill-0")):
         book.run(book.now_s, number, order(name))
         book.heard(book.now_s, news(number, runs(name, at=address(number))))
@@ -409,10 +387,8 @@ def test_a_change_is_told_to_whom_it_concerns() -> None:
     book.heard(book.now_s, news(1, runs("decode-0.0", 2, address(1, 2))))
     book.tell_addresses(book.now_s)
     assert {to for to, _ in book.sent} == {"node-0-b1"}
-    assert book.orders("node-0-b1")[0].addresses == {
-        "prefill-0": address(2),
-        "decode-0.0": address(1, 2),
-    }
+    found = book.orders("node-0-b1")[0].addresses
+    assert found == {"prefill-0": address(2), "decode-0.0": address(1, 2)}
     # A unit that is over is no unit: all others hear of it.
     book.heard(book.now_s, news(2, runs("prefill-0", code=1)))
     book.tell_addresses(book.now_s)
@@ -420,8 +396,7 @@ def test_a_change_is_told_to_whom_it_concerns() -> None:
 
 
 def test_a_process_that_moved_away_is_heard_of_where_it_was() -> None:
-    book = Book()
-    book.up(0, 1)
+    book = Book().up(0, 1)
     book.run(book.now_s, 0, order("decode-0"))
     book.run(book.now_s, 0, order("decode-0.0"))
     book.heard(book.now_s, news(0, runs("decode-0", code=1), runs("decode-0.0", at=address(0))))
@@ -550,9 +525,7 @@ class Agent:
 
 
 class World:
-    """A supervisor with its book, and agents. Links may be cut, for a while; so long nothing that
-    was said is lost, as the wire has it.
-    """
+    """A supervisor with its book, and agents. Links may be cut; the wire keeps what was sent."""
 
     def __init__(self, seed: int) -> None:
         self.now_s = 0.0

@@ -1,6 +1,4 @@
-"""A recording's bytes: everything comes back, what is cut off is left out, what is no recording is
-refused.
-"""
+"""A recording's bytes: complete, less a torn last frame; other files are refused."""
 
 from __future__ import annotations
 
@@ -109,15 +107,12 @@ def test_canonical_forgets_what_no_reader_sees() -> None:
 
 
 def test_readings_of_a_clock_of_nanoseconds_are_exact() -> None:
-    """A time plus a difference of times is the other time, to the last bit; floats alone would not
-    give it.
-    """
+    """A time plus a difference gives the other time to the last bit, unlike plain floats."""
     rng = random.Random(3)
     for _ in range(1000):
         first_ns, second_ns = (rng.randrange(2**53) for _ in range(2))
         first_s, second_s = seconds_of(first_ns), seconds_of(second_ns)
-        if (
-            max(first_ns, second_ns) < 2**52
-        ):  # Beyond 52 days a float tells nanoseconds apart no more.
+        # Beyond 52 days a float tells nanoseconds apart no more.
+        if max(first_ns, second_ns) < 2**52:
             assert (ns_of(first_s), ns_of(second_s)) == (first_ns, second_ns)
         assert seconds_of(ns_of(first_s) + (ns_of(second_s) - ns_of(first_s))) == second_s

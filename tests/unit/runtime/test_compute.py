@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Harness:
-    """A Compute and the wake-ups it gives."""
+    """A Compute, which has stopped at the end of a block, and the wake-ups it gives."""
 
     def __init__(self, runner: QuickRunner | Waiting) -> None:
         self.woken = threading.Semaphore(0)

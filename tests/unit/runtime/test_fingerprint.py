@@ -85,6 +85,7 @@ def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
     assert len(seen) == 7
 
 
+@pytest.mark.needs("compiler")
 def test_what_computes_it_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of another processor, and plain torch, round otherwise; whoever has no compiler has that."""
     folder = model(tmp_path / "a")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,6 +103,7 @@ class World:
     pool: KvPool
     source: KvPool
     failure: BaseException | None = None
+    thread: threading.Thread | None = None
 
     def run(self, *first: Effect) -> None:
         """Host the leader in a thread until a test stops it."""
@@ -116,7 +118,25 @@ class World:
         self.thread.start()
 
     def join(self) -> None:
-        join(self.thread)
+        if self.thread is not None:
+            join(self.thread)
+
+
+@contextmanager
+def hosted(host: UnitHost, *first: Effect) -> Iterator[None]:
+    """Run a host in a thread until the block ends."""
+    thread = threading.Thread(target=lambda: host.run(first))
+    thread.start()
+    yield
+    host.stop()
+    join(thread)
+    host.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
@@ -130,6 +150,7 @@ def world() -> Iterator[World]:
         made = World(script, host, front, pool, source)
         yield made
         host.stop()
+        made.join()
         host.close()
         front.close()
         remove_shared_memory(RUN)
@@ -137,13 +158,11 @@ def world() -> Iterator[World]:
 
 def test_steps_come_back_and_the_next_follows(world: World) -> None:
     def answer(now_s: float, event: Event) -> list[Effect]:
-        if isinstance(event, StepDone) and event.step_id < 200:
+        if not isinstance(event, StepDone) or event.step_id == 200:
+            return []
+        if event.step_id < 200:
             return [Execute((PrefillPlan(event.step_id + 2, ()),))]
-        return (
-            [Send("front", Cancel("done", 0))]
-            if isinstance(event, StepDone) and event.step_id == 201
-            else []
-        )
+        return [Send("front", Cancel("done", 0))]
 
     world.script.answer = answer
     world.run(Execute((PrefillPlan(0, ()),)), Execute((PrefillPlan(1, ()),)))
@@ -166,8 +185,6 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
     for number in range(20):
         world.front.send("decode-0", AuditRequest(number))
         assert world.front.receive(DEADLINE_S) == [Audit("decode-0", number, 0, 0, ())]
-    world.host.stop()
-    world.join()
 
 
 def test_what_it_listens_for_is_told_before_the_first_refusal(
@@ -180,8 +197,6 @@ def test_what_it_listens_for_is_told_before_the_first_refusal(
     assert world.front.receive(DEADLINE_S) == [Refused("decode-0", {"kv": 0})]
     refusals.count("no proof")
     assert world.front.receive(DEADLINE_S) == [Refused("decode-0", {"kv": 1})]
-    world.host.stop()
-    world.join()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 10])
@@ -211,16 +226,12 @@ def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> N
         num_blocks * size
     )
     assert bytes(world.pool.cache[18 * size : 19 * size]) == bytes(size)
-    world.host.stop()
-    world.join()
 
 
 def test_freed_blocks_get_a_new_generation(world: World) -> None:
     world.run(Freed((3, 5)), Freed((5,)), Send("front", Cancel("freed", 0)))
     assert world.front.receive(DEADLINE_S)
     assert world.pool.versions.tolist()[:7] == [0, 0, 0, 1, 0, 2, 0]
-    world.host.stop()
-    world.join()
 
 
 def test_it_wakes_when_asked_and_a_later_wish_replaces_an_earlier(world: World) -> None:
@@ -239,8 +250,6 @@ def test_it_wakes_when_asked_and_a_later_wish_replaces_an_earlier(world: World) 
     assert world.front.receive(DEADLINE_S) == [Cancel("third", 0)]
     assert ticks[0] >= wished_s
     assert ticks[1] - ticks[0] >= 0.05
-    world.host.stop()
-    world.join()
 
 
 def test_the_load_carries_the_measured_overhead(
@@ -261,29 +270,21 @@ def test_the_load_carries_the_measured_overhead(
     assert isinstance(load, UnitReport)
     assert load.overhead_ms == pytest.approx(2.0, rel=0.01)
     assert load.step_ms == 1.0
-    world.host.stop()
-    world.join()
 
 
-def test_the_leader_of_other_ranks_has_no_runner_and_no_pool() -> None:
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        script = Script()
-        wire, rank = ZmqWire("decode-0", Path(name)), ZmqWire("decode-0.0", Path(name))
-        host = UnitHost(script, None, wire, None, LiveClock(), step_deadline_s=60)
-        step = RankStep(1, PrefillPlan(0, ()))
-        script.answer = lambda now_s, event: (
-            [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
-        )
-        thread = threading.Thread(target=host.run)
-        thread.start()
+def test_the_leader_of_other_ranks_has_no_runner_and_no_pool(folder: Path) -> None:
+    script = Script()
+    wire, rank = ZmqWire("decode-0", folder), ZmqWire("decode-0.0", folder)
+    step = RankStep(1, PrefillPlan(0, ()))
+    script.answer = lambda now_s, event: (
+        [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
+    )
+    with hosted(UnitHost(script, None, wire, None, LiveClock(), step_deadline_s=60)):
         rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool"))
         assert rank.receive(DEADLINE_S) == [step]
-        host.stop()
-        join(thread)
-        host.close()
-        with pytest.raises(TypeError, match="Freed"):
-            UnitHost(script, None, rank, None, LiveClock(), step_deadline_s=60).run([Freed((1,))])
-        rank.close()
+    with pytest.raises(TypeError, match="Freed"):
+        UnitHost(script, None, rank, None, LiveClock(), step_deadline_s=60).run([Freed((1,))])
+    rank.close()
 
 
 def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: World) -> None:
@@ -293,11 +294,9 @@ def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: Wor
     world.run(Execute((PrefillPlan(0, ()),)), Form(FormPlan(3, 2, (), b"", 0)))
     assert world.front.receive(DEADLINE_S) == [Cancel("formed", 0)]
     assert [event.formation for event in world.script.events if isinstance(event, Formed)] == [3]
-    world.host.stop()
-    world.join()
 
 
-def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> None:
+def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them(folder: Path) -> None:
     held = stored_mlp(*torch.full((2, 2, 3), 2.0), torch.full((3, 2), 3.0))
     begun, go, voided = threading.Event(), threading.Event(), threading.Event()
 
@@ -328,31 +327,25 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
         return [Send("front", Cancel("staged", 0))] if isinstance(event, Staged) else []
 
     threads = set(threading.enumerate())
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        wire = ExpertTransfer("127.0.0.1", key_of(b"a run", "experts"), lambda layer, expert: held)
-        sources = (Source(7, "127.0.0.1", wire.port),)
-        script, front = Script(answer), ZmqWire("front", Path(name))
-        host = UnitHost(
-            script,
-            Runner(),
-            ZmqWire("decode-0.0", Path(name)),
-            None,
-            LiveClock(),
-            step_deadline_s=60,
-            make_stager=lambda wake: Stager(stage, wire, wake),
-        )
-        first = [Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))]
-        thread = threading.Thread(target=lambda: host.run(first))
-        thread.start()
+    wire = ExpertTransfer("127.0.0.1", key_of(b"a run", "experts"), lambda layer, expert: held)
+    sources = (Source(7, "127.0.0.1", wire.port),)
+    script, front = Script(answer), ZmqWire("front", folder)
+    host = UnitHost(
+        script,
+        Runner(),
+        ZmqWire("decode-0.0", folder),
+        None,
+        LiveClock(),
+        step_deadline_s=60,
+        make_stager=lambda wake: Stager(stage, wire, wake),
+    )
+    with hosted(host, Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))):
         said = list(front.receive(DEADLINE_S))
         while len(said) < 2:
             said += front.receive(DEADLINE_S)
             assert said[1:], "no more came"
         assert said == [Refused("decode-0.0", {"experts": 0}), Cancel("staged", 0)]
-        host.stop()
-        join(thread)
-        host.close()
-        front.close()
+    front.close()
     assert [event for event in script.events if isinstance(event, Staged)] == [
         Staged(2, 2, 0, None, 1)
     ]
@@ -365,64 +358,34 @@ def test_without_a_stager_nothing_can_be_staged(world: World) -> None:
     assert isinstance(world.failure, TypeError)
 
 
-def test_news_come_before_the_results_they_explain() -> None:
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        order: list[str] = []
-        pool = KvPool.create(pool_name(RUN, "decode-0", "2"), (2, 1, 64, 4))
-        script = Script(lambda now_s, event: order.append(type(event).__name__) or [])
+def with_news(folder: Path, script: Script, news: Callable[[float], list[Effect]]) -> UnitHost:
+    """A host of a small pool, which tells its leader news."""
+    pool = KvPool.create(pool_name(RUN, "decode-0", "2"), (2, 1, 64, 4))
+    wire = ZmqWire("decode-0", folder)
+    return UnitHost(script, Runner(), wire, pool, LiveClock(), step_deadline_s=60, news=news)
 
-        def news(now_s: float) -> list[Effect]:
-            order.append("news")
-            return []
 
-        host = UnitHost(
-            script,
-            Runner(),
-            ZmqWire("decode-0", Path(name)),
-            pool,
-            LiveClock(),
-            step_deadline_s=60,
-            news=news,
-        )
-        thread = threading.Thread(target=lambda: host.run([Execute((PrefillPlan(0, ()),))]))
-        thread.start()
+def test_news_come_before_the_results_they_explain(folder: Path) -> None:
+    order: list[str] = []
+    script = Script(lambda now_s, event: order.append(type(event).__name__) or [])
+    host = with_news(folder, script, lambda now_s: order.append("news") or [])
+    with hosted(host, Execute((PrefillPlan(0, ()),))):
         wait_until(lambda: "StepDone" in order, "the step is handled")
-        host.stop()
-        join(thread)
-        host.close()
-        assert order[: order.index("StepDone") + 1][-2:] == ["news", "StepDone"]
+    assert order[: order.index("StepDone") + 1][-2:] == ["news", "StepDone"]
 
 
-def test_a_roles_time_never_goes_back() -> None:
+def test_a_roles_time_never_goes_back(folder: Path) -> None:
     """News are told before a tick, which is told the time at which it is told."""
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        told_s: list[float] = []
+    told_s: list[float] = []
 
-        def answer(now_s: float, event: Event) -> list[Effect]:
-            told_s.append(now_s)
-            return [WakeAt(now_s + 0.001)] if isinstance(event, Tick) else []
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        told_s.append(now_s)
+        return [WakeAt(now_s + 0.001)] if isinstance(event, Tick) else []
 
-        def news(now_s: float) -> list[Effect]:
-            told_s.append(now_s)
-            return []
-
-        pool = KvPool.create(pool_name(RUN, "decode-0", "3"), (2, 1, 64, 4))
-        host = UnitHost(
-            Script(answer),
-            Runner(),
-            ZmqWire("decode-0", Path(name)),
-            pool,
-            LiveClock(),
-            step_deadline_s=60,
-            news=news,
-        )
-        thread = threading.Thread(target=lambda: host.run([WakeAt(0.0)]))
-        thread.start()
+    host = with_news(folder, Script(answer), lambda now_s: told_s.append(now_s) or [])
+    with hosted(host, WakeAt(0.0)):
         wait_until(lambda: len(told_s) >= 20, "much is told")
-        host.stop()
-        join(thread)
-        host.close()
-        assert told_s == sorted(told_s)
+    assert told_s == sorted(told_s)
 
 
 def test_what_a_leader_raises_ends_the_host(world: World) -> None:
@@ -446,12 +409,9 @@ def test_an_effect_that_is_not_a_leaders_ends_the_host(world: World) -> None:
     "A leader's heartbeat is missing for unit_timeout_s, or a step exceeds its deadline: "
     "the process is ended"
 )
-def test_a_stuck_step_ends_the_process() -> None:
-    with tempfile.TemporaryDirectory(
-        prefix="hadal-w-"
-    ) as folder:  # Not the child's: it removes nothing.
-        done = run_stuck(folder)
-    remove_shared_memory(RUN)
+def test_a_stuck_step_ends_the_process(folder: Path) -> None:
+    done = run_stuck(str(folder))
+    remove_shared_memory(RUN)  # The child removes nothing.
     assert done.returncode == EXIT_STUCK
     assert b"its deadline is" in done.stderr
     assert b"in execute" in done.stderr, "it shows where"

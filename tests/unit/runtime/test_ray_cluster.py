@@ -1,5 +1,7 @@
 """The lender beside a Ray that is played: what it asks for, in which order, and what it gives back."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,7 +139,7 @@ def test_a_cluster_where_anybody_may_run_code_is_refused_unless_it_is_allowed(
     played: PlayedRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_lets_anybody_in", lambda: True)
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token.*cluster.open_ray"):
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE=token.*cluster\.open_ray"):
         RayLender(Run("run", DEPLOYMENT), ADDRESS)
     assert not played.asked
     cluster = msgspec.structs.replace(DEPLOYMENT.cluster, open_ray="allow")

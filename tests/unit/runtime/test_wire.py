@@ -3,12 +3,13 @@ never a crash.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import select
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,19 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture
+def wire(folder: Path) -> Iterator[Callable[..., ZmqWire]]:
+    """Makes wires in the folder, which are closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def made(name: str, **options: int) -> ZmqWire:
+            wire = ZmqWire(name, folder, **options)
+            stack.callback(lambda: wire._context.closed or wire.close())
+            return wire
+
+        yield made
+
+
 def receive_all(wire: ZmqWire, count: int) -> list[object]:
     """Collect `count` messages, then make sure that no more follow."""
     messages: list[object] = []
@@ -46,8 +60,8 @@ def receive_all(wire: ZmqWire, count: int) -> list[object]:
     return messages + wire.receive(0.05)
 
 
-def test_messages_arrive_whole_and_in_order(folder: Path) -> None:
-    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
+def test_messages_arrive_whole_and_in_order(wire: Callable[..., ZmqWire]) -> None:
+    a, b = wire("a"), wire("b")
     sent = [
         Tokens("decode-0", bytes(n % 40), b"", b"x", ((n, "stop"),), {n: Draw(-0.5, ((n, -0.25),))})
         for n in range(3 * MAX_BATCH)
@@ -55,27 +69,24 @@ def test_messages_arrive_whole_and_in_order(folder: Path) -> None:
     for message in sent:
         a.send("b", message)
     assert receive_all(b, len(sent)) == sent
-    a.close()
-    b.close()
 
 
-def test_a_message_to_nobody_is_dropped_and_counted(folder: Path) -> None:
-    a = ZmqWire("a", folder)
+def test_a_message_to_nobody_is_dropped_and_counted(wire: Callable[..., ZmqWire]) -> None:
+    a = wire("a")
     a.send("nobody", Drain())
     assert a.counts["absent"] == 1
-    a.close()
 
 
-def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(folder: Path) -> None:
-    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
+def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(
+    wire: Callable[..., ZmqWire],
+) -> None:
+    a, b = wire("a"), wire("b")
     count = 4 * MAX_QUEUED
     message = Cancel("r" * 4000, 0)
     for _ in range(count):
         a.send("b", message)
     assert a.counts["full"] > 0
     assert len(receive_all(b, a.counts["sent"])) == a.counts["sent"] == count - a.counts["full"]
-    a.close()
-    b.close()
 
 
 def restart_a_peer(folder: Path) -> None:
@@ -125,34 +136,33 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
     restart_a_peer(folder)
 
 
-def test_a_dead_sender_does_not_speak_after_its_successor(folder: Path) -> None:
-    receiver = ZmqWire("b", folder)
+def test_a_dead_sender_does_not_speak_after_its_successor(wire: Callable[..., ZmqWire]) -> None:
+    receiver = wire("b")
     # The order in which they are started says nothing: the supervisor counts lives.
-    new, old = (ZmqWire("a", folder, life=life) for life in (2, 1))
+    new, old = (wire("a", life=life) for life in (2, 1))
     new.send("b", Cancel("new", 0))
     assert receive_all(receiver, 1) == [Cancel("new", 0)]
     old.send("b", Cancel("old", 0))
     assert receive_all(receiver, 0) == []
     assert receiver.counts["stale"] == 1
-    for wire in (old, new, receiver):
-        wire.close()
 
 
-def test_closing_leaves_the_name_to_a_successor(folder: Path) -> None:
-    old = ZmqWire("a", folder)
-    new = ZmqWire("a", folder)
+def test_closing_leaves_the_name_to_a_successor(folder: Path, wire: Callable[..., ZmqWire]) -> None:
+    old, new = wire("a"), wire("a")
     old.close()
     assert (folder / "a.sock").exists()
     new.close()
     assert not (folder / "a.sock").exists()
 
 
-def test_what_was_sent_last_still_leaves_when_closing(folder: Path) -> None:
-    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
+def test_what_was_sent_last_still_leaves_when_closing(wire: Callable[..., ZmqWire]) -> None:
+    a, b = wire("a"), wire("b")
     a.send("b", Drain())
     a.close()
     assert receive_all(b, 1) == [Drain()]
-    b.close()
+
+
+HEADER = msgspec.msgpack.encode(("x", 1))
 
 
 @pytest.mark.parametrize(
@@ -161,36 +171,31 @@ def test_what_was_sent_last_still_leaves_when_closing(folder: Path) -> None:
         [b""],
         [b"", b"", b""],
         [b"\xff" * 40, b"\xff" * 40, b""],
-        [msgspec.msgpack.encode(("x", 1)), b"not msgpack \xc1", b""],
-        [
-            msgspec.msgpack.encode(("x", 1)),
-            msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1],
-            b"",
-        ],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["NoSuchMessage"]), b""],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Cancel", 7, "seven"]), b""],
+        [HEADER, b"not msgpack \xc1", b""],
+        [HEADER, msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1], b""],
+        [HEADER, msgspec.msgpack.encode(["NoSuchMessage"]), b""],
+        [HEADER, msgspec.msgpack.encode(["Cancel", 7, "seven"]), b""],
         [msgspec.msgpack.encode(("x", "soon")), msgspec.msgpack.encode(["Drain"]), b""],
-        [msgspec.msgpack.encode(("x", 1)), b"\x91" * 100_000, b""],
+        [HEADER, b"\x91" * 100_000, b""],
     ],
 )
-def test_what_is_not_ours_is_dropped_and_counted(folder: Path, frames: list[bytes]) -> None:
-    wire, good = ZmqWire("b", folder), ZmqWire("a", folder)
+def test_what_is_not_ours_is_dropped_and_counted(
+    folder: Path, wire: Callable[..., ZmqWire], frames: list[bytes]
+) -> None:
+    b, good = wire("b"), wire("a")
     context = zmq.Context()
     stranger = context.socket(zmq.PUSH)
     stranger.connect(f"ipc://{folder / 'b.sock'}")
     stranger.send_multipart(frames)
 
     def is_counted() -> bool:
-        assert wire.receive(0.05) == []
-        return wire.counts["malformed"] == 1
+        assert b.receive(0.05) == []
+        return b.counts["malformed"] == 1
 
     wait_until(is_counted, "it is counted")
     good.send("b", Drain())
-    assert receive_all(wire, 1) == [Drain()]
-    stranger.close(linger=0)
-    context.term()
-    good.close()
-    wire.close()
+    assert receive_all(b, 1) == [Drain()]
+    context.destroy(linger=0)
 
 
 def test_a_path_too_long_for_a_socket_is_a_clear_error(tmp_path: Path) -> None:
@@ -200,94 +205,76 @@ def test_a_path_too_long_for_a_socket_is_a_clear_error(tmp_path: Path) -> None:
         ZmqWire("a", folder)
 
 
-def test_receive_waits_for_as_long_as_asked(folder: Path) -> None:
-    wire, waits = ZmqWire("a", folder), []
-    poll = wire._poller.poll
-    wire._poller.poll = lambda milliseconds: waits.append(milliseconds) or poll(milliseconds)  # type: ignore[method-assign]
-    assert wire.receive(0.0) == wire.receive(0.05) == []
+def test_receive_waits_for_as_long_as_asked(wire: Callable[..., ZmqWire]) -> None:
+    a, waits = wire("a"), []
+    poll = a._poller.poll
+    a._poller.poll = lambda milliseconds: waits.append(milliseconds) or poll(milliseconds)  # type: ignore[method-assign]
+    assert a.receive(0.0) == a.receive(0.05) == []
     assert waits == [51], "rounded up, and not at all without a time"
-    wire.close()
 
 
-def test_a_descriptor_ends_the_wait(folder: Path) -> None:
-    wire, got = ZmqWire("a", folder), []
+def test_a_descriptor_ends_the_wait(wire: Callable[..., ZmqWire]) -> None:
+    a, got = wire("a"), []
     fd = os.eventfd(0)
-    wire.wake_on(fd)
-    waiting = threading.Thread(target=lambda: got.append(wire.receive(LONG_S)), daemon=True)
+    a.wake_on(fd)
+    waiting = threading.Thread(target=lambda: got.append(a.receive(LONG_S)), daemon=True)
     waiting.start()
     os.eventfd_write(fd, 1)
     join(waiting)
     assert got == [[]]
-    wire.close()
+    a.close()
     os.close(fd)
 
 
-def test_the_same_in_an_event_loop(folder: Path) -> None:
-    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
-    count = 2 * MAX_BATCH + 5
+async def test_the_same_in_an_event_loop(wire: Callable[..., ZmqWire]) -> None:
+    a, b = wire("a"), wire("b")
+    sent = [Cancel(str(i), i) for i in range(2 * MAX_BATCH + 5)]
+    got: list[object] = await b.receive_async(0.01)
+    assert got == []
+    loop = asyncio.get_running_loop()
+    sending = loop.run_in_executor(None, lambda: [a.send("b", message) for message in sent])
 
-    async def receive() -> list[object]:
-        got: list[object] = await b.receive_async(0.01)
-        assert got == []
-        sending = asyncio.get_running_loop().run_in_executor(
-            None, lambda: [a.send("b", Cancel(str(i), i)) for i in range(count)]
-        )
+    async def are_there() -> bool:
+        got.extend(await b.receive_async(5.0))
+        return len(got) >= len(sent)
 
-        async def are_there() -> bool:
-            got.extend(await b.receive_async(5.0))
-            return len(got) >= count
-
-        await wait_for(are_there, f"{count} messages come")
-        await sending
-        assert await b.receive_async(0.01) == []
-        return got
-
-    assert asyncio.run(receive()) == [Cancel(str(i), i) for i in range(count)]
-    a.close()
-    b.close()
+    await wait_for(are_there, "all messages come")
+    await sending
+    assert await b.receive_async(0.01) == []
+    assert got == sent
 
 
-def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
+    folder: Path, wire: Callable[..., ZmqWire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """zmq tells of new messages only once all old ones were taken."""
     monkeypatch.setattr("hadal.runtime.wire.MAX_BATCH", 1)
-    b, context = ZmqWire("b", folder), zmq.Context()
+    b, context = wire("b"), zmq.Context()
     sender = context.socket(zmq.PUSH)
     sender.connect(f"ipc://{folder / 'b.sock'}")
     body = msgspec.msgpack.encode(Drain())
     for life in (2, *[1] * 10, 2):
         sender.send_multipart([msgspec.msgpack.encode(("a", life)), body, b""])
     b._pull.poll()  # So few come at once.
-
-    async def receive() -> list[object]:
-        got: list[object] = []
+    got: list[object] = []
+    async with asyncio.timeout(DEADLINE_S):
         while len(got) < 2:
             got += await b.receive_async(LONG_S)
-        return got
-
-    assert asyncio.run(asyncio.wait_for(receive(), DEADLINE_S)) == [Drain(), Drain()]
-    sender.close(linger=0)
-    context.term()
-    b.close()
+    assert got == [Drain(), Drain()]
+    context.destroy(linger=0)
 
 
-def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(folder: Path) -> None:
+async def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(
+    wire: Callable[..., ZmqWire],
+) -> None:
     """Else a gateway that ends goes on for as long as its supervisor lets it."""
-    a, b = ZmqWire("a", folder), ZmqWire("b", folder)
-
-    async def cancelled() -> bool:
-        loop = asyncio.get_running_loop()
-        task = asyncio.create_task(b.receive_async(LONG_S))
-        await asyncio.sleep(0)
-        a.send("b", Cancel("r", 0))
-        descriptor = b._pull.FD
-        assert select.select([descriptor], [], [], DEADLINE_S)[0]
-        # Between the descriptor's turn of the loop and that of the task it wakes.
-        loop.call_soon(loop.call_soon, task.cancel)
-        await asyncio.wait({task}, timeout=DEADLINE_S)
-        return task.cancelled()
-
-    assert asyncio.run(cancelled())
-    a.close()
-    b.close()
+    a, b = wire("a"), wire("b")
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(b.receive_async(LONG_S))
+    await asyncio.sleep(0)
+    a.send("b", Cancel("r", 0))
+    assert select.select([b._pull.FD], [], [], DEADLINE_S)[0]
+    # Between the descriptor's turn of the loop and that of the task it wakes.
+    loop.call_soon(loop.call_soon, task.cancel)
+    await asyncio.wait({task}, timeout=DEADLINE_S)
+    assert task.cancelled()

@@ -396,26 +396,21 @@ def test_they_go_out_though_the_receiver_waits_for_long(hosts: Hosts, is_async: 
     assert got == [Drain()]
 
 
-def test_in_an_event_loop(hosts: Hosts) -> None:
+async def test_in_an_event_loop(hosts: Hosts) -> None:
     a, b = hosts.pair()
     near = hosts.wire("c", folder=b._folder)
     count = 2 * MAX_BATCH + 5
+    got = await b.receive_async(0.01)
+    assert got == []
+    for message in numbered(count):
+        a.send("b", message)
+        near.send("b", Drain())
 
-    async def receive() -> list[AnyMessage]:
-        got = await b.receive_async(0.01)
-        assert got == []
-        for message in numbered(count):
-            a.send("b", message)
-            near.send("b", Drain())
+    async def are_there() -> bool:
+        got.extend(await b.receive_async(5.0))
+        return len(got) >= 2 * count
 
-        async def are_there() -> bool:
-            got.extend(await b.receive_async(5.0))
-            return len(got) >= 2 * count
-
-        await wait_for(are_there, "all come")
-        return got
-
-    got = asyncio.run(receive())
+    await wait_for(are_there, "all come")
     assert [message for message in got if message != Drain()] == numbered(count)
 
 
@@ -872,17 +867,8 @@ def malformed(a: ZmqWire) -> list[list[bytes]]:
     """Frames of one who holds the secret and is out of its mind, or of another version."""
 
     def header(*fields: Any, **changed: Any) -> bytes:
-        whole = {
-            "name": "x",
-            "life": 1,
-            "link": 1,
-            "number": 1,
-            "acked_link": 0,
-            "acked": 0,
-            "endpoint": a.endpoint,
-            "to": "b",
-            "to_life": 1,
-        }
+        whole = {"name": "x", "life": 1, "link": 1, "number": 1, "acked_link": 0, "acked": 0}
+        whole |= {"endpoint": a.endpoint, "to": "b", "to_life": 1}
         return msgspec.msgpack.encode(tuple((whole | changed).values()))
 
     body = msgspec.msgpack.encode(Drain())

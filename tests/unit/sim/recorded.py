@@ -1,8 +1,6 @@
-"""A live run in small, without processes: real roles in simulated time with delays drawn from a
-seed, recorded.
+"""A live run in small: real roles in simulated time with drawn delays, recorded.
 
-What the hosts do is done by sim/world/process here; the recordings go through the very bytes that a
-server would write.
+sim/world/process plays the hosts; the recordings are a server's very bytes.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None
 
 
 class Recorded:
-    """A role whose calls are written down, at times that a clock of whole nanoseconds could have
-    read.
-    """
+    """A role whose calls are recorded, at times of a clock of whole nanoseconds."""
 
     def __init__(self, role: Any, tape: Tape) -> None:
         self.start = tape.noting(role.start)
@@ -107,9 +103,7 @@ class Runner:
 def record(
     seed: int, num_requests: int = 30, *, look_s: float = 0.0, deployment: Deployment = DEPLOYMENT
 ) -> list[Recording]:
-    """Let so many requests through a front, a prefill and two decode units; every seventh client
-    leaves early.
-    """
+    """Pass so many requests through a front and three units; every seventh client leaves."""
     rng, clock = random.Random(seed), SimClock()
     deployment = msgspec.structs.replace(
         deployment, decode=msgspec.structs.replace(deployment.decode, units=2)

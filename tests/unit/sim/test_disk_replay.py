@@ -1,6 +1,4 @@
-"""The disk's ledgers driven by names: what is found, what makes room, and that both ledgers
-agree.
-"""
+"""The disk's ledgers driven by names: finds, evictions, and agreement of both."""
 
 from __future__ import annotations
 

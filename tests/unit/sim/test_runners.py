@@ -1,6 +1,4 @@
-"""Simulated Runners: what they do with plans, and that a step takes what the step model says of
-these very plans.
-"""
+"""Simulated Runners: plans carried out, in the time of the step model."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ def test_a_prefill_step_draws_after_last_chunks_and_takes_what_they_cost() -> No
     done = PrefillRunner(model, long).run(plans)
     assert (done.step_id, done.keys, done.tokens) == (3, tuple(range(1, 16, 2)), (WORD_ID,) * 8)
     alone = model.prefill(3000, 1500, schedule=SEQUENTIAL.name)
-    assert done.elapsed_s == pytest.approx(alone.seconds, rel=0.03), (
-        "the same tokens, in prompts of the mean length"
-    )
+    # The same tokens, in prompts of the mean length.
+    assert done.elapsed_s == pytest.approx(alone.seconds, rel=0.03)
     assert {time.op for time in done.op_times} == {time.op for time in alone.op_times()}
 
 
@@ -52,10 +49,8 @@ def test_a_request_of_one_token_ends_in_prefill() -> None:
     plans = [
         PrefillPlan(0, (chunk(10), Chunk("b", (1,), 0, (), Sampling(seed=4), 2))) for _ in range(8)
     ]
-    assert (
-        PrefillRunner(StepModel(8), {0: 1, 4: 4}.__getitem__).run(plans).tokens
-        == (STOP_ID, WORD_ID) * 8
-    )
+    found = PrefillRunner(StepModel(8), {0: 1, 4: 4}.__getitem__).run(plans).tokens
+    assert found == (STOP_ID, WORD_ID) * 8
 
 
 def test_the_slowest_rank_sets_the_pace() -> None:
@@ -86,9 +81,8 @@ def test_a_decode_step_goes_by_the_tables_and_ends_requests_at_their_length() ->
     done = runner.run(decode_plans(8, 1))
     assert (list(done.keys), list(done.tokens)) == ([1, 8], [STOP_ID, WORD_ID])
     done = runner.run(decode_plans(8, 2))
-    assert list(done.tokens) == [STOP_ID, WORD_ID], (
-        "as long as the leader does not say that it leaves"
-    )
+    # As long as the leader does not say that it leaves.
+    assert list(done.tokens) == [STOP_ID, WORD_ID]
     leaving = decode_plans(8, 3)
     leaving[0] = DecodePlan(3, (1,), (join(1, 10, 8, 40),), ())
     assert list(runner.run(leaving).keys) == [1, 8], "another one in its slot"
@@ -206,9 +200,8 @@ def test_no_draft_is_checked_beyond_a_request_s_blocks() -> None:
     runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=1.0)
     runner.run(drafting(3, (roomy(0, 60, 1, room=1),), num_ranks=8))
     nums = [len(runner.run(drafting(3, (), step, 8)).keys) // 8 for step in range(1, 3)]
-    assert nums == [3, 1], (
-        "positions 61 to 63, and one that the leader would have grown a block for"
-    )
+    # Positions 61 to 63, and one that the leader would have grown a block for.
+    assert nums == [3, 1]
     grown = [DecodePlan(3, (), (), ((0, 1, 5),), num_drafts=3)] * 8
     assert len(runner.run(grown).keys) == 8 * 4
 
@@ -250,15 +243,13 @@ def test_a_slow_rank_takes_so_many_times_what_its_own_part_takes() -> None:
     slow.slow[3] = 2.5
     usual, late = runner.run(decode_plans(16, **full)), slow.run(decode_plans(16, **full))
     assert late.elapsed_s == pytest.approx(2.5 * usual.elapsed_s)
-    assert [time.seconds for time in late.op_times] == pytest.approx(
-        [2.5 * time.seconds for time in usual.op_times]
-    )
+    found = [time.seconds for time in late.op_times]
+    assert found == pytest.approx([2.5 * time.seconds for time in usual.op_times])
     prefill, idle = (PrefillRunner(StepModel(8), long) for _ in range(2))
     idle.slow[7] = 1.05
     plans = [PrefillPlan(0, (chunk(4000 if rank < 7 else 100),)) for rank in range(8)]
-    assert idle.run(plans).elapsed_s == prefill.run(plans).elapsed_s, (
-        "it had so little to do that nobody waits for it"
-    )
+    # It had so little to do that nobody waits for it.
+    assert idle.run(plans).elapsed_s == prefill.run(plans).elapsed_s
 
 
 def test_fewer_ranks_share_what_there_is() -> None:

@@ -1,6 +1,4 @@
-"""Sessions: the same from a seed, exact from turn to turn, by the shape of the day, and as long as
-published.
-"""
+"""Sessions: equal from a seed, exact by turn, in the day's shape, as long as published."""
 
 from __future__ import annotations
 
@@ -162,23 +160,8 @@ def test_models_answer_as_their_sources_say() -> None:
     assert not turns.tokens_reasoning[v3].any()
     assert np.median(turns.tokens_out[v3]) == pytest.approx(350, rel=0.02)
     assert np.median(turns.tokens_out[r1]) == pytest.approx(875, rel=0.02)
-    assert (turns.tokens_reasoning[r1] / turns.tokens_out[r1]).mean() == pytest.approx(
-        0.70, abs=0.01
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"share_r1": 1.5}, "probability"),
-        ({"sessions_per_day": 0.0}, "above 0"),
-        ({"continue_share": 0.9}, "above 1"),
-        ({"system_prompts": (SystemPrompt(0.5, 0),)}, "come to 1"),
-    ],
-)
-def test_refuses_what_cannot_be(change: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        replace(PARAMS, **change)
+    found = (turns.tokens_reasoning[r1] / turns.tokens_out[r1]).mean()
+    assert found == pytest.approx(0.70, abs=0.01)
 
 
 @pytest.mark.parametrize(("start_s", "end_s", "scale"), [(0, 0, 1), (0, 1, 0.5)])

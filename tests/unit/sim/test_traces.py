@@ -1,6 +1,4 @@
-"""Traces as workloads: sessions and what was seen, counted by hand; the real ones where they
-are.
-"""
+"""Traces as workloads: sessions and hits counted by hand; the real ones where present."""
 
 from __future__ import annotations
 

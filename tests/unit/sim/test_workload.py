@@ -59,10 +59,8 @@ def test_a_system_prompt_is_shared_as_far_as_it_fills_blocks_by_sessions_with_th
         Row(at, at, 0, 400, 9, prefix=2, prefix_tokens=200, tokens_seen=200, model=V3)
         for at in range(2)
     ]
-    other_model, other_prompt = (
-        rows[0]._replace(session=5, model=R1),
-        rows[0]._replace(session=6, prefix=1),
-    )
+    other_model = rows[0]._replace(session=5, model=R1)
+    other_prompt = rows[0]._replace(session=6, prefix=1)
     load = of(*rows, other_model, other_prompt, Row(4, 9, 0, 400, 9))
     first = load.chain(0)
     assert [common(first, load.chain(at)) for at in range(5)] == [6, 3, 0, 0, 0]

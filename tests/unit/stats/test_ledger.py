@@ -1,6 +1,4 @@
-"""The tables of the ledger, in SQLite in memory: once, exact, kept first. On real files and
-PostgreSQL: tests/dist.
-"""
+"""The ledger's tables in SQLite in memory. On real files and PostgreSQL: tests/dist."""
 
 from collections.abc import Iterator
 
@@ -62,15 +60,12 @@ def test_quantiles_and_errors_of_every_line(connection: sa.Connection, number: i
         ("tenant", lambda fact: fact.tenant),
         ("hour", lambda fact: (micros(fact.completed_s) + offset_s * 10**6) // (3600 * 10**6)),
     ):
-        assert ledger.read_details(connection, *ALWAYS, by=by, utc_offset_s=offset_s) == details_of(
-            facts, key
-        )
+        seen = ledger.read_details(connection, *ALWAYS, by=by, utc_offset_s=offset_s)
+        assert seen == details_of(facts, key)
     times = sorted(micros(fact.completed_s) for fact in facts)
     within = [fact for fact in facts if micros(fact.completed_s) < times[-1]]
-    assert (
-        ledger.read_details(connection, 0, times[-1]).total
-        == details_of(within, lambda fact: 0).total
-    )
+    found = ledger.read_details(connection, 0, times[-1]).total
+    assert found == details_of(within, lambda fact: 0).total
     with pytest.raises(ValueError, match="by hour, model, tenant"):
         ledger.read_details(connection, *ALWAYS, by="day")
 
@@ -124,11 +119,8 @@ def test_an_interval_grows_and_never_shrinks(connection: sa.Connection) -> None:
     ledger.write_nodes(
         connection, [up(90.0, 95.0), up(300.0, 310.0, epoch="b"), up(100.0, 101.0, "decode-1")]
     )
-    assert ledger.read_nodes(connection, *ALWAYS) == [
-        up(90.0, 120.0),
-        up(100.0, 101.0, "decode-1"),
-        up(300.0, 310.0, epoch="b"),
-    ]
+    found = ledger.read_nodes(connection, *ALWAYS)
+    assert found == [up(90.0, 120.0), up(100.0, 101.0, "decode-1"), up(300.0, 310.0, epoch="b")]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_001) == [up(300.0, 310.0, epoch="b")]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_000) == []
 
@@ -138,10 +130,8 @@ def test_what_batches_used_of_a_unit_was_its_model_s(connection: sa.Connection) 
     fact = RequestFact("r", "t", f"m{BATCH_MODEL}", 1, 2, 2, 7, "stop", *times, "p", "d")
     ledger.write_requests(connection, [fact])
     spans = ledger.read_spans(connection, *ALWAYS)
-    assert [(span.unit, span.model, span.tenant) for span in spans] == [
-        ("p", "m", "t"),
-        ("d", "m", "t"),
-    ]
+    found = [(span.unit, span.model, span.tenant) for span in spans]
+    assert found == [("p", "m", "t"), ("d", "m", "t")]
 
 
 def test_counters_are_added_once_by_batch(connection: sa.Connection) -> None:
@@ -164,9 +154,8 @@ def test_counters_belong_to_the_window_their_quarter_hour_begins_in(
     bucket = sorted(key.bucket for key, _ in tally)[20]
     read = ledger.read_tally(connection, bucket * BUCKET_US, (bucket + 1) * BUCKET_US)
     assert {key.bucket for key, _ in read} == {bucket}
-    assert (
-        list(ledger.read_tally(connection, bucket * BUCKET_US + 1, (bucket + 1) * BUCKET_US)) == []
-    )
+    found = list(ledger.read_tally(connection, bucket * BUCKET_US + 1, (bucket + 1) * BUCKET_US))
+    assert found == []
 
 
 def test_no_ledger_and_other_schemas_are_told_apart() -> None:

@@ -38,9 +38,7 @@ def test_published_prices() -> None:
 
 
 def test_discounts_are_those_announced() -> None:
-    """V3's is half exactly. R1's is 75 %, of which the page rounds two prices to half a cent or
-    better.
-    """
+    """V3's is half exactly; R1's is 75 %, two prices rounded to half a cent or better."""
     assert V3.off_peak is not None
     assert R1.off_peak is not None
     for name in ("hit", "miss", "out"):
@@ -76,9 +74,7 @@ def test_charges_add_up_however_they_are_grouped(requests: list[tuple[int, int, 
 
 @pytest.mark.promise("so price times tokens is whole pico-dollars and every sum of income is exact")
 def test_a_token_costs_what_it_costs() -> None:
-    """One computed prompt token of R1 by day: 0.55 micro-dollars, which no whole micro-dollar could
-    hold.
-    """
+    """A computed prompt token of R1 by day: 0.55 micro-dollars, less than a whole one."""
     assert R1.charge(DAY_US // 2, 0, 1, 0) == 550_000
     assert to_micro_usd(R1.charge(DAY_US // 2, 0, 1, 0)) == 1
     assert to_micro_usd(10**6 * R1.charge(DAY_US // 2, 0, 1, 0)) == 550_000
@@ -137,8 +133,7 @@ def test_a_book_has_a_list_for_every_model() -> None:
 
 @pytest.mark.promise("[ledger] batch_prices, by default half of prices")
 def test_batches_cost_half() -> None:
-    assert R1.halved().charge(12 * 3600 * 10**6, 2, 4, 6) * 2 == R1.charge(
-        12 * 3600 * 10**6, 2, 4, 6
-    )
+    found = R1.halved().charge(12 * 3600 * 10**6, 2, 4, 6) * 2
+    assert found == R1.charge(12 * 3600 * 10**6, 2, 4, 6)
     assert V3.halved().most(7, 9) * 2 == V3.most(7, 9)
     assert price_list("0.000001/0.000003/1").halved().standard == Rates(1, 2, 500_000)

@@ -122,11 +122,9 @@ def test_the_published_income_lies_within_the_rounding_of_the_published_tokens()
     half = 5 * 10**8
     incomes, near = [], []
     for d_in, d_hit, d_out in itertools.product(range(-10, 11), repeat=3):
-        tokens_in, hit, out = (
-            608 * 10**9 + half * d_in // 10,
-            HIT + half * d_hit // 10,
-            OUT + half * d_out // 10,
-        )
+        tokens_in = 608 * 10**9 + half * d_in // 10
+        hit = HIT + half * d_hit // 10
+        out = OUT + half * d_out // 10
         income = to_micro_usd(R1.standard.charge(hit, tokens_in - hit, out))
         incomes.append(income)
         if 0.5625 <= hit / tokens_in < 0.5635:
@@ -166,9 +164,8 @@ def test_lines_add_up_to_the_total(by: str) -> None:
     ]
     made = report(tally, units, FROM_US, TO_US, by=by, utc_offset_s=5 * HOUR_S + 1800)
     for name in Counts.__slots__:
-        assert sum(getattr(line.counts, name) for line in made.lines) == getattr(
-            made.total.counts, name
-        )
+        found = sum(getattr(line.counts, name) for line in made.lines)
+        assert found == getattr(made.total.counts, name)
     if by != "tenant":
         cost = sum((line.nodes.cost_pico_usd for line in made.lines), Fraction(0))
         assert cost == made.total.nodes.cost_pico_usd
@@ -177,9 +174,8 @@ def test_lines_add_up_to_the_total(by: str) -> None:
         "model": ["(shared)", "m0", "m1", "m2"],
         "tenant": ["t0", "t1", "t2", "t3"],
     }[by]
-    assert (
-        len(made.lines) if isinstance(names, int) else [line.label for line in made.lines]
-    ) == names
+    found = len(made.lines) if isinstance(names, int) else [line.label for line in made.lines]
+    assert found == names
 
 
 @pytest.mark.parametrize("offset_s", [0, 20_700])
@@ -198,10 +194,8 @@ def test_hours_have_the_nodes_that_lie_in_them(offset_s: int) -> None:
     )
     for line in made.lines:
         assert line.start_s is not None
-        first, last = (
-            max(window[0], line.start_s * 10**6),
-            min(window[1], (line.start_s + 3600) * 10**6),
-        )
+        first = max(window[0], line.start_s * 10**6)
+        last = min(window[1], (line.start_s + 3600) * 10**6)
         assert line.nodes == use_of(nodes, first, last)
 
 
@@ -231,11 +225,9 @@ def test_a_part_of_a_node_is_a_part() -> None:
 
 
 def test_the_peak_is_of_one_instant() -> None:
-    one, other, both = (
-        nodes("a", "decode", 18, 0, 2),
-        nodes("b", "decode", 18, 2, 4),
-        nodes("c", "prefill", 4, 1, 3),
-    )
+    one = nodes("a", "decode", 18, 0, 2)
+    other = nodes("b", "decode", 18, 2, 4)
+    both = nodes("c", "prefill", 4, 1, 3)
     assert use_of([one, other, both], FROM_US, TO_US).peak == 22
     assert use_of([other, both, one], FROM_US, FROM_US + 3600 * 10**6).peak == 18
     assert use_of([], FROM_US, TO_US).peak == 0
@@ -244,11 +236,8 @@ def test_the_peak_is_of_one_instant() -> None:
 def test_what_cannot_be_said_is_not_said() -> None:
     total = report(Tally(), [], FROM_US, TO_US).total
     assert (total.hit_percent, total.tokens_per_s_user, total.kv_length_mean) == (None, None, None)
-    assert (
-        total.prefill_tokens_per_s_node,
-        total.decode_tokens_per_s_node,
-        total.margin_percent,
-    ) == (None, None, None)
+    found = (total.prefill_tokens_per_s_node, total.decode_tokens_per_s_node, total.margin_percent)
+    assert found == (None, None, None)
     assert total.cost_micro_usd == total.income_micro_usd == 0
 
 

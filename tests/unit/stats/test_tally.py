@@ -43,9 +43,8 @@ def fact(end: str = "stop", tokens_out: int = 3, **more: object) -> RequestFact:
 def test_every_request_ends_in_one_way(end: str, tokens_out: int, counted: str) -> None:
     counts = counts_of(fact(end, tokens_out))
     ends = ("num_finished", "num_cancelled", "num_refused", "num_failed")
-    assert {name: getattr(counts, name) for name in ends} == {
-        name: int(name == counted) for name in ends
-    }
+    found = {name: getattr(counts, name) for name in ends}
+    assert found == {name: int(name == counted) for name in ends}
 
 
 def test_refused_is_what_no_token_was_spent_on() -> None:
@@ -78,9 +77,8 @@ def test_order_and_grouping_change_nothing() -> None:
     left.merge(right)
     assert left == whole
     assert sum(counts.tokens_out for _, counts in whole) == sum(fact.tokens_out for fact in facts)
-    assert sum(counts.income_pico_usd for _, counts in whole) == sum(
-        fact.income_pico_usd for fact in facts
-    )
+    found = sum(counts.income_pico_usd for _, counts in whole)
+    assert found == sum(fact.income_pico_usd for fact in facts)
 
 
 def test_merging_shares_nothing() -> None:
@@ -112,9 +110,7 @@ def columns_of(facts: list[RequestFact]) -> Columns:
 
 
 def test_columns_are_the_facts() -> None:
-    """Charged afterwards, by prices that the facts were charged by one at a time, over a day with
-    both tiers in it.
-    """
+    """Charged afterwards, at prices of single facts, over a day with both tiers."""
     facts = [
         one
         for one in random_facts(2, 3000)
@@ -190,6 +186,5 @@ def test_a_sample_stands_for_all() -> None:
     assert tally.times(3) == added
     assert dict(tally) == before
     model_prices = ModelPrices(R1)
-    assert tally.times(7).priced(model_prices) == tally.priced(model_prices).times(7), (
-        "charged before or after, it is the same money"
-    )
+    # Charged before or after, it is the same money.
+    assert tally.times(7).priced(model_prices) == tally.priced(model_prices).times(7)

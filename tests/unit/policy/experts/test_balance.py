@@ -1,6 +1,4 @@
-"""Expert placements: sound for any loads and sizes, never worse than the greedy, near the bounds on
-real loads.
-"""
+"""Expert placements: sound for all loads, never worse than greedy, near bounds on real loads."""
 
 import gzip
 import json
@@ -176,10 +174,8 @@ def test_a_window_beats_its_sums_on_loads_that_come_by_turns() -> None:
         {"current": today, "max_moves": 60},
         {"current": today, "max_moves": 0, "weighted": True},
     ):
-        by_sums, by_steps = (
-            balance(window.sum(axis=0), cluster, **options),
-            balance(window, cluster, **options),
-        )
+        by_sums = balance(window.sum(axis=0), cluster, **options)
+        by_steps = balance(window, cluster, **options)
         seen = [
             balancedness(plan.placement, later, plan.split_LRS).mean()
             for plan in (by_sums, by_steps)
@@ -292,9 +288,7 @@ def test_measured_loads(
 def test_few_moves_at_a_change_of_mix(
     num_ranks: int, num_expert_slots: int, limit: float, target: float, at_least: float
 ) -> None:
-    """The hardest of the measured changes, beside the greedy from scratch (which moves 95 % of the
-    slots).
-    """
+    """The hardest measured change, beside greedy from scratch (which moves 95 % of the slots)."""
     before, after = measured("decode_in1000out1000"), measured("decode_in2000out100")
     cluster = Cluster.even(num_ranks, 1, num_expert_slots)
     max_moves = int(limit * len(after) * num_ranks * num_expert_slots)

@@ -1,6 +1,4 @@
-"""Two expert slots a rank: counts never worse than the greedy's; plans near today's go past single
-moves, in budget.
-"""
+"""Two expert slots a rank: never worse than greedy; plans beat single moves, in budget."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""Distances count what a rank did not hold, wherever it lies; a budget buys the tables that are
-worth most.
-"""
+"""Distances count missing replicas; a budget buys the best tables."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def test_the_budget_goes_to_the_layer_that_gains_most_by_it() -> None:
 
 def test_a_heavier_table_is_never_bought() -> None:
     loads = np.array([[3.0, 1.0, 1.0, 1.0]])
-    even, odd = (
-        np.array([[[0, EMPTY], [1, 2], [3, EMPTY]]]),
-        np.array([[[0, 1], [2, EMPTY], [3, EMPTY]]]),
-    )
+    even = np.array([[[0, EMPTY], [1, 2], [3, EMPTY]]])
+    odd = np.array([[[0, 1], [2, EMPTY], [3, EMPTY]]])
     paths = [standing(even, loads, np.array([0])), standing(odd, loads, num_moved(even, odd))]
     assert choose(paths, 9).reshape(even.shape).tolist() == even.tolist()

@@ -1,6 +1,4 @@
-"""Weighted splits: fractions of an expert sum to one, levelled where possible, never heavier than
-even.
-"""
+"""Weighted splits: fractions sum to one, levelled where possible, never heavier than even."""
 
 import numpy as np
 import pytest

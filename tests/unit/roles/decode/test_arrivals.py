@@ -34,8 +34,10 @@ LEASE_S = 5.0
 
 
 def leader(num_blocks: int = 20, num_ranks: int = 1, **options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {"num_waiting_max": 3, "max_context": 1000, "lease_s": LEASE_S}
-    return decode_leader(num_blocks, num_ranks, **fields | options)
+    fields = {"num_slots": 3, "num_waiting_max": 3, "heartbeat_s": 100.0, "lease_s": LEASE_S}
+    unit = decode_leader(num_blocks, num_ranks, **fields | options)
+    unit.start(0.0)
+    return unit
 
 
 def hint(num_tokens: int, name: str = "a", prompt: int = 300, **options: Any) -> PullEarly:
@@ -154,9 +156,8 @@ def test_a_part_that_failed_is_pulled_again_with_the_rest(is_decode_first: bool)
 def test_a_hint_without_room_is_ignored() -> None:
     unit = leader(num_blocks=6)
     assert of(unit.handle(0.0, hint(64, prompt=321)), Pull) == []
-    assert (
-        of(unit.handle(0.0, hint(64, prompt=900)), Pull) == []
-    )  # It never fits; Decode will hear so.
+    # It never fits; Decode will hear so.
+    assert of(unit.handle(0.0, hint(64, prompt=900)), Pull) == []
     assert of(unit.handle(0.0, hint(64, prompt=900, max_tokens=900)), Pull) == []
     unit = leader(num_slots=1)
     unit.handle(0.0, decode("b"))
@@ -169,9 +170,8 @@ def test_a_hint_without_room_is_ignored() -> None:
     unit.handle(0.0, decode("b", 200))
     unit.handle(0.0, decode("c", 300))
     assert list(unit.arrivals.waiting) == [("c", 0)]
-    assert (
-        of(unit.handle(0.0, hint(64, "d", 70)), Pull) == []
-    )  # There is room for d, but it is not its turn.
+    # There is room for d, but it is not its turn.
+    assert of(unit.handle(0.0, hint(64, "d", 70)), Pull) == []
 
 
 def test_one_that_is_prefilled_takes_the_seat_of_the_latest_that_is_not() -> None:

@@ -35,8 +35,16 @@ ROOT = root_of(FINGERPRINT.encode())
 
 
 def leader(num_blocks: int = 40, num_ranks: int = 1, **options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {"num_slots": 4, "has_disk": True, "fingerprint": FINGERPRINT}
-    return decode_leader(num_blocks, num_ranks, **fields | options)
+    fields: dict[str, Any] = {
+        "num_waiting_max": 9,
+        "max_context": 2000,
+        "heartbeat_s": 100.0,
+        "has_disk": True,
+        "fingerprint": FINGERPRINT,
+    }
+    unit = decode_leader(num_blocks, num_ranks, **fields | options)
+    unit.start(0.0)
+    return unit
 
 
 def text_of(message: Decode, *tokens: int) -> tuple[int, ...]:
@@ -131,13 +139,11 @@ def test_every_block_that_steps_fill_is_named_as_its_text_is(prompt: int, output
     names = names_of(text_of(message, *drive.drawn(200))[:num_written])
     first = message.lease.num_tokens // 64
     assert [name for store in drive.stores for name in split(store.names)] == names[first:]
-    assert [at for store in drive.stores for at in store.positions] == list(
-        range(first, len(names))
-    )
+    found = [at for store in drive.stores for at in store.positions]
+    assert found == list(range(first, len(names)))
     blocks = drive.unit.table.blocks_of(0)
-    assert [block for store in drive.stores for block in store.block_ids] == list(
-        blocks[first : len(names)]
-    )
+    found = [block for store in drive.stores for block in store.block_ids]
+    assert found == list(blocks[first : len(names)])
     assert drive.publishes == {True}
 
 
@@ -192,9 +198,8 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     drive.run(30)
     assert [store.names for store in drive.stores] == [names[1]]
     drive.run(130)
-    assert [store.names for store in drive.stores] == [
-        names[1]
-    ]  # One is under way, and the next waits for it.
+    # One is under way, and the next waits for it.
+    assert [store.names for store in drive.stores] == [names[1]]
     drive.answer(drive.stores[0])
     assert [store.names for store in drive.stores] == [names[1], names[3]]
     assert drive.cache() == counted(stored=1, on_disk=2)
@@ -252,9 +257,7 @@ def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_waits_to_be_written_goes_before_any_request() -> None:
-    """8 blocks: a leaves one that is being written and one that waits; b needs all but the
-    first.
-    """
+    """8 blocks: a leaves one in writing and one waiting; b needs all but the first."""
     drive = Drive(leader(num_blocks=9), request("a", 63))
     drive.run(76)
     assert [store.positions for store in drive.stores] == [(0,)]
@@ -262,9 +265,8 @@ def test_what_waits_to_be_written_goes_before_any_request() -> None:
     drive.run(2)
     assert drive.unit.blocks.num_used == 2
     drive.num_drawn.clear()
-    drive.occupant(
-        request("b", 360, max_tokens=60)
-    )  # It takes the 6 that are free, and will need one more.
+    # It takes the 6 that are free, and will need one more.
+    drive.occupant(request("b", 360, max_tokens=60))
     assert drive.unit.num_requests == 1
     for _ in range(30):
         assert sent(drive.step(), Returned) == []
@@ -360,9 +362,7 @@ def test_load_tells_the_counts() -> None:
 
 
 def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
-    """Its tail and its last name go with it; what is being written stays behind and is kept
-    there.
-    """
+    """Its tail and last name move along; a block in writing stays behind."""
     written: set[bytes] = set()
     num_moved = 0
     for seed in range(4):

@@ -12,23 +12,14 @@ from hadal.core.plans import DecodePlan, Held, HeldKv, Join
 from hadal.core.seams import Effect, Execute, Freed, RankReset, Tick
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import HELD_S
-from tests.unit.roles.driving import done, generation, of, sent
+from tests.unit.roles.driving import decode_leader, done, generation, of, sent
 
 NUM_BLOCKS = 8
 
 
 def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
     """A leader that has just heard of its ranks, and what it said."""
-    leader = DecodeLeader(
-        "decode-0",
-        "d2",
-        NUM_BLOCKS,
-        num_slots=2,
-        num_waiting_max=4,
-        max_context=400,
-        heartbeat_s=0.5,
-        num_ranks=len(held),
-    )
+    leader = decode_leader(NUM_BLOCKS, len(held), num_slots=2, max_context=400)
     leader.start(0.0)
     ranks = tuple(range(len(held)))
     effects = leader.handle(
@@ -78,12 +69,8 @@ def test_what_the_front_names_goes_on_from_its_last_token_on_its_rank() -> None:
     handle(leader, 1.1, FrontUp("f"))
     effects = handle(leader, 1.2, Resume((asked("a", 70),), is_last=True))
     (joined,) = joins(effects)[1]
-    assert (joined.block_ids, joined.num_tokens, joined.last_token, joined.output_index) == (
-        (2, 3),
-        74,
-        4,
-        5,
-    )
+    found = (joined.block_ids, joined.num_tokens, joined.last_token, joined.output_index)
+    assert found == ((2, 3), 74, 4, 5)
     assert (joined.attempt_id, joined.is_pulled) == (70, False)
     assert [effect.block_ids for effect in of(effects, Freed)] == [(5,)]
     assert leader.blocks.num_used == 2

@@ -1,6 +1,4 @@
-"""DecodeLeader by hand: the pipeline of two plans, ends by count and by stop id, growth,
-preemption, failures.
-"""
+"""DecodeLeader by hand: two plans in flight, ends, growth, preemption, failures."""
 
 from __future__ import annotations
 
@@ -27,18 +25,7 @@ from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of
-from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
-
-
-def leader(**options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {
-        "num_slots": 4,
-        "num_waiting_max": 4,
-        "max_context": 1000,
-        "heartbeat_s": 0.5,
-    }
-    num_blocks = options.pop("num_blocks", 17)
-    return DecodeLeader("decode-0", "e1", num_blocks, **(fields | options))
+from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, generation, of, sent
 
 
 def occupant(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
@@ -58,29 +45,25 @@ def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
 
 def test_start_says_that_it_is_up() -> None:
     up = UnitUp("decode-0", "decode", "e1", 16, 4, 16)
-    assert of(leader().start(0.0), Send)[:2] == [Send("front", up), Send("supervisor", up)]
+    assert of(decode_leader().start(0.0), Send)[:2] == [Send("front", up), Send("supervisor", up)]
 
 
 def test_kv_is_pulled_then_two_plans_go_out() -> None:
-    unit = leader()
+    unit = decode_leader()
     (pull,) = of(unit.handle(0.0, decode(prompt=64)), Pull)
     assert len(pull.into) == 1
     effects = unit.handle(0.1, KvPulled("a", 0, None))
     assert sent(effects, Pulled) == [Pulled("decode-0", "a", 0)]
     first, second = decode_plans(effects)
     (join,) = first.joins
-    assert (join.num_tokens, join.last_token, join.output_index, len(join.block_ids)) == (
-        64,
-        0,
-        1,
-        2,
-    )
+    found = (join.num_tokens, join.last_token, join.output_index, len(join.block_ids))
+    assert found == (64, 0, 1, 2)
     assert (second.leaves, second.joins, second.grown) == ((), (), ())
 
 
 def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
     """After plans that were void it is so still: nobody knows whether the Runner saw the join."""
-    unit = leader()
+    unit = decode_leader()
     first, _ = occupant(unit, "a")
     reset = RankReset((), (), ("p",), 1)
     again, _ = decode_plans(unit.handle(0.1, reset))
@@ -97,10 +80,9 @@ def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
 
 
 def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a")
-    unit.handle(0.0, decode("b"))
-    unit.handle(0.0, KvPulled("b", 0, None))
+    occupant(unit, "b")
     assert drawn(unit.handle(0.1, done(0, {0: 5}))) == [("a", 1, 5, None)]
     unit.handle(0.2, done(1, {0: 6}))
     effects = unit.handle(0.3, done(2, {1: 8, 0: 7}))  # In any order.
@@ -109,7 +91,7 @@ def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
 
 
 def test_logprobs_are_passed_on() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a")
     (message,) = sent(
         unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens
@@ -119,7 +101,7 @@ def test_logprobs_are_passed_on() -> None:
 
 def test_logprobs_keep_their_row_when_one_before_it_is_void() -> None:
     """They come by row of the step, and go on by row of the message."""
-    unit = leader()
+    unit = decode_leader()
     for name in "abc":
         occupant(unit, name)
     unit.handle(0.1, done(0, {0: 5}))
@@ -132,7 +114,7 @@ def test_logprobs_keep_their_row_when_one_before_it_is_void() -> None:
 
 
 def test_an_end_by_count_is_left_out_in_time() -> None:
-    unit = leader()
+    unit = decode_leader()
     first, second = occupant(unit, "a", max_tokens=3)  # Index 0 came from prefill: two steps.
     assert drawn(unit.handle(0.1, done(first.step_id, {0: 5}))) == [("a", 1, 5, None)]
     effects = unit.handle(0.2, done(second.step_id, {0: 6}))
@@ -143,7 +125,7 @@ def test_an_end_by_count_is_left_out_in_time() -> None:
 
 
 def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_flight() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", stop_ids=(9,), max_tokens=50)
     effects = unit.handle(0.1, done(0, {0: 9}))
     assert drawn(effects) == [("a", 1, 9, "stop")]
@@ -157,27 +139,24 @@ def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_fl
 
 
 def test_a_stop_id_counts_from_min_tokens_on() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", stop_ids=(9,), min_tokens=2, max_tokens=50)
     assert drawn(unit.handle(0.1, done(0, {0: 9}))) == [("a", 1, 9, None)]
     assert drawn(unit.handle(0.2, done(1, {0: 9}))) == [("a", 2, 9, "stop")]
 
 
 def test_slots_keep_their_own_stop_ids() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", stop_ids=(1,), max_tokens=50)
-    unit.handle(0.0, decode("b", stop_ids=(2, 3), max_tokens=50))
-    unit.handle(0.0, KvPulled("b", 0, None))
+    occupant(unit, "b", stop_ids=(2, 3), max_tokens=50)
     unit.handle(0.1, done(0, {0: 2}))
     unit.handle(0.2, done(1, {0: 3}))
-    assert drawn(unit.handle(0.3, done(2, {0: 2, 1: 3}))) == [
-        ("a", 3, 2, None),
-        ("b", 1, 3, "stop"),
-    ]
+    found = drawn(unit.handle(0.3, done(2, {0: 2, 1: 3})))
+    assert found == [("a", 3, 2, None), ("b", 1, 3, "stop")]
 
 
 def test_a_block_is_added_when_the_position_needs_it() -> None:
-    unit = leader()
+    unit = decode_leader()
     first, second = occupant(unit, "a", prompt=62, max_tokens=50)  # Writes position 62, then 63.
     assert (first.grown, second.grown) == ((), ())
     (third,) = decode_plans(unit.handle(0.1, done(0, {0: 1})))
@@ -187,53 +166,51 @@ def test_a_block_is_added_when_the_position_needs_it() -> None:
 
 
 def test_history_goes_with_the_join_if_a_penalty_is_on() -> None:
-    unit = leader()
+    unit = decode_leader()
     (plan, _) = occupant(unit, "a", sampling=Sampling(frequency_penalty=1.0))
     assert (plan.joins[0].prompt, plan.joins[0].output) == (generation("a").prompt, (0,))
 
 
 def test_a_grammar_brings_the_output_along() -> None:
-    unit = leader()
+    unit = decode_leader()
     (plan, _) = occupant(unit, "a", sampling=Sampling(grammar=Grammar("", (1,))))
     assert (plan.joins[0].prompt, plan.joins[0].output) == ((), (0,))
 
 
 def test_slots_and_headroom_limit_who_is_seated() -> None:
-    unit = leader(num_slots=2)
+    unit = decode_leader(num_slots=2)
     assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
-    unit = leader(num_blocks=4)  # Three blocks: the second leaves one, the third would leave none.
+    unit = decode_leader(
+        num_blocks=4
+    )  # Three blocks: the second leaves one, the third would leave none.
     assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
 
 
-def test_a_full_queue_gives_back() -> None:
-    unit = leader(num_slots=1, num_waiting_max=1)
+@pytest.mark.parametrize(("num_slots", "num_waiting_max"), [(1, 1), (2, 0)])
+def test_a_full_queue_gives_back(num_slots: int, num_waiting_max: int) -> None:
+    unit = decode_leader(num_slots=num_slots, num_waiting_max=num_waiting_max)
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abc"]
     assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
 
 
-def test_nobody_is_queued_where_none_may_be_and_seats_are_given_all_the_same() -> None:
-    unit = leader(num_slots=2, num_waiting_max=0)
-    replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abc"]
-    assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
-    unit = leader(num_slots=2, num_waiting_max=0)
-    assert sent(unit.handle(0.0, *map(decode, "abc")), Returned) == [
-        Returned("decode-0", "c", 0, "queue full")
-    ]
+def test_seats_are_given_at_once_where_none_may_be_queued() -> None:
+    unit = decode_leader(num_slots=2, num_waiting_max=0)
+    found = sent(unit.handle(0.0, *map(decode, "abc")), Returned)
+    assert found == [Returned("decode-0", "c", 0, "queue full")]
 
 
 def test_a_free_seat_without_blocks_is_none() -> None:
-    unit = leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
+    unit = decode_leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abcd"]
-    assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]], (
-        "c waits, and nobody behind it"
-    )
+    # C waits, and nobody behind it.
+    assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]]
 
 
 @pytest.mark.promise(
     "The request is prefilled again elsewhere; what was pulled early is pulled again."
 )
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
-    unit = leader()
+    unit = decode_leader()
     unit.handle(0.0, decode())
     effects = unit.handle(0.1, KvPulled("a", 0, "void"))
     assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "pull failed: void")]
@@ -241,20 +218,23 @@ def test_a_pull_that_failed_gives_back_and_frees() -> None:
 
 
 def test_what_can_never_fit_is_given_back() -> None:
-    (returned,) = sent(leader(num_blocks=2).handle(0.0, decode(prompt=60, max_tokens=10)), Returned)
+    (returned,) = sent(
+        decode_leader(num_blocks=2).handle(0.0, decode(prompt=60, max_tokens=10)), Returned
+    )
     assert returned.reason.startswith("too long")
 
 
 def test_a_lease_that_does_not_match_is_given_back() -> None:
     wrong = decode(prompt=10)
     (returned,) = sent(
-        leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease)), Returned
+        decode_leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease)),
+        Returned,
     )
     assert returned.reason.startswith("pull failed: a lease on 10 tokens")
 
 
 def test_cancel_while_pulling_waits_for_the_copy() -> None:
-    unit = leader()
+    unit = decode_leader()
     unit.handle(0.0, decode())
     assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
     effects = unit.handle(0.1, KvPulled("a", 0, None))
@@ -264,7 +244,7 @@ def test_cancel_while_pulling_waits_for_the_copy() -> None:
 
 @pytest.mark.promise("Both units free its blocks within a second.")
 def test_cancel_while_computed_waits_for_both_plans() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", max_tokens=50)
     assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
     assert of(unit.handle(0.1, done(0, {0: 1})), Freed) == []
@@ -274,7 +254,7 @@ def test_cancel_while_computed_waits_for_both_plans() -> None:
 
 
 def test_cancel_of_one_that_waits_or_is_unknown() -> None:
-    unit = leader(num_slots=1)
+    unit = decode_leader(num_slots=1)
     for name in "ab":
         unit.handle(0.0, decode(name))
     unit.handle(0.0, Cancel("b", 0))
@@ -284,14 +264,11 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
 
 
 def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
-    """Four blocks: a took the last one, now b needs one, and c, the latest, has to go while a plan
-    computes it.
-    """
-    unit = leader(num_blocks=5, **options)
+    """Four blocks, all used: b needs one, so c, the latest, goes while a plan computes it."""
+    unit = decode_leader(num_blocks=5, **options)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):
-        unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
-        unit.handle(0.0, KvPulled(name, 0, None))
+        occupant(unit, name, prompt=prompt, max_tokens=70)
     (plan,) = decode_plans(unit.handle(0.1, done(0, {0: 1})))
     assert (len(plan.joins), len(plan.grown), unit.blocks.num_free) == (2, 1, 0)
     return unit, unit.handle(0.2, done(1, {0: 1}))
@@ -337,7 +314,7 @@ def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
     """At position 62 of a block that is the last there is one draft's worth of it, of two made."""
 
     def third_step(num_drawn: int) -> None:
-        unit = leader(drafts=DraftChooser(2, is_fixed=True))
+        unit = decode_leader(drafts=DraftChooser(2, is_fixed=True))
         occupant(unit, "a", prompt=60, max_tokens=4)
         for step_id in range(2):
             unit.handle(0.1, done(step_id, {0: 7}))
@@ -357,11 +334,10 @@ def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
 
 
 def test_one_preempted_while_its_kv_is_copied_goes_when_the_copy_is_done() -> None:
-    unit = leader(num_blocks=6)
+    unit = decode_leader(num_blocks=6)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 63)):
-        unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
-        unit.handle(0.0, KvPulled(name, 0, None))
+        occupant(unit, name, prompt=prompt, max_tokens=70)
     assert len(of(unit.handle(0.0, decode("d", prompt=3)), Pull)) == 1
     unit.handle(0.1, done(0, {0: 1}))
     effects = unit.handle(0.2, done(1, {0: 1}))  # a has the last block; b and c need one each.
@@ -373,17 +349,16 @@ def test_one_preempted_while_its_kv_is_copied_goes_when_the_copy_is_done() -> No
 
 
 def test_one_that_needs_a_block_and_is_the_latest_goes_without_a_pause() -> None:
-    unit = leader(num_blocks=4)
+    unit = decode_leader(num_blocks=4)
     occupant(unit, "a", prompt=62, max_tokens=70)
-    unit.handle(0.0, decode("b", prompt=63, max_tokens=70))
-    unit.handle(0.0, KvPulled("b", 0, None))
+    occupant(unit, "b", prompt=63, max_tokens=70)
     unit.handle(0.1, done(0, {0: 1}))
     (plan,) = decode_plans(unit.handle(0.2, done(1, {0: 1})))
     assert plan.leaves == (1,)
 
 
 def test_a_failed_step_gives_everybody_back_and_empties_the_runner() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", max_tokens=50)
     effects = unit.handle(0.1, done(0, error="a rank failed"))
     assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "step failed: a rank failed")]
@@ -395,7 +370,7 @@ def test_a_failed_step_gives_everybody_back_and_empties_the_runner() -> None:
 
 
 def test_one_void_token_gives_back_its_request_alone() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", max_tokens=50)
     unit.handle(0.1, done(0, {0: 3}))
     occupant(unit, "b", max_tokens=50)
@@ -415,7 +390,7 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
     "its first message (FrontUp, a new epoch) makes the leaders free all they held"
 )
 def test_a_new_front_finds_nothing_left() -> None:
-    unit = leader(num_slots=2)
+    unit = decode_leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))
     unit.handle(0.0, TraceRequest(1, 3, 10.0))
     occupant(unit, "a", max_tokens=50)  # Computed.
@@ -433,13 +408,13 @@ def test_a_new_front_finds_nothing_left() -> None:
 
 
 def test_the_same_message_twice_is_one_request() -> None:
-    unit = leader()
+    unit = decode_leader()
     unit.handle(0.0, decode())
     assert of(unit.handle(0.0, decode()), Pull) == []
 
 
 def test_two_attempts_of_a_request_live_side_by_side() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a", max_tokens=50)
     unit.handle(0.0, Cancel("a", 0))
     assert len(of(unit.handle(0.0, decode("a", attempt=1)), Pull)) == 1
@@ -447,7 +422,7 @@ def test_two_attempts_of_a_request_live_side_by_side() -> None:
 
 
 def test_audit_answers_and_sees_a_leak() -> None:
-    unit = leader()
+    unit = decode_leader()
     unit.handle(0.0, decode())
     assert sent(unit.handle(0.0, AuditRequest(3)), Audit) == [Audit("decode-0", 3, 1, 1, ())]
     unit.blocks[0].allocate(1, "nobody")
@@ -455,7 +430,7 @@ def test_audit_answers_and_sees_a_leak() -> None:
 
 
 def test_wrong_results_are_a_bug() -> None:
-    unit = leader()
+    unit = decode_leader()
     occupant(unit, "a")
     with pytest.raises(InvariantError, match="not the one that runs"):
         unit.handle(0.1, done(4))

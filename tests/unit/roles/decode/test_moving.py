@@ -1,6 +1,4 @@
-"""A request between two ranks, by hand: every event at every moment of a move ends with the request
-at one of them.
-"""
+"""A request between two ranks, by hand: after every event it is at one of them."""
 
 from __future__ import annotations
 
@@ -22,18 +20,19 @@ MOMENTS = ["reserved", "left", "filling"]
 """The plan that publishes is made; one without the request is made too; the copy runs."""
 
 
-def test_a_request_moves_and_goes_on_where_it_came() -> None:
+def moving(moment: str = "filling") -> tuple[Unit, str, int, int]:
+    """A unit at this moment of a move: (unit, name, source, target)."""
     unit = Unit()
-    name, source, target = unit.move()
+    return unit, *unit.move(moment)
+
+
+def test_a_request_moves_and_goes_on_where_it_came() -> None:
+    unit, name, source, target = moving()
     (pull,) = unit.pulls
     num_tokens = int(unit.leader.table.length[source])
     blocks, allocator = unit.leader.table.blocks_of(source), unit.leader.blocks[0]
-    assert (pull.request_id, pull.rank, pull.lease.source, pull.lease.num_tokens) == (
-        name,
-        1,
-        "p0",
-        num_tokens,
-    )
+    found = (pull.request_id, pull.rank, pull.lease.source, pull.lease.num_tokens)
+    assert found == (name, 1, "p0", num_tokens)
     assert pull.lease.block_ids == blocks[: len(pull.into)]
     assert pull.lease.versions == allocator.versions(pull.lease.block_ids)
     assert pull.into == unit.leader.table.blocks_of(target)[: len(pull.lease.block_ids)]
@@ -45,34 +44,25 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
     effects = unit.step()
     ((rank, join),) = unit.joins()
     last_index, last_token = unit.tokens[name][-1]
-    assert (rank, join.slot, join.num_tokens, join.is_pulled) == (
-        1,
-        target % PER_RANK,
-        num_tokens,
-        True,
-    )
+    found = (rank, join.slot, join.num_tokens, join.is_pulled)
+    assert found == (1, target % PER_RANK, num_tokens, True)
     assert (join.last_token, join.output_index) == (last_token, last_index + 1)
     assert unit.leader.slots.moving.stalls == {2: 1}
-    assert (
-        sent(
-            unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)),
-            UnitReport,
-        )[-1].num_requests_moved
-        == 1
-    )
+    found = sent(
+        unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)), UnitReport
+    )[-1].num_requests_moved
+    assert found == 1
 
 
 def test_its_tokens_have_no_gap() -> None:
-    unit = Unit()
-    name, _, target = unit.move()
+    unit, name, _, target = moving()
     unit.feed(KvPulled(name, 0, None))
     assert unit.slot(name) == target
     unit.finish(name)
 
 
 def test_nobody_goes_back_and_forth() -> None:
-    unit = Unit()
-    name, _, _ = unit.move()
+    unit, name, _, _ = moving()
     unit.feed(KvPulled(name, 0, None))
     for _ in range(150):
         unit.step()
@@ -86,14 +76,10 @@ def test_nobody_goes_back_and_forth() -> None:
     "it the steps it stood still: three at most."
 )
 def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
-    unit = Unit()
-    name, source, target = unit.move()
+    unit, name, source, target = moving()
     unit.feed(KvPulled(name, 0, "void"))
-    assert (unit.slot(name), unit.state(source), unit.state(target)) == (
-        source,
-        SlotState.READY,
-        SlotState.FREE,
-    )
+    found = (unit.slot(name), unit.state(source), unit.state(target))
+    assert found == (source, SlotState.READY, SlotState.FREE)
     unit.step()
     ((rank, join),) = unit.joins()
     assert (rank, join.slot, join.is_pulled) == (0, source % PER_RANK, False)
@@ -106,8 +92,7 @@ def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
     "it the steps it stood still: three at most."
 )
 def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
-    unit = Unit()
-    name, source, target = unit.move()
+    unit, name, source, target = moving()
     unit.step()
     unit.step()
     assert (unit.state(source), unit.state(target)) == (SlotState.ACTIVE, SlotState.FILLING)
@@ -122,8 +107,7 @@ def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("event", ["cancel", "new front"])
 def test_a_request_that_is_not_wanted_any_more_holds_nothing(moment: str, event: str) -> None:
-    unit = Unit()
-    name, _, target = unit.move(moment)
+    unit, name, _, target = moving(moment)
     unit.feed(Cancel(name, 0) if event == "cancel" else FrontUp("another"))
     assert unit.state(target) == (SlotState.FILLING if moment == "filling" else SlotState.FREE)
     if moment == "filling":
@@ -138,8 +122,7 @@ def test_a_request_that_is_not_wanted_any_more_holds_nothing(moment: str, event:
 @pytest.mark.parametrize("moment", ["reserved", "left"])
 @pytest.mark.parametrize("step", ["last but one", "last"])
 def test_a_stop_id_ends_it_at_its_source(moment: str, step: str) -> None:
-    unit = Unit()
-    name, source, target = unit.move(moment)
+    unit, name, source, target = moving(moment)
     if moment == "reserved" and step == "last":
         unit.step()
     unit.step({source: 9})
@@ -153,8 +136,7 @@ def test_a_stop_id_ends_it_at_its_source(moment: str, step: str) -> None:
 
 
 def test_a_void_token_of_its_last_step_gives_it_back() -> None:
-    unit = Unit()
-    name, source, target = unit.move("left")
+    unit, name, source, target = moving("left")
     unit.step(failed={source: "not finite"})
     assert (unit.returned, unit.pulls, unit.state(target)) == ([name], [], SlotState.FREE)
     unit.empty()
@@ -162,8 +144,7 @@ def test_a_void_token_of_its_last_step_gives_it_back() -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_failed_step_takes_only_what_it_computed(moment: str) -> None:
-    unit = Unit()
-    name, _, _ = unit.move(moment)
+    unit, name, _, _ = moving(moment)
     unit.step(error="broken")
     assert (name in unit.returned) == (moment != "filling")
     assert len(unit.returned) == (1 if moment == "filling" else 2)
@@ -177,8 +158,7 @@ def test_a_failed_step_takes_only_what_it_computed(moment: str) -> None:
 @pytest.mark.parametrize("error", [None, "the pool is gone"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_its_source_is_lost(moment: str, error: str | None) -> None:
-    unit = Unit()
-    name, _, target = unit.move(moment)
+    unit, name, _, target = moving(moment)
     unit.reset((0,))
     assert sorted(unit.returned) == ["a", "c"]
     assert unit.state(target) == (SlotState.FILLING if moment == "filling" else SlotState.FREE)
@@ -188,8 +168,7 @@ def test_its_source_is_lost(moment: str, error: str | None) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_its_target_is_lost(moment: str) -> None:
-    unit = Unit()
-    name, source, _ = unit.move(moment)
+    unit, name, source, _ = moving(moment)
     unit.reset((1,))
     assert unit.returned == []
     assert unit.state(source) == SlotState.ACTIVE
@@ -210,8 +189,7 @@ def test_the_unit_forms_anew(moment: str) -> None:
     """Who has not left yet stays, back at its last delivered token. So does who was under way: void
     plans count, and both new ones go out at once.
     """
-    unit = Unit()
-    name, source, _ = unit.move(moment)
+    unit, name, source, _ = moving(moment)
     unit.reset()
     assert (unit.slot(name), unit.state(source)) == (source, SlotState.ACTIVE)
     index, _ = unit.tokens[name][-1]
@@ -226,8 +204,7 @@ def test_the_unit_forms_anew(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_its_target_runs_short_of_blocks(moment: str) -> None:
-    unit = Unit()
-    name, source, target = unit.move(moment)
+    unit, name, source, target = moving(moment)
     unit.leader.slots.moving.call_off_into([1])
     assert unit.leader.audit() == []
     assert unit.state(target) == (SlotState.FILLING if moment == "filling" else SlotState.FREE)
@@ -240,8 +217,7 @@ def test_its_target_runs_short_of_blocks(moment: str) -> None:
 
 def test_a_copy_is_not_waited_for_when_nothing_else_runs() -> None:
     """Alone it stands still for no step: the next plan is the one that it joins."""
-    unit = Unit()
-    name, _, _ = unit.move("left")
+    unit, name, _, _ = moving("left")
     unit.feed(Cancel("a" if name == "c" else "c", 0))
     while unit.plans:
         unit.step()
@@ -276,17 +252,13 @@ def test_nobody_is_preempted_for_room_that_a_move_takes(moment: str) -> None:
         assert grown is not None
         assert [slot for slot, _, _ in grown] == slots
     else:  # The copy has to end before there is room.
-        assert (grown, unit.leader.slots.is_starved, unit.state(source)) == (
-            None,
-            True,
-            SlotState.READY,
-        )
+        found = (grown, unit.leader.slots.is_starved, unit.state(source))
+        assert found == (None, True, SlotState.READY)
     assert not unit.leader.table.is_preempted.any()
 
 
 def test_nobody_is_preempted_for_room_that_a_move_is_about_to_leave() -> None:
-    unit = Unit()
-    name, source, _ = unit.move()
+    unit, name, source, _ = moving()
     needing_block(unit, "a" if name == "c" else "c")
     assert unit.leader.slots.grow(unit.leader._done_step_id) is None
     assert not unit.leader.table.is_preempted.any()
@@ -294,19 +266,18 @@ def test_nobody_is_preempted_for_room_that_a_move_is_about_to_leave() -> None:
 
 
 def test_who_moved_stays_for_a_while_and_has_one_copy_at_a_time() -> None:
-    unit = Unit()
-    name, source, _ = unit.move()
-    moving, now = unit.leader.slots.moving, unit.leader._num_plans
+    unit, name, source, _ = moving()
+    moves, now = unit.leader.slots.moving, unit.leader._num_plans
     at_once = replace(TERMS, gain_steps=0.0)
     while unit.state(source) == SlotState.MOVING:  # Until it is called off; its copy still runs.
         unit.step()
-    assert moving.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
+    assert moves.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
     unit.feed(KvPulled(name, 0, None))
-    assert moving.movable([0, 1], now, TERMS).num_blocks_RS[0, source] == 0
-    assert moving.movable([0, 1], now + int(TERMS.gain_steps), TERMS).num_blocks_RS[0, source] > 0
-    assert moving.movable([1, 0], 10_000, TERMS).num_blocks_RS[1, source] > 0
+    assert moves.movable([0, 1], now, TERMS).num_blocks_RS[0, source] == 0
+    assert moves.movable([0, 1], now + int(TERMS.gain_steps), TERMS).num_blocks_RS[0, source] > 0
+    assert moves.movable([1, 0], 10_000, TERMS).num_blocks_RS[1, source] > 0
     unit.leader.table.output_index[source] = 400 - TERMS.num_tokens_left_min + 1
-    assert moving.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
+    assert moves.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
 
 
 @pytest.mark.parametrize("prompt", range(628, 639))
@@ -341,22 +312,21 @@ def test_nobody_moves_where_it_is_not_wanted(balance: str) -> None:
 
 
 def test_the_ledger_sees_a_half_that_is_missing() -> None:
-    unit = Unit()
-    name, source, target = unit.move()
-    moving = unit.leader.slots.moving
-    trip = moving._trips[source]
+    unit, name, source, target = moving()
+    moves = unit.leader.slots.moving
+    trip = moves._trips[source]
     for broken in (
         replace(trip, target=None),
         replace(trip, target=source),
         replace(trip, key=("x", 0)),
     ):
-        moving._trips[source] = broken
+        moves._trips[source] = broken
         assert (broken.target is None) == (unit.leader.audit() == [])
-    moving._trips[source] = trip
-    del moving.arriving[name, 0]
+    moves._trips[source] = trip
+    del moves.arriving[name, 0]
     assert unit.leader.audit()
-    moving.arriving[name, 0] = target
-    del moving._trips[source]
+    moves.arriving[name, 0] = target
+    del moves._trips[source]
     assert unit.leader.audit()
 
 
@@ -366,8 +336,7 @@ def test_what_travelled_is_reported() -> None:
     def reported(now_s: float) -> LinkBytes:
         return sent(unit.leader.handle(now_s, Cancel("", 0)), UnitReport)[-1].link_bytes
 
-    unit = Unit()
-    name, _, _ = unit.move()
+    unit, name, _, _ = moving()
     assert reported(1.0) == NO_LINK_BYTES
     unit.feed(KvPulled(name, 0, None, LinkBytes(kv=(700, 0))))
     unit.feed(decode("e", 640, max_tokens=400))

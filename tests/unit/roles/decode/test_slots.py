@@ -1,6 +1,4 @@
-"""A decode unit of several ranks: balance, preemption by rank, and random worlds in which ranks
-come and go.
-"""
+"""A decode unit of several ranks: balance, and random worlds in which ranks come and go."""
 
 from __future__ import annotations
 
@@ -17,27 +15,20 @@ from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from tests.fresh import seeds
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
-from tests.unit.roles.driving import decode, done, of, sent
+from tests.unit.roles.driving import decode, decode_leader, done, of, sent
 
 SEEDS = seeds(1, 2, 4)
 POOLS = ("p0", "p1")
 
 
 def leader(num_ranks: int = 2, **options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {
-        "num_slots": 4,
-        "num_waiting_max": 100,
-        "max_context": 1000,
-        "heartbeat_s": 0.5,
-        "num_blocks": 17,
-    }
-    fields |= options
-    return DecodeLeader("decode-0", "e1", fields.pop("num_blocks"), num_ranks=num_ranks, **fields)
+    return decode_leader(num_ranks=num_ranks, **{"num_waiting_max": 100} | options)
 
 
-def up(unit: DecodeLeader) -> None:
+def up(unit: DecodeLeader) -> DecodeLeader:
     unit.start(0.0)
     unit.handle(0.0, RankReset((), (0, 1), POOLS, 1))
+    return unit
 
 
 def occupant(unit: DecodeLeader, name: str, **options: Any) -> int:
@@ -112,31 +103,18 @@ def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
     said = [e for e in of(effects, Send) if isinstance(e.message, UnitUp)]
     assert said == [Send("front", up), Send("supervisor", up)]
     (load,) = sent(effects, UnitReport)
-    assert (load.num_ranks, load.formation, load.num_blocks, load.num_blocks_request) == (
-        1,
-        3,
-        16,
-        16,
-    )
+    found = (load.num_ranks, load.formation, load.num_blocks, load.num_blocks_request)
+    assert found == (1, 3, 16, 16)
     (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), UnitReport)
-    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
-        2,
-        32,
-        8,
-        16,
-    )
+    found = (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request)
+    assert found == (2, 32, 8, 16)
     (load,) = sent(unit.handle(0.2, RankReset((0, 1), (), ("", ""), 5)), UnitReport)
-    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    found = (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request)
+    assert found == (0, 0, 0, 0)
 
 
 def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() -> None:
-    unit = leader()
-    up(unit)
+    unit = up(leader())
     assert [occupant(unit, "a", prompt=200), occupant(unit, "b"), occupant(unit, "c")] == [0, 1, 1]
     effects = unit.handle(0.1, done(0, {0: 5}))
     (execute,) = of(effects, Execute)
@@ -154,12 +132,9 @@ def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() 
     "keep their KV and are rolled back to the last delivered token"
 )
 def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -> None:
-    unit = leader()
-    up(unit)
-    assert [occupant(unit, "a", prompt=20, max_tokens=4), occupant(unit, "b", max_tokens=9)] == [
-        0,
-        1,
-    ]
+    unit = up(leader())
+    found = [occupant(unit, "a", prompt=20, max_tokens=4), occupant(unit, "b", max_tokens=9)]
+    assert found == [0, 1]
     unit.handle(0.1, done(0, {0: 5}))
     effects = unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
     assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "rank lost")]
@@ -171,23 +146,20 @@ def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -
 
 
 def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
-    unit = leader()
-    up(unit)
+    unit = up(leader())
     occupant(unit, "a", max_tokens=50)
     unit.handle(0.0, TraceRequest(9, 2, 10.0))
     (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
     assert third.plans[0].is_traced  # type: ignore[union-attr]
-    unit.handle(
-        0.2, RankReset((), (), POOLS, 2)
-    )  # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
+    # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
+    unit.handle(0.2, RankReset((), (), POOLS, 2))
     assert sent(unit.handle(0.3, done(3, {0: 1})), Trace) == []
     (trace,) = sent(unit.handle(0.4, done(4, {0: 1})), Trace)
     assert [(step.step_id, step.num_tokens) for step in trace.steps] == [(3, 1), (4, 1)]
 
 
 def test_balance_is_told_smoothed_and_by_step() -> None:
-    unit = leader()
-    up(unit)
+    unit = up(leader())
     assert [
         occupant(unit, "a", prompt=200, max_tokens=50),
         occupant(unit, "b", prompt=66, max_tokens=50),
@@ -205,8 +177,7 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
 
 
 def test_in_turn_requests_go_to_the_next_rank_whatever_left() -> None:
-    unit = leader(request_balance="turns")
-    up(unit)
+    unit = up(leader(request_balance="turns"))
     assert [
         occupant(unit, name, prompt=length)
         for name, length in zip("abc", (200, 10, 10), strict=True)
@@ -214,14 +185,9 @@ def test_in_turn_requests_go_to_the_next_rank_whatever_left() -> None:
 
 
 def test_by_counts_alone_requests_take_turns() -> None:
-    unit = leader(request_balance="off")
-    up(unit)
-    assert [
+    unit = up(leader(request_balance="off"))
+    found = [
         occupant(unit, name, prompt=length)
         for name, length in zip("abcd", (200, 10, 10, 10), strict=True)
-    ] == [
-        0,
-        1,
-        0,
-        1,
     ]
+    assert found == [0, 1, 0, 1]

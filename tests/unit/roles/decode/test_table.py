@@ -34,29 +34,8 @@ def test_reserve_takes_the_first_free_slot() -> None:
     assert table.check() == []
 
 
-def test_a_slot_needs_a_block_at_the_first_position_beyond_its_own() -> None:
-    table = table_with(63)
-    table.state[0] = SlotState.ACTIVE
-    table.is_in_runner[0] = True
-    assert table.needing_block().size == 0
-    table.advance(0)
-    assert table.needing_block().tolist() == [0]
-    assert table.grow(0, 9) == 1
-    assert table.blocks_of(0) == (7, 9)
-    assert table.needing_block().size == 0
-
-
 def test_one_that_is_still_pulling_needs_nothing() -> None:
     assert table_with(64, 1).needing_block().size == 0
-
-
-def test_an_end_by_count_is_known_before_its_result() -> None:
-    table = table_with(max_tokens=3)  # Output 0 is there; two are to be drawn.
-    table.state[0] = SlotState.ACTIVE
-    assert table.advance(0).tolist() == [True, False, False, False]
-    assert table.at_max_tokens().size == 0
-    table.advance(1)
-    assert table.at_max_tokens().tolist() == [0]
 
 
 def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
@@ -65,35 +44,6 @@ def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
     table.vacate(0)
     occupant(table, decode("b", stop_ids=(9,)), 1, (3,))
     assert table.stop_ids[0].tolist() == [9, -1, -1]
-
-
-def test_stop_ids_are_a_slots_own() -> None:
-    table = table_with(stop_ids=(1, 2, 3))
-    occupant(table, decode("b", stop_ids=(9,)), 1, (3,))
-    slots = np.array([0, 1])
-    for values, stops in (
-        ((3, 3), (True, False)),
-        ((9, 9), (False, True)),
-        ((0, 0), (False, False)),
-    ):
-        assert table.draws_stop(slots, np.array(values)).tolist() == list(stops)
-
-
-def test_a_closing_slot_is_released_with_its_last_plan() -> None:
-    table = table_with()
-    table.state[0] = SlotState.ACTIVE
-    table.advance(5)
-    table.state[0] = SlotState.CLOSING
-    assert table.releasable(4).size == 0
-    assert table.releasable(5).tolist() == [0]
-
-
-def test_slots_in_several_states() -> None:
-    table = table_with()
-    occupant(table, decode("b"), 1, (3,))
-    table.state[1] = SlotState.READY
-    assert table.slots_in(SlotState.PULLING).tolist() == [0]
-    assert table.slots_in(SlotState.PULLING, SlotState.READY).tolist() == [0, 1]
 
 
 def test_check_sees_what_does_not_agree() -> None:
@@ -130,22 +80,13 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     lease = KvLease("p0", (7, 8), (0, 0), 72)
     table.go_on_at(0, 2, lease)
     table.vacate(0)
-    assert (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2])) == (
-        72,
-        3,
-        5,
-    )
-    assert (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2)) == (
-        [3, 4],
-        {2: [0, 5]},
-        True,
-    )
+    found = (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2]))
+    assert found == (72, 3, 5)
+    found = (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2))
+    assert found == ([3, 4], {2: [0, 5]}, True)
     assert (table.state[2], table.occupant(2).lease, table.check()) == (SlotState.READY, lease, [])
-    assert (table.tail[2, :3].tolist(), table.is_named[2], table.names[2]) == (
-        [9, 8, 7],
-        True,
-        b"n",
-    )
+    found = (table.tail[2, :3].tolist(), table.is_named[2], table.names[2])
+    assert found == ([9, 8, 7], True, b"n")
 
 
 def test_one_that_moves_is_neither_computed_nor_grown() -> None:

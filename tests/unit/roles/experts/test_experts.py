@@ -1,8 +1,8 @@
-"""Live expert balancing by hand: what pays, in which order, and what becomes of it when something
-goes wrong.
-"""
+"""Live expert balancing by hand: what pays, in which order, and what follows a failure."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from hadal.core.messages import Trace, TracedStep, UnitReport
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
 from hadal.roles.experts.experts import ExpertBalancer, Installation, InstallState
-from hadal.roles.experts.gain import ExpertTerms
 from tests.unit.roles.expert_unit import (
     EVEN,
     GROWING_S,
@@ -21,10 +20,14 @@ from tests.unit.roles.expert_unit import (
     NUM_EXPERTS,
     NUM_RANKS,
     SKEWED,
+    TERMS,
     Unit,
     plain,
     replicated,
 )
+
+COUNTED = replace(TERMS, count_every_steps=1, num_intervals=8)
+"""Terms that count every step."""
 
 
 def test_even_loads_move_nothing() -> None:
@@ -66,9 +69,8 @@ def test_replicas_move_where_no_split_helps() -> None:
     unit.step()
     assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 2)
     unit.step(40)
-    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02), (
-        "the best that pairs can be"
-    )
+    # The best that pairs can be.
+    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
     load = unit.experts.seen(UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
     assert load.balance.keys() == {"kv", "experts", "experts_worst"}
     assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
@@ -87,22 +89,13 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
     "it has to gain more than noise, and more over the next steps than moving costs"
 )
 def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
-    dear = ExpertTerms(
-        count_every_steps=2,
-        num_intervals=12,
-        num_intervals_min=4,
-        plan_every_steps=1,
-        replica_s=100.0,
-    )
-    assert Unit(plain(), [SKEWED], terms=dear).run() == {}
+    assert Unit(plain(), [SKEWED], terms=replace(TERMS, replica_s=100.0)).run() == {}
 
 
 def installing_under(
     experts: ExpertBalancer, loads_E: NDArray[np.int64], growing_s: float
 ) -> Installation:
-    """What is under way after twenty steps of these tokens; one layer, without a second replica of
-    anything.
-    """
+    """Return the installation after twenty steps; one layer, one replica of each expert."""
     placement, num_ranks = experts.placement, experts.placement.num_ranks
     experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(num_ranks)})
     counts_RS = loads_E[placement.slot_to_expert_LRS[0]].astype(np.int64)
@@ -129,15 +122,7 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
     loads[::num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
     found = {}
     for replica_s in (1e-4, 0.0725):
-        terms = ExpertTerms(
-            count_every_steps=1,
-            num_intervals=8,
-            num_intervals_min=4,
-            plan_every_steps=1,
-            replica_s=replica_s,
-            moves_share=0.25,
-            target=1.0,
-        )
+        terms = replace(COUNTED, replica_s=replica_s, target=1.0)
         experts = ExpertBalancer(spread(1, num_experts, num_ranks), (0,) * num_ranks, terms=terms)
         found[replica_s] = installing_under(experts, loads, GROWING_S / 10).num_moved
     assert found[0.0725] == 4 < found[1e-4], found
@@ -151,14 +136,7 @@ def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None
     """Rank 0 is hot. The lightest rank is on the other node; one on its own is light enough."""
     placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
     loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
-    terms = ExpertTerms(
-        count_every_steps=1,
-        num_intervals=8,
-        num_intervals_min=4,
-        plan_every_steps=1,
-        moves_share=0.25,
-        target=0.9,
-    )
+    terms = replace(COUNTED, target=0.9)
     experts = ExpertBalancer(placement, (0, 0, 1, 1), terms=terms, num_groups=num_groups)
     slot_to_expert_RS = installing_under(experts, loads, GROWING_S).slot_to_expert_RS
     is_at_home = all(
@@ -170,14 +148,7 @@ def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None
 
 
 def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
-    every = ExpertTerms(
-        count_every_steps=1,
-        num_intervals=12,
-        num_intervals_min=4,
-        plan_every_steps=1,
-        moves_share=0.25,
-    )
-    unit = Unit(plain(), [SKEWED], terms=every)
+    unit = Unit(plain(), [SKEWED], terms=replace(TERMS, count_every_steps=1))
     unit.stage(unit.run())
     for _ in range(2):
         unit.step()

@@ -37,9 +37,7 @@ def test_a_gain_that_varies_is_chance() -> None:
 
 
 def test_no_gain_between_equals_whatever_is_drawn() -> None:
-    """Two placements that are equally good, judged on what chance brings: hardly ever is one
-    preferred.
-    """
+    """Two equally good placements under chance: hardly ever is one preferred."""
     rng = np.random.default_rng(7)
     first = spread(1, 12, 4).slot_to_expert_LRS[0]
     shifted, whole, num_preferred = np.roll(first.ravel(), 1).reshape(4, 3), np.ones((4, 3)), 0

@@ -40,9 +40,8 @@ def test_only_ranks_whose_slots_change_stage() -> None:
     assert installation.state is InstallState.READY
     flip = installation.flip(77)
     assert (flip.layer, flip.stage_id, flip.weights) == (0, 5, b"")
-    assert (
-        np.frombuffer(flip.slot_to_expert, np.int16).reshape(slots.shape).tolist() == slots.tolist()
-    )
+    found = np.frombuffer(flip.slot_to_expert, np.int16).reshape(slots.shape).tolist()
+    assert found == slots.tolist()
     assert installation.state is InstallState.FLIPPING
     with pytest.raises(InvariantError, match="flipping and cannot flip"):
         installation.flip(78)

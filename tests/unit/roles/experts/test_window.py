@@ -1,6 +1,4 @@
-"""Counts become logical loads whatever the placement, fade with age, and tell how even ranks
-were.
-"""
+"""Counts become logical loads under any placement, fade with age, and give the balance."""
 
 from __future__ import annotations
 
@@ -95,8 +93,7 @@ def test_balance_is_of_ranks_as_it_fell() -> None:
     found = window.add(placement, counts, (0, 1, 2))
     assert found == {EXPERTS: pytest.approx((4 / 6 + 1.0) / 2), EXPERTS_WORST: pytest.approx(4 / 6)}
     assert window.balance() == found
-    assert window.add(placement, counts, (1, 2))[EXPERTS_WORST] == pytest.approx(
-        5 / 6
-    )  # Rank 0 is not there.
+    # Rank 0 is not there.
+    assert window.add(placement, counts, (1, 2))[EXPERTS_WORST] == pytest.approx(5 / 6)
     counts[1] = 0
     assert window.add(placement, counts, (0, 1, 2)) == {EXPERTS: 4 / 6, EXPERTS_WORST: 4 / 6}

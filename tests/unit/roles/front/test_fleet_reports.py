@@ -1,6 +1,4 @@
-"""The front drains a unit: nothing new goes there, what it holds ends there or, at the deadline,
-goes on elsewhere.
-"""
+"""The front drains a unit: no new work; its requests end there or, at the deadline, move."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from hadal.core.messages import (
 from hadal.core.seams import Deliver, Effect, Send, Tick
 from hadal.roles.front.front import Front
 from tests.columns import tokens_message
-from tests.unit.roles.driving import finals, generation, of, sent
+from tests.unit.roles.driving import finals, generation, of, sent, to
 
 LEASE = KvLease("pool", (1,), (0,), 10)
 
@@ -56,25 +54,17 @@ def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
 
 def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
     """Bring a request to decode; returns its decode unit."""
-    (effect,) = [
-        e
-        for e in of(made.handle(now_s, Submit(generation(name, max_tokens=9))), Send)
-        if is_(e, Prefill)
-    ]
-    effects = made.handle(now_s, PrefillDone(effect.to, Token(name, 0, 0, 50), LEASE))
-    (effect,) = [e for e in of(effects, Send) if is_(e, Decode)]
-    made.handle(now_s, Pulled(effect.to, name, 0))
-    return effect.to
+    (effect,) = to(made.handle(now_s, Submit(generation(name, max_tokens=9))), Prefill)
+    effects = made.handle(now_s, PrefillDone(effect, Token(name, 0, 0, 50), LEASE))
+    (effect,) = to(effects, Decode)
+    made.handle(now_s, Pulled(effect, name, 0))
+    return effect
 
 
 def token(made: Front, unit: str, name: str, finish: str | None = None) -> Tokens:
     """A request's second one."""
     attempt_id = made.requests.running.attempt_id_of(made.requests.by_id[name])
     return tokens_message(unit, [(attempt_id, 1, 61, finish)])
-
-
-def is_(effect: Send, kind: type) -> bool:
-    return isinstance(effect.message, kind)
 
 
 def demand(made: Front, now_s: float) -> Demand:
@@ -124,7 +114,7 @@ def test_at_the_deadline_the_rest_goes_on_elsewhere_and_nothing_is_lost() -> Non
     made.handle(2.0, DrainUnit(unit, 600.0, 2))  # Said again: the deadline stands.
     assert sent(made.handle(60.0, Tick()), Cancel) == []
     effects = made.handle(61.0, Tick())
-    assert [e.to for e in of(effects, Send) if is_(e, Cancel)] == [unit]
+    assert to(effects, Cancel) == [unit]
     (prefill,) = sent(effects, Prefill)
     assert prefill.generation.output == (50, 61)
     assert made.requests.by_id["a"].num_retries == 0
@@ -133,58 +123,44 @@ def test_at_the_deadline_the_rest_goes_on_elsewhere_and_nothing_is_lost() -> Non
     sender = made.requests.by_id["a"].prefill_unit
     effects = made.handle(63.0, PrefillDone(str(sender), Token("a", 1, 2, 62), LEASE))
     assert [d.tokens[0].index for d in of(effects, Deliver)] == [2]
-    assert [e.to for e in of(effects, Send) if is_(e, Decode)] != [unit]
+    assert to(effects, Decode) != [unit]
     ok(made)
 
 
 def test_a_prefill_unit_holds_leased_kv_until_it_was_pulled() -> None:
     made = front()
-    (effect,) = [e for e in of(made.handle(0.0, Submit(generation())), Send) if is_(e, Prefill)]
-    made.handle(0.0, DrainUnit(effect.to, 60.0, 3))
-    assert held(made, 1.0)[effect.to] == (3, 1)
-    (decode,) = [
-        e
-        for e in of(made.handle(1.1, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE)), Send)
-        if is_(e, Decode)
-    ]
-    assert held(made, 2.0)[effect.to] == (3, 1)
-    made.handle(2.1, Pulled(decode.to, "a", 0))
-    assert held(made, 3.0)[effect.to] == (3, 0)
+    (effect,) = to(made.handle(0.0, Submit(generation())), Prefill)
+    made.handle(0.0, DrainUnit(effect, 60.0, 3))
+    assert held(made, 1.0)[effect] == (3, 1)
+    (decode,) = to(made.handle(1.1, PrefillDone(effect, Token("a", 0, 0, 50), LEASE)), Decode)
+    assert held(made, 2.0)[effect] == (3, 1)
+    made.handle(2.1, Pulled(decode, "a", 0))
+    assert held(made, 3.0)[effect] == (3, 0)
     ok(made)
 
 
 def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> None:
     made = front()
-    (effect,) = [e for e in of(made.handle(0.0, Submit(generation())), Send) if is_(e, Prefill)]
-    made.handle(0.0, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE))
-    made.handle(0.0, DrainUnit(effect.to, 5.0, 3))
+    (effect,) = to(made.handle(0.0, Submit(generation())), Prefill)
+    made.handle(0.0, PrefillDone(effect, Token("a", 0, 0, 50), LEASE))
+    made.handle(0.0, DrainUnit(effect, 5.0, 3))
     effects = made.handle(5.0, Tick())
-    assert [e.to for e in of(effects, Send) if is_(e, Release)] == [effect.to]
+    assert to(effects, Release) == [effect]
     assert len(sent(effects, Prefill)) == 1
-    assert made.requests.by_id["a"].prefill_unit != effect.to
+    assert made.requests.by_id["a"].prefill_unit != effect
     ok(made)
 
 
 def test_a_prompt_whose_kv_was_to_go_there_goes_elsewhere_at_no_cost() -> None:
     made = front()
-    (prefill,) = [
-        e for e in of(made.handle(0.0, Submit(generation(prompt=200))), Send) if is_(e, Prefill)
-    ]
+    (prefill,) = to(made.handle(0.0, Submit(generation(prompt=200))), Prefill)
     lease = KvLease("pool", (1, 2), (0, 0), 128)
-    (early,) = [
-        e
-        for e in of(made.handle(0.1, PrefilledEarly(prefill.to, "a", 0, lease)), Send)
-        if is_(e, PullEarly)
-    ]
-    effects = made.handle(0.2, DrainUnit(early.to, 60.0, 1))
-    assert of(effects, Send) == [Send(early.to, Cancel("a", 0))]
-    assert held(made, 1.0)[early.to] == (1, 0)
-    (decode,) = [
-        e
-        for e in of(made.handle(1.1, PrefillDone(prefill.to, Token("a", 0, 0, 50), LEASE)), Send)
-        if is_(e, Decode)
-    ]
-    assert decode.to != early.to
+    (early,) = to(made.handle(0.1, PrefilledEarly(prefill, "a", 0, lease)), PullEarly)
+    effects = made.handle(0.2, DrainUnit(early, 60.0, 1))
+    assert of(effects, Send) == [Send(early, Cancel("a", 0))]
+    assert held(made, 1.0)[early] == (1, 0)
+    (decode,) = to(made.handle(1.1, PrefillDone(prefill, Token("a", 0, 0, 50), LEASE)), Decode)
+    assert decode != early
     assert made.requests.by_id["a"].attempt == 0
     ok(made)
 
@@ -226,12 +202,8 @@ def test_a_unit_that_dies_while_it_drains_is_forgotten_and_its_next_life_is_open
 def test_demand_says_all_there_is_at_every_beat() -> None:
     made = front(slots=1, max_queued=1)
     first = demand(made, 0.0)
-    assert (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    found = (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting)
+    assert found == (0, 0, 0, 0)
     assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next beat.
     for index in range(2):
         unit = decoding(made, f"r{index}")
@@ -257,10 +229,6 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
     assert demand(made, 1.0).tokens_in == 120
 
 
-def test_without_a_fleet_nobody_is_told() -> None:
-    assert sent(front(mode="off").handle(9.0, Tick()), Demand) == []
-
-
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
     """A unit drops all it holds when it first hears of a front. A late word of its last life had
     the front ask who is there, after it had sent requests: they were dropped, and hung (swarm seed
@@ -271,9 +239,8 @@ def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -
     made.handle(0.1, UnitUp("decode-0", "decode", "d1", 20, 4))
     effects = made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4))
     assert [type(effect.message) for effect in of(effects, Send)] == [FrontUp, Prefill]
-    assert (
-        sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
-    )  # Its answer to that.
+    # Its answer to that.
+    assert sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
 
 
 def test_without_a_fleet_to_follow_a_drain_is_told_from_its_beginning_to_its_end() -> None:

@@ -1,6 +1,4 @@
-"""Front by hand: a request's way through, limits, retries, stale answers, units that come and
-go.
-"""
+"""Front by hand: a request's way, limits, retries, stale answers, units that come and go."""
 
 from __future__ import annotations
 
@@ -37,14 +35,14 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import NO_TOKEN
+from hadal.core.plans import NO_TOKEN, NOT_FINITE
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.admission import AGE_S, NO_VALLEY
 from hadal.policy.fairness import is_batch
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import LAST_WORDS_S, ORPHAN_S
 from tests.columns import tokens_message
-from tests.unit.roles.driving import finals, generation, of, sent
+from tests.unit.roles.driving import finals, generation, of, sent, to
 
 LEASE = KvLease("pool", (1,), (0,), 10)
 
@@ -100,35 +98,31 @@ def test_a_request_goes_all_the_way() -> None:
     assert [(d.tokens[0].index, d.final) for d in of(effects, Deliver)] == [(0, False)]
     (decode,) = sent(effects, Decode)
     assert (decode.generation.output, decode.lease) == ((50,), LEASE)
-    assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [
-        Send("prefill-0", Release("a", 0))
-    ]
+    found = of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send)
+    assert found == [Send("prefill-0", Release("a", 0))]
     made.handle(0.3, tokens(made, "a", 1))
     ok(made)
     effects = made.handle(0.4, tokens(made, "a", 2, finish="length"))
-    assert [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)] == [
-        (2, True, None)
-    ]
+    found = [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)]
+    assert found == [(2, True, None)]
     assert made.idle
     assert (made.totals.finished, made.totals.tokens_in, made.totals.tokens_out) == (1, 10, 3)
     ok(made)
 
 
-def test_a_first_token_may_be_the_last() -> None:
-    made = front()
-    made.handle(0.0, Submit(generation(max_tokens=1)))
-    effects = made.handle(0.1, first_token(finish="length"))
-    assert finals(effects) == [("a", None)]
-    assert sent(effects, Decode) == []
-    ok(made)
-
-
-def test_what_a_request_spoils_by_itself_is_not_tried_again() -> None:
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (f"{NO_TOKEN}: logit_bias leaves none", 422),
+        (f"{NOT_FINITE}: its logits are infinite", 422),
+        ("too long: 99 tokens", 400),
+    ],
+)
+def test_what_a_request_spoils_by_itself_is_not_tried_again(reason: str, status: int) -> None:
     made = decoding(front())
-    effects = made.handle(0.3, Returned("decode-0", "a", 0, f"{NO_TOKEN}: logit_bias leaves none"))
-    (end,) = of(effects, Deliver)
-    assert (end.final, end.error_status) == (True, 422)
-    assert "logit_bias" in (end.error or "")
+    (end,) = of(made.handle(0.3, Returned("decode-0", "a", 0, reason)), Deliver)
+    assert (end.final, end.error_status) == (True, status)
+    assert reason.partition(": ")[2] in (end.error or "")
     assert made.idle
     ok(made)
 
@@ -167,9 +161,8 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
     made.handle(0.0, TurnedAway(2, 30))
     made.handle(0.0, TurnedAway(1))
     assert (made.totals.submitted, made.totals.refused) == (6, 4)
-    assert made.totals.tokens_refused == 20 + 30 + 8, (
-        "prompts that nobody read are as long as others"
-    )
+    # Prompts that nobody read are as long as others.
+    assert made.totals.tokens_refused == 20 + 30 + 8
     assert made.fleet.demand().tokens_in == 16 + 58
     made.handle(0.0, Drain())
     made.handle(0.0, TurnedAway(1, 5))
@@ -179,9 +172,8 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
 
 def test_what_would_not_wait_needs_no_room_in_the_queue() -> None:
     made = front(max_queued=2)
-    assert made.refusal(0.0, "a", 7) is None, (
-        "four slots, one more ahead of them, and two that wait"
-    )
+    # Four slots, one more ahead of them, and two that wait.
+    assert made.refusal(0.0, "a", 7) is None
     assert made.refusal(0.0, "a", 8) is not None
     made.handle(0.0, Drain())
     refusal = made.refusal(0.0, "a", 1)
@@ -262,6 +254,18 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert made.idle
 
 
+def test_a_request_that_makes_tokens_runs_as_long_as_it_does() -> None:
+    made = decoding(front(request_timeout_s=4.0), max_tokens=100)
+    attempt_id = made.requests.running.attempt_id_of(made.requests.by_id["a"])
+    for index in range(1, 15):
+        now_s = 3.9 * index
+        assert finals(made.handle(now_s, Tick())) == []
+        made.handle(now_s, tokens_message("decode-0", [(attempt_id, index, 7, None)]))
+    assert finals(made.handle(now_s + 3.9, Tick())) == []
+    assert finals(made.handle(now_s + 4.0, Tick())) == [("a", 504)]
+    assert made.idle
+
+
 @pytest.mark.promise("Both units free its blocks within a second.")
 def test_cancel_tells_the_units_that_hold_it() -> None:
     made = front()
@@ -272,18 +276,14 @@ def test_cancel_tells_the_units_that_hold_it() -> None:
     made.handle(0.0, Submit(generation("b")))
     made.handle(0.1, first_token("b"))
     effects = made.handle(0.2, Cancel("b", 0))
-    assert of(effects, Send) == [
-        Send("prefill-0", Release("b", 0)),
-        Send("decode-0", Cancel("b", 0)),
-    ]
+    found = of(effects, Send)
+    assert found == [Send("prefill-0", Release("b", 0)), Send("decode-0", Cancel("b", 0))]
     assert made.handle(0.2, Cancel("b", 0)) == []
     ok(made)
 
 
 def test_the_end_says_where_a_request_was_worked_on() -> None:
-    """Finished at once or later, cancelled anywhere, after a retry; what was not let in was
-    nowhere.
-    """
+    """Finished, cancelled anywhere, after a retry; a refused request was nowhere."""
 
     def closing(effects: list[Effect]) -> Closing | None:
         (end,) = [deliver for deliver in of(effects, Deliver) if deliver.final]
@@ -294,9 +294,8 @@ def test_the_end_says_where_a_request_was_worked_on() -> None:
     assert closing(made.handle(0.0, Submit(generation("refused")))) is None
     assert closing(made.handle(0.1, first_token(finish="length"))) == Closing("prefill-0", "", 0)
     made = decoding(front(), max_tokens=9)
-    assert closing(made.handle(0.3, tokens(made, "a", 1, finish="stop"))) == Closing(
-        "prefill-0", "decode-0", 0
-    )
+    found = closing(made.handle(0.3, tokens(made, "a", 1, finish="stop")))
+    assert found == Closing("prefill-0", "decode-0", 0)
     made = decoding(front())
     made.handle(0.3, Returned("decode-0", "a", 0, "preempted"))
     assert closing(made.handle(0.4, Cancel("a", -1))) == Closing("prefill-0", "", 1)
@@ -346,9 +345,7 @@ def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
 
 
 def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> list[UnitDown]:
-    """Only prefill-0 is heard; what the other's host sees is asked for and told. Returns what was
-    given up.
-    """
+    """Only prefill-0 reports; the other's host answers sightings. Return the units given up."""
     downs: list[UnitDown] = []
     while from_s < to_s:
         from_s += 0.5
@@ -425,23 +422,9 @@ def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
         epoch = "p1" if name == "prefill-0" else "p2"
         made.handle(0.0, UnitReport(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
     # Ten times as fast: the first three together are done there before one is at the other.
-    placed = [made.handle(0.0, Submit(generation(name, 300))) for name in "abc"]
-    to = [
-        effect.to
-        for effects in placed
-        for effect in of(effects, Send)
-        if isinstance(effect.message, Prefill)
-    ]
-    assert to == ["prefill-1"] * 3
+    for name in "abc":
+        assert to(made.handle(0.0, Submit(generation(name, 300))), Prefill) == ["prefill-1"]
     ok(made)
-
-
-def test_retries_keep_their_place_in_the_queue() -> None:
-    made = front(max_running=1)
-    for name in "ab":
-        made.handle(0.0, Submit(generation(name)))
-    (prefill,) = sent(made.handle(0.1, Returned("prefill-0", "a", 0, "preempted")), Prefill)
-    assert (prefill.generation.request_id, prefill.generation.attempt) == ("a", 1)
 
 
 def test_preemption_does_not_count_and_other_returns_back_off_and_do() -> None:
@@ -460,22 +443,6 @@ def test_preemption_does_not_count_and_other_returns_back_off_and_do() -> None:
     ok(made)
 
 
-def test_queue_full_waits_without_counting() -> None:
-    made = front(max_retries=0)
-    made.handle(0.0, Submit(generation()))
-    made.handle(0.1, Returned("prefill-0", "a", 0, "queue full"))
-    assert made.requests.by_id["a"].state == "queued"
-    assert len(sent(made.handle(0.3, Tick()), Prefill)) == 1
-
-
-def test_too_long_for_a_unit_is_an_error() -> None:
-    made = front()
-    made.handle(0.0, Submit(generation()))
-    assert finals(made.handle(0.1, Returned("prefill-0", "a", 0, "too long: 99 tokens"))) == [
-        ("a", 400)
-    ]
-
-
 def test_an_expired_lease_cancels_the_pull() -> None:
     made = front()
     made.handle(0.0, Submit(generation()))
@@ -490,9 +457,8 @@ def test_an_expired_lease_cancels_the_pull() -> None:
 )
 def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     made = decoding(front())
-    assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [
-        Send("decode-0", Cancel("z", 0))
-    ]
+    found = of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send)
+    assert found == [Send("decode-0", Cancel("z", 0))]
     assert of(made.handle(0.3, first_token("z")), Send) == [Send("prefill-0", Release("z", 0))]
     assert made.handle(0.3, Returned("decode-0", "a", 7, "preempted")) == []
     ok(made)
@@ -524,19 +490,6 @@ def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
     assert made.idle
 
 
-def test_decode_load_is_spread() -> None:
-    made = front()
-    made.handle(0.0, UnitUp("decode-1", "decode", "d1", 20, 4))
-    chosen = []
-    for name in "abcd":
-        made.handle(0.0, Submit(generation(name)))
-        effects: list[Effect] = made.handle(0.1, first_token(name))
-        chosen += [effect.to for effect in of(effects, Send) if isinstance(effect.message, Decode)]
-        made.handle(0.1, Pulled(chosen[-1], name, 0))
-    assert sorted(chosen) == ["decode-0", "decode-0", "decode-1", "decode-1"]
-    ok(made)
-
-
 def test_snapshot_says_what_is_held() -> None:
     made = decoding(front())
     made.handle(0.3, UnitReport("decode-0", "d1", 20, 3, 1, 4, 0))
@@ -564,13 +517,6 @@ def test_a_unit_without_ranks_is_sent_nothing_until_one_is_back() -> None:
     assert made.check() == []
 
 
-def test_a_lost_rank_is_a_retry_at_once() -> None:
-    made = decoding(front(), "a")
-    effects = made.handle(0.3, Returned("decode-0", "a", 0, "rank lost"))
-    assert len(sent(effects, Prefill)) == 1
-    assert (made.requests.by_id["a"].num_retries, made.requests.by_id["a"].attempt) == (1, 1)
-
-
 def attempt_id(made: Front, name: str) -> int:
     return made.requests.running.attempt_id_of(made.requests.by_id[name])
 
@@ -596,12 +542,8 @@ def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_wher
     assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
     (resume,) = sent(effects, Resume)
     (going,) = resume.generations
-    assert (going.output, going.attempt_id, going.attempt, resume.is_last) == (
-        (50, 61),
-        attempt_id(made, "a"),
-        0,
-        True,
-    )
+    found = (going.output, going.attempt_id, going.attempt, resume.is_last)
+    assert found == ((50, 61), attempt_id(made, "a"), 0, True)
     made.handle(1.1, tokens(made, "a", 2))
     assert made.requests.by_id["a"].state == "decoding"
     assert made.totals.retries == 0

@@ -1,6 +1,4 @@
-"""Hints at the front: whom they are passed on to, and that whoever was told hears of the end
-exactly once.
-"""
+"""Hints at the front: their target, and that it learns of the end exactly once."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.seams import Effect, Send, Tick
+from hadal.core.seams import Effect, Tick
 from hadal.roles.front.front import Front
-from tests.unit.roles.driving import finals, generation, sent
+from tests.unit.roles.driving import finals, generation, sent, to
 
 
 def front(
@@ -61,14 +59,6 @@ def first_token(attempt: int = 0, finish: str | None = None) -> PrefillDone:
     return PrefillDone("prefill-0", Token("a", attempt, 0, 50, finish), lease)
 
 
-def to(effects: list[Effect], kind: type) -> list[str]:
-    return [
-        effect.to
-        for effect in effects
-        if isinstance(effect, Send) and isinstance(effect.message, kind)
-    ]
-
-
 def used(made: Front, unit: str = "decode-0") -> tuple[int, int]:
     known = made.units.by_name[unit]
     return known.num_requests, known.num_blocks_used
@@ -79,11 +69,8 @@ def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode
 ):
     made = front(num_decode=2)
     (early,) = sent(handle(made, hint(64)), PullEarly)
-    assert (early.generation.prompt, early.generation.output, early.lease) == (
-        tuple(range(100, 300)),
-        (),
-        hint().lease,
-    )
+    found = (early.generation.prompt, early.generation.output, early.lease)
+    assert found == (tuple(range(100, 300)), (), hint().lease)
     assert (used(made), used(made, "decode-1")) == ((1, 4), (0, 0))
     made.units.by_name["decode-0"].changed()
     made.units.by_name["decode-0"].num_requests_max = 1  # Whoever would be chosen now is the other.
@@ -145,7 +132,7 @@ def test_a_unit_that_was_told_hears_once_that_it_is_over(is_told: bool) -> None:
         made = front()
         if is_told:
             handle(made, hint())
-        made.requests.by_id["a"].deadline_s = 900.0
+        made.requests.by_id["a"].moved_s = 300.0
         effects = handle(made, end, 0.0 if not isinstance(end, Tick) else 1000.0)
         if isinstance(end, Tick):
             assert finals(effects) == [("a", 504)]

@@ -30,9 +30,7 @@ def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
 
 
 def test_what_is_named_is_not_named_again() -> None:
-    """What stands in the chain is continued, whatever it is: a marker there shows in what comes
-    after. Under another fingerprint it would be left behind.
-    """
+    """A chain is continued, marker and all; under another fingerprint it is left behind."""
     marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16, fingerprint="f0")
     names = list(split(NAMES.named(marked).chain))
     assert names[0] == b"m" * 16

@@ -9,7 +9,6 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.request import State, Transition
-from hadal.policy.admission import AGE_S
 from hadal.roles.front.requests import LATELY_S, FrontRequests, Placed, Record
 from tests.unit.roles.driving import generation
 
@@ -17,7 +16,8 @@ from tests.unit.roles.driving import generation
 def book_of(*names: str) -> FrontRequests:
     membership = FrontRequests()
     for number, name in enumerate(names):
-        membership.add(generation(name, 63), 100.0 + number)
+        asked = msgspec.structs.replace(generation(name, 63), arrived_s=float(number))
+        membership.add(asked, 100.0)
     return membership
 
 
@@ -30,31 +30,6 @@ def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
     membership.move(first, Transition.REQUEUE)
     assert membership.next_queued(0.0) is first
     assert membership.counts[State.QUEUED] == 3
-
-
-def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
-    membership = FrontRequests()
-    for name, arrived_s, priority in (
-        ("a", 0.0, 0),
-        ("b", 1.0, 1),
-        ("c", 2 * AGE_S + 1.0, 2),
-        ("d", 0.0, 0),
-    ):
-        membership.add(
-            msgspec.structs.replace(generation(name), arrived_s=arrived_s, priority=priority), 100.0
-        )
-    order = []
-    while (record := membership.next_queued(0.0)) is not None:
-        order.append(record.request_id)
-        membership.move(record, Transition.PLACE)
-        record.prefill_unit = "prefill-0"
-    assert order == ["b", "a", "d", "c"]  # c came so late that two levels do not make up for it.
-    assert membership.check() == []
-    first = membership.by_id["a"]
-    first.prefill_unit = None
-    membership.move(first, Transition.LOSE)
-    membership.move(first, Transition.REQUEUE)
-    assert membership.next_queued(0.0) is first
 
 
 def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
@@ -70,7 +45,7 @@ def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
 
 def of_tenant(membership: FrontRequests, name: str, tenant: str, arrived_s: float) -> Record:
     made = msgspec.structs.replace(generation(name), tenant=tenant, arrived_s=arrived_s)
-    return membership.add(made, arrived_s + 100.0)
+    return membership.add(made, 100.0)
 
 
 @pytest.mark.promise("the next is one of the tenant that was served least, over its weight")
@@ -120,11 +95,8 @@ def test_blocks_are_counted_while_placed_and_grow() -> None:
     assert membership.num_blocks_placed == 2
     assert membership.check() == []
     membership.move(record, Transition.CANCEL)
-    assert (membership.num_blocks_placed, membership.by_id, sum(membership.counts.values())) == (
-        0,
-        {},
-        0,
-    )
+    found = (membership.num_blocks_placed, membership.by_id, sum(membership.counts.values()))
+    assert found == (0, {}, 0)
 
 
 def test_a_step_that_cannot_happen_is_a_bug() -> None:
@@ -133,9 +105,12 @@ def test_a_step_that_cannot_happen_is_a_bug() -> None:
         membership.move(membership.by_id["a"], Transition.PULLED)
 
 
-def test_overdue_are_the_oldest() -> None:
+def test_overdue_are_those_that_waited_too_long_since_they_came_or_moved() -> None:
     membership = book_of("a", "b", "c")
-    assert [record.request_id for record in membership.overdue(101.0)] == ["a", "b"]
+    membership.by_id["b"].moved_s = 50.0
+    assert [record.request_id for record in membership.overdue(102.0)] == ["a", "c"]
+    assert membership.overdue(149.9) == []
+    assert [record.request_id for record in membership.overdue(150.0)] == ["b"]
 
 
 def test_check_sees_owners_that_do_not_fit_the_state() -> None:

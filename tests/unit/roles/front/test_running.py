@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.config import Deployment
 from hadal.core.errors import InvariantError
 from hadal.kv.blocks import blocks_for
-from hadal.roles.front.front import Front
 from hadal.roles.front.requests import MAX_ROWS, Record, Running
 from tests.columns import tokens_message
 from tests.unit.roles.driving import generation
 
 
 def record(name: str, prompt: int = 10, unit: str = "decode-0") -> Record:
-    made = Record(generation(name, prompt), 0, 9.0, [5], 1, decode_unit=unit)
+    made = Record(generation(name, prompt), 0, 9.0, 0.0, [5], 1, decode_unit=unit)
     made.num_blocks = blocks_for(made.num_tokens + 1)
     return made
 
@@ -31,7 +29,7 @@ def test_tokens_of_a_unit_are_counted_together() -> None:
     records = [record("a", 62), record("b", 61), record("c")]
     a, b, c = placed(running, *records)
     taken = running.take(
-        tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")])
+        0.0, tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")])
     )
     assert (taken.good.tolist(), taken.gaps, taken.unknown) == ([0, 1, 2], (), ())
     assert taken.num_blocks == 1, "64 tokens of a are known, and the next one needs a place"
@@ -46,7 +44,7 @@ def test_blocks_grow_as_they_are_counted_for_a_request_by_itself() -> None:
     (attempt_id,) = placed(running, one)
     for index in range(1, 300):
         before = one.num_blocks
-        taken = running.take(tokens_message("decode-0", [(attempt_id, index, 7, None)]))
+        taken = running.take(0.0, tokens_message("decode-0", [(attempt_id, index, 7, None)]))
         running.sync(one)
         assert one.num_blocks == before + taken.num_blocks == blocks_for(one.num_tokens + 1)
 
@@ -55,15 +53,17 @@ def test_what_is_late_doubled_or_missing() -> None:
     running, a, b = Running(), record("a"), record("b")
     first, second = placed(running, a, b)
     again = [(first, 1, 7, None), (second, 3, 7, None)]
-    taken = running.take(tokens_message("decode-0", again))
+    taken = running.take(0.0, tokens_message("decode-0", again))
     assert (taken.good.tolist(), taken.gaps) == ([0], (b,))
-    taken = running.take(tokens_message("decode-0", again[:1]))
+    taken = running.take(0.0, tokens_message("decode-0", again[:1]))
     assert (taken.good.size, taken.gaps, taken.unknown, taken.num_blocks) == (0, (), (), 0)
     running.leave(a)
     assert (a.row, a.num_output) == (-1, 2)
-    taken = running.take(tokens_message("decode-0", [(first, 2, 7, None), (first, 2, 7, "stop")]))
+    taken = running.take(
+        0.0, tokens_message("decode-0", [(first, 2, 7, None), (first, 2, 7, "stop")])
+    )
     assert taken.unknown == (first,), "one that ends anyway need not be told"
-    other = running.take(tokens_message("decode-7", [(second, 1, 7, None)]))
+    other = running.take(0.0, tokens_message("decode-7", [(second, 1, 7, None)]))
     assert other.unknown == (second,), "another unit's"
 
 
@@ -78,21 +78,6 @@ def test_a_attempt_id_is_never_given_out_twice() -> None:
         running.leave(one)
         running.leave(one)
     assert (len(seen), len(running)) == (50, 0)
-
-
-def test_no_front_gives_out_another_s_attempt_ids() -> None:
-    """A unit may have attempts of a front that died beside those of its successor: one's text is
-    never the other's.
-    """
-    first, second = (
-        Front(Deployment(), epoch=epoch, max_context=1000).requests.running
-        for epoch in ("f1", "f2")
-    )
-    (ours,), (theirs,) = placed(first, record("a")), placed(second, record("b"))
-    assert ours != theirs
-    taken = second.take(tokens_message("decode-0", [(ours, 1, 61, None)]))
-    assert (taken.good.size, taken.unknown) == (0, (ours,))
-    assert max(ours, theirs) < 1 << 62
 
 
 def test_more_rows_are_made_as_they_are_needed() -> None:
@@ -121,7 +106,7 @@ def test_nobody_is_seated_twice_or_without_a_unit() -> None:
     with pytest.raises(InvariantError, match="cannot enter"):
         running.enter(one)
     with pytest.raises(InvariantError, match="cannot enter"):
-        running.enter(Record(generation("b"), 0, 9.0, []))
+        running.enter(Record(generation("b"), 0, 9.0, 0.0, []))
 
 
 def test_check_sees_a_row_that_is_somebody_else_s() -> None:

@@ -1,6 +1,4 @@
-"""Quotas at the front: buckets, budgets that are never exceeded, and what is known after a new
-start.
-"""
+"""Quotas at the front: buckets, hard budgets, and what is known after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from hadal.core.messages import Cancel, Charged, Quota, Quotas, Spent, Submit
 from hadal.core.seams import Deliver, Tick
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import BUDGET_CODE, DAY_S, RATE_CODE
-from hadal.roles.front.front import Front
+from hadal.roles.front.front import RESERVE_S, Front
 from hadal.roles.front.tenants import RECENT_S, FrontTenants
 from tests.fresh import fresh
 from tests.unit.roles.driving import generation, of
@@ -132,9 +130,12 @@ def test_what_nobody_says_the_cost_of_is_put_aside_for_a_time_only() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
     made.handle(0.0, Spent(DAY, {"t": 0}, ()))
     assert not ask(made, 0.0, "a", most=100).final
-    made.handle(1.0, Cancel("a", -1))
-    assert ask(made, 100.0, "b", most=1).error_code == BUDGET_CODE
-    later_s = Deployment().limits.request_timeout_s + 100.0
+    made.handle(99.0, Tick())
+    assert ask(made, 99.0, "b", most=1).error_code == BUDGET_CODE, "it runs on"
+    made.handle(100.0, Cancel("a", -1))
+    made.handle(100.0, Tick())
+    later_s = 100.0 + RESERVE_S
+    assert ask(made, later_s - 1.0, "b", most=1).error_code == BUDGET_CODE
     made.handle(later_s, Tick())
     assert not ask(made, later_s, "c", most=100).final
     assert made.check() == []
@@ -146,12 +147,14 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     tenants.read(0.0, Spent(DAY, {"t": 0}, ()))
     tenants.begin(0.0, "line", batch_of("t"), 1, 60)
     tenants.begin(1.0, "chat", "t", 1, 30)
+    for ended in ("line", "chat"):
+        tenants.ended(ended)
+    tenants.tick(2.0)
     tenants.tick(602.0)
     assert tenants.check() == []
     assert tenants.refusal(602.0, "t", 0, 1, 1, 41) is not None
-    assert tenants.refusal(602.0, "t", 0, 1, 1, 40) is None, (
-        "what was put aside for the chat is not"
-    )
+    # What was put aside for the chat is not.
+    assert tenants.refusal(602.0, "t", 0, 1, 1, 40) is None
     tenants.charged(9000.0, Charged("line", "t", DAY, 10))
     assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None
 

@@ -1,6 +1,4 @@
-"""Several tokens of a request in one message of its decode unit: whatever messages a unit's tokens
-are cut into, what the front does is what it does with them one by one.
-"""
+"""Tokens of a unit at the front: any cut into messages does what single tokens do."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ from hadal.core.messages import (
     Prefill,
     PrefillDone,
     Pulled,
+    Returned,
     Stop,
     Submit,
     Token,
@@ -35,7 +34,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.roles.front.front import Front
 from tests.columns import Row, tokens_message
 from tests.fresh import seeds
-from tests.unit.roles.driving import generation, of, sent
+from tests.unit.roles.driving import finals, generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
 PROMPTS = (10, 60, 61, 62, 63, 64, 125)
@@ -45,10 +44,10 @@ NOBODY = 1 << 61
 
 
 def decoding(
-    num: int, *, keeps_text: bool = True, is_pulled: bool = True
+    num: int, *, keeps_text: bool = True, is_pulled: bool = True, epoch: str = "f1"
 ) -> tuple[Front, list[int]]:
     """A front with so many requests in decode, one token each, and their attempt ids."""
-    front = Front(DEPLOYMENT, epoch="f1", max_context=9000, keeps_text=keeps_text)
+    front = Front(DEPLOYMENT, epoch=epoch, max_context=9000, keeps_text=keeps_text)
     front.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 9000, 1000))
     front.handle(0.0, UnitUp("decode-0", "decode", "d1", 9000, 1000))
     attempt_ids = []
@@ -246,9 +245,7 @@ def test_a_message_grows_a_request_by_all_the_blocks_that_it_fills() -> None:
 
 
 def test_what_a_full_unit_would_do_counts_all_tokens_of_a_step() -> None:
-    """The fleet grows by tokens per second; a step's time is not a token's where it draws
-    several.
-    """
+    """The fleet grows by tokens per second; a step's time is not a token's with drafts."""
     front, attempt_ids = decoding(2)
     front.handle(0.2, UnitReport("decode-0", "d1", 9000, 0, 2, 1000, 0, step_ms=20.0))
 
@@ -263,3 +260,59 @@ def test_what_a_full_unit_would_do_counts_all_tokens_of_a_step() -> None:
         ]
         front.handle(0.3, tokens_message("decode-0", rows))
     assert most() == pytest.approx(100_000.0, rel=1e-3)
+
+
+def test_without_text_only_ends_are_told_and_everything_is_counted() -> None:
+    made, (a, b) = decoding(2, keeps_text=False)
+    found = of(
+        made.handle(0.3, tokens_message("decode-0", [(a, 1, 0, None), (b, 1, 0, None)])), Deliver
+    )
+    assert found == []
+    effects = made.handle(0.4, tokens_message("decode-0", [(b, 2, 7, "length"), (a, 2, 0, None)]))
+    assert finals(effects) == [("r1", None)]
+    assert made.totals.tokens_out == 6
+    assert made.check() == []
+
+
+def test_without_text_a_lost_request_goes_on_as_long_as_it_was() -> None:
+    made, (a,) = decoding(1, keeps_text=False)
+    made.handle(0.3, tokens_message("decode-0", [(a, 1, 0, None)]))
+    (again,) = sent(made.handle(0.4, Returned("decode-0", "r0", 0, "preempted")), Prefill)
+    assert (len(again.generation.output), again.generation.attempt) == (2, 1)
+    effects = made.handle(0.5, tokens_message("decode-0", [(a, 2, 0, "stop")]))
+    assert of(effects, Deliver) == [], "of the attempt before"
+    assert made.check() == []
+
+
+def test_tokens_under_another_front_s_attempt_ids_are_nobody_s() -> None:
+    """A unit may have attempts of a front that died beside those of its successor."""
+    made, mine = decoding(2, epoch="f1")
+    _, others = decoding(2, epoch="f2")
+    assert not set(mine) & set(others)
+    assert max(*mine, *others) < 1 << 62
+    effects = made.handle(
+        0.3, tokens_message("decode-0", [(attempt_id, 1, 61, None) for attempt_id in others])
+    )
+    # No text, and the unit may free what it holds of them.
+    assert effects == [Send("decode-0", Stop(tuple(others)))]
+    assert made.totals.tokens_out == 2
+    assert made.check() == []
+
+
+def test_tokens_that_nobody_waits_for_are_stopped_where_they_come_from() -> None:
+    made, (known,) = decoding(1)
+    for stranger in (known + (1 << 30), known + 1, 1 << 62):
+        late = tokens_message("decode-0", [(stranger, 1, 61, None)])
+        assert of(made.handle(0.3, late), Send) == [Send("decode-0", Stop((stranger,)))]
+        found = of(made.handle(0.3, tokens_message("decode-0", [(stranger, 1, 61, "stop")])), Send)
+        assert found == []
+    (stop,) = sent(made.handle(0.3, tokens_message("decode-1", [(known, 1, 61, None)])), Stop)
+    assert stop.attempt_ids == (known,), "another unit's"
+    assert made.check() == []
+
+
+def test_tokens_before_the_word_that_kv_was_pulled_say_it() -> None:
+    made, (a,) = decoding(1, is_pulled=False)
+    effects = made.handle(0.3, tokens_message("decode-0", [(a, 1, 61, None)]))
+    assert [token.token for deliver in of(effects, Deliver) for token in deliver.tokens] == [61]
+    assert made.check() == []

@@ -47,19 +47,14 @@ def test_leaving_a_unit_that_is_down_counts_nowhere() -> None:
 
 def test_downstream_is_all_decode_units() -> None:
     view = membership().downstream("", 5, 6, 7)
-    assert (
+    found = (
         view.num_slots,
         view.num_blocks,
         view.num_requests,
         view.num_blocks_used,
         view.num_transferring,
-    ) == (
-        4,
-        20,
-        5,
-        6,
-        7,
     )
+    assert found == (4, 20, 5, 6, 7)
 
 
 def test_silence_counts_from_the_last_sign() -> None:
@@ -85,10 +80,8 @@ def test_views_that_were_shown_once_follow_what_changes() -> None:
         made.by_name["prefill-0"], UnitReport("prefill-0", "e", 30, 0, 0, 7, 0, token_s=2e-5), 2.0
     )
     made.heard(made.by_name["decode-0"], UnitReport("decode-0", "e", 25, 0, 0, 7, 0), 2.0)
-    assert [(view.num_requests_max, view.token_s) for view in made.prefill_views("")] == [
-        (7, 2e-5),
-        (4, 0.0),
-    ]
+    found = [(view.num_requests_max, view.token_s) for view in made.prefill_views("")]
+    assert found == [(7, 2e-5), (4, 0.0)]
     assert [(view.num_requests_max, view.num_blocks) for view in made.decode_views("")] == [(7, 25)]
     made.grew("decode-0", 2)
     assert [view.num_blocks_used for view in made.decode_views("")] == [2]
@@ -132,21 +125,15 @@ def test_capacity_follows_the_ranks_that_live() -> None:
     made.add(UnitUp("prefill-0", "prefill", "e", 40, 16, 10), 1.0)
     made.add(UnitUp("decode-0", "decode", "e", 80, 16, 20), 1.0)
     assert made.capacity_tokens() == 10 * 64  # A request is on one rank.
-    assert (made.decode_views("")[0].num_blocks, made.decode_views("")[0].num_blocks_request) == (
-        80,
-        20,
-    )
+    found = (made.decode_views("")[0].num_blocks, made.decode_views("")[0].num_blocks_request)
+    assert found == (80, 20)
     assert made.prefill_views("")[0].num_blocks == 10
     unit = made.by_name["decode-0"]
     made.heard(
         unit, UnitReport("decode-0", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0
     )
-    assert (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s) == (
-        60,
-        12,
-        20,
-        2.0,
-    )
+    found = (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s)
+    assert found == (60, 12, 20, 2.0)
     assert made.downstream("", 0, 0, 0).num_slots == 12
     made.heard(unit, UnitReport("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
     assert made.capacity_tokens() is None  # Nobody is told that its prompt is too long; it waits.

@@ -35,7 +35,7 @@ from hadal.kv.names import extend, root_of
 from hadal.roles.front.front import Front
 from hadal.roles.reasons import BACKOFF_S, OTHER_WEIGHTS, PREEMPTED
 from tests.columns import tokens_message
-from tests.unit.roles.driving import generation, of, sent
+from tests.unit.roles.driving import generation, of, sent, to
 
 OLD, NEW = "old", "new"
 LEASE = KvLease("pool", (1, 2, 3, 4), (0, 0, 0, 0), 200)
@@ -49,10 +49,7 @@ def up(made: Front, unit: str, fingerprint: str, *, slots: int = 8) -> list[Effe
 
 def front(*units: tuple[str, str], slots: int = 8, **limits: int) -> Front:
     made = Front(
-        Deployment(limits=LimitsConfig(**limits)),
-        epoch="f",
-        max_context=10_000,
-        fingerprint=OLD,
+        Deployment(limits=LimitsConfig(**limits)), epoch="f", max_context=10_000, fingerprint=OLD
     )
     for unit, fingerprint in units:
         up(made, unit, fingerprint, slots=slots)
@@ -79,10 +76,6 @@ def done(made: Front, name: str, unit: str, now_s: float = 2.0) -> list[Effect]:
     return made.handle(now_s, PrefillDone(unit, token, LEASE))
 
 
-def decoded_on(effects: list[Effect]) -> list[str]:
-    return [effect.to for effect in of(effects, Send) if isinstance(effect.message, Decode)]
-
-
 def ok(made: Front) -> None:
     assert made.check() == []
 
@@ -102,7 +95,7 @@ def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> 
     for units, number in ((BOTH, 1), (BOTH[2:] + BOTH[:2], 0)):
         made = front(*units)
         assert submit(made, "a") == [("a", f"prefill-{number}")]
-        assert decoded_on(done(made, "a", f"prefill-{number}")) == [f"decode-{number}"]
+        assert to(done(made, "a", f"prefill-{number}"), Decode) == [f"decode-{number}"]
         ok(made)
 
 
@@ -112,13 +105,10 @@ def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> 
 )
 def test_where_the_newest_have_no_room_the_others_go_on() -> None:
     made = front(*BOTH, slots=1)
-    assert [submit(made, name) for name in "abc"] == [
-        [("a", "prefill-1")],
-        [("b", "prefill-0")],
-        [],
-    ]
-    assert decoded_on(done(made, "b", "prefill-0")) == ["decode-0"]
-    assert decoded_on(done(made, "a", "prefill-1")) == ["decode-1"]
+    found = [submit(made, name) for name in "abc"]
+    assert found == [[("a", "prefill-1")], [("b", "prefill-0")], []]
+    assert to(done(made, "b", "prefill-0"), Decode) == ["decode-0"]
+    assert to(done(made, "a", "prefill-1"), Decode) == ["decode-1"]
     ok(made)
 
 
@@ -145,9 +135,7 @@ def test_a_prompt_is_pulled_early_only_by_units_of_its_weights() -> None:
     made = front(*BOTH[:2], ("decode-1", NEW))
     submit(made, "a", 2000)
     hint = PrefilledEarly("prefill-0", "a", 0, LEASE)
-    assert [e.to for e in of(made.handle(1.5, hint), Send) if isinstance(e.message, PullEarly)] == [
-        "decode-0"
-    ]
+    assert to(made.handle(1.5, hint), PullEarly) == ["decode-0"]
     made.handle(1.6, UnitDown("decode-0", "killed"))
     hint = PrefilledEarly("prefill-0", "a", 0, msgspec.structs.replace(LEASE, num_tokens=1000))
     assert sent(made.handle(1.7, hint), PullEarly) == []
@@ -204,14 +192,14 @@ def test_what_is_prefilled_and_cannot_be_decoded_is_prefilled_by_the_others() ->
     up(made, "decode-0", NEW)
     ok(made)
     effects = done(made, "a", "prefill-0")
-    assert decoded_on(effects) == []
+    assert to(effects, Decode) == []
     assert sent(effects, Release) == [Release("a", 0)]
     assert [deliver.final for deliver in of(effects, Deliver)] == [False]
     effects = made.handle(2.0 + BACKOFF_S, Tick())
     assert placed(effects) == [("a", "prefill-1")]
     (again,) = sent(effects, Prefill)
     assert (again.generation.output, again.generation.fingerprint) == ((50,), NEW)
-    assert decoded_on(done(made, "a", "prefill-1", 3.0)) == ["decode-0"]
+    assert to(done(made, "a", "prefill-1", 3.0), Decode) == ["decode-0"]
     ok(made)
 
 
@@ -220,7 +208,7 @@ def test_a_drain_loses_nothing_of_what_is_on_its_way() -> None:
     made = front(*BOTH[:2], max_retries=0)
     for name in "ab":
         submit(made, name)
-    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-0"]
+    assert to(done(made, "a", "prefill-0"), Decode) == ["decode-0"]
     made.handle(2.1, DrainUnit("decode-0", 5.0, 1))
     made.handle(2.1, DrainUnit("prefill-0", 5.0, 2))
     up(made, "prefill-1", NEW)
@@ -252,7 +240,7 @@ def test_what_is_prefilled_ends_with_the_last_decode_unit_of_its_weights(is_earl
     up(made, "decode-1", NEW)
     assert sent(made.handle(1.2, DrainUnit("decode-0", 30.0, 1)), Cancel) == []
     assert held(made, 1.5) == {"decode-0": 1}
-    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-0"]
+    assert to(done(made, "a", "prefill-0"), Decode) == ["decode-0"]
     assert submit(made, "b") == [("b", "prefill-1")]
     made.handle(2.1, Pulled("decode-0", "a", 0))
     assert held(made, 3.0) == {"decode-0": 1}
@@ -267,7 +255,7 @@ def test_another_decode_unit_of_its_weights_is_better_than_one_that_drains() -> 
     submit(made, "a")
     made.handle(1.2, DrainUnit("decode-0", 30.0, 1))
     assert held(made, 1.5) == {"decode-0": 0}
-    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-2"]
+    assert to(done(made, "a", "prefill-0"), Decode) == ["decode-2"]
     ok(made)
 
 
@@ -284,7 +272,7 @@ def test_a_request_that_has_tokens_stays_with_the_weights_that_made_them() -> No
     up(made, "decode-1", NEW)
     effects = made.handle(2.1, Returned("decode-0", "a", 0, PREEMPTED))
     assert placed(effects) == [("a", "prefill-0")]
-    assert decoded_on(done(made, "a", "prefill-0", 2.2)) == ["decode-0"]
+    assert to(done(made, "a", "prefill-0", 2.2), Decode) == ["decode-0"]
     ok(made)
     made.handle(2.3, Pulled("decode-0", "a", 1))
     made.handle(2.4, UnitDown("prefill-0", "killed"))
@@ -339,12 +327,8 @@ def test_a_chain_that_a_gateway_made_under_the_others_is_left_behind() -> None:
     up(made, "prefill-0", OLD)
     (prefill,) = sent(made.handle(1.0, Submit(early)), Prefill)
     assert prefill.generation.chain == extend(root_of(b"new"), b"", early.prompt, b"")
-    assert made.snapshot().unit_to_fingerprint == {
-        "prefill-0": OLD,
-        "prefill-1": NEW,
-        "decode-0": NEW,
-        "decode-1": OLD,
-    }
+    found = made.snapshot().unit_to_fingerprint
+    assert found == {"prefill-0": OLD, "prefill-1": NEW, "decode-0": NEW, "decode-1": OLD}
     assert made.snapshot().fingerprint == NEW
 
 
@@ -376,6 +360,6 @@ def test_a_unit_that_is_another_by_now_gives_an_attempt_back_at_no_cost() -> Non
 def test_a_unit_that_says_none_has_the_front_s() -> None:
     made = front(("prefill-0", ""), ("decode-0", OLD))
     assert submit(made, "a") == [("a", "prefill-0")]
-    assert decoded_on(done(made, "a", "prefill-0")) == ["decode-0"]
+    assert to(done(made, "a", "prefill-0"), Decode) == ["decode-0"]
     given: Generation = made.requests.by_id["a"].generation
     assert given.fingerprint == OLD

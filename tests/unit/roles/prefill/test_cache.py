@@ -35,22 +35,20 @@ from hadal.kv.names import extend, root_of
 from hadal.roles.prefill.cache import READ_TIMEOUT_S
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt
-from tests.unit.roles.driving import done, of, prefill_plans, sent
+from tests.unit.roles.driving import done, of, prefill_leader, prefill_plans, sent
 
 ROOT = root_of(b"model")
 
 
-def leader(**options: Any) -> PrefillLeader:
+def leader(num_blocks: int = 33, num_ranks: int = 1, **options: Any) -> PrefillLeader:
     fields: dict[str, Any] = {
         "chunk_tokens": 512,
-        "num_requests_max": 4,
         "num_waiting_max": 8,
         "lease_s": 60.0,
         "heartbeat_s": 60.0,
         "has_disk": True,
     }
-    num_blocks = options.pop("num_blocks", 33)
-    return PrefillLeader("prefill-0", "e1", "pool", num_blocks, **(fields | options))
+    return prefill_leader(num_blocks, num_ranks, **fields | options)
 
 
 def asked(name: str, num_tokens: int, *, salt: bytes = b"alice", max_tokens: int = 5) -> Generation:
@@ -78,6 +76,14 @@ def news(num_blocks: int) -> DiskNews:
     return DiskNews(
         chain_of(num_blocks), tuple(DiskLocation(3, slot) for slot in range(num_blocks))
     )
+
+
+def reading(num_blocks: int = 33) -> tuple[PrefillLeader, ReadBlocks]:
+    """A unit whose prompt "a" reads three blocks from disk."""
+    unit = leader(num_blocks)
+    unit.handle(0.0, news(3))
+    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    return unit, load
 
 
 def finish(unit: PrefillLeader, step_id: int, now_s: float = 0.1) -> list[Effect]:
@@ -151,20 +157,15 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
     effects = unit.handle(0.0, Prefill(asked("a", 200)))
     assert prefill_plans(effects) == []
     (load,) = of(effects, ReadBlocks)
-    assert (load.names, load.locations) == (
-        chain_of(3),
-        tuple(DiskLocation(3, slot) for slot in range(3)),
-    )
+    found = (load.names, load.locations)
+    assert found == (chain_of(3), tuple(DiskLocation(3, slot) for slot in range(3)))
     (plan,) = prefill_plans(unit.handle(0.1, Prefill(asked("b", 30))))
     assert [chunk.request_id for chunk in plan.chunks] == ["b"]
     effects = unit.handle(0.2, BlocksRead(load.read_id, 3))
     assert of(effects, UsedBlocks) == [UsedBlocks(load.locations)]
     (plan,) = prefill_plans(effects)
-    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
-        192,
-        load.into,
-        load.into,
-    )
+    found = (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches)
+    assert found == (192, load.into, load.into)
     finish(unit, 0)
     (answer,) = sent(finish(unit, 1), PrefillDone)
     assert answer.num_cached == 192
@@ -172,17 +173,14 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
 
 
 def test_what_is_damaged_is_computed_and_not_asked_for_again() -> None:
-    unit = leader()
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading()
     (plan,) = prefill_plans(unit.handle(0.1, BlocksRead(load.read_id, 1, 1, "checksum")))
     assert plan.chunks[0].start == 64
     assert unit.cache.totals()[cache.DAMAGED_BLOCKS] == 1
     assert [name in unit.cache.stores.index for name in split(chain_of(3))] == [True, False, True]
     effects = finish(unit, 0)
-    assert b"".join(store.names for store in of(effects, StoreBlocks)) == chain_of(2)[16:], (
-        "it is written anew"
-    )
+    # It is written anew.
+    assert b"".join(store.names for store in of(effects, StoreBlocks)) == chain_of(2)[16:]
 
 
 def test_memory_comes_first_and_disk_behind_it() -> None:
@@ -214,15 +212,12 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
     assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), ReadBlocks)) == 0
     unit.handle(40.0, done(1, {0: 1}))
     unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [DiskLocation(1, 1)] * 3)
-    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), ReadBlocks)) == 1, (
-        "tried again some time"
-    )
+    # Tried again some time.
+    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), ReadBlocks)) == 1
 
 
 def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
-    unit = leader()
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading()
     assert prefill_plans(unit.handle(READ_TIMEOUT_S - 0.1, Tick())) == []
     (plan,) = prefill_plans(unit.handle(READ_TIMEOUT_S, Tick()))
     assert plan.chunks[0].start == 0
@@ -232,16 +227,13 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
     unit.handle(READ_TIMEOUT_S + 1, Release("a", 0))
     assert set(unit.blocks[0].owners()) >= set(load.into), "the read may still write them"
     effects = unit.handle(READ_TIMEOUT_S + 2, BlocksRead(load.read_id, 3))
-    assert set(of(effects, Freed)[0].block_ids) == set(load.into), (
-        "the names are the computed blocks'"
-    )
+    # The names are the computed blocks'.
+    assert set(of(effects, Freed)[0].block_ids) == set(load.into)
     assert unit.audit() == []
 
 
 def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
-    unit = leader(num_blocks=5)
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading(num_blocks=5)
     effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Whatever wakes it.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
     assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
@@ -252,20 +244,15 @@ def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
 
 @pytest.mark.parametrize("end", [Release("a", 0), FrontUp("f2")])
 def test_a_prompt_dropped_while_it_reads_leaves_its_blocks_to_the_read(end: Any) -> None:
-    unit = leader()
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading()
     unit.handle(0.1, end)
     assert (unit.num_requests, set(unit.blocks[0].owners())) == (0, set(load.into))
     assert unit.audit() == []
     unit.handle(0.2, BlocksRead(load.read_id, 3))
     assert unit.blocks.num_used == 0
     (plan,) = prefill_plans(unit.handle(0.3, Prefill(asked("b", 200))))
-    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
-        192,
-        load.into,
-        load.into,
-    )
+    found = (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches)
+    assert found == (192, load.into, load.into)
 
 
 def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() -> None:
@@ -291,9 +278,7 @@ def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() ->
 
 
 def test_what_a_failed_step_was_to_fetch_the_next_one_fetches() -> None:
-    unit = leader()
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading()
     (plan,) = prefill_plans(unit.handle(0.1, BlocksRead(load.read_id, 3)))
     assert plan.fetches == load.into
     unit.handle(0.2, done(plan.step_id, {}, error="RuntimeError: no"))
@@ -319,13 +304,10 @@ def test_what_is_found_is_what_each_rank_has_and_what_the_disk_has_behind_that()
     unit.cache.ask(0.0, None)
     for _ in range(2):
         found = unit.cache.find(prompt)
-        assert {
+        seen = {
             rank: (one.num_memory, one.num_shared, one.num_loading) for rank, one in found.items()
-        } == {
-            0: (0, 0, 2),
-            1: (3, 1, 4),
-            2: (6, 4, 1),
         }
+        assert seen == {0: (0, 0, 2), 1: (3, 1, 4), 2: (6, 4, 1)}
     unit.blocks[2].free(unit.blocks[2].lookup(chain)[:4], "x")
     unit.cache.ask(0.0, None)
     assert unit.cache.find(prompt)[2].num_shared == 0
@@ -446,9 +428,7 @@ def test_full_blocks_of_a_prompt_that_goes_on_are_told_ahead() -> None:
 
 
 def test_audit_sees_a_read_that_lost_its_blocks() -> None:
-    unit = leader()
-    unit.handle(0.0, news(3))
-    (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
+    unit, load = reading()
     assert num_names(load.names) == 3
     unit.blocks[0].free(load.into[:1], unit.cache.loads.of_rank(0)[0].owner)
     assert unit.audit() != []

@@ -24,31 +24,26 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import Draw, LinkBytes, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
-from hadal.roles.prefill.leader import PrefillLeader
-from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
-
-
-def leader(**options: Any) -> PrefillLeader:
-    fields: dict[str, Any] = {
-        "chunk_tokens": 64,
-        "num_requests_max": 4,
-        "num_waiting_max": 4,
-        "lease_s": 2.0,
-        "heartbeat_s": 0.5,
-    }
-    num_blocks = options.pop("num_blocks", 9)
-    return PrefillLeader("prefill-0", "e1", "pool", num_blocks, **(fields | options))
+from tests.unit.roles.driving import (
+    done,
+    generation,
+    of,
+    prefill,
+    prefill_leader,
+    prefill_plans,
+    sent,
+)
 
 
 def test_start_says_that_it_is_up_without_the_scratch_block() -> None:
-    effects = leader().start(0.0)
+    effects = prefill_leader().start(0.0)
     up = UnitUp("prefill-0", "prefill", "e1", 8, 4, 8)
     assert of(effects, Send)[:2] == [Send("front", up), Send("supervisor", up)]
     assert of(effects, WakeAt) == [WakeAt(0.5)]
 
 
 def test_it_says_whose_kv_it_makes_and_takes_no_attempt_at_another() -> None:
-    unit = leader(fingerprint="f")
+    unit = prefill_leader(fingerprint="f")
     (up, _) = sent(unit.start(0.0), UnitUp)
     assert up.fingerprint == "f"
     prompt = generation("a", 10)
@@ -61,29 +56,22 @@ def test_it_says_whose_kv_it_makes_and_takes_no_attempt_at_another() -> None:
 
 
 def test_a_short_prompt_is_one_chunk_then_a_lease() -> None:
-    unit = leader()
+    unit = prefill_leader()
     (plan,) = prefill_plans(unit.handle(0.0, prefill(prompt=10)))
     (chunk,) = plan.chunks
-    assert (chunk.start, len(chunk.tokens), len(chunk.block_ids), chunk.output_index) == (
-        0,
-        10,
-        1,
-        0,
-    )
+    found = (chunk.start, len(chunk.tokens), len(chunk.block_ids), chunk.output_index)
+    assert found == (0, 10, 1, 0)
     assert chunk.sampling == Sampling()
     (answer,) = sent(unit.handle(0.1, done(plan.step_id, {0: 7})), PrefillDone)
     assert (answer.token.token, answer.token.index, answer.token.finish) == (7, 0, None)
     assert answer.lease is not None
-    assert (answer.lease.source, answer.lease.num_tokens, answer.lease.block_ids) == (
-        "pool",
-        10,
-        chunk.block_ids,
-    )
+    found = (answer.lease.source, answer.lease.num_tokens, answer.lease.block_ids)
+    assert found == ("pool", 10, chunk.block_ids)
     assert unit.audit() == []
 
 
 def test_tokens_that_are_left_are_counted_while_prompts_come_and_go() -> None:
-    unit = leader(heartbeat_s=0.0)
+    unit = prefill_leader(heartbeat_s=0.0)
 
     def num_left(effects: list[Effect]) -> int:
         (load,) = sent(effects, UnitReport)
@@ -98,42 +86,35 @@ def test_tokens_that_are_left_are_counted_while_prompts_come_and_go() -> None:
 
 
 def test_a_long_prompt_is_cut_and_planned_ahead() -> None:
-    unit = leader()
+    unit = prefill_leader()
     first, second = prefill_plans(unit.handle(0.0, prefill(prompt=150)))
-    assert [
+    found = [
         (p.chunks[0].start, len(p.chunks[0].tokens), len(p.chunks[0].block_ids))
         for p in (first, second)
-    ] == [
-        (0, 64, 1),
-        (64, 64, 2),
     ]
+    assert found == [(0, 64, 1), (64, 64, 2)]
     assert first.chunks[0].sampling is None
     (third,) = prefill_plans(unit.handle(0.1, done(first.step_id)))
-    assert (third.chunks[0].start, len(third.chunks[0].tokens), third.chunks[0].sampling) == (
-        128,
-        22,
-        Sampling(),
-    )
+    found = (third.chunks[0].start, len(third.chunks[0].tokens), third.chunks[0].sampling)
+    assert found == (128, 22, Sampling())
     assert unit.handle(0.2, done(second.step_id)) is not None
     assert len(sent(unit.handle(0.3, done(third.step_id, {0: 1})), PrefillDone)) == 1
 
 
 def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
-    unit = leader()
+    unit = prefill_leader()
     for name in "ab":  # Fill the pipeline.
         unit.handle(0.0, prefill(name, 10))
     unit.handle(0.0, prefill("c", 50))
     unit.handle(0.0, prefill("d", 50))
     (plan,) = prefill_plans(unit.handle(0.1, done(0, {0: 1})))
-    assert [(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] == [
-        ("c", 50),
-        ("d", 14),
-    ]
+    found = [(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks]
+    assert found == [("c", 50), ("d", 14)]
 
 
 def test_tenants_take_turns() -> None:
     """What one has sent is ahead of another's first prompt only as far as it has begun."""
-    unit = leader()
+    unit = prefill_leader()
     for name in ("a0", "a1", "a2", "a3", "b0"):  # The first two fill the pipeline.
         unit.handle(0.0, Prefill(msgspec.structs.replace(generation(name, 64), tenant=name[0])))
     begun = [
@@ -144,7 +125,7 @@ def test_tenants_take_turns() -> None:
 
 
 def test_a_retry_prefills_what_was_streamed_and_draws_the_next_token() -> None:
-    unit = leader()
+    unit = prefill_leader()
     (plan,) = prefill_plans(unit.handle(0.0, prefill(prompt=10, output=3, attempt=2)))
     (chunk,) = plan.chunks
     assert (len(chunk.tokens), chunk.output_index) == (13, 3)
@@ -153,7 +134,7 @@ def test_a_retry_prefills_what_was_streamed_and_draws_the_next_token() -> None:
 
 
 def test_history_goes_with_the_last_chunk_if_a_penalty_is_on() -> None:
-    unit = leader()
+    unit = prefill_leader()
     request = generation(prompt=70, output=2, sampling=Sampling(presence_penalty=1.0))
     first, last = prefill_plans(unit.handle(0.0, Prefill(request)))
     assert first.chunks[0].prompt == ()
@@ -164,7 +145,7 @@ def test_history_goes_with_the_last_chunk_if_a_penalty_is_on() -> None:
     ("options", "finish"), [({"max_tokens": 1}, "length"), ({"stop_ids": (7,)}, "stop")]
 )
 def test_a_first_token_that_ends_it_needs_no_lease(options: dict[str, Any], finish: str) -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill(**options))
     effects = unit.handle(0.1, done(0, {0: 7}))
     (answer,) = sent(effects, PrefillDone)
@@ -174,7 +155,7 @@ def test_a_first_token_that_ends_it_needs_no_lease(options: dict[str, Any], fini
 
 
 def test_release_frees_and_says_so() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill(prompt=100))
     unit.handle(0.1, done(0))
     (answer,) = sent(unit.handle(0.1, done(1, {0: 7})), PrefillDone)
@@ -186,7 +167,7 @@ def test_release_frees_and_says_so() -> None:
 
 
 def test_blocks_of_a_cancelled_prompt_are_freed_after_the_last_plan_that_writes_them() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill(prompt=100))  # Two plans in flight.
     assert of(unit.handle(0.0, Release("a", 0)), Freed) == []
     assert of(unit.handle(0.1, done(0)), Freed) == []
@@ -196,7 +177,7 @@ def test_blocks_of_a_cancelled_prompt_are_freed_after_the_last_plan_that_writes_
 
 
 def test_a_cancelled_prompt_that_waits_just_goes() -> None:
-    unit = leader()
+    unit = prefill_leader()
     for name in "abc":
         unit.handle(0.0, prefill(name))
     unit.handle(0.0, Release("c", 0))
@@ -204,7 +185,7 @@ def test_a_cancelled_prompt_that_waits_just_goes() -> None:
 
 
 def test_a_lease_ends_at_its_deadline() -> None:
-    unit = leader(heartbeat_s=60.0)
+    unit = prefill_leader(heartbeat_s=60.0)
     unit.handle(0.0, prefill())
     effects = unit.handle(1.0, done(0, {0: 1}))
     assert of(effects, WakeAt)[-1] == WakeAt(3.0)
@@ -215,7 +196,7 @@ def test_a_lease_ends_at_its_deadline() -> None:
 
 
 def test_a_prompt_waits_for_blocks_and_nobody_overtakes() -> None:
-    unit = leader(num_blocks=4, chunk_tokens=512)
+    unit = prefill_leader(num_blocks=4, chunk_tokens=512)
     unit.handle(0.0, prefill("a", 150))  # All three blocks.
     assert prefill_plans(unit.handle(0.0, prefill("b", 70))) == []
     assert prefill_plans(unit.handle(0.0, prefill("c", 1))) == []
@@ -225,12 +206,12 @@ def test_a_prompt_waits_for_blocks_and_nobody_overtakes() -> None:
 
 
 def test_what_can_never_fit_is_given_back_at_once() -> None:
-    (returned,) = sent(leader(num_blocks=3).handle(0.0, prefill(prompt=129)), Returned)
+    (returned,) = sent(prefill_leader(num_blocks=3).handle(0.0, prefill(prompt=129)), Returned)
     assert returned.reason.startswith("too long: 129")
 
 
 def test_a_full_queue_gives_back() -> None:
-    unit = leader(num_blocks=2, num_requests_max=1, num_waiting_max=1)
+    unit = prefill_leader(num_blocks=2, num_requests_max=1, num_waiting_max=1)
     effects = [unit.handle(0.0, prefill(name)) for name in "abcd"]
     assert [len(sent(each, Returned)) for each in effects] == [0, 0, 0, 1]
     assert sent(effects[-1], Returned)[0].reason == "queue full"
@@ -238,7 +219,7 @@ def test_a_full_queue_gives_back() -> None:
 
 def test_logprobs_come_by_row_of_the_step() -> None:
     """Not by chunk: the rows are in any order, and one of them is void."""
-    unit, asked = leader(chunk_tokens=100), Sampling(num_logprobs=0)
+    unit, asked = prefill_leader(chunk_tokens=100), Sampling(num_logprobs=0)
     for name, prompt in (("x", 1), ("y", 1), ("a", 150), ("b", 10), ("c", 10)):
         unit.handle(0.0, Prefill(generation(name, prompt, sampling=asked)))
     unit.handle(0.1, done(0, {0: 5}))
@@ -249,13 +230,12 @@ def test_logprobs_come_by_row_of_the_step() -> None:
     step = StepDone(plan.step_id, (1, 0, 2), (6, 7, 8), draws, 0.01, None, {0: "not finite"})
     tokens = [answer.token for answer in sent(unit.handle(0.4, step), PrefillDone)]
     assert [(token.request_id, token.token) for token in tokens] == [("b", 6), ("c", 8)]
-    assert [(token.logprob, token.top) for token in tokens] == [
-        (draws[row].logprob, draws[row].top) for row in (0, 2)
-    ]
+    found = [(token.logprob, token.top) for token in tokens]
+    assert found == [(draws[row].logprob, draws[row].top) for row in (0, 2)]
 
 
 def test_a_failed_step_gives_its_prompts_back_and_the_next_plan_frees_them() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill(prompt=100))
     effects = unit.handle(0.1, done(0, error="out of memory"))
     assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "step failed: out of memory")]
@@ -265,7 +245,7 @@ def test_a_failed_step_gives_its_prompts_back_and_the_next_plan_frees_them() -> 
 
 
 def test_one_void_token_gives_back_its_prompt_alone() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill("a"))
     unit.handle(0.0, prefill("b"))
     effects = unit.handle(0.1, done(0, {0: 5}, failed={0: "not finite"}))
@@ -278,7 +258,7 @@ def test_one_void_token_gives_back_its_prompt_alone() -> None:
 
 
 def test_the_same_message_twice_is_one_request() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill())
     unit.handle(0.0, prefill())
     assert unit.num_requests == 1
@@ -291,7 +271,7 @@ def test_the_same_message_twice_is_one_request() -> None:
     "its first message (FrontUp, a new epoch) makes the leaders free all they held"
 )
 def test_a_new_front_finds_nothing_left() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, FrontUp("f1"))
     unit.handle(0.0, prefill("a"))
     unit.handle(0.1, done(0, {0: 1}))  # Leased.
@@ -310,7 +290,7 @@ def test_a_new_front_finds_nothing_left() -> None:
 
 
 def test_load_counts_what_waits_and_beats() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.start(0.0)
     load = sent(unit.handle(0.0, prefill(prompt=200)), UnitReport)[-1]
     assert (load.num_tokens_waiting, load.num_blocks_used, load.num_requests) == (72, 4, 1)
@@ -318,20 +298,16 @@ def test_load_counts_what_waits_and_beats() -> None:
     assert len(sent(unit.handle(0.6, Tick()), UnitReport)) == 1
 
 
-def test_audit_answers_the_front() -> None:
-    unit = leader()
+def test_audit_answers_and_sees_a_leak() -> None:
+    unit = prefill_leader()
     unit.handle(0.0, prefill())
     assert sent(unit.handle(0.0, AuditRequest(5)), Audit) == [Audit("prefill-0", 5, 1, 1, ())]
-
-
-def test_audit_sees_a_leak() -> None:
-    unit = leader()
     unit.blocks[0].allocate(1, "nobody")
     assert unit.audit()
 
 
 def test_wrong_results_are_a_bug() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.handle(0.0, prefill())
     with pytest.raises(InvariantError, match="drew for chunks"):
         unit.handle(0.1, done(0))
@@ -342,7 +318,7 @@ def test_wrong_results_are_a_bug() -> None:
 
 
 def test_what_travelled_is_reported() -> None:
-    unit = leader()
+    unit = prefill_leader()
     unit.start(0.0)
     (plan,) = prefill_plans(unit.handle(0.0, prefill("a", 10)))
     step = msgspec.structs.replace(done(plan.step_id, {0: 7}), link_bytes=LinkBytes((1, 2), (3, 4)))

@@ -1,6 +1,4 @@
-"""A prefill unit of several ranks: balance, prompts cut between micro-batches, and random worlds
-with resets.
-"""
+"""A prefill unit of several ranks: balance, cut prompts, and random worlds with resets."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools
 from tests.fresh import seeds
-from tests.unit.roles.driving import done, generation, of, prefill, sent
+from tests.unit.roles.driving import done, generation, of, prefill, prefill_leader, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 
 SEEDS = seeds(1, 2, 4)
@@ -40,23 +38,13 @@ POOLS = ("p0", "p1")
 
 
 def leader(num_ranks: int = 2, **options: Any) -> PrefillLeader:
-    fields: dict[str, Any] = {
-        "chunk_tokens": 64,
-        "num_requests_max": 4,
-        "num_waiting_max": 100,
-        "lease_s": 2.0,
-        "heartbeat_s": 0.5,
-        "num_blocks": 9,
-    }
-    fields |= options
-    return PrefillLeader(
-        "prefill-0", "e1", "", fields.pop("num_blocks"), num_ranks=num_ranks, **fields
-    )
+    return prefill_leader(num_ranks=num_ranks, **{"num_waiting_max": 100} | options)
 
 
-def up(unit: PrefillLeader) -> None:
+def up(unit: PrefillLeader) -> PrefillLeader:
     unit.start(0.0)
     unit.handle(0.0, RankReset((), (0, 1), POOLS, 1))
+    return unit
 
 
 def plans_of(effects: Any) -> list[tuple[PrefillPlan, ...]]:
@@ -96,8 +84,7 @@ def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(
 
 
 def test_by_token_budgets_prompts_start_where_there_is_less_to_do() -> None:
-    unit = leader(request_balance="off")
-    up(unit)
+    unit = up(leader(request_balance="off"))
     ((first, second),) = plans_of(unit.handle(0.0, prefill("fill", 10)))
     assert (len(first.chunks), second.chunks, first.step_id, second.step_id) == (1, (), 0, 0)
     ((first, second),) = plans_of(unit.handle(0.0, prefill("a", 60)))
@@ -114,8 +101,7 @@ def test_by_token_budgets_prompts_start_where_there_is_less_to_do() -> None:
 
 
 def test_in_turn_a_prompt_is_its_ranks_however_much_that_has_to_do() -> None:
-    unit = leader(request_balance="turns")
-    up(unit)
+    unit = up(leader(request_balance="turns"))
     assert len(plans_of(unit.handle(0.0, prefill("a", 300)))) == 2
     for name in "bcd":
         unit.handle(0.0, prefill(name, 10))
@@ -125,17 +111,14 @@ def test_in_turn_a_prompt_is_its_ranks_however_much_that_has_to_do() -> None:
 
 
 def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again() -> None:
-    unit = leader(request_balance="off")
-    up(unit)
+    unit = up(leader(request_balance="off"))
     unit.handle(0.0, prefill("a", 30))
     unit.handle(0.0, prefill("b", 150))  # On rank 1.
     unit.handle(0.0, prefill("c", 200))
     unit.handle(0.1, done(0, {0: 3}))  # Now a lease on rank 0; c starts there.
     effects = unit.handle(0.2, RankReset((0,), (), ("", "p1"), 2))
-    assert [(m.request_id, m.reason) for m in sent(effects, Returned)] == [
-        ("c", "rank lost"),
-        ("a", "rank lost"),
-    ]
+    found = [(m.request_id, m.reason) for m in sent(effects, Returned)]
+    assert found == [("c", "rank lost"), ("a", "rank lost")]
     again = [plan.chunks[0].start for _, plan in plans_of(effects)]
     assert again == [0, 64]
     assert of(effects, Freed) == []
@@ -143,8 +126,7 @@ def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again(
 
 
 def test_a_unit_without_ranks_gives_back_what_waits() -> None:
-    unit = leader()
-    up(unit)
+    unit = up(leader())
     for name in "abcdefghij":
         unit.handle(0.0, prefill(name, 200))
     held = unit.num_requests
@@ -233,11 +215,8 @@ def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() ->
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
-    """Bound beside a dense prompt: it may get nothing in this step, but never again be behind those
-    that come later.
-    """
-    unit = leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8)
-    up(unit)
+    """Beside a dense prompt it may get nothing in this step, but is never overtaken again."""
+    unit = up(leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8))
     names = [f"r{number}" for number in range(12)]
     for number, name in enumerate(names):
         unit.handle(0.0, prefill(name, 60 if number % 3 else 3000))
@@ -251,8 +230,7 @@ def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> N
 def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int) -> None:
     print("seed", seed)
     random = Random(seed)
-    unit = leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=16)
-    up(unit)
+    unit = up(leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=16))
     unit.handle(0.0, prefill("dense", 4000))
     ended: set[str] = set()
     for number in range(900):
@@ -275,8 +253,7 @@ def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int)
 
 
 def test_priority_and_age_order_those_that_wait() -> None:
-    unit = leader(2, num_blocks=400)
-    up(unit)
+    unit = up(leader(2, num_blocks=400))
     for name in ("fill0", "fill1"):
         unit.handle(0.0, prefill(name, 500))
     late = 2 * AGE_S + 1.0
@@ -297,7 +274,6 @@ def test_priority_and_age_order_those_that_wait() -> None:
 # ---- seen ----
 def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     unit = leader(2, num_blocks=400)
-    unit.start(0.0)
     up(unit)
     unit.handle(0.0, TraceRequest(7, 1, 10.0))
     effects = unit.handle(0.0, prefill("a", 300))
@@ -325,23 +301,10 @@ def reports(unit: PrefillLeader) -> UnitReport:
 
 
 def test_a_unit_of_one_rank_has_no_balance_and_reports_what_it_measured() -> None:
-    unit = PrefillLeader(
-        "prefill-0",
-        "e1",
-        "pool",
-        40,
-        chunk_tokens=64,
-        num_requests_max=4,
-        num_waiting_max=9,
-        lease_s=2.0,
-        heartbeat_s=0.5,
-        num_layers=4,
-        num_moe_layers=3,
-    )
+    unit = prefill_leader(40, num_layers=4, num_moe_layers=3)
     assert reports(unit).balance == {}
 
 
 def test_a_unit_of_two_ranks_reports_what_its_experts_take_of_a_token_too() -> None:
-    unit = leader(num_layers=4, num_moe_layers=3, request_balance="off")
-    up(unit)
+    unit = up(leader(num_layers=4, num_moe_layers=3, request_balance="off"))
     assert reports(unit).num_ranks == 2

@@ -1,6 +1,4 @@
-"""Clocks that tell different times: how far apart is measured on the messages of steps, and a trace
-comes out as if all had one.
-"""
+"""Clocks that differ: steps' messages measure by how much; traces come out in one time."""
 
 from __future__ import annotations
 
@@ -127,11 +125,8 @@ def test_a_trace_of_several_hosts_is_told_in_one_time(seed: int) -> None:
     for _ in range(12):
         scene.step()
     trace = scene.trace()
-    assert [(clock.host, clock.ranks) for clock in trace.clocks] == [
-        ("10.0.0.1", (0, 1)),
-        ("10.0.0.2", (2,)),
-        ("10.0.0.3", (3,)),
-    ]
+    found = [(clock.host, clock.ranks) for clock in trace.clocks]
+    assert found == [("10.0.0.1", (0, 1)), ("10.0.0.2", (2,)), ("10.0.0.3", (3,))]
     for clock in trace.clocks:
         assert abs(clock.offset_s - AHEAD_S[clock.host]) <= clock.error_s < SLOWEST_S / 2
     rank_to_error_s = {rank: clock.error_s for clock in trace.clocks for rank in clock.ranks}
@@ -143,9 +138,8 @@ def test_a_trace_of_several_hosts_is_told_in_one_time(seed: int) -> None:
             assert abs(event.start_s - begin_s) <= rank_to_error_s[event.rank] + 1e-9
             assert event.end_s - event.start_s == pytest.approx(end_s - begin_s, abs=1e-9)
             moved.setdefault(event.rank, set()).add(round(event.start_s - begin_s, 8))
-    assert {rank: len(by_s) for rank, by_s in moved.items()} == dict.fromkeys(range(4), 1), (
-        "all steps of a host are moved alike, or its lanes would overlap"
-    )
+    # All steps of a host are moved alike, or its lanes would overlap.
+    assert {rank: len(by_s) for rank, by_s in moved.items()} == dict.fromkeys(range(4), 1)
     assert moved[0] == moved[1], "one host's lanes stay in line"
 
 

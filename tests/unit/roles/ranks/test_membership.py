@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 import pytest
 
@@ -55,9 +57,7 @@ class Driver:
             self.membership.rank_up(self.now_s, up(rank))
 
     def take(self) -> tuple[dict[str, FormPlan], list[str]]:
-        """What was sent since the last call: RankForms by name, and whom the supervisor is to
-        kill.
-        """
+        """Sends since the last call: RankForms by name, and processes to kill."""
         sends, self.sent = self.sent + self.membership.take_sends(), []
         forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
         return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
@@ -70,11 +70,12 @@ class Driver:
                     self.now_s, RankFormed(rank, epoch, Formed(self.membership.formation, None))
                 )
 
-    def run(self) -> None:
+    def run(self) -> Self:
         self.all_up()
         self.answer()
         assert self.membership.phase is UnitPhase.RUNNING
         self.take()
+        return self
 
     def heartbeat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
         for rank in ranks:
@@ -115,10 +116,8 @@ def test_the_first_generation_waits_for_everybody() -> None:
     plan = forms["decode-0.1"]
     assert (plan.formation, plan.num_ranks) == (1, 4)
     assert [member.epoch for member in plan.members] == ["e0", "e1", "e2", "e3"]
-    assert (
-        Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_expert_slots).check()
-        == []
-    )
+    found = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_expert_slots).check()
+    assert found == []
     driver.answer(3)
     assert driver.membership.phase is UnitPhase.FORMING
     driver.answer()
@@ -143,8 +142,7 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
 
 @pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
 def test_a_death_is_answered_at_once() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     forms, killed = driver.take()
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.3"], [])
@@ -155,8 +153,7 @@ def test_a_death_is_answered_at_once() -> None:
 
 
 def test_a_death_while_forming_starts_the_next_generation() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer(3)
     driver.membership.unit_down(5.1, UnitDown("decode-0.3", "killed"))
@@ -170,8 +167,7 @@ def test_a_death_while_forming_starts_the_next_generation() -> None:
 
 
 def test_a_silent_rank_is_dropped_and_killed() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.pass_s(1.4, 0, 1, 2)
     assert driver.take() == ({}, [])
     driver.pass_s(0.2, 0, 1, 2)
@@ -187,8 +183,7 @@ def test_a_silent_rank_is_dropped_and_killed() -> None:
 
 @pytest.mark.parametrize("is_stepping", [True, False])
 def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     for _ in range(20):
         driver.now_s += 0.1
         driver.heartbeat(0, 1, 2)
@@ -199,8 +194,7 @@ def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> 
 
 
 def test_blame_alone_forms_again_with_everybody() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.broke(0.0, 0, (3,))
     assert driver.membership.phase is UnitPhase.BROKEN
     driver.pass_s(NEWS_S + 0.1, 0, 1, 2, 3)
@@ -211,8 +205,7 @@ def test_blame_alone_forms_again_with_everybody() -> None:
 
 
 def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
@@ -222,8 +215,7 @@ def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
 
 
 def test_a_rank_without_a_processor_is_waited_for() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.waits = True
     driver.pass_s(20.0, 0, 1, 2)
     assert driver.take() == ({}, [])
@@ -234,8 +226,7 @@ def test_a_rank_without_a_processor_is_waited_for() -> None:
 
 
 def test_others_are_not_believed_about_a_rank_without_a_processor() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.waits = True
     driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(NEWS_S + 1.0, 0, 1, 2)
@@ -244,8 +235,7 @@ def test_others_are_not_believed_about_a_rank_without_a_processor() -> None:
 
 
 def test_all_ranks_silent_at_once_are_waited_for() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.pass_s(5.0)
     assert driver.take() == ({}, [])
     driver.pass_s(1.2)
@@ -253,20 +243,16 @@ def test_all_ranks_silent_at_once_are_waited_for() -> None:
 
 
 def test_a_stopped_rank_is_not_excused_by_what_it_waited_for() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.waits = driver.is_stopped = True
     driver.pass_s(1.6, 0, 1, 2)
     assert driver.take()[1] == ["decode-0.3"]
-    assert (
-        driver.membership.notes[-1]
-        == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
-    )
+    found = driver.membership.notes[-1]
+    assert found == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
 
 
 def test_the_supervisors_word_ends_the_wait() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.broke(0.0, 0, ())
     driver.membership.unit_down(0.01, UnitDown("decode-0.1", "killed"))
     assert sorted(driver.take()[0]) == ["decode-0.0", "decode-0.2", "decode-0.3"]
@@ -309,8 +295,7 @@ def test_one_that_never_answers_goes() -> None:
 
 @pytest.mark.promise("Its successor joins between two steps and takes its share back.")
 def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
@@ -329,8 +314,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
 
 
 def test_a_drain_has_a_deadline() -> None:
-    driver = Driver(drain_timeout_s=5.0)
-    driver.run()
+    driver = Driver(drain_timeout_s=5.0).run()
     driver.membership.unit_down(0.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
@@ -343,8 +327,7 @@ def test_a_drain_has_a_deadline() -> None:
 
 
 def test_a_successor_heard_before_the_death_takes_its_place() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.rank_up(5.0, up(2, "new"))
     forms, _ = driver.take()
     assert forms["decode-0.0"].members[2].epoch == "new"
@@ -356,8 +339,7 @@ def test_a_successor_heard_before_the_death_takes_its_place() -> None:
 
 
 def test_the_dead_do_not_come_back() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
@@ -368,8 +350,7 @@ def test_the_dead_do_not_come_back() -> None:
 
 
 def test_without_any_rank_it_waits_for_new_ones() -> None:
-    driver = Driver(2)
-    driver.run()
+    driver = Driver(2).run()
     for rank in range(2):
         driver.membership.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
     assert driver.membership.phase is UnitPhase.WAITING
@@ -407,8 +388,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
 
 
 def test_strangers_are_not_heard() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.rank_up(0.0, up(7))
     driver.membership.unit_down(0.0, UnitDown("decode-1.0", "killed"))
     driver.membership.unit_down(0.0, UnitDown("decode-0", "killed"))
@@ -419,8 +399,7 @@ def test_strangers_are_not_heard() -> None:
 
 
 def test_an_adopted_placement_is_formed_with_from_then_on() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     before = driver.membership.placement
     slots = before.slot_to_expert_LRS[1, ::-1].copy()
     adopted = before.with_layer(1, slots, np.ones(slots.shape, np.uint8))
@@ -486,9 +465,8 @@ def test_ranks_that_died_with_their_leader_are_not_waited_for() -> None:
     driver.pass_s(TAKEOVER_GRACE_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
     for rank in range(3):
-        driver.membership.rank_held(
-            driver.now_s, held(rank, 5, reduced, num_members=3)
-        )  # Asked twice.
+        # Asked twice.
+        driver.membership.rank_held(driver.now_s, held(rank, 5, reduced, num_members=3))
     driver.pass_s(0.2, 0, 1, 2)
     forms, _ = driver.take()
     assert sorted(forms) == ["decode-0.0", "decode-0.1", "decode-0.2"]
@@ -496,8 +474,7 @@ def test_ranks_that_died_with_their_leader_are_not_waited_for() -> None:
 
 
 def test_one_that_is_held_for_dead_is_not_asked_who_it_is() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.take()
     driver.membership.heartbeat(5.1, RankHeartbeat(2, "e2", 1, 0, False))

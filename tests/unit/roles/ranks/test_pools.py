@@ -16,12 +16,8 @@ from tests.fresh import fresh
 def test_a_rank_alone_lives_from_the_start_and_several_wait_to_be_named() -> None:
     assert (RankPools(5, 1, "pool").living, RankPools(5, 1, "pool").names) == ([0], ["pool"])
     pools = RankPools(5, 3)
-    assert (pools.living, pools.num_usable, pools.num_blocks_request, pools.num_blocks_rank) == (
-        [],
-        0,
-        0,
-        4,
-    )
+    found = (pools.living, pools.num_usable, pools.num_blocks_request, pools.num_blocks_rank)
+    assert found == ([], 0, 0, 4)
     pools.reset(RankReset((), (0, 2), ("a", "", "c"), 2))
     assert (pools.living, pools.num_usable, pools.num_blocks_request) == ([0, 2], 8, 4)
     assert (pools.names, pools.formation) == (["a", "", "c"], 2)

@@ -1,6 +1,4 @@
-"""The role of a rank's process: what it takes from its leader, what it drops, and its signs of
-life.
-"""
+"""The role of a rank's process: what it takes and drops, and its signs of life."""
 
 from __future__ import annotations
 
@@ -93,9 +91,8 @@ def test_steps_of_its_generation_run_and_others_are_dropped() -> None:
     assert rank.handle(0.0, step(0)) == []
     assert of(rank.handle(0.0, form(1)), Form) == [Form(form(1).plan)]
     assert rank.handle(0.0, step(0)) == []  # Not formed yet.
-    assert sent(rank.handle(0.0, Formed(1, None)), RankFormed) == [
-        RankFormed(2, "e1", Formed(1, None))
-    ]
+    found = sent(rank.handle(0.0, Formed(1, None)), RankFormed)
+    assert found == [RankFormed(2, "e1", Formed(1, None))]
     assert rank.handle(0.0, step(0)) == [Execute((step(0).plan,))]
     assert rank.handle(0.0, step(1, formation=2)) == []
     assert sent(rank.handle(0.0, done(0)), RankDone) == [RankDone(2, "e1", 1, done(0))]
@@ -232,9 +229,8 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)
     assert (held.up.epoch, held.plan.formation, held.held.num_freed) == ("e1", 1, {4: 1})
     assert sent(rank.handle(0.14, Tick()), RankHeld) == []
-    assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], (
-        "it asks for the process that was here before"
-    )
+    # It asks for the process that was here before.
+    assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == []
 
 
 @pytest.mark.parametrize("error", [None, "PeerLost: aborted"])
@@ -258,9 +254,7 @@ def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
 
 
 def test_blocks_that_were_named_for_its_predecessor_are_none_of_its_own() -> None:
-    """A block of this process has nothing in it yet: whoever found it by that name would read on
-    from KV that was never computed.
-    """
+    """Its blocks are empty: a name would lead readers to KV that was never computed."""
     rank = make_rank()
     rank.start(0.0)
     named = RankDo(Named(NamedBlocks((6,), b"n" * NAME_BYTES, NO_NAME), 2))

@@ -1,8 +1,8 @@
-"""The leader of many ranks: an inner leader's effects go to ranks, one result comes back, a
-generation makes steps void.
-"""
+"""The leader of many ranks: effects go to ranks, one result comes back, formations void steps."""
 
 from __future__ import annotations
+
+from typing import Self
 
 import pytest
 
@@ -96,11 +96,12 @@ class Driver:
             effects += self.handle(RankFormed(rank, epoch, Formed(membership.formation, None)))
         return effects
 
-    def run(self) -> None:
+    def run(self) -> Self:
         for rank in range(self.leader.membership.num_ranks):
             self.up(rank)
         self.formed()
         self.inner.heard.clear()
+        return self
 
     def execute(self, step_id: int) -> list[Effect]:
         """Let the inner leader plan a step."""
@@ -153,29 +154,25 @@ def test_the_inner_leader_hears_of_the_first_generation_when_it_is_formed() -> N
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.1", "decode-0.2"]
     assert driver.inner.heard == []
     driver.formed()
-    assert driver.inner.heard == [
-        RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), formation=1)
-    ]
+    found = driver.inner.heard
+    assert found == [RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), formation=1)]
     assert driver.leader.take_notes() == ["formation 1 done in 0.000 s with ranks 0, 1, 2"]
 
 
 def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
-    driver = Driver(2)
-    driver.run()
+    driver = Driver(2).run()
     for rank in range(2):
         driver.handle(UnitDown(f"decode-0.{rank}", "killed"))
     assert driver.inner.heard == [RankReset((0, 1), (), pools=("", ""), formation=3)]
     driver.up(0, "new0")
     driver.up(1, "new1")
     driver.formed()
-    assert driver.inner.heard[1:] == [
-        RankReset((), (0, 1), pools=("pool-0", "pool-1"), formation=4)
-    ]
+    found = driver.inner.heard[1:]
+    assert found == [RankReset((), (0, 1), pools=("pool-0", "pool-1"), formation=4)]
 
 
 def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     effects = driver.execute(0)
     assert to(effects, RankStep) == ["decode-0.0", "decode-0.1", "decode-0.2"]
     assert [message.plan.grown[0][0] for message in sent(effects, RankStep)] == [0, 1, 2]  # type: ignore[union-attr]
@@ -189,8 +186,7 @@ def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
 
 
 def test_steps_are_heard_in_order() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     driver.execute(1)
     for rank in (0, 1):
@@ -208,8 +204,7 @@ def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
         PrefillPlan(3, ()),
         PrefillPlan(3, (chunk,)),
     )
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.inner.answers = [Execute(plans)]
     driver.handle(Cancel("x", 0))
     driver.inner.heard.clear()
@@ -220,8 +215,7 @@ def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
 
 
 def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.inner.answers = [Freed((3,), rank=2), Pull("a", 0, LEASE, (4, 5), rank=1)]
     effects = driver.handle(Cancel("x", 0))
     assert effects[:2] == [
@@ -238,8 +232,7 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
 
 
 def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     driver.inner.answers = [Pull("a", 0, LEASE, (4,), rank=1), Pull("b", 0, LEASE, (4,), rank=2)]
     driver.handle(Cancel("x", 0))
@@ -264,20 +257,17 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
 
 
 def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     load = UnitReport("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
-    driver.inner.answers = [
-        Send("front", load)
-    ]  # As the inner leader knows it, which hears of the death when they have formed.
+    # As the inner leader knows it, which hears of the death when they have formed.
+    driver.inner.answers = [Send("front", load)]
     (seen,) = sent(driver.handle(Cancel("x", 0)), UnitReport)
     assert (seen.num_ranks, seen.absent) == (2, (1,))
 
 
 def test_nothing_is_sent_to_a_rank_that_the_inner_leader_does_not_know_is_another() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.up(1, "new")
     driver.inner.answers = [
         Freed((3,), rank=1),
@@ -296,8 +286,7 @@ def test_nothing_is_sent_to_a_rank_that_the_inner_leader_does_not_know_is_anothe
 
 
 def test_a_step_that_lost_a_peer_is_not_heard_of() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     driver.done(0, 0, error="PeerLost: rank 1: closed", lost=(1,))
     driver.done(1, 0)
@@ -310,8 +299,7 @@ def test_a_step_that_lost_a_peer_is_not_heard_of() -> None:
 
 
 def test_a_step_that_failed_otherwise_is_heard_of_and_the_unit_forms_anew() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     effects = driver.done(1, 0, error="RuntimeError: no")
     assert len(to(effects, RankForm)) == 3
@@ -321,8 +309,7 @@ def test_a_step_that_failed_otherwise_is_heard_of_and_the_unit_forms_anew() -> N
 
 
 def test_a_failure_waits_for_the_step_before() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     driver.execute(1)
     driver.done(0, 0)
@@ -337,8 +324,7 @@ def test_a_failure_waits_for_the_step_before() -> None:
 
 
 def test_a_replacement_waits_for_the_steps_in_flight() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.handle(UnitDown("decode-0.1", "killed"))
     driver.formed()
     driver.execute(0)
@@ -355,16 +341,14 @@ def test_a_replacement_waits_for_the_steps_in_flight() -> None:
 
 
 def test_a_step_that_went_astray_is_broken_off() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     assert to(driver.pass_s(14.5, 0, 1, 2), RankForm) == []
     assert len(to(driver.pass_s(1.0, 0, 1, 2), RankForm)) == 3
 
 
 def test_a_pause_of_the_leader_is_nobodys_silence() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.pass_s(1.0, 0, 1, 2)
     driver.now_s += 30.0
     assert to(driver.handle(Tick()), UnitDown) == []
@@ -372,8 +356,7 @@ def test_a_pause_of_the_leader_is_nobodys_silence() -> None:
 
 
 def test_the_earlier_of_both_wake_ups_counts() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     assert of(driver.handle(Tick()), WakeAt)[-1:] in ([], [WakeAt(0.1)])
     driver.now_s = 0.1
     driver.inner.answers = []
@@ -383,8 +366,7 @@ def test_the_earlier_of_both_wake_ups_counts() -> None:
 
 
 def test_the_audit_holds_the_books_problems_too() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.leader.membership.members[0] = "another"
     driver.inner.answers = [Send("front", Audit("decode-0", 1, 0, 0, ("a block",)))]
     audit = sent(driver.leader.handle(0.0, AuditRequest(1)), Audit)[0]

@@ -1,6 +1,4 @@
-"""What the inner leader of many ranks reads from disk and writes to it: done by the rank whose
-blocks they are.
-"""
+"""Disk reads and writes of a unit of many ranks: the blocks' own rank does them."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ STORE = StoreBlocks(4, NAMES, (0, 1), (7, 8), rank=2)
 
 
 def asked() -> Driver:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.inner.answers = [LOAD, STORE, UsedBlocks(PLACES)]
     assert driver.handle(Cancel("x", 0))[:3] == [
         Send("decode-0.1", RankDo(LOAD)),
@@ -54,11 +51,8 @@ def test_a_lost_rank_does_not_answer_and_the_others_do() -> None:
 
 
 def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_generation() -> None:
-    """The inner leader takes a failed step's blocks for free; other ranks may be in the middle of
-    it, and still write them.
-    """
-    driver = Driver()
-    driver.run()
+    """A failed step's blocks count as free, while other ranks may still write them."""
+    driver = Driver().run()
     driver.execute(0)
     driver.inner.answers = [Freed((5, 6), 1), LOAD, Pull("y", 0, LEASE, (7, 8), 2), STORE]
     effects = driver.done(0, 0, error="RuntimeError: no")
@@ -74,8 +68,7 @@ def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_genera
 
 
 def test_a_read_that_waited_for_the_next_generation_is_answered() -> None:
-    driver = Driver()
-    driver.run()
+    driver = Driver().run()
     driver.execute(0)
     driver.inner.answers = [LOAD]
     driver.done(0, 0, error="RuntimeError: no")

@@ -1,6 +1,4 @@
-"""The leader of many ranks with its balancer of experts: what is sent to whom when, and what the
-unit forms with.
-"""
+"""The leader of many ranks with its expert balancer: messages, and the forming's placement."""
 
 from __future__ import annotations
 
@@ -83,8 +81,7 @@ class Skewed(Driver):
 
 
 def staging() -> tuple[Skewed, dict[str, RankStage]]:
-    driver = Skewed()
-    driver.run()
+    driver = Skewed().run()
     return driver, driver.until_staging()
 
 
@@ -141,8 +138,7 @@ def test_a_loss_leaves_the_placement_that_all_had(moment: str) -> None:
 
 
 def test_nothing_is_planned_beside_what_steps_wait_for() -> None:
-    driver = Skewed()
-    driver.run()
+    driver = Skewed().run()
     for _ in range(3):
         driver.step()
     driver.send()
@@ -154,19 +150,15 @@ def test_nothing_is_planned_beside_what_steps_wait_for() -> None:
 
 
 def test_loads_tell_of_experts_and_counts_do_not_reach_the_inner_leader() -> None:
-    driver = Skewed()
-    driver.run()
+    driver = Skewed().run()
     driver.step()
     assert all(event.expert_slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
     driver.inner.answers = [Send("front", UnitReport("decode-0", "e", 1, 0, 0, 1, 0))]
     load = sent(driver.handle(Cancel("x", 0)), UnitReport)[0]
-    assert load.balance == {
-        "experts": pytest.approx(300 / 500),
-        "experts_worst": pytest.approx(300 / 500),
-    }
+    found = load.balance
+    assert found == {"experts": pytest.approx(300 / 500), "experts_worst": pytest.approx(300 / 500)}
     driver.inner.answers = [
         Send("front", Trace("decode-0", 1, (TracedStep(0, "sequential", 1, 1, ()),)))
     ]
-    assert (
-        sent(driver.handle(Cancel("x", 0)), Trace)[0].steps[0].balance == {}
-    )  # It was not a traced one.
+    # It was not a traced one.
+    assert sent(driver.handle(Cancel("x", 0)), Trace)[0].steps[0].balance == {}

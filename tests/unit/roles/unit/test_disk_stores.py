@@ -34,16 +34,16 @@ def test_an_eighth_of_the_blocks_is_written_at_a_time_in_two_parts() -> None:
     membership.stored(
         BlocksStored(first.store_id, (DiskLocation(0, 0), None, None, DiskLocation(0, 1)))
     )
-    assert (
+    found = (
         pools.num_used,
         membership.counts[SKIPPED_BLOCKS],
         name(0) in membership.index,
         name(1) in membership,
         name(4) in membership,
-    ) == (4, 2, True, False, True)
-    assert membership.begin() == [], (
-        "the others waited without an owner, and their room was given back"
     )
+    assert found == (4, 2, True, False, True)
+    # The others waited without an owner, and their room was given back.
+    assert membership.begin() == []
     assert membership.counts[SKIPPED_BLOCKS] == 2 + 12
     assert membership.check() == []
 
@@ -65,12 +65,8 @@ def test_a_lost_rank_takes_its_writes_with_it() -> None:
     membership, _ = offered(pools, 20, rank=1)
     assert {store.rank for store in membership.begin()} == {1}
     membership.lose(1)
-    assert (len(membership), name(0) in membership, name(19) in membership, membership.check()) == (
-        0,
-        False,
-        False,
-        [],
-    )
+    found = (len(membership), name(0) in membership, name(19) in membership, membership.check())
+    assert found == (0, False, False, [])
     assert membership.owners(1) == []
 
 

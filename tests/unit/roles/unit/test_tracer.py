@@ -24,10 +24,8 @@ def test_steps_go_to_the_oldest_request() -> None:
     assert tracer.done(done(4)) == []
     (first,) = sent(tracer.done(done(5)), Trace)
     (second,) = sent(tracer.done(done(6)), Trace)
-    assert [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)] == [
-        (1, [5]),
-        (2, [6]),
-    ]
+    found = [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)]
+    assert found == [(1, [5]), (2, [6])]
 
 
 def test_void_steps_are_recorded_again() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import FrontUp, UnitReport
+from hadal.core.messages import UnitReport
 from hadal.core.seams import WakeAt
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.unit import UnitReporter
@@ -28,12 +28,6 @@ def test_it_is_woken_for_whatever_comes_first() -> None:
     assert of(unit.heartbeat(0.1, 0, 0, 0.3), WakeAt) == []
     assert of(unit.heartbeat(0.1, 0, 0, 0.2), WakeAt) == [WakeAt(0.2)]
     assert of(unit.heartbeat(0.2, 0, 0, None), WakeAt) == [WakeAt(0.5)]
-
-
-def test_a_front_is_new_once() -> None:
-    unit = reporter()
-    answers = [unit.is_new_front(FrontUp(epoch)) for epoch in ("f1", "f1", "f2")]
-    assert answers == [True, False, True]
 
 
 def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:

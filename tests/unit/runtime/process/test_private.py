@@ -1,5 +1,7 @@
 """What is ours alone, also where it was there before and open to others."""
 
+from __future__ import annotations
+
 import os
 import socket
 import tempfile
@@ -152,7 +154,7 @@ def test_a_link_is_never_followed(tmp_path: Path, write: str, leads_to: str) -> 
     (tmp_path / "victim").chmod(0o644)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / leads_to)
-    with pytest.raises(OSError, match="link|symbolic"):
+    with pytest.raises(OSError, match=r"link|symbolic"):
         WRITES[write](link)
     assert (tmp_path / "victim").read_bytes() == b"precious"
     assert mode(tmp_path / "victim") == 0o644
@@ -161,7 +163,7 @@ def test_a_link_is_never_followed(tmp_path: Path, write: str, leads_to: str) -> 
 
 def test_a_pipe_with_a_logs_name_holds_up_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")
-    with pytest.raises(OSError, match="."):
+    with pytest.raises(OSError, match=r"link|device|address"):
         append_private(tmp_path / "log")
 
 

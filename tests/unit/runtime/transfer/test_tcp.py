@@ -218,30 +218,33 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
     assert not any(own.cache)
 
 
+@contextlib.contextmanager
+def linked(source: KvPool) -> Iterator[tuple[KvServer, KvLink]]:
+    """A pool's server, and a link to it."""
+    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    address = PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port)
+    link = KvLink(address, KEY, GRANTS)
+    try:
+        yield server, link
+    finally:
+        link.peer.close()
+        assert server.close(DEADLINE_S)
+
+
 def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
-    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(
-        PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
-    )
-    assert link.pull(own, lease_of(server.address, 1), (1,), deadline()) is None
-    for connection in list(server.peers._connection_to_thread):
-        connection.shutdown(socket.SHUT_RDWR)
-    assert link.pull(own, lease_of(server.address, 2), (2,), deadline()) is None
-    assert link.pull(own, lease_of(server.address, 2), (2,), deadline(1e9)) is None
-    link.peer.close()
-    assert server.close(DEADLINE_S)
+    with linked(source) as (server, link):
+        assert link.pull(own, lease_of(server.address, 1), (1,), deadline()) is None
+        for connection in list(server.peers._connection_to_thread):
+            connection.shutdown(socket.SHUT_RDWR)
+        assert link.pull(own, lease_of(server.address, 2), (2,), deadline()) is None
+        assert link.pull(own, lease_of(server.address, 2), (2,), deadline(1e9)) is None
 
 
 def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
-    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(
-        PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port), KEY, GRANTS
-    )
-    with pytest.raises(TimeoutError):
+    with linked(source) as (server, link), pytest.raises(TimeoutError):
         link.pull(own, lease_of(server.address, 1), (1,), deadline(-1.0))
-    assert server.close(DEADLINE_S)
 
 
 def test_a_chunk_is_a_block_at_least() -> None:

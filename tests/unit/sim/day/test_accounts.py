@@ -50,12 +50,10 @@ def nodes(prefill: list[int], decode: list[int]) -> FluidResult:
 
 def test_nodes_add_up_to_the_minute() -> None:
     made = report_of()
-    assert made.total.nodes.hours(PREFILL) == pytest.approx(
-        fluid().prefill_nodes.sum() / 60, abs=1e-9
-    )
-    assert made.total.nodes.hours(DECODE) == pytest.approx(
-        fluid().decode_nodes.sum() / 60, abs=1e-9
-    )
+    found = made.total.nodes.hours(PREFILL)
+    assert found == pytest.approx(fluid().prefill_nodes.sum() / 60, abs=1e-9)
+    found = made.total.nodes.hours(DECODE)
+    assert found == pytest.approx(fluid().decode_nodes.sum() / 60, abs=1e-9)
     assert float(made.total.nodes.peak) == (fluid().prefill_nodes + fluid().decode_nodes).max()
     by_hour = (fluid().prefill_nodes + fluid().decode_nodes).reshape(24, 60).mean(axis=1)
     assert [line.nodes.mean for line in made.lines] == pytest.approx(by_hour.tolist())
@@ -80,9 +78,8 @@ def test_a_unit_is_up_while_there_are_nodes_for_it() -> None:
     }
     assert {fact.gpu_hour_micro_usd for fact in facts} == {2_500_000}
     assert {(fact.ranks_per_node, fact.role) for fact in facts} == {(8, PREFILL), (8, DECODE)}
-    assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts), (
-        "two lives of a unit are two"
-    )
+    # Two lives of a unit are two.
+    assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts)
 
 
 def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_smaller() -> None:
@@ -100,9 +97,7 @@ def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_sma
 
 
 def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
-    """By hand: one that began before the day, one over the hour's end, one that ends on the next
-    day.
-    """
+    """By hand: one from before the day, one across an hour's end, one into the next day."""
     asked = worlds.of(
         worlds.Row(-10.0, 0, 0, 100, 501),
         worlds.Row(3590.0, 1, 0, 200, 1001, model=1),
@@ -115,9 +110,8 @@ def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
     books = day_tally(small(prices="1/2/3"), some, FIRST_S, token_s)
     made = day_report(books, ())
     assert [made.lines[index].counts.num_requests for index in range(3)] == [10, 20, 0]
-    assert made.lines[0].counts.tokens_out == 5010, (
-        "it came at the pace of the hour before the first, the last's"
-    )
+    # It came at the pace of the hour before the first, the last's.
+    assert made.lines[0].counts.tokens_out == 5010
     assert made.lines[0].counts.stream_us == 10 * 500 * 100_000
     later = made.lines[1].counts
     assert (later.tokens_hit, later.tokens_miss, later.tokens_out) == (1920, 3080, 10_030)

@@ -1,6 +1,4 @@
-"""The cache's day: counted by hand, all there is where nothing is forgotten, the published hits
-from a finite one.
-"""
+"""The cache's day: counted by hand, complete if infinite, the published hits if finite."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Lru
 from hadal.sim.day.cache import (
     BLOCK_BYTES,
-    BUDGET_BYTES,
     IDLE_EDGES_S,
     CacheDay,
     replay,
@@ -34,18 +31,12 @@ def day() -> CacheDay:
     return simulate_cache(PARAMS, np.random.default_rng(0), scale=SCALE)
 
 
-def hits(**changes: float) -> float:
-    return simulate_cache(PARAMS, np.random.default_rng(0), scale=4 * SCALE, **changes).hit_share
-
-
 def test_two_turns_by_hand() -> None:
     rows = [Row(10, 7, 0, 200, 300), Row(100, 7, 1, 612, 50, tokens_seen=499, idle_s=90)]
     day = replay(of(*rows), np.array([60.0, 150.0]), 100)
     assert day.tokens_found.tolist() == [0, 7 * 64]
-    assert day.blocks_written.tolist()[:2] == [
-        9 + 1,
-        0,
-    ]  # 612 + 49 tokens in the end: ten blocks, each written once.
+    # 612 + 49 tokens in the end: ten blocks, each written once.
+    assert day.blocks_written.tolist()[:2] == [9 + 1, 0]
     assert np.isinf(day.eviction_age_s).all()
     assert day.hit_share == day.findable_share == 448 / 812
     # The answer is on disk only when it has come.
@@ -128,12 +119,6 @@ def test_it_forgets_in_hours(day: CacheDay) -> None:
     found = day.found_share(np.zeros(20), ages_s)
     assert found[0] > 0.99
     assert found[-1] < 0.5
-
-
-@pytest.mark.more("test_demand has a smaller cache in `test`")
-def test_hits_rise_with_the_budget() -> None:
-    tenth, default, double = (hits(budget_bytes=BUDGET_BYTES * part) for part in (0.1, 1, 2))
-    assert tenth + 0.02 < default < double - 0.005
 
 
 def test_who_never_rests_finds_everything() -> None:

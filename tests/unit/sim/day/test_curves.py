@@ -1,6 +1,4 @@
-"""What units do, measured: near what their steps are priced at, and a line through it that never
-falls.
-"""
+"""Units measured: near their steps' prices, on a line that never falls."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.core.balance import TURNS
-from hadal.core.config import DECODE, PREFILL, ROLES
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError
 from hadal.sim.day.curves import (
     NEAR,
@@ -50,9 +47,8 @@ def test_more_requests_are_never_faster_and_nothing_jumps(made: UnitCurves) -> N
     assert (steps >= -1e-12).all()
     at, measured_s = np.array(made.decode).T
     slope = np.diff(np.maximum.accumulate(measured_s)) / np.diff(at)
-    assert steps.max() <= slope.max() * (batch[1] - batch[0]) + 1e-12, (
-        "no steeper anywhere than between two points"
-    )
+    # No steeper anywhere than between two points.
+    assert steps.max() <= slope.max() * (batch[1] - batch[0]) + 1e-12
 
 
 def test_it_goes_through_what_was_measured() -> None:
@@ -76,27 +72,21 @@ def test_what_a_unit_is_counted_on_keeps_the_promise(made: UnitCurves, promise_s
     assert tokens_per_s <= made.decode_ranks * (made.batch_max + 1.0) / float(
         made.tpot_s(batches).min()
     ) * (1 + 1e-9)
-    assert made.decode_tokens_per_s(2 * promise_s) >= tokens_per_s, (
-        "a promise that is easier to keep costs no more"
-    )
+    # A promise that is easier to keep costs no more.
+    assert made.decode_tokens_per_s(2 * promise_s) >= tokens_per_s
 
 
 def test_prompt_tokens_are_those_computed_and_those_found() -> None:
     made = UnitCurves(((10.0, 0.02), (30.0, 0.03)), 16, 40_000.0, 0.6, 60.0)
     assert made.prefill_tokens_per_s == pytest.approx(100_000.0)
     unit = made.unit_model()
-    assert (unit.prefill_tokens_per_s, unit.decode_ranks, unit.batch_max) == (
-        made.prefill_tokens_per_s,
-        16,
-        60.0,
-    )
+    found = (unit.prefill_tokens_per_s, unit.decode_ranks, unit.batch_max)
+    assert found == (made.prefill_tokens_per_s, 16, 60.0)
     assert float(unit.tpot_s(np.array(20.0))) == pytest.approx(0.025)
 
 
 def test_a_measured_unit_is_a_little_slower_than_its_price() -> None:
-    """Ranks are not quite even, and micro-batches of few requests throw more at one expert: never
-    faster.
-    """
+    """Uneven ranks and small micro-batches load one expert more: never faster."""
     figures = load().figures()
     for at, tpot_s in curves().decode:
         priced = model(DECODE).decode(at, figures.kv_length, 1, mtp_accept=small().mtp_accept)
@@ -110,21 +100,6 @@ def test_a_measured_unit_is_a_little_slower_than_its_price() -> None:
 def test_about_as_many_run_as_were_asked_for() -> None:
     for (at, _), wanted in zip(curves().decode, (6.0, 14.0, 24.0), strict=True):
         assert at == pytest.approx(wanted, rel=0.15)
-
-
-@pytest.mark.more("unit/sim/world has a balancer that is off in `test`")
-def test_requests_in_turn_are_no_better_than_balanced_ones() -> None:
-    study = small()
-    roles = {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES}
-    turns = replace(study, **roles)
-    figures = load().figures()
-    (at, tpot_s), (_, slower_s) = (
-        decode_point(one, PLACED, figures, cached_day(), 20.0) for one in (study, turns)
-    )
-    assert slower_s > 0.99 * tpot_s
-    assert at > 0
-    many, fewer = (prefill_point(one, PLACED, figures, cached_day()) for one in (study, turns))
-    assert fewer < 1.02 * many
 
 
 def test_experts_that_are_not_balanced_cost_time() -> None:
@@ -160,12 +135,10 @@ def test_a_batch_fits_slots_and_memory() -> None:
     assert of(small(), 500.0) == 32.0
     assert of(small(), 50_000.0) == pytest.approx(of(small(), 100_000.0) * 2, rel=0.01)
     assert of(small(), 100_000.0) < 32.0
-    assert of(replace(Study(), drafts=0), 4_989.0) == pytest.approx(135, abs=1), (
-        "80 GB less two experts a layer and the dense weights"
-    )
-    assert of(Study(), 4_989.0) == pytest.approx(135 * 61 / 62 - 1.2, abs=1), (
-        "KV of a layer more, and its weights in the place of a request's"
-    )
+    # 80 GB less two experts a layer and the dense weights.
+    assert of(replace(Study(), drafts=0), 4_989.0) == pytest.approx(135, abs=1)
+    # KV of a layer more, and its weights in the place of a request's.
+    assert of(Study(), 4_989.0) == pytest.approx(135 * 61 / 62 - 1.2, abs=1)
 
 
 @pytest.mark.parametrize("most", [1.0, 16.0, 24.0, 25.0, 60.0, 113.0, 134.9, 160.0])

@@ -1,6 +1,4 @@
-"""The fluid day of a study: nodes by minute are what the hours say, and better units are never more
-of them.
-"""
+"""The fluid day of a study: nodes by minute match the hours; better units need no more."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def test_all_that_comes_is_served() -> None:
 
 
 def test_the_middle_of_an_hour_obeys_littles_law() -> None:
-    """Requests in decode = those that come in a second x how long one takes; the demand there is
-    the fluid's.
-    """
+    """Requests in decode = arrivals per second x their duration; the demand is the fluid's."""
     made, demand, measured = fluid(), load().demand(), curves()
     for index in (2, 9, 22):
         middle = made.middles[index]
@@ -63,13 +59,11 @@ def test_the_middle_of_an_hour_obeys_littles_law() -> None:
         assert held == pytest.approx(
             per_s * demand.tokens_out_request / middle.tokens_per_s_user, rel=0.05
         )
-        assert middle.tokens_per_s_user == pytest.approx(
-            1 / measured.tpot_s(np.array(middle.requests_per_rank))
-        )
+        found = middle.tokens_per_s_user
+        assert found == pytest.approx(1 / measured.tpot_s(np.array(middle.requests_per_rank)))
         could = middle.units.prefill * measured.prefill_tokens_per_s
-        assert middle.prefill_use == pytest.approx(
-            per_s * demand.tokens_in_request / could, rel=0.02
-        )
+        found = middle.prefill_use
+        assert found == pytest.approx(per_s * demand.tokens_in_request / could, rel=0.02)
 
 
 def test_units_are_counted_on_for_what_they_do_within_the_promise() -> None:

@@ -1,6 +1,4 @@
-"""What a day asks for: hours that add up, hits that a smaller cache has fewer of, randomness that
-is nobody else's.
-"""
+"""A day's demand: hours that add up, fewer hits in a smaller cache, own randomness."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from hadal.sim.day.demand import (
     generator,
     kv_length_about,
     sample_of,
-    with_tokens_at,
 )
 from hadal.sim.day.study import Study
 from hadal.sim.sessions import WorkloadParams
@@ -48,9 +45,8 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
 def test_a_quick_sample_knows_the_mean_length() -> None:
     assert kv_length_about(small()) == pytest.approx(load().figures().kv_length, rel=0.05)
     assert kv_length_about(Study()) == pytest.approx(5_000, rel=0.05), "published: 4,989"
-    assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0, (
-        "nobody comes"
-    )
+    # Nobody comes.
+    assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0
 
 
 def test_figures_are_means_of_a_request() -> None:
@@ -59,9 +55,8 @@ def test_figures_are_means_of_a_request() -> None:
     assert figures.tokens_in * made.counts.sum() == pytest.approx(made.tokens_in.sum())
     assert figures.tokens_out * made.counts.sum() == pytest.approx(made.tokens_out.sum())
     assert figures.hit_share == pytest.approx(made.hit_share)
-    assert figures.tokens_in < figures.kv_length, (
-        "an output token sees its prompt, and longer texts have more of them"
-    )
+    # An output token sees its prompt, and longer texts have more of them.
+    assert figures.tokens_in < figures.kv_length
 
 
 def test_as_a_liquid_it_is_as_much_and_comes_at_the_same_hours() -> None:
@@ -89,9 +84,8 @@ def test_what_hits_is_less_with_less_cache_and_nothing_without() -> None:
     made, poor, none = (day_demand(study, one, 200) for one in (cached_day(), less, None))
     assert 0 < poor.hit_share < 0.9 * made.hit_share
     assert none.hit_share == 0.0
-    assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in), (
-        "the cache changes nobody's question"
-    )
+    # The cache changes nobody's question.
+    assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in)
     assert none.eviction_age_s == np.inf
     assert poor.eviction_age_s < made.eviction_age_s
     assert (made.tokens_hit <= made.workload.tokens_findable).all()
@@ -132,9 +126,3 @@ def test_each_part_has_randomness_of_its_own() -> None:
     assert len(set(drawn)) == len(drawn)
     assert draw("window", 1) == drawn[2]
     assert draw("load", of=small(prices="1/1/1")) == drawn[1], "what is not drawn changes no draw"
-
-
-def test_answers_come_as_fast_as_is_said() -> None:
-    made = with_tokens_at(WORKLOAD, 0.5, 9.0)
-    assert (made.token_s, made.first_token_s) == (0.5, 9.0)
-    assert replace(made, token_s=WORKLOAD.token_s, first_token_s=WORKLOAD.first_token_s) == WORKLOAD

@@ -1,6 +1,4 @@
-"""The day as a fluid, under the real fleet: nothing is lost, nobody waits long, nodes follow the
-published curve.
-"""
+"""The day as a fluid under the real fleet: nothing lost, short waits, the published curve."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve
 from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
 
 UNIT_PREFILL = 574e3
-"""Tokens per second of a prefill unit, hits among them: 7,839 a GPU (profile-data), 43.7 % of a
-prompt computed.
-"""
+"""Tokens/s of a prefill unit with hits: 7,839 a GPU (profile-data), 43.7 % computed."""
 UNIT_DECODE = 295e3
 """Of a decode unit: 2,050 a GPU, what the day's peak asks of 9 units and 3 % more."""
 MODEL = UnitModel(UNIT_PREFILL, 144, lambda batch: 0.0313 + 0.000185 * batch, 256.0)
@@ -78,9 +74,8 @@ def test_the_nodes_follow_the_published_curve(day: Day) -> None:
 def test_every_token_that_came_went_through(day: Day) -> None:
     assert day.tokens_in == pytest.approx(608e9, rel=5e-3)
     assert day.tokens_out == pytest.approx(168e9, rel=5e-3)
-    assert [hour.hour for hour in day.hours] == [
-        hour % 24 for hour in range(FIRST_HOUR, FIRST_HOUR + 24)
-    ]
+    found = [hour.hour for hour in day.hours]
+    assert found == [hour % 24 for hour in range(FIRST_HOUR, FIRST_HOUR + 24)]
     for hour in day.hours:
         assert hour.tokens_in == pytest.approx(
             608e9 * HOURLY_SHARES[hour.hour] / sum(HOURLY_SHARES), rel=0.02

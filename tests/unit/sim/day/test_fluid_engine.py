@@ -25,13 +25,11 @@ def engine(*, prefill: int = 1, decode: int = 1) -> Engine:
 def conserved(made: Engine) -> None:
     """Of requests, to rounding."""
     near = pytest.approx
-    assert made.num_arrived + made.num_returned == near(
-        made.num_prefilled + made.prefill_queue, rel=1e-9, abs=1e-6
-    )
+    found = made.num_arrived + made.num_returned
+    assert found == near(made.num_prefilled + made.prefill_queue, rel=1e-9, abs=1e-6)
     in_decode = made.decode_queue + sum(made.held.values())
-    assert made.num_prefilled == near(
-        made.num_finished + made.num_returned + in_decode, rel=1e-9, abs=1e-6
-    )
+    found = made.num_prefilled
+    assert found == near(made.num_finished + made.num_returned + in_decode, rel=1e-9, abs=1e-6)
     assert min(made.prefill_queue, made.decode_queue, *made.held.values(), 0.0) >= -1e-9
 
 

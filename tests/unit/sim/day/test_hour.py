@@ -1,6 +1,4 @@
-"""A window of an hour: a value of its seed, whole ledgers, and the same hour that the fluid
-has.
-"""
+"""A window of an hour: determined by its seed, whole ledgers, the fluid's hour."""
 
 from __future__ import annotations
 
@@ -42,11 +40,8 @@ def test_a_seed_is_a_window_wherever_it_is_run() -> None:
     one, other = (pickle.loads(pickle.dumps(short())) for _ in range(2))
     assert np.array_equal(one.reading.ttft_s, other.reading.ttft_s)
     assert np.array_equal(one.reading.decode.seconds_K, other.reading.decode.seconds_K)
-    assert (one.num_events, one.num_steps, one.hit_share) == (
-        other.num_events,
-        other.num_steps,
-        other.hit_share,
-    )
+    found = (one.num_events, one.num_steps, one.hit_share)
+    assert found == (other.num_events, other.num_steps, other.hit_share)
     assert not np.array_equal(one.reading.ttft_s, short(seed=2).reading.ttft_s)
 
 

@@ -1,6 +1,4 @@
-"""A day joined: every key that a report is made of, windows where there are any, and no number that
-is none.
-"""
+"""A day joined: every key of the report, windows where there are any, no made-up number."""
 
 from __future__ import annotations
 
@@ -127,9 +125,8 @@ def test_all_keys_are_there() -> None:
     window = made["hours"][LOOKED_AT]["window"]
     assert window.keys() >= WINDOW_KEYS
     assert window["ttft_s"].keys() == window["tpot_s"].keys() == {"p50", "p90", "p99"}
-    assert [hour["window"] is None for hour in made["hours"]] == [
-        index != LOOKED_AT for index in range(24)
-    ]
+    found = [hour["window"] is None for hour in made["hours"]]
+    assert found == [index != LOOKED_AT for index in range(24)]
     assert made["ranks"].keys() >= {
         "hour_beijing",
         "decode_unit",
@@ -159,9 +156,8 @@ def test_parts_are_what_they_are_parts_of() -> None:
     )
     assert max(minutes["nodes"]) == made["nodes_peak"]
     assert np.mean(minutes["nodes"]) == pytest.approx(made["nodes_mean"])
-    assert np.sum(minutes["tokens_in_per_s"]) * 60 == pytest.approx(
-        load().tokens_in.sum(), rel=1e-4
-    )
+    found = np.sum(minutes["tokens_in_per_s"]) * 60
+    assert found == pytest.approx(load().tokens_in.sum(), rel=1e-4)
     assert sum(model["tokens_out"] for model in made["models"]) == made["tokens_out"]
     assert [hour["hour_beijing"] for hour in made["hours"]] == [*range(12, 24), *range(12)]
 
@@ -170,14 +166,12 @@ def test_the_flat_figures_follow_from_each_other() -> None:
     made = written()
     assert made["hit_percent"] == pytest.approx(100 * made["tokens_hit"] / made["tokens_in"])
     assert made["cost_usd"] == pytest.approx(made["nodes_mean"] * 8 * 24 * 2.5)
-    assert made["margin_percent"] == pytest.approx(
-        100 * (made["income_usd"] / made["cost_usd"] - 1)
-    )
+    found = made["margin_percent"]
+    assert found == pytest.approx(100 * (made["income_usd"] / made["cost_usd"] - 1))
     per_s = made["tokens_in"] / 86_400
     assert made["prefill_tokens_per_s_node"] == pytest.approx(per_s / made["prefill_nodes_mean"])
-    assert made["decode_tokens_per_s_node"] == pytest.approx(
-        made["tokens_out"] / 86_400 / made["decode_nodes_mean"]
-    )
+    found = made["decode_tokens_per_s_node"]
+    assert found == pytest.approx(made["tokens_out"] / 86_400 / made["decode_nodes_mean"])
 
 
 def test_a_window_is_shown_as_it_was_seen() -> None:
@@ -185,9 +179,8 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     assert window["tokens_per_s_user"] == pytest.approx(1 / reading.decode.token_s)
     could = 2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s
     came = reading.tokens_arrived * (1 - looked().hit_share)
-    assert window["prefill_use"] == pytest.approx(came / could), (
-        "what comes, as in the fluid, be it computed later"
-    )
+    # What comes, as in the fluid, be it computed later.
+    assert window["prefill_use"] == pytest.approx(came / could)
     assert window["prefill_computed_share"] == pytest.approx(reading.prefill.tokens / came)
     assert window["hit_percent"] == pytest.approx(100 * looked().hit_share)
     assert window["ttft_s"]["p50"] == pytest.approx(np.median(reading.ttft_s), rel=0.05)
@@ -214,9 +207,8 @@ def test_speeds_are_the_fluids_as_far_as_windows_agree() -> None:
     assert made[10].tokens_per_s_user == pytest.approx(flows[10] / 3, rel=0.03)
     assert made[20].tokens_per_s_user == pytest.approx(flows[20] / 4, rel=0.02)
     same = of_decode(token_s=setting_s)
-    assert joined(same).flat()["tokens_per_s_user"] == pytest.approx(
-        joined().flat()["tokens_per_s_user"]
-    )
+    found = joined(same).flat()["tokens_per_s_user"]
+    assert found == pytest.approx(joined().flat()["tokens_per_s_user"])
 
 
 def test_without_windows_they_are_the_liquids() -> None:
@@ -234,15 +226,11 @@ def test_a_window_in_which_nothing_came_tells_no_time() -> None:
     empty = with_reading(ttft_s=np.zeros(0))
     made = joined(empty)
     assert made.flat()["requests"] == pytest.approx(joined().flat()["requests"], rel=1e-3)
-    assert result_json(made)["hours"][LOOKED_AT]["window"]["ttft_s"] == {
-        "p50": None,
-        "p90": None,
-        "p99": None,
-    }
+    seen = result_json(made)["hours"][LOOKED_AT]["window"]["ttft_s"]
+    assert seen == {"p50": None, "p90": None, "p99": None}
     idle = joined(of_decode(token_s=0.0, seconds_K=np.zeros(0), tokens_K=np.zeros(0)))
-    assert idle.flat()["tokens_per_s_user"] == pytest.approx(
-        joined().flat()["tokens_per_s_user"], rel=1e-3
-    )
+    shown = idle.flat()["tokens_per_s_user"]
+    assert shown == pytest.approx(joined().flat()["tokens_per_s_user"], rel=1e-3)
     found = json.dumps(result_json(idle), allow_nan=False)
     assert json.loads(found)["hours"][LOOKED_AT]["window"]["tokens_per_s_user"] is None
 
@@ -254,9 +242,8 @@ def test_distributions_hold_everybody() -> None:
     for key in ("ttft_s", "tpot_s"):
         assert len(made[key]["edges"]) == len(made[key]["counts"]) + 1
     late = result_json(joined(with_reading(ttft_s=np.array([0.001, 1.0, 500.0]))))["ttft_s"]
-    assert (late["counts"][0], late["counts"][-1], sum(late["counts"])) == (1, 1, 3), (
-        "none is beyond the edges"
-    )
+    # None is beyond the edges.
+    assert (late["counts"][0], late["counts"][-1], sum(late["counts"])) == (1, 1, 3)
     assert (late["p50"], late["p99"]) == (1.0, 500.0)
 
 
@@ -273,16 +260,12 @@ def test_percentiles_of_steps_are_of_tokens() -> None:
 def test_ranks_are_those_of_the_fullest_window() -> None:
     ranks = written()["ranks"]
     assert ranks["hour_beijing"] == 20
-    assert (len(ranks["kv_share"]), len(ranks["requests"]), len(ranks["decode_experts"])) == (
-        16,
-        16,
-        16,
-    )
+    found = (len(ranks["kv_share"]), len(ranks["requests"]), len(ranks["decode_experts"]))
+    assert found == (16, 16, 16)
     assert len(ranks["prefill_experts"]) == 8
     assert np.mean(ranks["decode_experts"]) == pytest.approx(1.0)
-    assert np.mean(ranks["requests"]) == pytest.approx(
-        looked().reading.decode.requests_per_rank, rel=0.15
-    )
+    seen = np.mean(ranks["requests"])
+    assert seen == pytest.approx(looked().reading.decode.requests_per_rank, rel=0.15)
     full = of_decode(requests_per_rank=99.0)
     full = replace(full, setting=replace(full.setting, index=3))
     assert result_json(joined(looked(), full))["ranks"]["hour_beijing"] == 15
@@ -295,9 +278,8 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
     assert np.mean(ranks["prefill_attention"]) == pytest.approx(1.0)
     assert max(ranks["prefill_attention"]) > 1.0
     seconds = reading.end_s - reading.begin_s
-    assert sum(ranks["prefill_tokens"]) * seconds == pytest.approx(
-        reading.prefill_tokens["prefill-0"].sum()
-    )
+    seen = sum(ranks["prefill_tokens"]) * seconds
+    assert seen == pytest.approx(reading.prefill_tokens["prefill-0"].sum())
     for by_unit, amount in (
         (reading.prefill_tokens, reading.prefill.tokens),
         (reading.prefill_pairs, reading.prefill.positions),
@@ -305,11 +287,8 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
         assert len(by_unit) == looked().setting.units.prefill
         assert sum(float(of.sum()) for of in by_unit.values()) == pytest.approx(amount)
     idle = result_json(joined(with_reading(prefill_tokens={}, prefill_pairs={})))["ranks"]
-    assert (idle["prefill_unit"], idle["prefill_tokens"], idle["prefill_attention"]) == (
-        None,
-        [],
-        [],
-    )
+    found = (idle["prefill_unit"], idle["prefill_tokens"], idle["prefill_attention"])
+    assert found == (None, [], [])
     assert idle["kv_share"] == ranks["kv_share"]
 
 
@@ -318,14 +297,12 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
 )
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
-    assert result_json(joined(study=small(name=Study().name)))["published"] == {}, (
-        "it asks something else"
-    )
+    # It asks something else.
+    assert result_json(joined(study=small(name=Study().name)))["published"] == {}
     closer = replace(Study(), seed=7, window=replace(Study().window, seconds=9.0))
     assert result_json(replace(result(), study=closer))["published"] == PUBLISHED
-    assert (
-        result_json(replace(result(), study=replace(Study(), hardware="h200")))["published"] == {}
-    )
+    found = result_json(replace(result(), study=replace(Study(), hardware="h200")))["published"]
+    assert found == {}
     assert set(PUBLISHED) <= set(FLAT)
     assert PUBLISHED["cost_usd"] == pytest.approx(PUBLISHED["nodes_mean"] * 8 * 24 * 2.0)
     assert PUBLISHED["margin_percent"] == pytest.approx(100 * (562_027 / 87_072 - 1), abs=0.5)

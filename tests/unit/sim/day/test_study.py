@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hadal.core.balance import NO_MOVES, OFF, TURNS
-from hadal.core.config import DECODE, PREFILL, ROLES
-from hadal.sim.day.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
+from hadal.core.config import DECODE, PREFILL
+from hadal.sim.day.study import Study, UnitsStudy
 from hadal.sim.sessions import LogNormal, SystemPrompt, WorkloadParams
 
 DAY = Study()
@@ -24,9 +24,7 @@ def part(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_default_is_the_published_fleet() -> None:
-    """Prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (DeepSeek-V3/R1
-    inference overview).
-    """
+    """Prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (overview)."""
     rules = DAY.rules()
     assert (rules.prefill.unit_nodes, rules.decode.unit_nodes) == (4, 18)
     bundles = 9
@@ -49,23 +47,12 @@ def test_what_is_simulated_is_configured_as_it_would_serve() -> None:
     made = study.deployment(3, 2)
     assert (made.prefill.units, made.decode.units) == (3, 2)
     assert (made.prefill.ranks, made.decode.ranks) == (32, 144)
-    assert (made.decode.request_balance, made.decode.expert_balance, made.decode.max_requests) == (
-        TURNS,
-        OFF,
-        7,
-    )
+    found = (made.decode.request_balance, made.decode.expert_balance, made.decode.max_requests)
+    assert found == (TURNS, OFF, 7)
     assert made.prefill.request_balance == "auto"
     assert made.chunk_tokens == 999
-    assert made.limits.max_running >= 100_000, (
-        "a day's peak is not refused for a limit nobody asked for"
-    )
-
-
-def test_a_role_is_asked_for_by_its_name() -> None:
-    study = replace(DAY, **units(PREFILL, use=0.5))
-    assert [study.units_of(role).use for role in ROLES] == [0.5, 1.0]
-    assert [study.step_model(role, 1.0).num_ranks for role in ROLES] == [32, 144]
-    assert study.step_model(DECODE, 1.3).placed == 1.3
+    # A day's peak is not refused for a limit nobody asked for.
+    assert made.limits.max_running >= 100_000
 
 
 def test_nodes_are_those_of_the_hardware() -> None:
@@ -129,6 +116,7 @@ def test_what_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> N
     [
         ({"share_r1": 1.1}, "share_r1 is 1.1; it is a probability"),
         ({"sessions_per_day": 0.0}, "above 0"),
+        ({"continue_share": 0.9}, "above 1"),
         ({"message": LogNormal(-10.0, 1.0, 10.0)}, "message is LogNormal"),
         ({"think_s": LogNormal(10.0, -1.0, 10.0)}, "think_s is LogNormal"),
         ({"reason_short": (0.3,)}, "reason_short is a probability and two numbers"),
@@ -145,11 +133,6 @@ def test_what_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> N
 def test_a_workload_that_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         replace(WorkloadParams(), **changes)
-
-
-def test_parts_have_defaults_of_their_own() -> None:
-    made = (WorkloadParams(), CacheStudy(), FleetStudy(), WindowStudy())
-    assert (DAY.workload, DAY.cache, DAY.fleet, DAY.window) == made
 
 
 def test_all_is_sold_at_the_asked_prices() -> None:

@@ -53,9 +53,8 @@ def test_what_does_not_fit_is_no_alternative() -> None:
     assert any(other.hardware == "h800" for _, other in what_ifs(Study(hardware="h200")))
     trays = UnitsStudy(36, 32, 64, bundle=0, extra=0, units_min=1, units_max=9, use=0.9)
     on_trays = Study(hardware="gb200", prefill=trays, decode=trays)
-    assert {other.hardware for _, other in what_ifs(on_trays)} == {"gb200"}, (
-        "36 ranks fill no nodes of 8"
-    )
+    # 36 ranks fill no nodes of 8.
+    assert {other.hardware for _, other in what_ifs(on_trays)} == {"gb200"}
 
 
 @pytest.mark.parametrize(

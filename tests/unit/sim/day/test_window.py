@@ -54,9 +54,8 @@ def test_what_comes_is_what_comes_in_a_played_day(seen: Window, played: Workload
         # would.
         assert abs(mine.mean() - other.mean()) < 5 * noise, name
     for edge_s in (60, 600, HOUR_S, 8 * HOUR_S, 24 * HOUR_S):
-        assert (ours.idle_s < edge_s).mean() == pytest.approx(
-            (theirs.idle_s < edge_s).mean(), abs=0.01
-        )
+        found = (ours.idle_s < edge_s).mean()
+        assert found == pytest.approx((theirs.idle_s < edge_s).mean(), abs=0.01)
 
 
 def test_what_runs_has_come_as_far_as_in_a_played_day(seen: Window, played: Workload) -> None:

@@ -22,8 +22,7 @@ MODEL = Path(__file__).resolve().parents[4] / "configs" / "deepseek_v3"
 
 
 @pytest.mark.parametrize(
-    "hardware",
-    ["h800", *(pytest.param(name, marks=MORE_HARDWARE) for name in ("h200", "gb200"))],
+    "hardware", ["h800", *(pytest.param(name, marks=MORE_HARDWARE) for name in ("h200", "gb200"))]
 )
 def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_path: Path) -> None:
     plan = best(hardware=hardware)
@@ -32,10 +31,8 @@ def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_p
     path.write_text(to_toml(made, heading_of(plan), notes_of(plan)), encoding="utf-8")
     read = read_deployment(path)
     assert read == made
-    assert (read.prefill.ranks, read.decode.ranks) == (
-        plan.prefill.num_ranks,
-        plan.decode.num_ranks,
-    )
+    found = (read.prefill.ranks, read.decode.ranks)
+    assert found == (plan.prefill.num_ranks, plan.decode.num_ranks)
     assert read.decode.redundant_experts == plan.decode_unit.model.num_redundant
     assert read.chunk_tokens == plan.prefill_unit.chunk_tokens
     assert read.decode.max_requests >= plan.decode_unit.batch
@@ -76,10 +73,8 @@ def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:
     ).ranked()[0]
     made = deployment_of(static)
     assert not made.fleet.is_on
-    assert (made.prefill.units, made.decode.units) == (
-        static.prefill.num_peak,
-        static.decode.num_peak,
-    )
+    seen = (made.prefill.units, made.decode.units)
+    assert seen == (static.prefill.num_peak, static.decode.num_peak)
     part = deployment_of(found.ranked()[0], num_prefill=2, num_decode=3)
     assert (part.prefill.units, part.decode.units, part.fleet.is_on) == (2, 3, False)
 

@@ -32,9 +32,7 @@ def test_the_best_is_simulated_and_kept() -> None:
     "If it misses its promise, less is believed of that hardware and the search is done again"
 )
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real simulator sees the first plan; then TPOT is taken to be a quarter longer than it
-    was.
-    """
+    """The simulator sees the first plan; then TPOT is set a quarter longer than it was."""
     seen = measure(small().ranked()[0], np.random.default_rng(1))
 
     def slower(plan: DeploymentPlan, *_: object) -> Measured:

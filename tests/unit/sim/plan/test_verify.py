@@ -48,18 +48,16 @@ def test_a_small_fleet_runs_whole_and_keeps_its_promise() -> None:
     assert seen.promised_ttft_s == seen.ttft_s.mean
     running = seen.requests_per_s * SMALL.tokens_out * seen.tpot_s.mean
     ranks = seen.num_decode * plan.decode.num_ranks
-    assert seen.requests_per_rank * ranks == pytest.approx(running, rel=0.2), (
-        "Little's law, from the first second on"
-    )
+    # Little's law, from the first second on.
+    assert seen.requests_per_rank * ranks == pytest.approx(running, rel=0.2)
     assert seen.kv_length == pytest.approx(SMALL.kv_length_mean, rel=0.1)
 
 
 def test_a_part_has_the_proportions_of_the_whole() -> None:
     plan = best()
     num_prefill, num_decode = part_of(plan)
-    assert num_prefill / num_decode == pytest.approx(
-        plan.prefill.need_peak / plan.decode.need_peak, rel=0.1
-    )
+    found = num_prefill / num_decode
+    assert found == pytest.approx(plan.prefill.need_peak / plan.decode.need_peak, rel=0.1)
     assert num_decode * plan.decode.num_ranks * plan.decode_unit.batch < 20_000
 
 
@@ -75,23 +73,20 @@ def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
 def test_what_is_simulated_has_an_end() -> None:
     plan = best()
     running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
-    assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0), (
-        "four and five times the 2 s that are promised"
-    )
+    # Four and five times the 2 s that are promised.
+    assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0)
     patient = dataclasses.replace(plan, slo=Slo(3600.0, 0.05))
     per_s, settle_s, measure_s = within_limits(patient, 1.0)
     assert (per_s, settle_s + measure_s) == (1.0, pytest.approx(SECONDS_MAX))
     assert settle_s / measure_s == pytest.approx(TTFTS_SETTLE / TTFTS_MEASURE)
     per_s, settle_s, measure_s = within_limits(patient, 400.0)
     assert per_s == 400.0
-    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), (
-        "for less time first"
-    )
+    # For less time first.
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX)
     per_s, settle_s, measure_s = within_limits(patient, 1e6)
     assert settle_s + measure_s == pytest.approx(SETTLE_S + MEASURE_S)
-    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), (
-        "then fewer come"
-    )
+    # Then fewer come.
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX)
 
 
 def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
@@ -101,12 +96,10 @@ def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
     traffic = plan.traffic
     assert running.sum() == round(200.0 * traffic.tokens_out * plan.decode_unit.tpot_s)
     context = (asked.tokens_in + asked.tokens_done)[running]
-    assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03), (
-        "KV that there is, as planned"
-    )
-    assert asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum() == pytest.approx(
-        0.5625, rel=0.02
-    )
+    # KV that there is, as planned.
+    assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03)
+    found = asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum()
+    assert found == pytest.approx(0.5625, rel=0.02)
     assert (~running).sum() == pytest.approx(2000, rel=0.1)
 
 
@@ -127,9 +120,8 @@ def test_a_promise_on_a_percentile_is_measured_there_and_a_miss_is_said() -> Non
 def test_the_fluid_day_of_a_plan_takes_about_what_was_counted() -> None:
     plan = small().ranked()[0]
     day = fluid_of(plan, np.random.default_rng(1))
-    assert day.nodes_mean * plan.hardware.gpus_per_node * 24 == pytest.approx(
-        plan.gpu_hours, rel=0.05
-    )
+    found = day.nodes_mean * plan.hardware.gpus_per_node * 24
+    assert found == pytest.approx(plan.gpu_hours, rel=0.05)
     assert day.tokens_per_s_user >= 1.0 / plan.slo.tpot_s
 
 

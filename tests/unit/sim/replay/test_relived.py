@@ -1,6 +1,4 @@
-"""What caused what in recordings: messages, steps behind each other, copies, timers, and what came
-from outside.
-"""
+"""Causes in recordings: messages, steps in a row, copies, timers, and outside events."""
 
 from __future__ import annotations
 
@@ -71,10 +69,8 @@ def test_the_second_process_of_a_name_hears_what_was_said_to_it() -> None:
     first = recording("p", (0, [], []), (2, [FrontUp("e")], []))
     second = recording("p", (5, [], []), (7, [FrontUp("f")], []))
     links = link([front, first, second])
-    assert links.effect_to_consequence == {
-        (0, 0): Consequence(1, 1, 0, MS),
-        (0, 1): Consequence(2, 1, 0, MS),
-    }
+    found = links.effect_to_consequence
+    assert found == {(0, 0): Consequence(1, 1, 0, MS), (0, 1): Consequence(2, 1, 0, MS)}
 
 
 def test_the_host_adds_to_a_load_on_its_way() -> None:

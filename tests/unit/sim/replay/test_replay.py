@@ -1,6 +1,4 @@
-"""A recorded run decided again: the same where nothing changed, and the first difference named
-where something did.
-"""
+"""A recorded run decided again: equal, or the first difference is named."""
 
 from __future__ import annotations
 
@@ -130,11 +128,8 @@ def test_another_policy_is_noticed(
     assert report.num_calls < report.num_recorded
     alone = replay_alone(front, make_role)
     assert alone is not None
-    assert (alone.call, alone.recorded, alone.replayed) == (
-        difference.call,
-        difference.recorded,
-        difference.replayed,
-    )
+    found = (alone.call, alone.recorded, alone.replayed)
+    assert found == (difference.call, difference.recorded, difference.replayed)
 
 
 def changed(recordings: list[Recording], process: str, number: int, call: Call) -> list[Recording]:

@@ -1,6 +1,4 @@
-"""Worlds in which things go wrong: every request ends once, ledgers add up after every fault, and
-time is lost as it should be.
-"""
+"""Worlds with faults: every request ends once, ledgers add up, time is lost as it should be."""
 
 from __future__ import annotations
 
@@ -108,9 +106,8 @@ def played(
     assert made.front.idle
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
-    assert made.front.totals.tokens_out == (asked.tokens_out - asked.tokens_done).sum(), (
-        "no token twice, none left out"
-    )
+    # No token twice, none left out.
+    assert made.front.totals.tokens_out == (asked.tokens_out - asked.tokens_done).sum()
     return made
 
 
@@ -214,9 +211,8 @@ def test_a_slow_rank_makes_the_steps_of_its_unit_slower_and_no_other_s() -> None
             )
         )
 
-    assert step_s("decode-0", 0.5, 0.99) == pytest.approx(
-        2.0 * step_s("decode-1", 0.5, 0.99), rel=0.02
-    )
+    found = step_s("decode-0", 0.5, 0.99)
+    assert found == pytest.approx(2.0 * step_s("decode-1", 0.5, 0.99), rel=0.02)
     assert step_s("decode-0", 0.1, 0.5) == pytest.approx(step_s("decode-1", 0.1, 0.5), rel=0.02)
     assert step_s("decode-0", 1.05, 1.3) == pytest.approx(step_s("decode-1", 1.05, 1.3), rel=0.02)
 
@@ -234,9 +230,8 @@ def test_a_lost_disk_costs_what_it_had() -> None:
     assert all(0.5 <= one[0] < 1.0 for one in failed)
     usable = np.minimum(asked.tokens_cached, (asked.tokens_in - 1) // 64 * 64)
     assert usable.sum() - made.seen.tokens_hit.sum() == sum(one[3] for one in failed)
-    assert made.read(0.0, 100.0).prefill.tokens == pytest.approx(
-        (asked.tokens_in - made.seen.tokens_hit).sum()
-    )
+    found = made.read(0.0, 100.0).prefill.tokens
+    assert found == pytest.approx((asked.tokens_in - made.seen.tokens_hit).sum())
 
 
 @pytest.mark.parametrize("seed", seeds(1, 3))

@@ -1,6 +1,4 @@
-"""A simulated process: what comes together is handed over together, and every effect has its answer
-in its time.
-"""
+"""A simulated process: simultaneous events go together, and effects are answered in time."""
 
 from __future__ import annotations
 

@@ -80,9 +80,8 @@ def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
         log.prefill_ranks.append(ranks)
     seen = reading(log)
     assert list(seen.prefill_tokens) == list(seen.prefill_pairs) == ["prefill-0", "prefill-1"]
-    assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0], (
-        "a quarter of the step that began before"
-    )
+    # A quarter of the step that began before.
+    assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0]
     assert seen.prefill_pairs["prefill-1"].tolist() == [82.0, 2.0, 12.0, 16.0]
     assert seen.prefill_tokens["prefill-0"].tolist() == [1.0] * 4
     assert seen.prefill_pairs["prefill-0"].tolist() == [2.0, 2.0, 2.0, 4.0]
@@ -92,11 +91,8 @@ def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
 
 def test_nothing_happened_is_said_and_an_empty_interval_refused() -> None:
     nothing = reading(WorldLog())
-    assert (
-        nothing.decode.tokens,
-        nothing.decode.positions_per_token,
-        nothing.prefill.busy_share,
-    ) == (0.0, 0.0, 0.0)
+    found = (nothing.decode.tokens, nothing.decode.positions_per_token, nothing.prefill.busy_share)
+    assert found == (0.0, 0.0, 0.0)
     assert nothing.num_arrived == nothing.disk_tokens == 0
     assert nothing.prefill_tokens == nothing.prefill_pairs == {}
     with pytest.raises(ValueError, match="is empty"):
@@ -125,9 +121,8 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     assert (both.num_ended, both.num_failed) == (3, 1)
     assert both.ttft_s.tolist() == [0.5]
     assert (both.tokens_in, both.tokens_hit, both.first_tokens) == (100, 64, 1)
-    assert both.tpot_s.tolist() == pytest.approx([1.1 / 21]), (
-        "22 tokens here; the other one had but 10"
-    )
+    # 22 tokens here; the other one had but 10.
+    assert both.tpot_s.tolist() == pytest.approx([1.1 / 21])
     assert at(0.0, 2.0).first_tokens == 0, "that one ran at the start"
 
 

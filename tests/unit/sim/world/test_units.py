@@ -44,9 +44,8 @@ def test_ranks_die_and_come_back_with_new_pools() -> None:
     assert not made.lose((3,)), "dead already"
     made.form()
     made.form()
-    assert [(reset.lost, reset.fresh, reset.formation) for reset in role.resets[1:]] == [
-        ((1, 3), (), 2)
-    ]
+    found = [(reset.lost, reset.fresh, reset.formation) for reset in role.resets[1:]]
+    assert found == [((1, 3), (), 2)]
     assert role.resets[1].pools == (before[0], "", before[2], "")
     made.come((0, 1))
     assert (role.resets[2].lost, role.resets[2].fresh, made.num_living) == ((), (1,), 3)

@@ -1,6 +1,4 @@
-"""A small fleet under the roles that serve: every request ends once, in the time that its steps
-take.
-"""
+"""A small fleet under the live roles: every request ends once, in its steps' time."""
 
 from __future__ import annotations
 
@@ -86,25 +84,22 @@ def test_the_same_requests_make_the_same_run() -> None:
 
     one, other = run(), run()
     assert np.array_equal(one.seen.end_s, other.seen.end_s)
-    assert [p.num_events for p in one.processes.values()] == [
-        p.num_events for p in other.processes.values()
-    ]
+    found = [p.num_events for p in one.processes.values()]
+    assert found == [p.num_events for p in other.processes.values()]
 
 
 def test_alone_a_request_takes_what_its_steps_take() -> None:
     asked = Requests(np.array([1.0]), np.array([2000]), np.array([101]))
     made = world(asked)
     made.run(60.0)
-    prefill_s = (
-        models()["prefill"].prefill(2000 / 8, 2000).seconds
-    )  # Less: one rank has it all, and does it alone.
+    # Less: one rank has it all, and does it alone.
+    prefill_s = models()["prefill"].prefill(2000 / 8, 2000).seconds
     assert made.seen.first_token_s[0] - 1.0 > prefill_s
     decode = models()["decode"]
     step_s = decode.decode(1 / 16, 2050, schedule="sequential").seconds
     tpot_s = (made.seen.end_s[0] - made.seen.first_token_s[0]) / 100
-    assert step_s < tpot_s < 1.3 * step_s, (
-        "the rank that has it is slower than the mean, and KV has to come first"
-    )
+    # The rank that has it is slower than the mean, and KV has to come first.
+    assert step_s < tpot_s < 1.3 * step_s
 
 
 @pytest.mark.campaign("more requests")
@@ -139,9 +134,8 @@ def test_what_a_world_checks_takes_and_makes_what_the_mean_says(accept: float) -
     decode = made.read(1.0, 3.0).decode
     ranks = models()["decode"].num_ranks
     assert decode.requests_per_rank == pytest.approx(300 / 2 / ranks)
-    assert decode.positions_per_token == pytest.approx(
-        np.mean(made.requests.tokens_in) + decode.tokens / 300, rel=0.05
-    )
+    found = decode.positions_per_token
+    assert found == pytest.approx(np.mean(made.requests.tokens_in) + decode.tokens / 300, rel=0.05)
     priced = models()["decode"].decode(
         decode.requests_per_rank, decode.positions_per_token, 1, mtp_accept=accept
     )
@@ -243,9 +237,8 @@ def test_what_is_on_disk_is_read_and_not_computed() -> None:
     made = world(asked, deployment_off())
     made.run(300.0)
     usable = np.minimum(asked.tokens_cached, (asked.tokens_in - 1) // 64 * 64)
-    assert np.array_equal(made.seen.tokens_hit, usable), (
-        "a prompt's last position is always computed"
-    )
+    # A prompt's last position is always computed.
+    assert np.array_equal(made.seen.tokens_hit, usable)
     seen = made.read(0.0, 300.0)
     assert seen.tokens_hit == seen.disk_tokens == made.front.totals.tokens_hit == usable.sum()
     assert seen.prefill.tokens == pytest.approx((asked.tokens_in - usable).sum())
@@ -290,9 +283,8 @@ def test_what_is_computed_and_generated_is_written() -> None:
     # The last token of an output has no KV.
     full = (asked.tokens_in + asked.tokens_out - 1) // 64 * 64 - asked.tokens_cached
     assert made.read(0.0, 300.0).disk_tokens_written == full.sum()
-    assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64), (
-        "prompts can be found from now on"
-    )
+    # Prompts can be found from now on.
+    assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64)
     assert made.check() == []
 
 
@@ -302,9 +294,8 @@ def test_how_full_ranks_are_is_sampled() -> None:
     seen = made.read(0.5, 2.0)
     share = seen.kv_share
     mean = np.mean([of_unit.mean() for of_unit in seen.requests.values()])
-    assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1), (
-        "samples and steps tell the same"
-    )
+    # Samples and steps tell the same.
+    assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1)
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())
 
