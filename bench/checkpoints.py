@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / ".peers"
@@ -382,12 +382,15 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise SystemExit(f"what is installed here makes {tokenizer.get_vocab_size():,} tokens")
+    bos_id = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos_id)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "add_bos_token": True,
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(

@@ -3,7 +3,7 @@
     python -m bench.pages [--rounds N]     p99 of short requests with ten consoles open, by that without
     python -m bench.pages --near           the same, with their browser on this host
     python -m bench.pages --refresh        ms of a browser's main thread per refresh of a page with 278 nodes
-    python -m bench.pages --pictures       docs/pages-*.png, of a server that is asked and of 278 nodes
+    python -m bench.pages --pictures       docs/pages-*.png, of `laptop_ep` that `hadal bench` loads
 
 Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
 Operators look from hosts of their own: a console here is a connection that is sent all that a browser
@@ -41,6 +41,17 @@ ROUND_S, SETTLE_S = 15.0, 6.0
 MOST_REFRESH_MS = 200
 CONCURRENCY = 2
 SIZES = {"wide": (1400, 900), "narrow": (390, 844)}
+LOADED_S = 90
+"""Load before the console's first picture: percentiles are of a minute."""
+LOAD = ("--concurrency=24", "--input=200-1200", "--output=60-300", "--shared=64")
+PICTURED = """
+[console]
+port = 0
+[ledger]
+prices = "0/0/0"
+gpu_hour_usd = 0.0
+"""
+"""Added to `laptop_ep`. No price is set: a margin at the rent of six GPUs would mean nothing here."""
 DEPLOYMENT = """
 [console]
 port = 0
@@ -213,19 +224,34 @@ def pages_of(server: Running) -> str:
     return str(server.status.console_url)
 
 
-def pictures(frames: Path | None) -> None:
-    """Write the pictures of docs/. `frames`: of the simulated peak; None: it is simulated first."""
+def pictures() -> None:
+    """Write the pictures of docs/: a chat, and the console of a live deployment under load."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as name:
-        browser = chromium(playwright)
-        with serving() as server:
-            for size, scheme in (("wide", "light"), ("narrow", "dark")):
-                picture_chat(browser, pages_of(server), size, scheme)
-        with peak_pages(frames, Path(name)) as url:
+    text = (ROOT / "configs" / "laptop_ep.toml").read_text(encoding="utf-8")
+    with sync_playwright() as playwright, launched(text + PICTURED) as server:
+        wait_ready(server)
+        browser, pages = chromium(playwright), pages_of(server)
+        for size, scheme in (("wide", "light"), ("narrow", "dark")):
+            picture_chat(browser, pages, size, scheme)
+        with loaded(str(server.status.url)):
+            time.sleep(LOADED_S)
             for size, scheme in (("wide", "dark"), ("narrow", "light")):
-                picture_console(browser, url, size, scheme)
+                picture_console(browser, f"{pages}/console", size, scheme)
         browser.close()
+
+
+@contextmanager
+def loaded(url: str) -> Iterator[None]:
+    """Load the server with `hadal bench` meanwhile. Raises SystemExit if the load ends by itself."""
+    command = [sys.executable, "-m", "hadal.cli", "bench", url, *LOAD, "--duration", "3600"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as load:
+        try:
+            yield
+            if load.poll() is not None:
+                raise SystemExit("hadal bench ended before the pictures were taken")
+        finally:
+            load.terminate()
 
 
 @contextmanager
@@ -312,7 +338,7 @@ def picture_chat(browser: Any, url: str, size: str, scheme: str) -> None:
 
 
 def picture_console(browser: Any, url: str, size: str, scheme: str) -> None:
-    """The overview and, wide, the experts of the simulated peak."""
+    """The overview and, wide, the experts."""
     page = page_of(browser, size, scheme)
     page.goto(url)
     page.wait_for_selector(".h-unit", timeout=60_000)
@@ -330,7 +356,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--pictures", action="store_true")
-    frames_help = "of hadal simulate --frames, for --refresh and --pictures"
+    frames_help = "of hadal simulate --frames, for --refresh"
     parser.add_argument("--frames", type=Path, help=frames_help)
     parser.add_argument("--near", action="store_true", help="a browser on this host draws them")
     parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
@@ -343,7 +369,7 @@ def main() -> None:
     elif asked.refresh:
         refresh(asked.frames)
     elif asked.pictures:
-        pictures(asked.frames)
+        pictures()
     else:
         compare(asked.rounds, is_near=asked.near)
 

@@ -109,6 +109,16 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")
     ] = None,
+    accept_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "Key of the model's JSON files to pass over although Hadal does not know it, as a"
+                " refusal names it: rope_parameters.KEY. May be given more than once."
+            ),
+            metavar="KEY",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -223,7 +233,13 @@ def serve(
     engine, _, address = (on or "").partition(":")
     if on is not None and (engine not in ("local", "ray") or (address and engine == "local")):
         raise typer.BadParameter("local, ray or ray:ADDRESS", param_hint="--on")
-    overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
+    overrides = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "model_name": model_name,
+        "accept_config": tuple(accept_config) if accept_config else None,
+    }
     tables: _Tables = {
         "cache": {"folder": cache_folder, "disk_mb": cache_mb},
         "gateway": {"processes": gateways},
@@ -242,7 +258,7 @@ def serve(
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
     from hadal.runtime.process.logs import JSON, TEXT, start_log
-    from hadal.runtime.resolve import resolve
+    from hadal.runtime.resolve import resolve, unknown_keys_warnings
 
     level = "warning" if quiet and log_level == "info" else log_level
     try:
@@ -262,6 +278,9 @@ def serve(
         )
         if (quiet or log_format == JSON) and not keys and not is_near(resolved.deployment.host):
             logging.getLogger("hadal").warning("%s", OPEN_TO_ALL)
+        if quiet or log_format == JSON:  # Else the banner says it.
+            for sentence in unknown_keys_warnings(resolved.deployment):
+                logging.getLogger("hadal").warning("%s", sentence)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
         code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
     except ConfigError as error:
@@ -953,14 +972,18 @@ def _dry_run(
     keys: tuple[list[str], Path | None, bool],
 ) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
+    from hadal.commands.served import read_served_text
     from hadal.runtime.banner import print_plan
     from hadal.runtime.process.logs import check_log
-    from hadal.runtime.resolve import plan, why_not_run
+    from hadal.runtime.resolve import has_tokenizer, plan, why_not_run
 
     try:
         check_log(*log)
         resolved = plan(_deployment(config, overrides, tables))
         _keys_for(resolved.deployment, *keys)
+        folder = Path(resolved.deployment.model)
+        if has_tokenizer(folder):
+            read_served_text(folder, resolved.deployment.accept_config)
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)
         return EXIT_CONFIG

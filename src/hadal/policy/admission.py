@@ -44,6 +44,7 @@ class Refusal:
     status: int
     reason: str
     retry_after_s: float
+    """0: never, the same request will be refused again."""
     code: str = OVERLOADED
     """For programs."""
     limits: RateLimits | None = None

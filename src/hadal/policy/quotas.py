@@ -23,7 +23,7 @@ RATE_CODE = "rate_limit_exceeded"
 BUDGET_CODE = "insufficient_quota"
 """OpenAI's code for a budget that is used up."""
 NEVER_CODE = "request_too_large"
-"""Of a batch's request that no waiting helps. Of others the code says which quota it is."""
+"""Code of a request that exceeds the quota by itself, so that no waiting helps: a 400, unlike others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,12 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
     so much at most. 0 tokens: nobody has read them.
     """
     quota = view.quota
+    if quota.requests and not view.is_batch and num_wanted > quota.requests:
+        return _never(
+            view,
+            f"the request asks for {num_wanted} texts, and this key may have {quota.requests}"
+            " generations at once; lower n, or send fewer prompts.",
+        )
     if quota.requests and not view.is_batch and view.num_open + num_wanted > quota.requests:
         return _refusal(
             view,
@@ -63,12 +69,10 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
             AGAIN_S,
         )
     if quota.tokens_per_minute and num_tokens > quota.tokens_per_minute:
-        return _refusal(
+        return _never(
             view,
             f"the request has {num_tokens} tokens, and this key may have"
             f" {quota.tokens_per_minute} a minute; send a shorter prompt.",
-            MINUTE_S,
-            NEVER_CODE if view.is_batch else RATE_CODE,
         )
     needed = float(max(1, num_tokens))
     if view.is_batch:
@@ -87,15 +91,20 @@ def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
     if view.spent_pico_usd is None:
         return Refusal(503, "what this key has spent today is not read yet.", AGAIN_S, RATE_CODE)
     left = view.quota.day_pico_usd - view.spent_pico_usd
+    if most_pico_usd > view.quota.day_pico_usd:
+        return _never(
+            view,
+            f"this key may spend ${view.quota.day_pico_usd / 1e12:g} a day (UTC), and the request can"
+            f" cost ${most_pico_usd / 1e12:g}; lower max_tokens, or send a shorter prompt.",
+        )
     if left <= 0 or most_pico_usd > left:
-        is_never = view.is_batch and most_pico_usd > view.quota.day_pico_usd
         return _refusal(
             view,
             f"this key may spend ${view.quota.day_pico_usd / 1e12:g} a day (UTC), and ${left / 1e12:g}"
             f" of it is left; the request can cost ${most_pico_usd / 1e12:g}. Lower max_tokens, or"
             " wait until tomorrow.",
             view.day_left_s,
-            NEVER_CODE if is_never else BUDGET_CODE,
+            BUDGET_CODE,
         )
     if view.reserved_pico_usd + most_pico_usd > left:
         return _refusal(
@@ -105,6 +114,10 @@ def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
             BUDGET_CODE,
         )
     return None
+
+
+def _never(view: QuotaView, reason: str) -> Refusal:
+    return Refusal(400, reason, 0.0, NEVER_CODE, limits_of(view))
 
 
 def _refusal(view: QuotaView, reason: str, retry_after_s: float, code: str = RATE_CODE) -> Refusal:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hadal.core.plans import NO_TOKEN
+from hadal.core.plans import NO_TOKEN, NOT_FINITE
 
 BACKOFF_S = 0.05
 """Before the first retry of an attempt that a unit gave back; doubled at each, up to
@@ -29,13 +29,15 @@ OTHER_WEIGHTS = "other weights"
 """The unit is another by now than the one it was sent to, and cannot use its KV. As QUEUE_FULL."""
 TOO_LONG = "too long"
 """It can never fit in this unit. The front ends it with an error."""
-# Also core/plans.NO_TOKEN: nothing is left to draw, for the request's own numbers. The front ends
-# it with an error.
+VOID = frozenset({NO_TOKEN, NOT_FINITE})
+"""Nothing can be drawn, for the request's own numbers or for the model's. The front ends it with an
+error.
+"""
 
 
 def void(why: str) -> str:
     """The reason to give back a request whose token is void."""
-    return why if kind_of(why) == NO_TOKEN else f"{STEP_FAILED}: {why}"
+    return why if kind_of(why) in VOID else f"{STEP_FAILED}: {why}"
 
 
 def kind_of(reason: str) -> str:
@@ -55,7 +57,7 @@ class Remedy(NamedTuple):
 def answer_to(reason: str, num_retries: int) -> Remedy:
     """Try again, and when; or never. `num_retries` were counted before."""
     kind = kind_of(reason)
-    if kind in (TOO_LONG, NO_TOKEN):
+    if kind == TOO_LONG or kind in VOID:
         return Remedy(True, False, 0.0)
     if kind == PREEMPTED:
         return Remedy(False, False, 0.0)

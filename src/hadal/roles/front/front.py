@@ -58,7 +58,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.plans import NO_TOKEN, Score
+from hadal.core.plans import NO_TOKEN, NOT_FINITE, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
@@ -381,6 +381,8 @@ RESUME_BATCH = 64
 """Requests in one message to it."""
 CLOSED_STATUS = 499
 """nginx's status for a client that went away."""
+NOT_FINITE_STATUS = 422
+"""A status that clients do not retry: every attempt computes the same numbers."""
 
 
 class Front:
@@ -811,7 +813,14 @@ class Front:
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
-            if kind_of(returned.reason) == NO_TOKEN:
+            if kind_of(returned.reason) == NOT_FINITE:
+                self._fail(
+                    record,
+                    f"the model's weights are damaged or overflow on {returned.unit}"
+                    f" ({returned.reason}). The same request fails again; tell the server's operator.",
+                    NOT_FINITE_STATUS,
+                )
+            elif kind_of(returned.reason) == NO_TOKEN:
                 self._fail(
                     record, f"nothing can be drawn for this request ({returned.reason}).", 422
                 )
@@ -1045,7 +1054,7 @@ def refused(request_id: str, refusal: Refusal) -> Deliver:
         True,
         refusal.reason,
         refusal.status,
-        refusal.retry_after_s,
+        refusal.retry_after_s or None,
         limits=refusal.limits,
         error_code=refusal.code,
     )
