@@ -294,6 +294,7 @@ def child(*arguments: str) -> Iterator[str]:
 
 @pytest.mark.promise("Esc stops an answer (and the server stops its work)")
 @MORE_PAGES
+@pytest.mark.slow("a page that lost its line has 20 s to come back")
 def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
     """Its answer would take ten minutes. A page that lost its line has 20 s to come back."""
     with scripted(browser, lambda _: lambda *_: 5, step_s=1.0) as (page, gateway):
@@ -346,6 +347,7 @@ def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser)
 
 
 @MORE_PAGES
+@pytest.mark.slow("all that a browser keeps is filled, twice")
 def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
     browser: Browser,
 ) -> None:
@@ -406,6 +408,7 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
 
 @pytest.mark.promise("the page asks again, five times, until it is stopped")
 @MORE_PAGES
+@pytest.mark.slow("the page waits for seconds before it asks again")
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:
     limits = LimitsConfig(max_running=1, max_queued=0)
     options = {"limits": limits, "patience": Patience(retry_after_s=4.0), "step_s": 0.05}

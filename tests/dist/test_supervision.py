@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from hadal.runtime.launch import SAME_SIGNAL_S
+from hadal.runtime.process.process import RUN_FILE
 from hadal.runtime.resolve import model_folder
 from tests.dist.answers import asked, complete, under_way
 from tests.dist.conftest import starting
@@ -246,6 +247,7 @@ def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: Sta
     wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
     # What it could not remove itself its fork server does, when the socket between them ends.
     wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
+    wait_until(lambda: not (server.folder / RUN_FILE).exists(), "its secret is gone")
 
 
 @pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
@@ -269,6 +271,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) 
     assert refused.status_code == 503
     assert "Retry-After" in refused.headers
     assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert not (server.folder / RUN_FILE).exists(), "its secret is gone"
 
 
 @pytest.mark.more("a drain that nothing cuts short is in `make test`")

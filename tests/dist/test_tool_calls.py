@@ -222,13 +222,6 @@ def test_units_that_are_killed(
     assert metric(server, "hadal_retries_total") > before
 
 
-@SERVED
-@pytest.mark.parametrize("name", [pytest.param("deepseek-v3", marks=pytest.mark.full), "kimi-k2"])
-def test_other_families(borrow: StartServer, tmp_path: Path, requests: Asked, name: str) -> None:
-    server, bodies = borrow(model=str(model_with_marks(tmp_path, FORMATS[name]))), requests.bodies
-    assert num_right(bodies, asyncio.run(ask_all(server, CHATS, bodies))) > len(bodies) / 8
-
-
 def streamed(server: Server, body: dict[str, Any]) -> Any:
     """The calls of a reply as its deltas add up, and its end."""
     calls: list[dict[str, str]] = []
@@ -366,3 +359,10 @@ def test_messages_are_a_call_or_an_answer_in_its_format(marked: Server, prefix: 
                 jsonschema.validate(json.loads(prefix + block["text"]), CONTENT)
             num += 1
     assert num > NUM_DRAWN / 4
+
+
+@SERVED
+@pytest.mark.parametrize("name", [pytest.param("deepseek-v3", marks=pytest.mark.full), "kimi-k2"])
+def test_other_families(borrow: StartServer, tmp_path: Path, requests: Asked, name: str) -> None:
+    server, bodies = borrow(model=str(model_with_marks(tmp_path, FORMATS[name]))), requests.bodies
+    assert num_right(bodies, asyncio.run(ask_all(server, CHATS, bodies))) > len(bodies) / 8

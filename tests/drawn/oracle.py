@@ -84,7 +84,10 @@ def make(case: Case, folder: Path) -> Made:
     path.write_text(json.dumps(case.fields))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if block is not None:
-        _store_fp8(folder / "model.safetensors", block, quantization)
+        names = ("weight_scale_inv", "scale", "qscale_weight")
+        is_fp8 = quantization["quant_method"] == "fp8"
+        name = names[case.seed % len(names)] if is_fp8 else "weight_scale"
+        _store_fp8(folder / "model.safetensors", block, name)
     return Made(case, folder, tokens, logits, config)
 
 
@@ -189,15 +192,13 @@ def _round(model: Any, block: tuple[int, int]) -> None:
             codec.dequantise(codes[None], scales[None], block, part[None])
 
 
-def _store_fp8(path: Path, block: tuple[int, int], quantization: dict[str, Any]) -> None:
-    """Rewrite the file's matrices as codes and scales, under the names of the format."""
-    is_fp8 = quantization["quant_method"] == "fp8"
+def _store_fp8(path: Path, block: tuple[int, int], scale_name: str) -> None:
+    """Rewrite the file's matrices as codes, and scales that end with this name."""
     tensors = load_file(path)
     for name in [name for name in tensors if _is_stored_fp8(name)]:
         codes, scales = codec.quantise(tensors[name], block)
         tensors[name] = codes
-        suffix = "_scale_inv" if is_fp8 else "_scale"
-        tensors[f"{name}{suffix}"] = scales
+        tensors[f"{name.removesuffix('weight')}{scale_name}"] = scales
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.main import get_command
 from hadal.cli import EXIT_CONFIG, app
 from hadal.core.config import ROLES, Deployment, units_of
 from tests.needs import leave_out
+from tests.unit.test_manifests import IMAGE_USER
 from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,37 @@ def test_the_image_runs_as_nobody_special_and_serves_what_it_exposes() -> None:
     for folder in (*yaml.safe_load(one("VOLUME")), str(options["run_folder"])):
         assert folder in made, "its owner is the user"
     assert f"--uid {user.partition(':')[0]} " in made
+
+
+def test_the_pods_image_runs_as_a_user_that_it_makes() -> None:
+    user = [value for step, value in steps(IMAGES[1]) if step == "USER"]
+    assert user == [f"{IMAGE_USER}:{IMAGE_USER}"]
+    made = " ".join(value for step, value in steps(IMAGES[1]) if step == "RUN")
+    assert f"useradd --uid {IMAGE_USER} " in made
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_an_image_can_be_built_from_a_digest(path: Path) -> None:
+    asked = dict(value.split("=", 1) for step, value in steps(path) if step == "ARG")
+    assert [value for step, value in steps(path) if step == "FROM"] == ["${BASE}"]
+    assert asked["BASE"].partition(":")[2], "a tag at least"
+
+
+FIXED = {
+    "jinja2": "3.1.6",  # CVE-2025-27516, CVE-2024-56326: out of the sandbox
+    "starlette": "0.49.1",  # CVE-2025-62727: Range headers
+    "python-multipart": "0.0.31",  # CVE-2026-24486, -40347, -42561, -53540
+}
+"""Packages that read what strangers send -> first version without known holes."""
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_no_version_with_a_known_hole_can_be_installed(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(project["dependencies"]), re.M))
+    pins = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split())
+    for version in (floors[name], pins[name]):
+        assert [*map(int, version.split("."))] >= [*map(int, FIXED[name].split("."))]
 
 
 def test_compose_mounts_what_is_there_and_defines_what_it_names() -> None:

@@ -42,6 +42,8 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 END_S = 25
 """What `hadal serve` may take, once drained, to end its processes, its nodes and its lender."""
 PUBLISHED_NODES = 30
+IMAGE_USER = 10001
+"""User and group of deploy/kuberay/Dockerfile (tests/unit/test_deploy.py)."""
 OBJECT_STORE_BYTES = 80_000_000
 """Ray's, which nothing uses; by default it would take 30 % of the memory that KV pools need."""
 HEAD_ENVIRONMENT = {
@@ -270,6 +272,18 @@ def reference_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
             yield f"{label_of(workload)}: no Service {workload['spec']['serviceName']}"
 
 
+def user_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
+    """No pod runs as root, but a container that asks for a capability."""
+    for name, template in manifests.templates.items():
+        pod = template["spec"].get("securityContext", {})
+        for container in containers(template):
+            own = container.get("securityContext", {})
+            if own.get("runAsUser") == 0 and own.get("capabilities", {}).get("add"):
+                continue
+            if not {**pod, **own}.get("runAsNonRoot"):
+                yield f"{name}: {container['name']} may run as root"
+
+
 def _volume_problems(
     manifests: Manifests, owner: str, template: Document, secrets: set[str]
 ) -> Iterator[str]:
@@ -295,11 +309,12 @@ def _volume_problems(
             if source in volume and name not in names:
                 yield f"{owner}: no {source} {name}"
         if "secret" in volume:
-            # runtime/process/private refuses what others may read, and fsGroup lets a group.
+            # It is root's: the image's user reads it by its group, and runtime/process/private
+            # refuses what anybody else may read.
             if volume["secret"].get("defaultMode") != 0o400:
                 yield f"{owner}: others may read secret {volume['name']}"
-            if "fsGroup" in spec.get("securityContext", {}):
-                yield f"{owner}: fsGroup lets a group read secret {volume['name']}"
+            if spec.get("securityContext", {}).get("fsGroup") != IMAGE_USER:
+                yield f"{owner}: its user cannot read secret {volume['name']} without fsGroup"
     asked = spec.get("priorityClassName")
     if asked is not None and asked not in manifests.names("PriorityClass"):
         yield f"{owner}: no PriorityClass {asked}"
@@ -522,6 +537,7 @@ def network_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[Manifests, Deployment], Iterator[str]], ...] = (
     reference_problems,
+    user_problems,
     time_problems,
     probe_problems,
     deployment_problems,
@@ -662,7 +678,9 @@ MUTANTS: dict[str, tuple[str, str, Any, str]] = {
     "secret": (CELLS, f"{SERVE} env 2 valueFrom secretKeyRef key", "token", "nobody"),
     "keys": (CELLS, f"{TEMPLATE} volumes 3 secret secretName", "key", "no secret key"),
     "mode": (CELLS, f"{TEMPLATE} volumes 3 secret defaultMode", 0o444, "others"),
-    "fsGroup": (CELLS, f"{TEMPLATE} securityContext", {"fsGroup": 1}, "a group"),
+    "fsGroup": (CELLS, f"{TEMPLATE} securityContext fsGroup", 1, "without fsGroup"),
+    "root": (CELLS, f"{TEMPLATE} securityContext runAsNonRoot", GONE, "as root"),
+    "root node": (CLUSTER, f"{NODE} containers 0 securityContext capabilities", GONE, "as root"),
     "configMap": ("ConfigMap hadal", "metadata name", "other", "no configMap"),
     "namespace": ("Service hadal", "metadata namespace", "default", "in namespace"),
     "claim": ("PersistentVolumeClaim hadal-cache", "metadata name", "kv", "persistentVolumeClaim"),

@@ -42,7 +42,7 @@ def check_fixed(
         raise CheckpointError(f"{source}: {name} is missing; {row.allowed[0]!r} is needed.")
     if key in fields and not model_keys.is_allowed(row, value):
         # 1.0 and 1 are one value.
-        served = list(dict.fromkeys(one for one in row.allowed if one not in (None, {})))
+        served = list(dict.fromkeys(one for one in row.allowed if one is not None))
         needed = " or ".join(map(repr, served)) or "nothing"
         raise CheckpointError(
             f"{source}: {name} is {shown(value)}; this architecture needs {needed} ({row.source})."

@@ -191,11 +191,11 @@ def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collecti
         name = f"generation_config.{key}"
         is_refused = row.use is Use.FIXED and not model_keys.is_allowed(row, fields.get(key))
         if is_refused and name not in accepted:
+            _, _, effect = row.source.partition(": ")
             raise CheckpointError(
-                f"{source}: {key} is {shown(fields[key])}, which would change"
-                f" {'the end of a text' if row.source.endswith('text') else 'a draw'} and is not a"
-                f" default here. Requests can ask for it where the API has it; --accept-config {name}"
-                " serves the model without it."
+                f"{source}: {key} is {shown(fields[key])}, which {effect} and is no default here."
+                f" Requests can ask for it where the API has it. --accept-config {name} serves the"
+                " model without it."
             )
 
 

@@ -354,8 +354,8 @@ COMPRESSED: Table = {
     ),
     "config_groups": ConfigKey(Use.USED, _COMPRESSED, REQUIRED),
     "kv_cache_scheme": ConfigKey(Use.FIXED, _COMPRESSED, None, (None,)),
-    "sparsity_config": ConfigKey(Use.FIXED, _COMPRESSED, None, (None, {})),
-    "transform_config": ConfigKey(Use.FIXED, _COMPRESSED, None, (None, {})),
+    "sparsity_config": ConfigKey(Use.FIXED, _COMPRESSED, None, (None,)),
+    "transform_config": ConfigKey(Use.FIXED, _COMPRESSED, None, (None,)),
     "ignore": ConfigKey(Use.INERT, _TENSORS_SAY),
     "global_compression_ratio": ConfigKey(Use.INERT, "a note of the writer"),
     "version": ConfigKey(Use.INERT, "a note of the writer"),
@@ -455,13 +455,11 @@ GENERATION: Table = {
     "epsilon_cutoff": ConfigKey(Use.FIXED, _DRAW, None, (None, 0)),
     "eta_cutoff": ConfigKey(Use.FIXED, _DRAW, None, (None, 0)),
     "repetition_penalty": ConfigKey(Use.FIXED, _DRAW, None, (None, 1)),
-    "presence_penalty": ConfigKey(Use.FIXED, "other engines' key; changes a draw", None, (None, 0)),
-    "frequency_penalty": ConfigKey(
-        Use.FIXED, "other engines' key; changes a draw", None, (None, 0)
-    ),
+    "presence_penalty": ConfigKey(Use.FIXED, "other engines: changes a draw", None, (None, 0)),
+    "frequency_penalty": ConfigKey(Use.FIXED, "other engines: changes a draw", None, (None, 0)),
     "no_repeat_ngram_size": ConfigKey(Use.FIXED, _DRAW, None, (None, 0)),
     "bad_words_ids": ConfigKey(Use.FIXED, _DRAW, None, (None,)),
-    "sequence_bias": ConfigKey(Use.FIXED, _DRAW, None, (None, {})),
+    "sequence_bias": ConfigKey(Use.FIXED, _DRAW, None, (None,)),
     "suppress_tokens": ConfigKey(Use.FIXED, _DRAW, None, (None,)),
     "begin_suppress_tokens": ConfigKey(Use.FIXED, _DRAW, None, (None,)),
     "forced_bos_token_id": ConfigKey(Use.FIXED, _DRAW, None, (None,)),
@@ -488,6 +486,8 @@ GENERATION: Table = {
 
 def is_allowed(row: ConfigKey, value: Any) -> bool:
     """Return whether a FIXED key may have the value; of a list, whether each entry may be."""
+    if value in ([], {}) and None in row.allowed:
+        return True  # As good as absent.
     if isinstance(value, list) and value:
         return all(is_allowed(row, one) for one in value)
     return any(

@@ -20,7 +20,6 @@ import urllib.parse
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -30,7 +29,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hadal.core.balance import OFF
 from hadal.core.config import GatewayConfig
 from hadal.core.handshake import is_near
-from hadal.gateway.errors import ApiError, is_anthropics
+from hadal.gateway.descriptors import ConnectionLimit
+from hadal.gateway.errors import ApiError, is_anthropics, overloaded
 from hadal.runtime.process.logs import REQUEST_ID, fields
 
 # One TCP connection: uvicorn's protocol, with limits on headers and on clients that stand still.
@@ -47,6 +47,8 @@ HEADERS_S = 15.0
 the end of a request that came slower than it.
 """
 MAX_HEADER_BYTES = 64 * 1024
+FULL_RETRY_S = 2.0
+"""Time after which a connection refused for want of descriptors may be tried again."""
 UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""
 _OFFER = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:[^\r\n]*\r\n", re.IGNORECASE)
@@ -69,6 +71,8 @@ class _UntilClosed(int):
 class GatewayProtocol(HttpToolsProtocol):
     """The protocol of one connection, which uvicorn makes."""
 
+    connection_limit: ConnectionLimit | None = None
+    """Limit of open connections, which a subclass sets; None: no limit."""
     _header_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
@@ -80,6 +84,17 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
+        limit = self.connection_limit
+        if connection is not None and limit and not limit.admits(connection.fileno()):
+            self._refuse(
+                overloaded(
+                    503,
+                    "The server has no descriptors left for more connections; try again.",
+                    FULL_RETRY_S,
+                    "too_many_connections",
+                )
+            )
+            return
         if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             with contextlib.suppress(OSError):  # A Unix socket has none.
                 connection.setsockopt(
@@ -168,7 +183,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets a refusal in the same shape as any other."""
-        self._refuse(400, msg)
+        self._refuse(ApiError(400, msg))
 
     def _begin_headers(self) -> None:
         self._in_headers = True
@@ -193,12 +208,12 @@ class GatewayProtocol(HttpToolsProtocol):
             # The next request begins while this one is answered, which does not suffer for it.
             self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
         elif self._in_headers:
-            self._refuse(408, f"The headers were not complete after {HEADERS_S:g} s.")
+            self._refuse(ApiError(408, f"The headers were not complete after {HEADERS_S:g} s."))
 
     def _refuse_headers(self) -> None:
-        self._refuse(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
+        self._refuse(ApiError(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes."))
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: ApiError) -> None:
         cycle = self.cycle
         is_answered = bool(self.pipeline) or (
             cycle is not None
@@ -210,12 +225,11 @@ class GatewayProtocol(HttpToolsProtocol):
         if is_answered:  # Nothing may be written into that answer, or behind it.
             self.transport.close()
             return
-        body = ApiError(status, message).body
-        head: list[Any] = [
-            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+        body = error.body
+        head = [
+            f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
             "Content-Type: application/json",
-        ]
-        head += [
+            *(f"{name}: {value}" for name, value in error.headers.items()),
             f"Content-Length: {len(body)}",
             "Connection: close",
             f"X-Request-Id: {uuid.uuid4().hex}",

@@ -139,7 +139,7 @@ def _objects_in(raw: bytes) -> Iterator[tuple[int, _Raws]]:
         yield from enumerate(msgspec.json.decode(raw, type=list[_Raws]))
     except msgspec.ValidationError:  # Not all are objects.
         for index, item in enumerate(decode(raw, list[msgspec.Raw])):
-            if bytes(item[:1]) == b"{":
+            if bytes(item).startswith(b"{"):
                 yield index, decode(bytes(item), _Raws)
 
 

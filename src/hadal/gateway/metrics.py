@@ -176,6 +176,10 @@ class Metrics:
         if ledger is not None:
             self._registry.register(_LedgerCollector(ledger, charged))
 
+    def show_connections(self, num_refused: Callable[[], int]) -> None:
+        """Export the number of connections refused for want of descriptors."""
+        self._registry.register(_ConnectionCollector(num_refused))
+
     def show_batches(self, lines: Callable[[], tuple[int, int, Mapping[str, int]]]) -> None:
         """`lines`: those that wait, those that run, and how many had which outcome."""
         self._registry.register(_BatchCollector(lines))
@@ -354,6 +358,24 @@ class _LedgerCollector(Collector):
         for tier, pico_usd in self._charged().items():
             charged.add_metric((tier,), pico_usd / PICO_PER_USD)
         yield charged
+
+
+class _ConnectionCollector(Collector):
+    """Reads the gateway's connection limit when it is scraped."""
+
+    def __init__(self, num_refused: Callable[[], int]) -> None:
+        self._num_refused = num_refused
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing ahead of time, as _FrontCollector's."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "hadal_connections_over_limit",
+            "Connections refused because the gateway's open files are near their limit.",
+            self._num_refused(),
+        )
 
 
 class _BatchCollector(Collector):

@@ -33,6 +33,7 @@ from hadal.gateway.accounting import HEARTBEAT_S, Accounting
 from hadal.gateway.auth import Keys
 from hadal.gateway.batch_pages import BatchPages
 from hadal.gateway.batches import BatchWorker
+from hadal.gateway.descriptors import ConnectionLimit, descriptor_limit
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
@@ -249,11 +250,17 @@ def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
 
 def server_config(gateway: Gateway, more: Sequence[Endpoint] = ()) -> uvicorn.Config:
     """How uvicorn serves the gateway; `more`: endpoints besides its own."""
+    limit = ConnectionLimit(descriptor_limit(), gateway.now)
+    gateway.metrics.show_connections(lambda: limit.num_refused)
+
+    class Limited(GatewayProtocol):
+        connection_limit = limit
+
     # Its own log notes every start, and every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(gateway, more),
-        http=GatewayProtocol,
+        http=Limited,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -14,6 +14,7 @@ UnitDown at once, or LeaderDown where ranks wait for another leader.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import logging
 import os
 import secrets
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,7 +257,8 @@ class Supervisor:
         # What units on nodes leave, their agents remove, which may share this host.
         spans_hosts = self._deployment.cluster.spans_hosts
         patterns = [] if spans_hosts else [f"{SHM_FOLDER}/{PREFIX}{self._run_id}.*"]
-        self._left = Left(patterns, [] if options.run_folder else [str(folder)])
+        secret = [f"{glob.escape(str(folder))}/{RUN_FILE}"] if options.run_folder else []
+        self._left = Left([*patterns, *secret], [] if options.run_folder else [str(folder)])
         forks.clear_after(self._left)
         self._wire = open_wire(self._told, SUPERVISOR, folder, life=self._told.term)
         if options.log_dir is not None:
@@ -1071,6 +1073,14 @@ def _how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+def _clear_run(folder: Path) -> None:
+    """Remove a run's sockets and its secrets: run.json has the secret and may have the ledger's
+    password. status.json and the logs stay.
+    """
+    for left in (*folder.glob("*.sock"), *folder.glob(RUN_FILE)):
+        left.unlink()
+
+
 @contextmanager
 def _run_folder(asked: Path | None) -> Iterator[Path]:
     """Make the folder of sockets and status files, for this user alone."""
@@ -1078,10 +1088,14 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
         make_private(asked)
         if is_heard(asked / f"{SUPERVISOR}.sock"):
             raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
-        for left in (*asked.glob("*.sock"), *asked.glob(RUN_FILE)):
-            left.unlink()
+        _clear_run(asked)
         shutil.rmtree(asked / LOGS_FOLDER, ignore_errors=True)
-        yield asked.absolute()
+        folder = asked.absolute()
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):
+                _clear_run(folder)
         return
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     try:

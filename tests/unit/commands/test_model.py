@@ -124,6 +124,18 @@ def test_what_fits(tmp_path: Path) -> None:
     assert "31.9 GB in 1 file: 31.9 GB BF16\n" in text
 
 
+def test_unknown_keys_are_listed_or_accepted(tmp_path: Path) -> None:
+    config = {**CONFIGS["DeepSeek-V3"], "my_note": 1}
+    folder = str(write(tmp_path, config))
+    assert "unknown keys    my_note" in run(folder).stdout
+    assert found(folder, "--accept-config", "my_note")["unknown_keys"] == []
+    write(tmp_path, {**config, "rope_scaling": {**config["rope_scaling"], "finetuned": True}})
+    result = run(folder)
+    assert result.exit_code == 2
+    assert "--accept-config rope_scaling.finetuned" in result.stderr
+    assert found(folder, "--accept-config", "rope_scaling.finetuned")["unknown_keys"] == ["my_note"]
+
+
 def test_a_config_alone_is_enough() -> None:
     text = run(str(ROOT / "configs" / "deepseek_v3")).stdout
     assert "weights         none here" in text

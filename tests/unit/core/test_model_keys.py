@@ -159,7 +159,7 @@ def test_generation_keys_that_are_not_served(
     write(tmp_path, V3, {"temperature": 0.6, key: value})
     name = f"generation_config.{key}"
     with pytest.raises(
-        CheckpointError, match=rf"{key} is .*change {word} .*--accept-config {name}"
+        CheckpointError, match=rf"{key} is .*changes {word} .*--accept-config {name}"
     ):
         read_model_config(tmp_path)
     read_model_config(tmp_path, (name,))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import socket
 import threading
 import time
@@ -12,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway import edge
+from hadal.gateway import edge, process
+from hadal.gateway.descriptors import LOG_PERIOD_S, MIN_RESERVED, ConnectionLimit
 from hadal.gateway.edge import GatewayProtocol
 from hadal.gateway.http import Patience
 from hadal.gateway.service import ServedModel
@@ -248,7 +251,9 @@ def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> No
         wait_until(lambda: it.world.gateway.num_requests == 1, "the slow one is left")
 
 
-@pytest.mark.promise("A client of HTTP/1.0 gets no chunked body: its answer ends with the connection.")
+@pytest.mark.promise(
+    "A client of HTTP/1.0 gets no chunked body: its answer ends with the connection."
+)
 def test_a_client_of_http_1_0_gets_the_body_as_it_is(model: ServedModel) -> None:
     with serving(model, spell(model, "Four.")) as it:
         for fields in ({"stream": True}, {}):
@@ -266,3 +271,54 @@ def test_a_client_of_http_1_0_gets_the_body_as_it_is(model: ServedModel) -> None
             head, _, body = read_all(made).partition(b"\r\n\r\n")
         assert b" 404 " in head
         assert json.loads(body)["error"]
+
+
+def test_a_connection_near_the_limit_of_descriptors_gets_503_and_is_counted(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.close(lowest := os.dup(0))
+    monkeypatch.setattr(process, "descriptor_limit", lambda: lowest + 24 + MIN_RESERVED)
+    request = b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with serving(model, spell(model, "a")) as it, contextlib.ExitStack() as opened:
+        made = [opened.enter_context(connect(it, b"")) for _ in range(30)]
+        refusal = read_all(made[-1])
+        opened.close()  # Their descriptors are free again.
+        refused = [line for line in caplog.messages if line.startswith("connections refused")]
+
+        def counted() -> bytes:
+            with connect(it, request) as asking:
+                return read_all(asking)
+
+        answers: list[bytes] = []
+        wait_until(
+            lambda: answers.append(counted()) or b" 200 " in answers[-1],
+            "a connection is served again",
+        )
+    head, _, body = refusal.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nRetry-After: 2" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
+    [count] = [
+        float(line.split()[1])
+        for line in answers[-1].splitlines()
+        if line.startswith(b"hadal_connections_over_limit_total ")
+    ]
+    assert 10 <= count - (len(answers) - 1) < 30, "some were served, and some refused"
+    assert len(refused) == 1
+
+
+def test_refused_connections_are_logged_once_a_period(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    limit = ConnectionLimit(64, lambda: now_s)
+    assert [limit.admits(number) for number in (0, 47)] == [True, True]
+    with caplog.at_level(logging.WARNING, "hadal.gateway"):
+        assert not any(limit.admits(48) for _ in range(100))
+        now_s = LOG_PERIOD_S
+        assert not limit.admits(63)
+    assert limit.num_refused == 101
+    assert [line.partition(" Raise")[0] for line in caplog.messages] == [
+        "connections refused, as 49 of 64 descriptors are open: refused=1.",
+        "connections refused, as 64 of 64 descriptors are open: refused=100.",
+    ]
+    assert ConnectionLimit(8000, lambda: 0.0).admits(6999)
+    assert not ConnectionLimit(8000, lambda: 0.0).admits(7000)

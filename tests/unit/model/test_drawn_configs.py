@@ -75,7 +75,6 @@ def times(counts: Counts, key: str) -> int:
     return sum(count for (_, each), count in counts.items() if each == key)
 
 
-@pytest.mark.slow("transformers computes a case for each key")
 @pytest.mark.parametrize(
     "name",
     [

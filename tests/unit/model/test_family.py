@@ -162,6 +162,20 @@ def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_pa
         assert difference(ours, their_logits) <= TOLERANCE
 
 
+@OTHERS
+def test_scales_that_are_exponents_in_bytes(tmp_path: Path) -> None:
+    """transformers reads U8 scales of ue8m0 as E8M0."""
+    write_checkpoint(tmp_path, "DeepSeek-V3.1")
+    quantise(tmp_path, pow2=True, as_e8m0=True)
+    expected, path = load_weights(tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].view(torch.uint8)
+    save_file(tensors, path)
+    ours = load_weights(tmp_path)
+    assert torch.equal(ours.layers[-1].attention.o.values, expected.layers[-1].attention.o.values)
+
+
 @pytest.mark.parametrize(
     ("name", "is_moe"),
     [

@@ -190,17 +190,24 @@ def _take(descriptor: int) -> None:
         os.chmod(f"/proc/self/fd/{descriptor}", found.st_mode & 0o700)
 
 
+def is_private(mode: int, owner: int, user: int) -> bool:
+    """Return whether a file's permissions suit a secret: `user` alone reads it, or its `owner` is root
+    and lets a group read it, as Kubernetes mounts secrets. PostgreSQL has this rule for its key files.
+    """
+    return not mode & (0o037 if owner == 0 != user else 0o077)
+
+
 def read_private(path: Path, what: str) -> bytes:
-    """The contents of a file that only its owner may read, less white space around them; `what` it
-    is, for errors. Raises ConfigError.
+    """Read a secret, less white space around it. `what` it is, for errors. Raises ConfigError, also for
+    permissions that `is_private` refuses.
     """
     try:
         with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            status = os.fstat(file.fileno())
             found = file.read(MAX_PRIVATE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {what} cannot be read ({error.strerror}).") from error
-    if mode & 0o077:
+    if not is_private(status.st_mode, status.st_uid, os.geteuid()):
         raise ConfigError(
             f"{path}: others may read {what}. Keep it to yourself with: chmod 600 {path}"
         )

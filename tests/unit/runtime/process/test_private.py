@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,24 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.facts import PackedFacts
-from hadal.runtime.launch import _secret
+from hadal.runtime.launch import _run_folder, _secret
 from hadal.runtime.ledger.store import Store, ledger_url
+from hadal.runtime.process.child import STATUS_FILE
 from hadal.runtime.process.private import (
     append_private,
+    is_private,
     make_private,
     read_private,
     replace_private,
     take_from_others,
 )
-from hadal.runtime.process.process import RUN_FILE, Run, remove_stale_folders, write_run
+from hadal.runtime.process.process import (
+    RUN_FILE,
+    Run,
+    read_run,
+    remove_stale_folders,
+    write_run,
+)
 from hadal.runtime.store.segments import OwnSegments, Troubles
 
 
@@ -63,6 +72,39 @@ def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:
     assert read_private(path, "the secret") == b"thirty-two bytes or so of secret"
     with pytest.raises(ConfigError, match="cannot be read"):
         read_private(tmp_path / "absent", "the secret")
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "user", "is_fine"),
+    [
+        (0o100600, 1000, 1000, True),
+        (0o100440, 1000, 1000, False),
+        (0o100440, 0, 10001, True),
+        (0o100640, 0, 10001, True),
+        (0o100660, 0, 10001, False),
+        (0o100444, 0, 10001, False),
+        (0o100440, 0, 0, False),
+        (0o100440, 1001, 10001, False),
+    ],
+)
+def test_root_may_let_a_group_read_a_secret(
+    mode: int, owner: int, user: int, is_fine: bool
+) -> None:
+    """As Kubernetes mounts secrets in pods with an fsGroup."""
+    assert is_private(mode, owner, user) is is_fine
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_secret_stays_in_a_run_folder(tmp_path: Path, fails: bool) -> None:
+    with suppress(ConfigError), _run_folder(tmp_path / "run") as folder:
+        run = Run("r", Deployment(), secret=b"s" * 32)
+        write_run(folder, run)
+        (folder / "supervisor.sock").touch()
+        (folder / STATUS_FILE).write_text("{}")
+        assert read_run(folder) == run
+        if fails:
+            raise ConfigError("it cannot start")
+    assert [path.name for path in folder.iterdir()] == [STATUS_FILE]
 
 
 def test_what_killed_supervisors_left_is_removed(
