@@ -76,6 +76,8 @@ class ModelCase:
                 "moe_intermediate_size": self.expert_size,
                 "n_routed_experts": self.num_experts,
                 "num_experts_per_tok": self.top_k,
+                "n_group": 1,
+                "topk_group": 1,
                 "num_attention_heads": self.num_heads,
                 "q_lora_rank": None,
                 "kv_lora_rank": 128,

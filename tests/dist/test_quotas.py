@@ -78,9 +78,8 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     assert ask(server, second, model, n=3).status_code == 200
     for _ in range(6):
         refused = ask(server, second, model, n=4)
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"]
-        assert refused.headers["x-ratelimit-remaining-requests"] == "3"
+        assert refused.status_code == 400, "it never could"
+        assert "retry-after" not in refused.headers
     path.write_text(f"{path.read_text()}bad,line\n")
     wait_until(lambda: "the API keys stay what they were" in server.log(), "the line is read")
     assert statuses(second) == {200}, "a file that cannot be read changes nothing"
@@ -201,7 +200,7 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
         statuses = Counter(
             pool.map(lambda n: ask(server, key, model, f"{n}").status_code, range(60))
         )
-    assert ask(server, key, model, n=3).status_code == 429
+    assert ask(server, key, model, n=3).status_code == 400
     assert statuses[200] > 0
     server.stop()
     report = replayed(read_recordings(folder / "recorded"))

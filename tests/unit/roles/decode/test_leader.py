@@ -378,7 +378,7 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
     assert decode_plans(effects)[0].step_id == 3  # The first that computes b.
     unit.handle(0.3, done(2, {0: 4}))
     effects = unit.handle(0.4, done(3, {0: 5, 1: 6}, failed={1: "not finite"}))
-    assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "step failed: not finite")]
+    assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "not finite")]
     assert drawn(effects) == [("a", 4, 5, None)]
     assert decode_plans(effects)[0].leaves == (1,)
     assert drawn(unit.handle(0.5, done(4, {0: 7, 1: 8}))) == [("a", 5, 7, None)]

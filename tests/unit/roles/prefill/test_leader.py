@@ -249,7 +249,7 @@ def test_one_void_token_gives_back_its_prompt_alone() -> None:
     unit.handle(0.0, prefill("a"))
     unit.handle(0.0, prefill("b"))
     effects = unit.handle(0.1, done(0, {0: 5}, failed={0: "not finite"}))
-    assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "step failed: not finite")]
+    assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "not finite")]
     assert len(of(effects, Freed)) == 1
     assert [
         answer.token.request_id for answer in sent(unit.handle(0.2, done(1, {0: 6})), PrefillDone)
