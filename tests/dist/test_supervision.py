@@ -87,6 +87,7 @@ def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartSe
     wait_until(lambda: blocks_used(server) == 0, "what units held for lost streams is freed")
 
 
+@pytest.mark.slow("12 streams go on after some seconds")
 @pytest.mark.parametrize(
     "deployment",
     [{}, pytest.param(RANKED, marks=pytest.mark.more("units of many ranks; one case stays"))],
