@@ -1017,8 +1017,8 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 def _keys_for(
     deployment: Deployment, given: list[str], path: Path | None, is_open: bool
 ) -> tuple[str, ...]:
-    """The keys that are let in. Raises ConfigError, also where a network would be served without
-    any, unless it `is_open` on purpose.
+    """Return the accepted API keys. Raises ConfigError, also if a network would be served without keys;
+    `is_open` allows that.
     """
     from hadal.core.handshake import is_near
 

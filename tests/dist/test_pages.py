@@ -253,7 +253,7 @@ def caller(*, can_call: bool = True) -> Iterator[ServedModel]:
             vocabulary, {"default": V31_TEMPLATE}, {"bos_token": BOS, "eos_token": EOS}, "here"
         )
     ) as chat:
-        yield ServedModel("caller", vocabulary, chat, 8192, 6000, (end,), None, SamplingDefaults())
+        yield ServedModel("caller", vocabulary, chat, 8192, 6000, (end,), SamplingDefaults())
 
 
 def ticking(vocabulary: Vocabulary) -> Script:

@@ -17,9 +17,10 @@ import torch
 
 from hadal.core import model_keys
 from tests.drawn.cases import FAMILIES, Case, draw
-from tests.drawn.oracle import AGREED, REFUSED, Counts, count_keys, scratch, verdict
+from tests.drawn.oracle import AGREED, OBJECTS, REFUSED, Counts, count_keys, scratch, verdict
 
 LEAST_DRAWS = 20
+"""Keys that were drawn fewer times are marked "few"."""
 
 
 def main() -> int:
@@ -76,14 +77,7 @@ def print_counts(counts: Counts) -> None:
 def all_keys() -> list[str]:
     """Return every key of the tables of config.json, those of objects behind the object's name."""
     top = {key: None for table in model_keys.CONFIG.values() for key in table}
-    objects = {
-        "rope": model_keys.ROPE,
-        "fp8": model_keys.FP8,
-        "compressed": model_keys.COMPRESSED,
-        "compressed.group": model_keys.COMPRESSED_GROUP,
-        "compressed.weights": model_keys.COMPRESSED_WEIGHTS,
-    }
-    return [*top, *(f"{name}.{key}" for name, table in objects.items() for key in table)]
+    return [*top, *(f"{name}.{key}" for name, table in OBJECTS.items() for key in table)]
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class Case:
 
     family: str
     fields: dict[str, Any]
-    """Of the file."""
+    """Content of the file."""
     seed: int
-    """Of the weights."""
+    """Seed of the weights."""
     must_refuse: set[str] = field(default_factory=set)
     """Keys of which the refusal must name one; empty: the file is one that transformers computes."""
     may_refuse: set[str] = field(default_factory=set)
@@ -247,7 +247,7 @@ def _remove(rng: random.Random, case: Case) -> None:
 
 
 def _note_missing_theta(case: Case) -> None:
-    """A family without a class has no default of it."""
+    """Expect a refusal if the file has no theta and the family no default of it."""
     row = model_keys.CONFIG[case.family]["rope_theta"]
     rope = case.fields.get("rope_parameters") or {}
     if row.default is model_keys.REQUIRED and "rope_theta" not in {**case.fields, **rope}:

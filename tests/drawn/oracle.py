@@ -31,6 +31,14 @@ implementations may choose differently; a key that is misread is misread with al
 """
 
 AGREED, REFUSED = "agreed", "refused"
+OBJECTS = {
+    "rope": model_keys.ROPE,
+    "fp8": model_keys.FP8,
+    "compressed": model_keys.COMPRESSED,
+    "compressed.group": model_keys.COMPRESSED_GROUP,
+    "compressed.weights": model_keys.COMPRESSED_WEIGHTS,
+}
+"""Name -> table of an object inside config.json."""
 
 
 @dataclass
@@ -260,14 +268,7 @@ def ignoring(table: Table, key: str) -> Iterator[None]:
 
 def read_keys() -> Iterator[tuple[str, Table, str]]:
     """Yield each (family or object, table, key) whose value is read."""
-    objects = {
-        "rope": model_keys.ROPE,
-        "fp8": model_keys.FP8,
-        "compressed": model_keys.COMPRESSED,
-        "compressed.group": model_keys.COMPRESSED_GROUP,
-        "compressed.weights": model_keys.COMPRESSED_WEIGHTS,
-    }
-    for name, table in {**model_keys.CONFIG, **objects}.items():
+    for name, table in {**model_keys.CONFIG, **OBJECTS}.items():
         for key, row in list(table.items()):
             if row.use not in (Use.INERT, Use.SELECTS):
                 yield name, table, key

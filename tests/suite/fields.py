@@ -81,7 +81,7 @@ def _note(row: FieldRow) -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with the tables of now."""
+    """Return the page with the current tables."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:begin]}\n{tables()}\n{text[end:]}"
 

@@ -1,5 +1,5 @@
-"""What a folder's gateway would serve: the part of `hadal model` and `hadal serve --dry-run` that reads
-tokenizer and chat templates as the gateway does.
+"""Read tokenizer and chat templates of a folder as its gateway would, for `hadal model` and
+`hadal serve --dry-run`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedText:
-    """What a model's gateway makes of texts and chats."""
+    """Template, tools, reasoning and context of a model, as its gateway reads them."""
 
     template: str
     """Names of the chat templates and their file; empty: there is none."""
     tools: str
     """Name of the form in which the model calls tools; empty: it calls none."""
     thinks: bool
-    """The model has tokens for a reasoning."""
+    """True if the model can set its reasoning apart."""
     context_tokens: int
+    """Most tokens of a prompt and its reply together."""
 
 
 def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:

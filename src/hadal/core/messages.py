@@ -227,6 +227,15 @@ class Charged(Message, frozen=True):
     pico_usd: int
 
 
+class Counted(Message, frozen=True):
+    """Tokens of a prompt that a tenant had counted, without a generation. They are drawn from its
+    tokens per minute.
+    """
+
+    tenant: str
+    num_tokens: int
+
+
 class Spent(Message, frozen=True):
     """What the ledger and its outbox hold of a day, read at one instant."""
 
@@ -1173,6 +1182,7 @@ AnyMessage = (
     | TurnedAway
     | Quotas
     | Charged
+    | Counted
     | Spent
     | RankHeld
     | RankWho

@@ -15,14 +15,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadal.core.errors import RequestError
+from hadal.gateway.lengths import check_length, encode_within
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.shield import Marks, Shield, texts_in
 from hadal.gateway.template import ConfinedProcess
 from hadal.gateway.template_files import DEFAULT, WITH_TOOLS, read_templates
+from hadal.gateway.template_pool import TemplatePool
 from hadal.gateway.thinking import TemplateValue
 from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
 from hadal.gateway.vocabulary import Vocabulary
@@ -100,7 +103,9 @@ class ChatFormat:
         self.names = tuple(templates)
         """Names of all templates."""
         self._templates = {
-            name: _Template(ConfinedProcess(templates[name], source), templates[name])
+            name: _Template(
+                TemplatePool(partial(ConfinedProcess, templates[name], source)), templates[name]
+            )
             for name in (DEFAULT, WITH_TOOLS)
             if name in templates
         }
@@ -201,7 +206,13 @@ class ChatFormat:
         """Return the ids of a rendered text. Raises RequestError for what is sure to be too long."""
         fewest = self._vocabulary.fewest_tokens(text.replace(shield.char, ""))
         check_length(max(1, fewest) if text else 0, max_tokens, field)
-        return tuple(self._vocabulary.encode_shielded(text, shield.char))
+        ids = encode_within(
+            lambda piece: self._vocabulary.encode_shielded(piece, shield.char),
+            text,
+            max_tokens,
+            field,
+        )
+        return tuple(ids)
 
     def _template(self, *, has_tools: bool) -> _Template:
         """Choose as transformers does (`get_chat_template`). Raises RequestError."""
@@ -336,7 +347,7 @@ class ChatFormat:
     def close(self) -> None:
         """End the templates' processes."""
         for template in self._templates.values():
-            template.process.close()
+            template.processes.close()
 
     def _render(
         self,
@@ -351,7 +362,7 @@ class ChatFormat:
         # As transformers passes them: all are there, and a special token that the model does not
         # have is undefined.
         own = {"add_generation_prompt": opens_reply, "tools": tools, "documents": None}
-        return template.process.render(
+        return template.processes.render(
             messages, {**self._special_tokens, **values, **own}, max_chars + len(template.text)
         )
 
@@ -360,7 +371,7 @@ class ChatFormat:
 class _Template:
     """One template and what is known of it."""
 
-    process: ConfinedProcess
+    processes: TemplatePool
     text: str
     calls_form: CallsForm | None = None
     """How it takes calls; None: not found out yet."""
@@ -395,20 +406,8 @@ def raw_prompt(
     Raises RequestError for what is sure to exceed `max_tokens`.
     """
     check_length(max(1, vocabulary.fewest_tokens(text)), max_tokens, "prompt")
-    return Prompt(tuple(vocabulary.encode_controlled(text, adds_special=adds_special)))
-
-
-def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
-    """Raise RequestError for a prompt of `num_tokens` or more."""
-    if not num_tokens:
-        raise RequestError(f"{field} holds no token; send some text.", field)
-    if num_tokens > max_tokens:
-        raise RequestError(
-            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"
-            f" {field}.",
-            field,
-            "context_length_exceeded",
-        )
+    ids = encode_within(vocabulary.encode_controlled, text, max_tokens, "prompt")
+    return Prompt(tuple(vocabulary.with_special(ids) if adds_special else ids))
 
 
 def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:

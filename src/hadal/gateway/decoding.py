@@ -12,25 +12,28 @@ from hadal.core.errors import RequestError
 
 T = TypeVar("T")
 NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-"""Default of a raw value. No description shows it, since raw JSON cannot be written there."""
+"""Default of a raw value. A factory, so that the API's description leaves it out: it has no raw JSON."""
 _KIND_TO_DECODER: dict[Any, msgspec.json.Decoder[Any]] = {}
-_looking = threading.Lock()
+_lock = threading.Lock()
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""Half of a surrogate pair, as JSON escapes it."""
 
 
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """The decoder of a kind of body, made once.
+    """Return the decoder of a kind of body, made once.
 
-    msgspec looks at a type when it first reads one, and has it half known meanwhile: a second
-    thread that reads the same type then ends the process (0.22, SIGSEGV). A body is read in the
-    event loop or in the tokenising thread, by its size.
+    msgspec inspects a type when it is first decoded. If a second thread decodes the same type
+    meanwhile, the process crashes (0.22, SIGSEGV). A body is decoded in the event loop or in the
+    tokenising thread, depending on its size.
     """
-    with _looking:
+    with _lock:
         if kind not in _KIND_TO_DECODER:
             _KIND_TO_DECODER[kind] = msgspec.json.Decoder(kind)
         return _KIND_TO_DECODER[kind]
-
-
-_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -59,9 +62,3 @@ def decode(body: bytes, kind: type[T]) -> T:
                 " for no character. Leave it out."
             ) from None
         raise RequestError(f"The body is not valid JSON: {error}.") from None
-
-
-_HALF = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-)

@@ -18,7 +18,7 @@ MIN_RESERVED = 16
 """Descriptors that connections never take: for the ledger, key files, links to units, and for
 connections that are being refused."""
 RESERVED_SHARE = 1 / 8
-"""The same as a share of the limit, where that is more."""
+"""Share of the limit that connections never take, where that is more than MIN_RESERVED."""
 LOG_PERIOD_S = 10.0
 """Shortest time between two log lines about refused connections."""
 

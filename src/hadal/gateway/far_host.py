@@ -26,6 +26,7 @@ from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
     Charged,
+    Counted,
     Deliver,
     Delivered,
     Drain,
@@ -41,9 +42,10 @@ from hadal.core.messages import (
     UnitDown,
 )
 from hadal.gateway.errors import overloaded
-from hadal.gateway.host import Doors, FrontWire, Pages
+from hadal.gateway.host import COUNTING, Doors, FrontWire, Pages, as_error
 from hadal.gateway.mailbox import Mailbox, mailbox_for
 from hadal.gateway.trace import MAX_WAIT_S
+from hadal.policy.admission import Refusal
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.front.tenants import RECENT_S
 
@@ -171,6 +173,20 @@ class FarHost(Doors):
         self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
     ) -> None:
         """Nothing is refused here: the front lets generations in or not when they are opened."""
+
+    async def check_counting(self, tenant: str) -> None:
+        """Raise ApiError 429 if the tenant has no tokens left to have a prompt counted. Nothing is
+        refused while the front is being restarted.
+        """
+        answer = await self.pages.ask(FRONT, COUNTING, {"tenant": tenant}, _LET_IN_S)
+        if answer is not None and answer.status == 200:
+            refusal = msgspec.json.decode(answer.body, type=Refusal | None)
+            if refusal is not None:
+                raise as_error(refusal)
+
+    def counted(self, tenant: str, num_tokens: int) -> None:
+        """Send the front the tokens of a counted prompt, which it draws from the tenant's quota."""
+        self._wire.send(FRONT, Counted(tenant, num_tokens))
 
     def charged(self, charged: Charged) -> None:
         """A generation's fact was written down. Said again to the next front, which may have read

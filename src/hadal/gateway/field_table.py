@@ -52,9 +52,9 @@ class FieldRow:
     [] and {} are too, unless true or null stands here.
     """
     alias: str = ""
-    """Served: the field that these are other names of."""
+    """Served: the field of which these are other names."""
     unset: tuple[Any, ...] = ()
-    """Values of an alias that mean that it was left out."""
+    """Values of an alias that count as absent."""
 
 
 def _served(
@@ -268,7 +268,7 @@ _EVERYWHERE = (
 )
 """Fields of every API, unless an API's own row says otherwise."""
 
-_CHATS = (
+_TEMPLATED = (
     _served("chat_template_kwargs", "variables of the chat template", "vLLM, SGLang, llama.cpp"),
     _served("chat_template_args", "", "TensorRT-LLM", alias="chat_template_kwargs"),
     _served("enable_thinking", "true or false: think or do not", "DashScope, SiliconFlow"),
@@ -409,14 +409,7 @@ _NEWER = (
     _refused("continue_final_message", "send it to /v1/chat/completions", "vLLM"),
     _refused("add_special_tokens", "the chat template writes them", "vLLM"),
 )
-"""Fields of the two newer APIs, which the older ones have."""
-
-_TEMPLATED = (
-    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
-    _refused("echo prompt_logprobs suffix", "send it to /v1/completions", "OpenAI, vLLM"),
-    _refused("prefix", "put it into the last message", "others"),
-    _refused("best_of", "send n", "OpenAI", (1,)),
-)
+"""Fields of the two older APIs that the two newer ones do not serve."""
 
 _CHAT = (
     _served(
@@ -488,7 +481,10 @@ _CHAT = (
     _refused("system", "send a message of role system", "Anthropic"),
     _refused("stop_sequences", "send stop", "Anthropic"),
     _refused("text", "send response_format"),
-    *_TEMPLATED,
+    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
+    _refused("echo prompt_logprobs suffix", "send it to /v1/completions", "OpenAI, vLLM"),
+    _refused("prefix", "put it into the last message", "others"),
+    _refused("best_of", "send n", "OpenAI", (1,)),
 )
 
 _COMPLETION = (
@@ -715,11 +711,11 @@ _TOKENIZE = (
 )
 
 _API_TO_ROWS = {
-    CHAT: (*_EVERYWHERE, *_CHATS, *_OLDER, *_CHAT),
+    CHAT: (*_EVERYWHERE, *_TEMPLATED, *_OLDER, *_CHAT),
     COMPLETION: (*_EVERYWHERE, *_OLDER, *_COMPLETION),
-    RESPONSE: (*_EVERYWHERE, *_CHATS, *_RESPONSE),
-    MESSAGE: (*_EVERYWHERE, *_CHATS, *_MESSAGE),
-    TOKENIZE: (*_EVERYWHERE, *_CHATS, *_OLDER, *_CHAT, *_TOKENIZE),
+    RESPONSE: (*_EVERYWHERE, *_TEMPLATED, *_RESPONSE),
+    MESSAGE: (*_EVERYWHERE, *_TEMPLATED, *_MESSAGE),
+    TOKENIZE: (*_EVERYWHERE, *_TEMPLATED, *_OLDER, *_CHAT, *_TOKENIZE),
 }
 
 

@@ -31,7 +31,7 @@ _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
 """Longest value of a small field. Allowed values are shorter, and megabytes take a second to read."""
 MAX_LOGGED = 256
-"""Unknown names that a process logs; clients choose them."""
+"""Limit of the names that a process logs, since clients choose them."""
 _MAX_NAME_CHARS = 64
 _Raws = dict[str, msgspec.Raw]
 _logged: set[tuple[str, str]] = set()
@@ -39,7 +39,7 @@ _logged: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class NamedBody:
-    """A body whose fields have their own names."""
+    """A body in which no field has another name than its own."""
 
     body: bytes
     own_to_sent: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Node:
     quick: frozenset[str] = frozenset()
     """Names that need no look: known, not refused, and without fields of their own."""
     looked_at: frozenset[str] = frozenset()
-    """The other known names."""
+    """Known names that need a look."""
 
 
 def check_fields(body: bytes, api: str) -> NamedBody:
@@ -94,6 +94,9 @@ def check_fields(body: bytes, api: str) -> NamedBody:
 
 
 def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
+    """Return the body with the fields' own names. Raises RequestError where two names of one field
+    have different values.
+    """
     own_to_sent: dict[str, str] = {}
     rows = rows_of(api)
     for name in [name for name in given if name in rows and rows[name].alias]:
@@ -125,7 +128,7 @@ def _check_object(given: _Raws, node: _Node, where: str, unknown: dict[str, None
 
 
 def _check_value(raw: bytes, node: _Node, where: str, unknown: dict[str, None]) -> None:
-    """Check the objects in a value. A value of another form is its reader's to refuse."""
+    """Check the objects in a value. The decoder refuses a value of the wrong type."""
     if raw[:1] == b"{" and node.fields:
         _check_object(decode(raw, _Raws), node, where, unknown)
     elif raw[:1] == b"[" and node.items is not None:
@@ -166,7 +169,7 @@ def _without_indices(path: str) -> str:
 
 
 def log_once(event: str, name: str, value: str) -> None:
-    """Log that clients sent something that is passed over, the first time that they do."""
+    """Log a value that a client sent and the server ignores, once per process."""
     shown = value[:_MAX_NAME_CHARS]
     if (event, shown) not in _logged and len(_logged) < MAX_LOGGED:
         _logged.add((event, shown))

@@ -28,7 +28,7 @@ _KEPT = 256
 
 
 class Formats:
-    """Grammars that were looked at. One thread at a time."""
+    """Grammars that were looked at. One thread at a time: that of the lane of grammars."""
 
     def __init__(self) -> None:
         self._process: ConfinedProcess | None = None

@@ -22,6 +22,7 @@ from hadal.core.messages import (
     AuditRequest,
     Cancel,
     Charged,
+    Counted,
     Delivered,
     Drain,
     ExpertsAnswer,
@@ -47,7 +48,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.gateway.errors import as_api_error, overloaded, sentence
+from hadal.gateway.errors import ApiError, as_api_error, overloaded, sentence
 from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.policy.admission import Refusal
 from hadal.roles.front.front import refused
@@ -118,6 +119,10 @@ Page = Callable[[Mapping[str, str]], Awaitable[tuple[int, bytes]]]
 """Answers a query with a status and a body. Raises HadalError."""
 
 
+COUNTING = "/counting"
+"""Page of the front's gateway: the refusal of a tenant's prompt to be counted, or null, as JSON."""
+
+
 class Pages:
     """The pages of this process, by path in `table`, and the questions that it has asked others."""
 
@@ -170,6 +175,17 @@ before is this one's.
 """
 
 
+def as_error(refusal: Refusal) -> ApiError:
+    """Return a refusal of the front as a reply."""
+    return overloaded(
+        refusal.status,
+        sentence(refusal.reason),
+        refusal.retry_after_s or None,
+        refusal.code,
+        refusal.limits,
+    )
+
+
 class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
 
@@ -186,6 +202,8 @@ class FrontRole(Protocol):
         num_tokens: int = 0,
         most_pico_usd: int = 0,
     ) -> Refusal | None: ...
+
+    def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None: ...
 
     def check(self) -> list[str]: ...
 
@@ -331,13 +349,20 @@ class Host(Doors):
         if refusal is not None:
             if refusal.is_for_room:
                 self._handle([TurnedAway(num_wanted, num_tokens)])
-            raise overloaded(
-                refusal.status,
-                sentence(refusal.reason),
-                refusal.retry_after_s or None,
-                refusal.code,
-                refusal.limits,
-            )
+            raise as_error(refusal)
+
+    async def check_counting(self, tenant: str) -> None:
+        """Raise ApiError 429 if the tenant has no tokens left to have a prompt counted."""
+        if (refusal := self.counting_refusal(tenant)) is not None:
+            raise as_error(refusal)
+
+    def counting_refusal(self, tenant: str) -> Refusal | None:
+        """Return the refusal that `check_counting` raises."""
+        return self._front.counting_refusal(self._now(), tenant)
+
+    def counted(self, tenant: str, num_tokens: int) -> None:
+        """Draw the tokens of a counted prompt from the tenant's quota."""
+        self._handle([Counted(tenant, num_tokens)])
 
     def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
         """What tenants may have from now on. `unix_s`: the time of day."""

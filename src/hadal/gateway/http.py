@@ -66,7 +66,7 @@ from hadal.gateway.description import (
 from hadal.gateway.edge import SEEN, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
-from hadal.gateway.host import Host, Page
+from hadal.gateway.host import COUNTING, Host, Page
 from hadal.gateway.kept import PATH as KEPT
 from hadal.gateway.kept import KeptResponse, KeptResponses, Responses
 from hadal.gateway.keys import PATH as KEYS_PATH
@@ -716,6 +716,9 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
         }
         return 500 if problems else 200, msgspec.json.encode({"problems": problems, "units": units})
 
+    async def counting(query: Mapping[str, str]) -> tuple[int, bytes]:
+        return 200, msgspec.json.encode(host.counting_refusal(query["tenant"]))
+
     async def trace(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, msgspec.json.encode(
             await answer_trace(host, gateway.snapshot().unit_to_report, query)
@@ -730,6 +733,7 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
         "/audit": audit,
         "/trace": trace,
         "/status": status,
+        COUNTING: counting,
     }
     return pages if gateway.keys_page is None else {**pages, KEYS_PATH: gateway.keys_page}
 
@@ -796,16 +800,25 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
 
 
 def _answering(
-    gateway: Gateway, answer: Callable[[bytes, Tenant], Awaitable[dict[str, object]]]
+    gateway: Gateway,
+    answer: Callable[[bytes, Tenant], Awaitable[dict[str, Any]]],
+    counts: str = "",
 ) -> _Endpoint:
-    """An endpoint that answers a body at once, for those who may generate and within their limits."""
+    """An endpoint that answers a body at once, for those who may generate and within their limits.
+    `counts`: field of its answer with the tokens that it counted, which its tenant's quota pays for.
+    """
 
     async def endpoint(request: Request) -> Response:
         tenant = gateway.tenant_of(request)
         request.scope[SEEN].tenant = tenant.name
         body = await gateway.body_of(request, tenant)
         with gateway.permits.take(tenant.name):
-            return _json(await answer(body, tenant))
+            if counts:
+                await gateway.host.check_counting(tenant.name)
+            fields = await answer(body, tenant)
+            if counts:
+                gateway.host.counted(tenant.name, fields[counts])
+            return _json(fields)
 
     return endpoint
 
@@ -851,11 +864,14 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
             request = read_response(body)
             return request, references_of(request)
 
-        request, ids = await service.off_loop(tenant, read)
+        request, ids = await service.off_loop(tenant, read, len(body))
         bodies = await responses.bodies_with(tenant.name, ids) if ids else []
-        asked, items = await service.off_loop(tenant, lambda: parse(request, bodies, ids))
+        asked, items = await service.off_loop(
+            tenant, lambda: parse(request, bodies, ids), len(body) + sum(map(len, bodies))
+        )
         before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
-        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before))
+        num_before = sum(turn.num_chars for turn in before) + sum(map(len, bodies))
+        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before), num_before)
         return work, partial(
             ResponseFormatter,
             asked=asked.request,
@@ -924,10 +940,10 @@ def _token_pages(gateway: Gateway) -> list[Endpoint]:
     """Texts in tokens and back."""
     service = gateway.service
     return [
-        Endpoint("POST", f"/v1{path}", _answering(gateway, answer), about, (path,))
-        for path, answer, about in (
-            ("/tokenize", service.tokenize, TOKENIZE),
-            ("/detokenize", service.detokenize, DETOKENIZE),
+        Endpoint("POST", f"/v1{path}", _answering(gateway, answer, counts), about, (path,))
+        for path, answer, counts, about in (
+            ("/tokenize", service.tokenize, "count", TOKENIZE),
+            ("/detokenize", service.detokenize, "", DETOKENIZE),
         )
     ]
 
@@ -939,7 +955,7 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
     endpoints = _generating(gateway)
     documents: dict[bool, bytes] = {}
 
-    async def count(body: bytes, tenant: Tenant) -> dict[str, object]:
+    async def count(body: bytes, tenant: Tenant) -> dict[str, Any]:
         return {"input_tokens": await service.count(body, tenant, parse_count)}
 
     async def openapi(request: Request) -> Response:
@@ -981,7 +997,7 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
         Endpoint(
             "POST",
             f"/v1{counts}",
-            _answering(gateway, count),
+            _answering(gateway, count, "input_tokens"),
             COUNT,
             (counts, f"/anthropic/v1{counts}"),
         ),

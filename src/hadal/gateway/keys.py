@@ -4,9 +4,9 @@
 
 A file that cannot be read any more changes nothing, and the log says why. So does a file without keys,
 or with none of the tenants that it had before, unless it says that `hadal keys revoke` took them out:
-it may have been emptied or overwritten by accident. A file that differs at each look is waited for,
-because somebody is writing it. Others than the first gateway may be on hosts
-that do not have it; they let nobody in before they have heard.
+it may have been emptied or overwritten by accident. A file that differs at each look is being written,
+and is read once it stays. The other gateways may be on hosts without the file; they refuse all requests
+until they have its keys.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _text(path: Path) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """The tenants of a keys file. Raises ConfigError."""
+    """Return the tenants of a keys file. Raises ConfigError."""
     return _names(read_lines(path))
 
 
@@ -83,8 +83,8 @@ def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
 
 
 def add_line(path: Path, line: str) -> bool:
-    """Add a key to a file, which is made if there is none. Returns whether its name was revoked before.
-    Raises ConfigError if the file cannot be had, or has that name.
+    """Add a key to a file, which is made if there is none. Return whether its name was revoked before.
+    Raises ConfigError if the file cannot be read or written, or has a key of that name.
     """
     with _locked(path):
         written = _lines(path) if path.exists() else []
@@ -120,7 +120,7 @@ def remove_name(path: Path, name: str) -> None:
 
 
 def _revoked(written: Iterable[str]) -> set[str]:
-    """The names that were taken out, by the notes in a file."""
+    """Return the names that were revoked, by the notes in a file."""
     return {line.removeprefix(_REVOKED).strip() for line in written if line.startswith(_REVOKED)}
 
 
@@ -139,7 +139,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Root writes keys for a server that has another account: they stay that account's."""
+    """Write the file. It stays its owner's if root writes it for a server of another account."""
     text = "\n".join(lines).strip("\n")
     try:
         replace_private(path, f"{text}\n".encode())
@@ -155,7 +155,7 @@ class KeysFile:
         self._given = tuple(given)
         self._path = path
         self._names: set[str] = set()
-        """Of the tenants that the file had when it was taken last."""
+        """Tenants of the content that was accepted last."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
         """What was seen instead the last time: it is read once it stays."""

@@ -159,7 +159,7 @@ class CountRequest(Extensions, kw_only=True):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What `output_config.format` was called before."""
+    """Older name of `output_config.format`."""
     context_management: ContextManagement | None = None
 
 
@@ -299,12 +299,12 @@ _WORDS = ToolWords(
 
 
 _CLIENTS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
-"""Beginnings of types whose tools run with the client by a schema of Anthropic's."""
+"""Beginnings of types whose tools the client runs, by a schema of Anthropic's."""
 
 
 def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[dict[str, Any]]:
-    """As OpenAI's clients write them, and chat templates expect them; deferred ones once they are
-    referred to.
+    """Return tools in OpenAI's form, which chat templates expect. A deferred tool is left out unless it
+    is in `referenced`.
     """
     given = []
     for index, tool in enumerate(tools):

@@ -282,10 +282,10 @@ class _Collected(Collector):
 
 
 class OutputTokens(Collector):
-    """Output tokens of a gateway, as `usage` and the ledger count them: those that a reply took in,
-    whether or not its client left or a stop string ended it.
+    """Output tokens of a gateway, as `usage` and the ledger count them: all tokens that replies
+    received, also if a client left or a stop string ended the reply.
 
-    A running reply is counted when it is scraped, so that a token costs nothing and a rate is smooth.
+    Running replies are added up at each scrape, so that a token costs nothing and a rate is smooth.
     """
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class OutputTokens(Collector):
         self._running.add(reply)
 
     def end(self, reply: Reply) -> None:
-        """A reply takes no more in. One that did not begin here is counted by `add`, or not at all."""
+        """Keep the count of a reply that has ended. Does nothing for a reply without `begin`."""
         if reply in self._running:
             self._running.remove(reply)
             self.add(reply.usage.num_output_tokens)

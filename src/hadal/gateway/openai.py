@@ -251,6 +251,11 @@ class Turn:
     name: str = ""
     """Of who says it, for templates that show it."""
 
+    @property
+    def num_chars(self) -> int:
+        """Length of its texts."""
+        return len(self.content) + sum(len(call.name) + len(call.arguments) for call in self.calls)
+
 
 @dataclass(frozen=True)
 class AnswerFormat:

@@ -4,9 +4,9 @@
     $ref, $dynamicRef              lead to them, or by a JSON pointer
     after `resolved`               {"$ref": "#/$defs/ref-0"}, and no other form
 
-Those who follow a schema then need to know one form alone. A `$dynamicRef` depends on the resources that
-evaluation came through, so a schema may be written several times, once for each such way. Values in,
-values out.
+The code that reads a schema then handles one form only. A `$dynamicRef` depends on the resources that
+evaluation passed through (its dynamic scope), so a schema may be written several times, once per scope.
+Values in, values out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from hadal.core.errors import RequestError
 
 MAX_REFERRED = 1000
-"""Schemas that references of one schema may lead to, each way counted."""
+"""Most schemas that the references of one schema may lead to. A schema counts once per dynamic scope."""
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _OTHER_FORMS = (*_NAMES, "$dynamicRef")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -38,7 +38,7 @@ _SINGLE = (
     "contentSchema",
 )
 _HOLDERS = ("$defs", "definitions")
-"""Maps of schemas that are there to be referred to."""
+"""Maps of schemas that only references use."""
 
 Schema = dict[str, Any]
 
@@ -51,12 +51,12 @@ class _Place(NamedTuple):
 
 
 class LeadsNowhere(Exception):
-    """A reference leads to no schema here."""
+    """Error of a reference that leads to no schema within its own schema."""
 
 
 def resolved(schema: Schema, of: str, param: str) -> Schema:
-    """Return the schema with plain pointers for all its references; itself, if it has no others. `of`
-    and `param` name it in a RequestError, raised for a reference that leads out of it or nowhere.
+    """Return the schema with all its references as plain pointers. Raises RequestError for a reference
+    that leads out of the schema or nowhere; `of` and `param` name the schema in the error.
     """
     if not any(map(_is_other, _dicts(schema))):
         return schema
@@ -161,7 +161,7 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
 
 
 class _Writer:
-    """Writes a schema anew, and each schema that it refers to once for each way to it."""
+    """Writer of a schema and of the schemas that it refers to, each once per dynamic scope."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -170,7 +170,7 @@ class _Writer:
         self._waiting: list[tuple[str, _Place, tuple[str, ...]]] = []
 
     def written(self) -> Schema:
-        """Return all of it."""
+        """Return the schema with plain pointers."""
         base = self._names.base
         out: Schema = self._schema(_Place(self._root, base), (base,))
         definitions: Schema = {}
@@ -213,10 +213,9 @@ class _Writer:
         if keyword == "$dynamicRef" and (uri, fragment) in self._names.dynamic:
             outermost = next((one for one in scope if (one, fragment) in self._names.dynamic), uri)
             place = self._names.anchors[outermost, fragment]
-        # Only resources with dynamic anchors make a way another one.
+        # Resources without dynamic anchors do not change where a `$dynamicRef` leads.
         dynamic = {one for one, _ in self._names.dynamic}
-        way = tuple(one for one in scope if one in dynamic)
-        key = id(place.schema), way
+        key = id(place.schema), tuple(one for one in scope if one in dynamic)
         if key not in self._referred:
             if len(self._referred) >= MAX_REFERRED:
                 raise LeadsNowhere(f"its references lead to more than {MAX_REFERRED} schemas")

@@ -151,14 +151,14 @@ class _Glue:
         self._starts: dict[int, bytes] = {}
 
     def chunk(self, index: int, body: bytes, more: bytes = b"") -> bytes:
-        """`more`: fields beside the choices, with a comma before each."""
+        """Return a chunk of a choice. `more`: fields beside the choices, with a comma before each."""
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._open + b'{"index":%d,' % index
         return start + body + b"}]" + more + self._usage + b"}\n\n"
 
     def count(self, usage: Usage | None) -> None:
-        """The usage that chunks have from now on, where each has one."""
+        """Set the usage of the following chunks, if each chunk has one."""
         if self._has_usage_so_far and usage is not None:
             self._usage = b',"usage":' + _encode(usage.fields())
 
@@ -498,7 +498,7 @@ def _token_ids(piece: Piece) -> dict[str, Any]:
 
 
 def _token_ids_body(piece: Piece) -> bytes:
-    """The same behind other fields of a chunk's choice."""
+    """Return the token ids as the last field of a chunk's choice; empty if there are none."""
     return b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
 
 
@@ -603,7 +603,7 @@ class Reply:
         self._now = now
         self._timeout_s = timeout_s
         self._deadline_s = times.start_s + timeout_s + _GRACE_S
-        """When to give up, unless something comes before."""
+        """Time at which the reply fails, unless a delivery comes before."""
         self._keep_alive_s = keep_alive_s
         self._send_timeout_s = send_timeout_s
         self._num_open = len(work.choices)

@@ -1,9 +1,9 @@
 """Tools of the Responses API as a model is offered them, and its calls as the client knows them.
 
     function                  offered by its name
-    namespace                 its functions are offered as NAMESPACE__NAME, and called back apart again
-    custom                    a function with one text; its input comes back as it is
-    web_search and the like   only a provider can run them: left out, and the log says so once
+    namespace                 its functions are offered as NAMESPACE__NAME; calls have both names
+    custom                    a function with one text, which the call has as its input
+    web_search and the like   left out, as only a provider can run them; the log names them once
 
 Values in, values out; knows no tokens.
 """
@@ -55,9 +55,9 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     strict: bool | None = None
     tools: list[ResponseTool] | None = None
-    """Of a namespace."""
+    """Tools of a namespace."""
     format: dict[str, Any] | None = None
-    """Of a custom tool: a grammar for its input, which the model is told of and not held to."""
+    """Grammar of a custom tool's input: part of its description, not enforced."""
 
 
 class CallName(NamedTuple):
@@ -70,11 +70,12 @@ class CallName(NamedTuple):
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """What of a request's tools the model is offered."""
+    """Tools of a request that the model is offered."""
 
     given: tuple[dict[str, Any], ...] = ()
-    """In /chat/completions' form."""
+    """Tools in the form of /chat/completions."""
     flat_to_name: Mapping[str, CallName] = field(default_factory=dict)
+    """Name under which a tool is offered -> the client's name."""
 
     def name_of(self, flat: str) -> CallName:
         """Return the client's name of a tool that the model calls by `flat`."""
@@ -117,12 +118,12 @@ def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
 
 
 def as_arguments(text: str) -> str:
-    """Return the arguments of a call whose only one is a text."""
+    """Return the input of a custom tool as JSON arguments."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def as_input(arguments: str) -> str:
-    """Return the text that such arguments hold; what else a model wrote is returned as it is."""
+    """Return the input of a custom tool from its JSON arguments. Other texts are returned unchanged."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

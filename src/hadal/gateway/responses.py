@@ -86,7 +86,7 @@ class InputItem(msgspec.Struct):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    """Of a custom tool's call."""
+    """Input of a custom tool's call."""
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
     status: str | None = None

@@ -28,8 +28,8 @@ _NUMBERS = (
 
 
 def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
-    """Return a schema as it is followed, its references all in one form. Raises RequestError for one
-    that is not even looked at. `of`: what it is said to be.
+    """Return a schema with all its references as plain pointers. Raises RequestError for a schema that
+    is not supported; `of` and `param` name it in the error.
     """
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise RequestError(

@@ -11,10 +11,9 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +31,6 @@ from hadal.gateway.chat import (
     THINK_OPEN,
     ChatFormat,
     Prompt,
-    check_length,
     raw_prompt,
     read_chat_format,
 )
@@ -41,6 +39,8 @@ from hadal.gateway.errors import ApiError
 from hadal.gateway.field_table import TOKENIZE
 from hadal.gateway.fields import check_fields
 from hadal.gateway.formats import Formats
+from hadal.gateway.lanes import Lane, Lanes
+from hadal.gateway.lengths import check_length, encode_within
 from hadal.gateway.openai import (
     MAX_TOP_K,
     PUBLIC,
@@ -69,6 +69,8 @@ FIM_MARKS = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
 """Before the text before, before the text behind, and at the end (DeepSeek-V3's technical report,
 3.1: prefix, suffix, middle).
 """
+COUNTED_CONTEXTS = 2
+"""Longest prompt that is counted without being generated from, as a multiple of the context."""
 OFF_LOOP_BYTES = 1024
 """Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
 bytes.
@@ -221,10 +223,10 @@ class Service:
         self._names = names
         self._formats = Formats()
         self._random_bytes = random_bytes
-        # One thread: prompts wait for each other rather than take the ranks' cores.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
-        self._tenant_to_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Few threads: prompts wait for each other rather than take the ranks' cores.
+        self._lanes = Lanes()
         context = model.context_tokens
+        self._max_counted_tokens = COUNTED_CONTEXTS * context
         self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
 
     async def chat(
@@ -233,12 +235,19 @@ class Service:
         request_id: str,
         tenant: Tenant,
         parse: Callable[[bytes], ChatAsk] = parse_chat,
+        num_more_bytes: int = 0,
     ) -> Work:
-        """`tenant`: whoever asks; `parse` reads the bodies of an endpoint. Raises RequestError,
-        ApiError.
+        """`tenant`: whoever asks; `parse` reads the bodies of an endpoint; `num_more_bytes`: size of
+        what else it reads. Raises RequestError, ApiError.
         """
         # Always off the loop: the template's process may take as long as its limits let it.
-        return await self.off_loop(tenant, lambda: self._chat(parse(body), request_id, tenant))
+        num_bytes = len(body) + num_more_bytes
+        begun = await self.off_loop(
+            tenant, lambda: self._chat(parse(body), request_id, tenant), num_bytes
+        )
+        if isinstance(begun, Work):
+            return begun
+        return await self._run(self._lanes.grammars, tenant, begun)
 
     async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
         """How many tokens the prompt of a chat has, which is not begun. Raises as `chat` does."""
@@ -246,9 +255,9 @@ class Service:
         def number() -> int:
             parsed = parse(body)
             self._check(parsed.ask, tenant)
-            return len(self._prompt(parsed, self.limits.max_body_bytes).ids)
+            return len(self._prompt(parsed, self._max_counted_tokens).ids)
 
-        return await self.off_loop(tenant, number)
+        return await self.off_loop(tenant, number, len(body))
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         """Begin a completion, as `chat` begins a chat."""
@@ -256,26 +265,41 @@ class Service:
             parsed = self._parse_completion(body)
             if parsed.ask.format is None:  # A schema is looked at, which takes as long as it takes.
                 return self._completion(parsed, request_id, tenant)
-        return await self.off_loop(
-            tenant, lambda: self._completion(self._parse_completion(body), request_id, tenant)
-        )
+
+        def read() -> CompletionAsk:
+            parsed = self._parse_completion(body)
+            self._check(parsed.ask, tenant)
+            return parsed
+
+        parsed = await self.off_loop(tenant, read, len(body))
+        prompts = [  # Each is a turn of its own.
+            await self.off_loop(tenant, partial(self._given, parsed, given), len(body))
+            for given in parsed.prompts
+        ]
+        finish = partial(self._completed, parsed, prompts, request_id, tenant)
+        if parsed.ask.format is None:
+            return await self.off_loop(tenant, finish, len(body))
+        return await self._run(self._lanes.grammars, tenant, finish)
 
     async def tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
         """The tokens that a prompt or a chat has, as vLLM says it. Raises RequestError, ApiError."""
-        return await self.off_loop(tenant, lambda: self._tokenize(body, tenant))
+        return await self.off_loop(tenant, lambda: self._tokenize(body, tenant), len(body))
 
     async def detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
         """The text that some tokens have. Raises RequestError, ApiError."""
-        return await self.off_loop(tenant, lambda: self._detokenize(body, tenant))
+        return await self.off_loop(tenant, lambda: self._detokenize(body, tenant), len(body))
 
-    async def off_loop(self, tenant: Tenant, make: Callable[[], T]) -> T:
-        """Make something of a request in the thread, one body of a tenant at a time: so tenants
-        take turns there. Raises ApiError 504 at the request's deadline.
+    async def off_loop(self, tenant: Tenant, make: Callable[[], T], num_bytes: int) -> T:
+        """Make something of a request of `num_bytes` in a thread, one of a tenant at a time, so that
+        tenants take turns there. Raises ApiError 504 at the request's deadline.
         """
+        return await self._run(self._lanes.for_bytes(num_bytes), tenant, make)
+
+    async def _run(self, lane: Lane, tenant: Tenant, make: Callable[[], T]) -> T:
         timeout_s = self.limits.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s), self._tenant_to_turn[tenant.name]:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+            async with asyncio.timeout(timeout_s):
+                return await lane.run(tenant.name, make)
         except TimeoutError:
             raise ApiError(
                 504,
@@ -284,11 +308,12 @@ class Service:
             ) from None
 
     def close(self) -> None:
-        """End the tokenising thread, and the process that looks at formats."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the tokenising threads, and the process that looks at formats."""
+        self._lanes.close()
         self._formats.close()
 
-    def _chat(self, parsed: ChatAsk, request_id: str, tenant: Tenant) -> Work:
+    def _chat(self, parsed: ChatAsk, request_id: str, tenant: Tenant) -> Work | Callable[[], Work]:
+        """Return the work, or the rest that the lane of grammars has to do for it."""
         self._check(parsed.ask, tenant)
         prompt = self._prompt(parsed, self._max_prompt_tokens)
         chat = self.model.chat
@@ -296,7 +321,8 @@ class Service:
         if chat is not None and chat.tools and parsed.choosing.tools:
             calls = Calls(chat.tools, parsed.choosing)
         self._check_thinking(parsed)
-        return self._work(
+        finish = partial(
+            self._work,
             parsed.ask,
             [(prompt, "")],
             request_id,
@@ -305,6 +331,7 @@ class Service:
             calls=calls,
             budget=parsed.budget,
         )
+        return finish() if calls is None and parsed.ask.format is None else finish
 
     def _check_thinking(self, parsed: ChatAsk) -> None:
         """Raise RequestError for thinking, or a budget of it, that this model cannot do."""
@@ -353,7 +380,7 @@ class Service:
         self._check_model(name, tenant)
         if (asked.messages is None) == (asked.prompt is None):
             raise RequestError("Send either prompt or messages.", "prompt")
-        most = self.limits.max_body_bytes  # Whether it is too long for the model is what they ask.
+        most = self._max_counted_tokens  # Whether it is too long for the model is what they ask.
         if asked.prompt is None:
             if asked.add_special_tokens:
                 raise RequestError(
@@ -390,18 +417,29 @@ class Service:
 
     def _completion(self, parsed: CompletionAsk, request_id: str, tenant: Tenant) -> Work:
         self._check(parsed.ask, tenant)
+        prompts = [self._given(parsed, given) for given in parsed.prompts]
+        return self._completed(parsed, prompts, request_id, tenant)
+
+    def _given(self, parsed: CompletionAsk, given: str | tuple[int, ...]) -> tuple[Prompt, str]:
+        """Return one of the prompts, and its text where the reply begins with it."""
         vocabulary = self.model.vocabulary
-        prompts: list[tuple[Prompt, str]] = []
-        for given in parsed.prompts:
-            if isinstance(given, str) and parsed.suffix is not None:
-                prompt, text = self._infill(given, parsed.suffix), given
-            elif isinstance(given, str):
-                prompt = raw_prompt(vocabulary, given, max_tokens=self._max_prompt_tokens)
-                text = given
-            else:
-                self._check_prompt_ids(given)
-                prompt, text = Prompt(given), vocabulary.decode(given) if parsed.echo else ""
-            prompts.append((prompt, text if parsed.echo else ""))
+        if isinstance(given, str) and parsed.suffix is not None:
+            prompt, text = self._infill(given, parsed.suffix), given
+        elif isinstance(given, str):
+            prompt = raw_prompt(vocabulary, given, max_tokens=self._max_prompt_tokens)
+            text = given
+        else:
+            self._check_prompt_ids(given)
+            prompt, text = Prompt(given), vocabulary.decode(given) if parsed.echo else ""
+        return prompt, text if parsed.echo else ""
+
+    def _completed(
+        self,
+        parsed: CompletionAsk,
+        prompts: list[tuple[Prompt, str]],
+        request_id: str,
+        tenant: Tenant,
+    ) -> Work:
         work = self._work(parsed.ask, prompts, request_id, tenant, sections=False)
         return _scored(work, parsed) if parsed.ask.sampling.num_prompt_logprobs >= 0 else work
 
@@ -420,7 +458,11 @@ class Service:
         num_tokens = vocabulary.fewest_tokens(before) + vocabulary.fewest_tokens(behind)
         check_length(num_tokens, self._max_prompt_tokens, "prompt")
         begin, hole, end = (mark for mark in ids if mark is not None)
-        texts = vocabulary.encode_plain(before), vocabulary.encode_plain(behind)
+        most = self._max_prompt_tokens
+        texts = [
+            encode_within(vocabulary.encode_plain, text, most, "prompt")
+            for text in (before, behind)
+        ]
         whole = vocabulary.with_special([begin, *texts[0], hole, *texts[1], end])
         return Prompt(tuple(whole))
 

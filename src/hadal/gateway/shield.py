@@ -1,4 +1,4 @@
-"""Control tokens in what users send are made plain text: a *shield* character stands behind the first
+"""Make control tokens in users' texts plain text: a *shield* character stands behind the first
 character of each, until the prompt has been cut at its control tokens.
 
 Knows a model's marks and no templates.
@@ -69,7 +69,7 @@ class Shield:
     end: str
     """Another character that no text contains, which marks a place."""
     is_guarding: bool
-    """Texts of the request might make a mark together, where a template joins them."""
+    """True if texts of the request may form a mark where a template joins them."""
 
     def put(self, text: str) -> str:
         """Return the text with the shield in every mark. A text without marks stays as it is."""
@@ -93,8 +93,8 @@ class Shield:
         return value
 
     def found(self, text: str) -> str:
-        """Return a template's text, with the request's characters where the template wrote them as
-        JSON, as Python or as in a URL.
+        """Return a rendered text with the shield's characters themselves where the template escaped
+        them, as JSON, Python and URLs do.
         """
         for char in (self.char, self.end):
             for escape in _escapes(char):
@@ -103,7 +103,7 @@ class Shield:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts of a value, names of fields included."""
+    """Yield all texts of a value, names of fields included."""
     queue = [value]
     while queue:
         each = queue.pop()

@@ -396,7 +396,7 @@ class Assembler:
             piece.calls += deltas
 
     def _without_marks(self, text: str) -> str:
-        """A whole text without control marks that it spells, also those around one that is taken out."""
+        """Return a whole text without control marks, also without those that a removal joins."""
         shown = ""
         mark: str | None = ""
         while text and mark is not None:

@@ -15,8 +15,10 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 def read_templates(folder: Path) -> tuple[dict[str, str], str]:
     """Return the chat templates of a folder by name, none for a base model, and the name of their
-    file. Files of their own go before tokenizer_config.json, as in transformers; chat_template.json
-    is that of processors. Raises CheckpointError.
+    file. Raises CheckpointError.
+
+    As in transformers, template files go before tokenizer_config.json. chat_template.json, which
+    processors write, comes last.
     """
     own, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
     files = {DEFAULT: own} if own.exists() else {}
@@ -35,7 +37,7 @@ def read_templates(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def _by_name(value: Any, path: Path) -> dict[str, str]:
-    """Take a text, or several by name: [{"name": "default", "template": ...}, ...]."""
+    """Return name -> template, from one text or from [{"name": "default", "template": ...}, ...]."""
     if isinstance(value, list) and all(
         isinstance(each, dict) and isinstance(each.get("name"), str) for each in value
     ):

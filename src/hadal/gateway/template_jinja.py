@@ -37,7 +37,7 @@ def parsed(text: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """The tag around an assistant's text, which trainers use. Here it shows what it holds."""
+    """The tag around an assistant's text, which trainers use. Rendering keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -53,13 +53,13 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without what leads out of the sandbox."""
+    """`dict` without attributes that lead out of the sandbox."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
+        """Return `dict.fromkeys` of the arguments."""
         return dict.fromkeys(*args)
 
 

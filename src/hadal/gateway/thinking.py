@@ -59,7 +59,7 @@ class ThinkingSwitch(msgspec.Struct):
     type: str
     budget_tokens: _Count | None = None
     display: Literal["summarized", "omitted"] | None = None
-    """Of /v1/messages. "omitted": thinking blocks come without their text. Nothing is summarized."""
+    """Field of /v1/messages. "omitted": thinking blocks have no text. Nothing is summarized."""
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -92,14 +92,14 @@ class Thinking:
     """What a request asks of the model's thinking."""
 
     is_on: bool | None = None
-    """None: as the chat template has it."""
+    """Whether to think; None: the chat template decides."""
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     budget: int | None = None
     """Most reasoning tokens; None: no limit but the reply's."""
     budget_field: str = ""
     """Field that asked for the budget."""
     switch_field: str = ""
-    """Switch that demands thinking, if one does. An effort asks for it and demands nothing."""
+    """Switch that demands thinking; empty: none does. An effort asks for it without demanding it."""
 
 
 def read_thinking(
@@ -108,8 +108,10 @@ def read_thinking(
     output_effort: str | None = None,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> Thinking:
-    """Read a request's switches. `output_effort`: that of Anthropic's output_config, which asks for no
-    thinking by itself; `variables`: others for the template. Raises RequestError.
+    """Read a request's switches. Raises RequestError.
+
+    `output_effort`: effort of Anthropic's output_config, which by itself does not ask for thinking.
+    `variables`: further variables for the template.
     """
     options = request.reasoning or ReasoningOptions()
     switch_field, is_on = _one(
@@ -127,7 +129,7 @@ def read_thinking(
             ("output_config.effort", output_effort),
         ]
     )
-    told = dict(variables or {})
+    values = dict(variables or {})
     if effort == "none":
         if is_on:
             raise RequestError(
@@ -135,8 +137,8 @@ def read_thinking(
             )
         is_on = False
     elif effort is not None:
-        told["reasoning_effort"] = _known_effort(effort, effort_field)
-    kwargs = told | (request.chat_template_kwargs or {})
+        values["reasoning_effort"] = _known_effort(effort, effort_field)
+    kwargs = values | (request.chat_template_kwargs or {})
     for key in ("thinking", "enable_thinking"):
         value = kwargs.get(key)
         if is_on is None and isinstance(value, bool):
@@ -179,7 +181,7 @@ def _budget(request: ThinkingFields, options: ReasoningOptions) -> tuple[str, in
 
 
 def _one(given: Sequence[tuple[str, T | None]]) -> tuple[str, T | None]:
-    """Return the first field with a value. Raises RequestError for another one with another value."""
+    """Return the first field that has a value. Raises RequestError if two fields have different ones."""
     said = [(name, value) for name, value in given if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:

@@ -12,8 +12,8 @@ them was not taught to call, and is asked for no call.
     Kimi-K2            <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
                        <|tool_call_argument_begin|>{...}<|tool_call_end|> ...
 
-A call counts from when its name is complete. One that the end of the reply cut off before is nothing; what
-else never gets so far is shown as text, without its marks.
+A call counts once its name is complete. A call that the limit of the reply cuts off before that is dropped;
+any other incomplete call is shown as text, without its marks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tool:
     schema_field: str = field(default="", compare=False)
     """The request's field that has its parameters."""
     schema: dict[str, Any] | None = field(default=None, compare=False)
-    """Of a strict tool: its parameters as they are followed."""
+    """Parameters of a strict tool, with all references as plain pointers."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -388,8 +388,8 @@ class CallReader:
             self._read_name()
 
     def end(self, *, is_complete: bool = True, is_cut: bool = False) -> None:
-        """The present call is over, if there is one. `is_complete`: the model said so; `is_cut`: it did
-        not end the call, but the reply is over.
+        """End the present call, if there is one. `is_complete`: the model ended it; `is_cut`: the limit of
+        the reply did.
         """
         if self._at is At.ARGUMENTS:
             rest, self._held = self._held, ""

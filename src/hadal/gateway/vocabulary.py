@@ -20,9 +20,9 @@ from hadal.tokens.split import Splitter
 from hadal.tokens.table import read_fields, token_table
 
 _COMPOSED = 4
-"""Characters that Unicode composes to one, at most (U+1F82)."""
+"""Most characters that Unicode composes to one (U+1F82)."""
 _SAMPLES = ("Hadal 0", "a", "e f")
-"""Texts with which is found out what a post-processor adds."""
+"""Texts that show which tokens a post-processor adds."""
 
 
 class Vocabulary:
@@ -56,8 +56,8 @@ class Vocabulary:
         return len(self.token_bytes)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that no encoding of the text falls below. It costs nothing, and
-        refuses what is far too long. It is 0 where the tokenizer may leave characters out.
+        """Return a lower bound of the text's number of tokens, without encoding it; 0 where the tokenizer
+        may leave characters out.
         """
         return -(-len(text) // self._longest) if self._longest else 0
 
@@ -139,7 +139,7 @@ class Vocabulary:
     def _splitters(
         self, fields: dict[str, Any], left_out: frozenset[str]
     ) -> tuple[Splitter, Splitter]:
-        """Return what finds added tokens before a text is normalised, and behind that."""
+        """Return the splitters at added tokens that apply before and after a text is normalised."""
         before: dict[str, tuple[int, AddedToken]] = {}
         behind: dict[str, tuple[int, AddedToken]] = {}
         for entry in fields.get("added_tokens") or []:
@@ -162,7 +162,7 @@ class Vocabulary:
         return [*before], [*behind]
 
     def _around_of(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The same of one text; None where the text has no tokens."""
+        """Return the ids around one text; None where the text has no tokens."""
         alone: list[int] = self._words.encode(text, add_special_tokens=False).ids
         ids: list[int] = self._words.encode(text, add_special_tokens=True).ids
         for at in range(len(ids) - len(alone) + 1):
@@ -184,9 +184,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def _chars_of_one(fields: dict[str, Any]) -> int:
-    """Return how many characters of a text may become one of its tokens' characters at most; 0: any
-    number.
-    """
+    """Return the most characters of a text that may become one character of a token; 0: any number."""
     added = fields.get("added_tokens") or []
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
         return 0

@@ -309,7 +309,7 @@ def load_weights(
     these are read. None: all experts, in order, as an MTP module has for which there is no layer in
     it.
 
-    `config`: what was read of the folder's config.json; None: it is read here.
+    `config`: the folder's config.json, if it has been read already.
     """
     config = read_model_config(folder) if config is None else config
     with Checkpoint(folder, config.weight_block_size, config.scale_names) as checkpoint:

@@ -77,14 +77,25 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
     needed = float(max(1, num_tokens))
     if view.is_batch:
         needed = min(needed + quota.tokens_per_minute / 2, quota.tokens_per_minute)
-    if quota.tokens_per_minute and view.num_tokens_left < needed:
-        missing = needed - view.num_tokens_left
-        return _refusal(
-            view,
-            f"this key may have {quota.tokens_per_minute} tokens a minute, and has had them.",
-            missing * MINUTE_S / quota.tokens_per_minute,
-        )
-    return _refuse_cost(view, most_pico_usd) if quota.day_pico_usd else None
+    refusal = refuse_tokens(view, needed)
+    if refusal is None and quota.day_pico_usd:
+        return _refuse_cost(view, most_pico_usd)
+    return refusal
+
+
+def refuse_tokens(view: QuotaView, num_needed: float = 1.0) -> Refusal | None:
+    """Return a refusal if the bucket holds fewer tokens than needed. One token admits a prompt that is
+    counted only: its length is known afterwards, and drawn then.
+    """
+    quota = view.quota
+    if not quota.tokens_per_minute or view.num_tokens_left >= num_needed:
+        return None
+    missing = num_needed - view.num_tokens_left
+    return _refusal(
+        view,
+        f"this key may have {quota.tokens_per_minute} tokens a minute, and has had them.",
+        missing * MINUTE_S / quota.tokens_per_minute,
+    )
 
 
 def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:

@@ -412,8 +412,8 @@ class BatchStore:
         self._forget(_files.c.created_s < before_s, _batches.c.created_s < before_s)
 
     def forget_tenant(self, tenant: str) -> tuple[int, int, int]:
-        """Drop a tenant's files and ended batches. Returns how many of each, and how many of its
-        batches have not ended.
+        """Delete a tenant's files and ended batches. Return the number of files, of batches, and of its
+        batches that have not ended.
         """
         num_files, num_batches = self._forget(
             _files.c.tenant == tenant, _batches.c.tenant == tenant

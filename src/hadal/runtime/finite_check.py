@@ -1,8 +1,8 @@
-"""Matrices of the model's files looked at in the background for values that are not finite.
+"""Search the matrices of a model's files for values that are not finite, in the background.
 
-Norms, gates, biases and scales are looked at when they are loaded (model/checkpoint), before a unit is
-ready. Matrices are 99 % of the bytes, and to read them all would make the start slower; so a thread
-reads them behind it, a piece at a time, and ends the process where it finds one.
+Norms, gates, biases and scales are checked when they are loaded (model/checkpoint), before a unit is
+ready. Matrices are 99 % of the bytes, and reading them all would delay the start. So a thread reads
+them afterwards, a piece at a time, and ends the process at the first value that is not finite.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig
 from hadal.runtime.memory import read_header
 from hadal.runtime.model_files import end_process
-from hadal.runtime.weight_check import file_of_tensors, model_tensors, mtp_tensors
+from hadal.runtime.weight_check import model_tensors, mtp_tensors, read_index
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 PAUSE_S = 0.02
 """Time between two pieces: at most 200 MB/s, which no step notices."""
-_LOWEST = 19
+_LOWEST_PRIORITY = 19
+"""Largest nice value of Linux."""
 # A value is infinite or no number if all its exponent's bits are set; FP8 E4M3 has no infinities.
 _BITS: dict[str, tuple[np.dtype[Any], int]] = {
     "BF16": (np.dtype("<u2"), 0x7F80),
@@ -49,13 +50,13 @@ def watch_matrices(
     with_mtp: bool,
     end: Callable[[str], None] = end_process,
 ) -> threading.Thread:
-    """Look at this rank's part of the matrices from now on, in a thread of its own; call `end` with
-    file and tensor where one holds a value that is not finite.
+    """Check this rank's part of the matrices in a thread, which is returned. It calls `end` with file
+    and tensor at the first value that is not finite.
     """
 
     def look() -> None:
-        with contextlib.suppress(OSError):  # It may not be allowed to give way.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        with contextlib.suppress(OSError):  # A sandbox may forbid it.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
             why = first_not_finite(folder, names, lambda: time.sleep(PAUSE_S))
         except (CheckpointError, OSError) as error:  # The files changed; watch_model says so.
@@ -73,10 +74,11 @@ def watch_matrices(
 
 
 def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], None]) -> str:
-    """Return which of these tensors holds a value that is not finite; empty: none does. `pause` is
-    called between pieces. Raises CheckpointError or OSError where they cannot be read.
+    """Return a sentence that names the first of these tensors with a value that is not finite; empty:
+    none has one. `pause` is called between pieces. Raises CheckpointError or OSError where the files
+    cannot be read.
     """
-    name_to_file = file_of_tensors(folder)
+    name_to_file = read_index(folder)
     headers = {}
     for name in names:
         path = folder / name_to_file[name]

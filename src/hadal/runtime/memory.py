@@ -406,7 +406,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class TensorEntry(msgspec.Struct):
-    """What a header says of a tensor; of `__metadata__` it has nothing."""
+    """Entry of a tensor in a file's header. The entry of `__metadata__` has defaults only."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -414,7 +414,7 @@ class TensorEntry(msgspec.Struct):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """What a file says of its tensors, by name. Raises CheckpointError."""
+    """Return tensor -> entry, from a file's header. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

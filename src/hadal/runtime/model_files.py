@@ -41,7 +41,9 @@ def check_model(run: Run) -> None:
 
 
 def end_process(reason: str) -> None:
-    """Leave at once: whoever reads a page that is not there is killed before a word is said."""
+    """End the process at once, with the reason in the log: to read a page that is gone would kill it
+    without a message.
+    """
     log.error("%s", reason)
     logging.shutdown()
     os._exit(EXIT_CONFIG)

@@ -83,7 +83,7 @@ try:
 except AuthenticationError:
     sys.exit({_REFUSED})
 """
-"""What a process without a token asks a head."""
+"""Program that asks a head without a token. Its argument is the head's address."""
 _ASK_S = 60.0
 log = logging.getLogger("hadal.ray")
 
@@ -479,7 +479,7 @@ def _join(address: str) -> None:
 
 
 def _lets_anybody_in() -> bool:
-    """Whether the head answers a process that has no token. Asked by a process of its own, since a process
+    """Return whether the head answers a process without a token. Another process asks, since a process
     reads Ray's mode once. Raises ConfigError if the head does not answer.
     """
     address = ray.get_runtime_context().gcs_address

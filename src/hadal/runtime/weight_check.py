@@ -1,7 +1,7 @@
-"""Weights of a model's folder, judged by names, shapes and headers alone: whether a model loads.
+"""Check from names, shapes and types of tensors whether the weights in a folder can be loaded.
 
-The tensors are those that model/checkpoint reads; tests/unit/runtime/test_weight_check.py holds the two
-equal. Loads no torch and reads no values.
+The tensors are those that model/checkpoint reads; tests/unit/runtime/test_weight_check.py compares the
+two. Loads no torch and reads no values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Wanted:
     name: str
     shape: tuple[int, ...]
     is_matrix: bool = True
-    """FP8 may hold it. Other tensors are needed exactly."""
+    """True if FP8 may store it. Other tensors must be plain."""
 
 
 def check_weights(folder: Path, config: ModelConfig) -> str:
@@ -46,13 +46,8 @@ def check_weights(folder: Path, config: ModelConfig) -> str:
     return ""
 
 
-def file_of_tensors(folder: Path) -> dict[str, str]:
-    """Return tensor -> name of its file. Raises CheckpointError."""
-    return _read_index(folder)
-
-
 def model_tensors(config: ModelConfig) -> Iterator[Wanted]:
-    """Tensors of the model without MTP modules."""
+    """Yield the tensors of the model without MTP modules."""
     dim = config.hidden_size
     yield Wanted("model.embed_tokens.weight", (config.vocab_size, dim))
     for index in range(config.num_hidden_layers):
@@ -62,7 +57,7 @@ def model_tensors(config: ModelConfig) -> Iterator[Wanted]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[Wanted]:
-    """Tensors of the first MTP module; none where config.json names none."""
+    """Yield the tensors of the first MTP module; none where config.json names none."""
     if not config.num_nextn_predict_layers:
         return
     index, dim = config.num_hidden_layers, config.hidden_size
@@ -119,13 +114,13 @@ def _mlp(prefix: str, dim: int, width: int) -> Iterator[Wanted]:
 
 
 class _Stored:
-    """What the files of a folder say of their tensors."""
+    """Tensors that the files of a folder declare."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder = folder
         self._config = config
         self._headers: dict[str, Mapping[str, TensorEntry]] = {}
-        self._name_to_file = _read_index(folder)
+        self._name_to_file = read_index(folder)
 
     def check(self, wanted: Wanted) -> None:
         """Raise CheckpointError where the tensor cannot be read."""
@@ -182,8 +177,8 @@ class _Stored:
         return path, entry
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Return tensor -> name of its file."""
+def read_index(folder: Path) -> dict[str, str]:
+    """Return tensor -> name of its file. Raises CheckpointError."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         if not single.exists():

@@ -3,7 +3,7 @@
 `tokenizer.json` lists added tokens. `tokenizer_config.json`, and the older `special_tokens_map.json`
 and `added_tokens.json`, add more and change flags. transformers 5 applies them in a fixed order, and
 the `tokenizers` library gives every text an id: the one that the vocabulary has for it, else the next
-free one. An id that a file lists beside a text counts for nothing. Source: transformers 5.23,
+free one. An id that a file lists beside a text is ignored. Source: transformers 5.23,
 `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__`; tokenizers 0.23,
 `AddedVocabulary::add_tokens`. tests/unit/gateway/test_same_tokens.py compares both with this file.
 """
@@ -36,7 +36,7 @@ class AddedToken:
 
     content: str
     single_word: bool = False
-    """The token matches between characters that belong to no word only."""
+    """The token matches only where no word character stands before or behind it."""
     lstrip: bool = False
     """The token includes the white space before it."""
     rstrip: bool = False
@@ -60,7 +60,7 @@ def load_added_tokens(folder: Path, fields: Mapping[str, Any], source: str) -> l
     id_to_token: dict[int, AddedToken] = {}
     _add(id_to_token, listed, vocab)
     _add(id_to_token, named.to_add({token.content for token in listed}), vocab)
-    return [{"id": each, **asdict(id_to_token[each])} for each in sorted(id_to_token)]
+    return [{"id": token_id, **asdict(token)} for token_id, token in sorted(id_to_token.items())]
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
@@ -128,7 +128,7 @@ class _OtherFiles:
         return {name: _text(value) for name, value in self.names.items()}
 
     def to_add(self, known: set[str]) -> list[AddedToken]:
-        """Return what is added behind the tokens of tokenizer.json, whose texts are `known`."""
+        """Return the tokens to add behind those of tokenizer.json, whose texts are `known`."""
         found: list[AddedToken | str] = list(self.decoder)
         known = known | {token.content for token in self.decoder}
         for value in (*self.names.values(), *self.extra):
@@ -147,16 +147,16 @@ def _add(
     id_to_token: dict[int, AddedToken], tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> None:
     """Add tokens as the tokenizers library does, in place."""
-    text_to_id = {token.content: each for each, token in id_to_token.items()}
+    text_to_id = {token.content: token_id for token_id, token in id_to_token.items()}
     next_id = max(len(vocab), max(id_to_token, default=-1) + 1)
     for token in tokens:
         if not token.content:
             continue
-        each = text_to_id.get(token.content, vocab.get(token.content))
-        if each is None:
-            each, next_id = next_id, next_id + 1
-        text_to_id[token.content] = each
-        id_to_token[each] = token
+        token_id = text_to_id.get(token.content, vocab.get(token.content))
+        if token_id is None:
+            token_id, next_id = next_id, next_id + 1
+        text_to_id[token.content] = token_id
+        id_to_token[token_id] = token
 
 
 def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToken | str]:
@@ -178,7 +178,7 @@ def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToke
 
 
 def _older_names(older: dict[str, Any], folder: Path, *, has_extra: bool) -> dict[str, Any]:
-    """Return what special_tokens_map.json says over tokenizer_config.json."""
+    """Return the fields of special_tokens_map.json that replace those of tokenizer_config.json."""
     path = folder / "special_tokens_map.json"
     found: dict[str, Any] = {}
     for name, value in older.items():
@@ -202,10 +202,10 @@ def _older_decoder(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTo
     extra = config.get("extra_special_tokens")
     special |= {_text(each) for each in extra or [] if isinstance(each, str)}
     found: dict[int, AddedToken] = {}
-    for text, each in given.items():
-        if type(each) is not int:
-            raise CheckpointError(f"{path}: {shown(text)} is {shown(each)}; an id is needed.")
-        found[each] = AddedToken(text, normalized=text not in special, special=text in special)
+    for text, token_id in given.items():
+        if type(token_id) is not int:
+            raise CheckpointError(f"{path}: {shown(text)} is {shown(token_id)}; an id is needed.")
+        found[token_id] = AddedToken(text, normalized=text not in special, special=text in special)
     return found
 
 

@@ -251,9 +251,9 @@ class Follower:
         """Tokens of that stretch, which the matcher has consumed."""
         self._unread = list(tokens)
         self._num_reasoned = 0
-        """Tokens of the reasoning so far, while it is in one."""
+        """Tokens of the reasoning so far."""
         self._behind = Place.HELD if grammar.text and not grammar.opens else Place.FREE
-        """Where it is behind the reasoning."""
+        """Place behind the reasoning."""
         self._at = self._behind
         if grammar.begins_after >= 0:
             self._at = Place.REASONING if grammar.begins_with < 0 else Place.START
@@ -263,7 +263,7 @@ class Follower:
         self._unread.extend(tokens)
 
     def _is_text(self, at: Place) -> bool:
-        """Whether a token of the text may come there."""
+        """Return whether the next token at this place may be one of the text."""
         return at is Place.HELD or (at is Place.START and self._behind is Place.HELD)
 
     def _next(self, at: Place, token: int) -> Place:
@@ -311,12 +311,12 @@ class Follower:
                 self._stretch += held
 
     def _ends_reasoning(self, before: Place, token: int) -> bool:
-        """Whether a token that led to the text is the mark between both, and none of the text."""
+        """Return whether a token that led to the text is the mark that ends the reasoning."""
         return before is Place.REASONING and token not in self._grammar.opens
 
     def _reasoning(self, drafts: Sequence[int]) -> tuple[slice, slice]:
-        """The rows in which the reply is in a reasoning, and those of them in which it has to end. The
-        rows are the first one and one behind each draft.
+        """Return the rows within a reasoning, and those of them in which the reasoning must end. Row 0 is
+        the next token; one row more follows each draft.
         """
         none = slice(0)
         if self._at not in _REASONED:

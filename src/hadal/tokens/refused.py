@@ -1,4 +1,4 @@
-"""Files of a tokenizer that would change ids here in ways that are not followed: refused by name.
+"""Refusals of tokenizer files whose ids Hadal would not reproduce. Each names the file and the field.
 
 Everything that transformers 5 reads is followed (tokens/added, gateway/vocabulary), or refused here,
 or changes no id of a single text: lengths, sides and padding, names of inputs, decoding.
@@ -43,8 +43,8 @@ _BY_MODEL_TYPE = frozenset({"glm4_moe_lite"})
 
 
 def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError for a folder whose tokenizer is not followed; `fields` is the content of
-    its tokenizer.json, which `source` names.
+    """Raise CheckpointError for a folder whose tokenizer's ids are not reproduced. `fields`: content of
+    its tokenizer.json; `source` names that file.
     """
     config = read_config(folder)
     path = folder / CONFIG
@@ -98,7 +98,7 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _parts(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """A pre-tokenizer and, of a sequence, each part."""
+    """Yield a part of the pipeline and, if it is a sequence, its parts, which stand under `name`."""
     queue = [part]
     while queue:
         each = queue.pop()

@@ -19,15 +19,20 @@ _SPACE = frozenset(
 )
 """Unicode's White_Space, which is `\\s` of Rust's regex. Python's has four characters more."""
 _WORD_CATEGORIES = frozenset({"Nd", "Nl", "Pc"})
-_WORD_SIGNS = (range(0x24B6, 0x24EA), range(0x1F130, 0x1F14A), range(0x1F150, 0x1F16A))
-_MORE_WORD_SIGNS = (range(0x1F170, 0x1F18A), range(0x200C, 0x200E))
+_WORD_SIGNS = (
+    range(0x24B6, 0x24EA),
+    range(0x1F130, 0x1F14A),
+    range(0x1F150, 0x1F16A),
+    range(0x1F170, 0x1F18A),
+    range(0x200C, 0x200E),
+)
 """Signs that are alphabetic by Unicode, and joiners: with letters, marks and digits they are `\\w` of
 Rust's regex.
 """
 
 
 class Splitter:
-    """Cuts texts at some added tokens."""
+    """Cutter of texts at some added tokens."""
 
     def __init__(self, pattern_to_token: Mapping[str, tuple[int, AddedToken]]) -> None:
         """`pattern_to_token`: text to find -> id and token."""
@@ -35,8 +40,8 @@ class Splitter:
         self._any = re.compile(any_of(self._tokens)) if self._tokens else None
 
     def split(self, text: str, shield: str = "") -> list[str | int]:
-        """Return stretches of text between tokens, and the tokens' ids. A token of one character is
-        none where `shield` follows it.
+        """Return stretches of text between tokens, and the tokens' ids. A token of one character stays
+        text where `shield` follows it.
         """
         if self._any is None or not text:
             return [text]
@@ -109,4 +114,4 @@ def _is_word(text: str, at: int) -> bool:
     category = unicodedata.category(text[at])
     if category[0] in "LM" or category in _WORD_CATEGORIES:
         return True
-    return any(ord(text[at]) in signs for signs in (*_WORD_SIGNS, *_MORE_WORD_SIGNS))
+    return any(ord(text[at]) in signs for signs in _WORD_SIGNS)

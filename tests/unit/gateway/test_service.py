@@ -220,10 +220,10 @@ async def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) ->
     go = threading.Event()
 
     try:
-        held = asyncio.create_task(service.off_loop(TENANT, lambda: go.wait(DEADLINE_S)))
+        held = asyncio.create_task(service.off_loop(TENANT, lambda: go.wait(DEADLINE_S), 0))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match=r"not read after 0\.05 s") as caught:
-            await service.off_loop(TENANT, lambda: None)
+            await service.off_loop(TENANT, lambda: None, 0)
         assert caught.value.status == 504
         go.set()
         with suppress(ApiError):

@@ -26,6 +26,7 @@ from hadal.core.messages import (
     Cached,
     Cancel,
     Charged,
+    Counted,
     Decode,
     Demand,
     Drain,
@@ -373,16 +374,15 @@ def _by_request(
 
 
 RESERVE_S = 90.0
-"""How long after a request's end what it can cost stays put aside: its gateway says what it did cost
-when all of the HTTP request has ended, and a client that reads slowly may delay that by half a minute
-twice.
+"""Time after a request's end for which its highest cost stays reserved. Its gateway sends the actual
+cost when the HTTP request has ended; a client that reads slowly may delay that by half a minute twice.
 """
 RESUME_BATCH = 64
 """Requests in one message to it."""
 CLOSED_STATUS = 499
 """nginx's status for a client that went away."""
 NOT_FINITE_STATUS = 422
-"""A status that clients do not retry: every attempt computes the same numbers."""
+"""Status that clients do not retry, since every attempt computes the same numbers."""
 
 
 class Front:
@@ -471,6 +471,8 @@ class Front:
                 self._submit(now_s, generation)
             case Charged():
                 self.tenants.charged(now_s, event)
+            case Counted(tenant, num_tokens):
+                self.tenants.draw(now_s, tenant, num_tokens)
             case Quotas():
                 self.tenants.set(now_s, event)
             case Spent():
@@ -569,6 +571,12 @@ class Front:
         ) or self._admit(
             now_s, tenant, num_wanted, 0 if self.requests.num_waiting else self.routing.num_free()
         )
+
+    def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None:
+        """Return the refusal of a prompt that a tenant wants counted, without a generation. None if it
+        has tokens left. Changes nothing.
+        """
+        return self.tenants.counting_refusal(now_s, tenant, self.requests.tenant_to_open[tenant])
 
     def unread(self) -> tuple[str, ...]:
         """Tenants with budgets that wait to be let in until Spent says what they had."""

@@ -54,9 +54,9 @@ class Record:
     number: int
     """The request's number in the order of arrival."""
     timeout_s: float
-    """It may wait so long: in the queue, for its first token, and for each token after."""
+    """Longest wait: in the queue, for the first token, and for each token after."""
     moved_s: float
-    """When its last token came, or the request itself. While it runs, `Running` keeps it."""
+    """Time of its last token, or of its arrival. While the request runs, `Running` has the newest."""
     output: list[int]
     """Tokens so far; empty where the front keeps no text."""
     num_output: int = 0
@@ -471,7 +471,7 @@ class FrontRequests:
     """Of those tenants, as the last request has it."""
     _num_arrived: int = 0
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
-    """A heap: when to look at a request, its number and id. It may have moved, or ended, by then."""
+    """Heap of (time to look at a request, its number, its id). It may have progressed or ended by then."""
 
     @property
     def num_placed(self) -> int:
@@ -700,7 +700,7 @@ class FrontRequests:
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)
 
     def overdue(self, now_s: float) -> list[Record]:
-        """Requests that have waited too long, to be ended; each is returned once."""
+        """Return requests that have waited too long, each once. The caller ends them."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, number, request_id = heappop(self._deadlines)

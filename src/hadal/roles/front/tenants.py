@@ -1,11 +1,11 @@
-"""What tenants with quotas have had: tokens of the last minute, dollars of the day.
+"""Quota use of tenants: tokens of the last minute, cost of the day.
 
-    let in: its prompt is taken, and the most it can cost put aside
-    -> tokens are drawn, and taken -> Charged: what it did cost, instead of what was put aside
+    admitted: the prompt's tokens are drawn from the bucket, and the highest cost is reserved
+    -> output tokens are drawn -> Charged: the actual cost replaces the reserved one
 
-A charge is known by its request's id and counts once: gateways say the last ones again to a new
-front, which may have read them in the ledger. A front that has not heard Spent of a tenant with a
-budget lets nothing of it in. Part of the front's state; decides nothing (policy/quotas).
+A charge is known by its request's id and counts once: gateways send the last charges again to a new
+front, which may have read them in the ledger. A tenant with a daily budget is refused until its Spent
+has arrived. Part of the front's state; decides nothing (policy/quotas).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from hadal.core.messages import Charged, Quota, Quotas, RateLimits, Spent
 from hadal.policy.admission import Refusal
 from hadal.policy.fairness import is_batch, owner_of
-from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse
+from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse, refuse_tokens
 
 RECENT_S = 120.0
-"""How long a charge is known by its id. Gateways say those of less than half of it again."""
+"""Time for which a charge is known by its id. Gateways send charges again that are younger than half."""
 
 
 @dataclass(slots=True)
@@ -41,35 +41,36 @@ class _Recent:
     tenant: str
     day: int
     pico_usd: int
-    """0: the ledger had it."""
+    """0: the ledger's sum includes it."""
 
 
 class FrontTenants:
-    """`reserve_s`: how long after a request's end what it can cost stays put aside, unless it is known
-    before what it did cost.
+    """Quota use by tenant. `reserve_s`: time after a request's end for which its highest cost stays
+    reserved, unless its charge arrives before.
     """
 
     def __init__(self, reserve_s: float) -> None:
         self._reserve_s = reserve_s
         self._quotas: dict[str, Quota] = {}
         self._clock = 0.0
-        """What unix time is ahead of ours."""
+        """Unix time less the front's time, seconds."""
         self._day = -1
         self._buckets: dict[str, _Bucket] = {}
         self._spent: dict[str, int] = {}
-        """Charged today, of tenants of whom that is known."""
+        """Tenant -> cost of the day, pico-dollars, once Spent has arrived."""
         self._reserved: dict[str, _Reserved] = {}
-        """Request id -> put aside."""
+        """Request id -> its reserved cost."""
         self._ended: list[str] = []
         """Requests that ended since the last tick."""
         self._reserved_until_s: dict[str, float] = {}
-        """Request id -> when what is put aside for it is given back, the first of them first."""
+        """Request id -> time at which its reserved cost is released, earliest first."""
         self._tenant_to_reserved: dict[str, int] = {}
+        """Tenant -> sum of its reserved costs, pico-dollars."""
         self._recent: dict[str, _Recent] = {}
-        """Request id -> its charge, in the order in which they came."""
+        """Request id -> its charge, oldest first."""
 
     def set(self, now_s: float, message: Quotas) -> None:
-        """These are the quotas from now on. What their tenants have had of them stays."""
+        """Replace the quotas. Tenants that had one keep what they used of it."""
         self._clock = message.unix_s - now_s
         self._turn_day(now_s)
         self._quotas = {quota.tenant: quota for quota in message.quotas}
@@ -81,14 +82,14 @@ class FrontTenants:
                 self._spent.pop(tenant, None)
 
     def unread(self) -> tuple[str, ...]:
-        """Tenants with budgets of whom Spent is waited for."""
+        """Return tenants with a daily budget whose spending has not been read from the ledger yet."""
         return tuple(
             tenant
             for tenant, quota in self._quotas.items()
             if quota.day_pico_usd and tenant not in self._spent
         )
 
-    # ---- what they ask for ----
+    # ---- admission ----
     def refusal(
         self,
         now_s: float,
@@ -98,19 +99,24 @@ class FrontTenants:
         num_tokens: int,
         most_pico_usd: int,
     ) -> Refusal | None:
-        """Why a tenant's quota does not let so much in. Changes nothing."""
+        """Return why a tenant's quota refuses a request; None: it does not. Changes nothing."""
         view = self._view(now_s, tenant, num_open)
         return None if view is None else refuse(view, num_wanted, num_tokens, most_pico_usd)
 
+    def counting_refusal(self, now_s: float, tenant: str, num_open: int) -> Refusal | None:
+        """Return the refusal of a prompt to be counted, None if the tenant has tokens left."""
+        view = self._view(now_s, tenant, num_open)
+        return None if view is None else refuse_tokens(view)
+
     def limits(self, now_s: float, tenant: str, num_open: int) -> RateLimits | None:
-        """What its replies say of its quota."""
+        """Return the limits that a tenant's replies report; None for a tenant without a quota."""
         view = self._view(now_s, tenant, num_open)
         return None if view is None else limits_of(view)
 
     def begin(
         self, now_s: float, request_id: str, tenant: str, num_tokens: int, most_pico_usd: int
     ) -> None:
-        """A generation was let in."""
+        """Draw the tokens of an admitted request, and reserve its highest cost."""
         is_for_batch, tenant = is_batch(tenant), owner_of(tenant)
         self.draw(now_s, tenant, num_tokens)
         if most_pico_usd and request_id not in self._reserved:
@@ -120,7 +126,7 @@ class FrontTenants:
             )
 
     def ended(self, request_id: str) -> None:
-        """A generation has ended; what it cost is known soon."""
+        """Note that a request has ended: its reserved cost is released `reserve_s` after the next tick."""
         reserved = self._reserved.get(request_id)
         # The charge of a batch's line comes when its answer is written down, however long the store
         # is away. The process that would say it ends with this front.
@@ -128,16 +134,16 @@ class FrontTenants:
             self._ended.append(request_id)
 
     def draw(self, now_s: float, tenant: str, num_tokens: int) -> None:
-        """A tenant had so many tokens."""
+        """Draw tokens from a tenant's bucket."""
         tenant = owner_of(tenant)
         quota = self._quotas.get(tenant)
         if quota is not None and quota.tokens_per_minute:
             left = self._num_tokens_left(now_s, quota)
             self._buckets[tenant] = _Bucket(left - num_tokens, now_s)
 
-    # ---- what it cost ----
+    # ---- cost ----
     def charged(self, now_s: float, message: Charged) -> None:
-        """What a generation cost is known."""
+        """Count the actual cost of a request, and release its reserved one."""
         self._turn_day(now_s)
         self._release(message.request_id)
         if message.request_id in self._recent:
@@ -149,9 +155,7 @@ class FrontTenants:
             self._spent[message.tenant] += message.pico_usd
 
     def read(self, now_s: float, message: Spent) -> None:
-        """What tenants spent today as the ledger has it: charges that it did not have yet come on
-        top.
-        """
+        """Set what tenants spent today: the ledger's sums, and recent charges that these do not include."""
         self._turn_day(now_s)
         if message.day != self._day:
             return  # Read before midnight: it is read again.
@@ -166,7 +170,7 @@ class FrontTenants:
             self._recent.setdefault(request_id, _Recent(now_s, "", self._day, 0))
 
     def tick(self, now_s: float) -> None:
-        """Forget what is old."""
+        """Forget old charges, and release reserved costs that are due."""
         self._turn_day(now_s)
         while self._recent:
             request_id, recent = next(iter(self._recent.items()))
@@ -184,7 +188,7 @@ class FrontTenants:
             self._release(request_id)
 
     def check(self) -> list[str]:
-        """Problems; empty when sums agree."""
+        """Return problems; empty when sums agree."""
         sums: dict[str, int] = {}
         for reserved in self._reserved.values():
             sums[reserved.tenant] = sums.get(reserved.tenant, 0) + reserved.pico_usd
@@ -202,7 +206,7 @@ class FrontTenants:
     def _with_recent(
         self, tenant_to_pico_usd: dict[str, int], but: Collection[str] = ()
     ) -> dict[str, int]:
-        """The sums with what was charged today on top, as far as it is remembered by id."""
+        """Return the sums plus today's recent charges, except those of the requests in `but`."""
         sums = dict(tenant_to_pico_usd)
         for request_id, recent in self._recent.items():
             if recent.tenant in sums and recent.day == self._day and request_id not in but:

@@ -19,16 +19,18 @@ from typing import IO
 from hadal.core.errors import ConfigError
 
 MAX_PRIVATE_BYTES = 1 << 20
-"""Size of a file with a secret or with keys, at most."""
+"""Largest size of a file with a secret or with keys."""
 _PATH = os.O_PATH | os.O_CLOEXEC
 _MAX_LINKS = 40
-"""On the way to a folder, as Linux has it."""
+"""Most symbolic links on the way to a folder, as in Linux."""
 
 
 def state_folder() -> Path | None:
-    """Hadal's, as the XDG base directory specification has it; None for a user without a home."""
+    """Return Hadal's state folder by the XDG base directory specification; None for a user without a
+    home.
+    """
     given = os.environ.get("XDG_STATE_HOME", "")
-    if given and Path(given).is_absolute():  # Relative paths are to be ignored, it says.
+    if given and Path(given).is_absolute():  # The specification ignores relative paths.
         return Path(given) / "hadal"
     try:
         return Path.home() / ".local" / "state" / "hadal"
@@ -37,8 +39,8 @@ def state_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only its owner may enter; one that exists is made so, unless it is
-    everybody's, as /tmp is. Raises ConfigError, saying why not.
+    """Make a folder, if need be, and make it private to its owner. Raises ConfigError if that fails, and
+    for a folder of all users, such as /tmp.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,7 +50,7 @@ def make_private(folder: Path) -> None:
                     f"{folder} is for all users of this machine. Name a folder below it, which will"
                     " be made."
                 )
-            _take(descriptor)
+            _restrict(descriptor)
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be made a folder for you alone ({error.strerror})."
@@ -56,24 +58,25 @@ def make_private(folder: Path) -> None:
 
 
 def take_from_others(path: Path) -> None:
-    """Close a file or folder of ours to other accounts; a folder with the sticky bit is everybody's,
-    and stays. A file is not opened, so locks on it stay. Raises OSError if it is not ours, or a link to
-    a file.
+    """Make a file or folder of ours private. A folder with the sticky bit is shared by all users and is
+    left as it is. A file is not opened, so that locks on it stay. Raises OSError for a file or folder of
+    another account, and for a link to a file.
     """
     with _opened(path) if path.is_dir() else _opened(path.parent) as descriptor:
         if path.is_dir():
-            _take(descriptor)
+            _restrict(descriptor)
             return
         file = os.open(path.name, _PATH | os.O_NOFOLLOW, dir_fd=descriptor)
         try:
-            _take(file)
+            _restrict(file)
         finally:
             os.close(file)
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Return a descriptor of a file that is ours alone, made if need be. `flags`: O_APPEND, O_EXCL and
-    the like. Raises OSError for a link, for what is no file, and for a file of another account.
+    """Open a private file of ours, made if need be, and return its descriptor. `flags`: O_APPEND, O_EXCL
+    and the like. Raises OSError for a link, for anything but a regular file, and for a file of another
+    account.
     """
     with _opened(path.parent) as folder:
         descriptor = os.open(
@@ -83,7 +86,7 @@ def open_private(path: Path, flags: int) -> int:
             dir_fd=folder,
         )
     try:
-        _take(descriptor)
+        _restrict(descriptor)
     except OSError:
         os.close(descriptor)
         raise
@@ -91,16 +94,14 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def append_private(path: Path) -> IO[bytes]:
-    """A file of ours to add to, unbuffered, that only its owner may read; one that exists is made so.
-    Raises OSError.
-    """
+    """Open a private file of ours for appending, unbuffered, made if need be. Raises OSError."""
     return os.fdopen(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
 
 def replace_private(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, so that a reader sees the old one or the new one. It stays its
-    owner's, and a new one belongs to the owner of its folder, also where root writes it. Raises OSError,
-    also for a link at this name.
+    """Replace a file atomically: a reader sees the old content or the new. The file keeps its owner, and
+    a new one belongs to the owner of its folder, also if root writes it. Raises OSError, also for a link
+    at this path.
     """
     new = f".{path.name}.{secrets.token_hex(8)}"
     with _opened(path.parent) as folder:
@@ -131,8 +132,8 @@ def replace_private(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
-    """A descriptor of a folder. Raises OSError, for root also where a link of another account leads
-    there. `is_ours`: no other account may put another folder in its place.
+    """Open a folder and yield its descriptor. Raises OSError; for root also if a link of another account
+    is on the way. `is_ours`: and if another account owns a folder on the way, and could replace the rest.
     """
     is_root, trusted = os.geteuid() == 0, {0, _unmapped()}
     at, num_links = os.open("/", _PATH | os.O_DIRECTORY), 0
@@ -169,15 +170,17 @@ def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
 
 
 def _unmapped() -> int:
-    """The account that files of the machine's root seem to have in a user namespace."""
+    """Return the account that owns the files of the machine's root, as a user namespace shows them."""
     whole = "0 0 4294967295"
     if Path("/proc/self/uid_map").read_text().split() == whole.split():
         return 0
     return int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
-def _take(descriptor: int) -> None:
-    """Close what is open to others. Raises OSError if it is not ours, or neither file nor folder."""
+def _restrict(descriptor: int) -> None:
+    """Take all permissions from other accounts. Raises OSError if it is not ours, or neither file nor
+    folder.
+    """
     found = os.fstat(descriptor)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError(errno.ELOOP, "it is a link, or neither file nor folder")
@@ -198,8 +201,8 @@ def is_private(mode: int, owner: int, user: int) -> bool:
 
 
 def read_private(path: Path, what: str) -> bytes:
-    """Read a secret, less white space around it. `what` it is, for errors. Raises ConfigError, also for
-    permissions that `is_private` refuses.
+    """Return a secret without white space around it. `what` names it in errors. Raises ConfigError, also
+    for permissions that `is_private` refuses.
     """
     try:
         with open(path, "rb") as file:

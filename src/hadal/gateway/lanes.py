@@ -1,0 +1,58 @@
+"""Threads that do the work on bodies before they are admitted, so that a costly one holds up no
+cheap one.
+
+    short      bodies of at most SHORT_BYTES: the longest turn between two tenants' requests
+    long       all others: a turn is one body, which gateway/lengths bounds by the context
+    grammars   schemas and tools: each look at one may cost a process and its new start
+
+In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library releases
+the interpreter's lock, so all lanes and the event loop run at the same time. Knows no HTTP, no
+tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SHORT_BYTES = 32 * 1024
+"""Longest body of the short lane. A tokenizer takes 1 to 2 ms per KiB."""
+
+
+class Lane:
+    """One thread, and whose turn it is there."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._tenant_to_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def run(self, tenant: str, make: Callable[[], T]) -> T:
+        """Run `make` in the thread, behind the tenant's earlier calls."""
+        async with self._tenant_to_turn[tenant]:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+
+    def close(self) -> None:
+        """End the thread. What has not begun is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Lanes:
+    """All lanes."""
+
+    def __init__(self) -> None:
+        self.short, self.long = Lane("tokenise"), Lane("tokenise-long")
+        self.grammars = Lane("grammars")
+
+    def for_bytes(self, num_bytes: int) -> Lane:
+        """Return the lane of a body, with all that is read besides for it."""
+        return self.short if num_bytes <= SHORT_BYTES else self.long
+
+    def close(self) -> None:
+        """End their threads."""
+        for lane in (self.short, self.long, self.grammars):
+            lane.close()

@@ -1,0 +1,50 @@
+"""Limits on the length of prompts, so that what is far too long is refused before it is tokenised
+whole.
+
+Two checks come before a text is tokenised. A text of N characters has N / (longest token) tokens or
+more; that costs nothing. A vocabulary with long tokens (DeepSeek's has 128 spaces) makes that bound
+weak, so a text that would need few tokens per character is tokenised piece by piece first, until the
+pieces have twice the tokens that are allowed. Cutting a text adds a few tokens per piece, never that
+many. So a prompt costs at most four times its limit in tokens, whatever the body holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hadal.core.errors import RequestError
+
+PIECE_CHARS = 16 * 1024
+"""Length of a piece, in characters."""
+USUAL_CHARS = 4
+"""Characters per token up to which a text of the allowed length is tokenised at once."""
+FAR = 2
+"""Multiple of the allowed tokens beyond which pieces refuse a text."""
+
+
+def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
+    """Raise RequestError for a prompt of `num_tokens` or more."""
+    if not num_tokens:
+        raise RequestError(f"{field} holds no token; send some text.", field)
+    if num_tokens > max_tokens:
+        raise RequestError(
+            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"
+            f" {field}.",
+            field,
+            "context_length_exceeded",
+        )
+
+
+def encode_within(
+    encode: Callable[[str], list[int]], text: str, max_tokens: int, field: str
+) -> list[int]:
+    """Return the ids of a text. Raise RequestError, before all of it is tokenised, for a text of far
+    more than `max_tokens`. The caller checks the exact number.
+    """
+    if len(text) > USUAL_CHARS * max_tokens + PIECE_CHARS:
+        num_tokens = 0
+        for begin in range(0, len(text), PIECE_CHARS):
+            num_tokens += len(encode(text[begin : begin + PIECE_CHARS]))
+            if num_tokens > FAR * max_tokens:
+                check_length(max(num_tokens // FAR, max_tokens + 1), max_tokens, field)
+    return encode(text)

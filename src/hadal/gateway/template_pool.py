@@ -1,0 +1,61 @@
+"""Processes that render one template, as many as threads render at the same time. So a long chat that
+is being rendered holds up no short one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hadal.core.errors import CheckpointError
+from hadal.gateway.errors import overloaded
+from hadal.gateway.template import ConfinedProcess
+
+log = logging.getLogger(__name__)
+
+
+class TemplatePool:
+    """A first process, and more as they are needed. Any thread may call."""
+
+    def __init__(self, make: Callable[[], ConfinedProcess]) -> None:
+        """Raises CheckpointError as `make` does for a template that does not parse."""
+        self._make = make
+        self._lock = threading.Lock()
+        self._idle = [make()]
+        self._is_closed = False
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], values: Mapping[str, Any], max_chars: int
+    ) -> str:
+        """Render in an idle process. Raises as `ConfinedProcess.render` does."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            process = self._started()
+        try:
+            return process.render(messages, values, max_chars)
+        finally:
+            with self._lock:
+                self._idle.append(process)
+                is_closed = self._is_closed
+            if is_closed:
+                process.close()
+
+    def close(self) -> None:
+        """End the idle processes; others end when they have answered."""
+        with self._lock:
+            self._is_closed = True
+            idle = [*self._idle]
+        for process in idle:
+            process.close()
+
+    def _started(self) -> ConfinedProcess:
+        try:
+            return self._make()
+        except CheckpointError as error:  # It parsed once: the machine has no room or no time.
+            log.warning("another process for chat templates does not start: %s", error)
+            raise overloaded(
+                503, "The process that renders chats does not start; try again.", 1.0
+            ) from error
