@@ -109,7 +109,10 @@ def budgeted(
         yield start_server(*with_keys(), *path, ledger=ledger), database.url
 
 
-@pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
+@pytest.mark.promise(
+    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
+    "beside all that run"
+)
 @pytest.mark.promise(
     "what is written is not more than the budget: of what runs, the most that it can cost"
     " is put aside"

@@ -109,7 +109,10 @@ def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
     assert made.tenants._spent == {"t": 50}
 
 
-@pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
+@pytest.mark.promise(
+    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
+    "beside all that run"
+)
 def test_a_clock_that_is_set_back_over_midnight_opens_no_budget() -> None:
     tenants, quotas = FrontTenants(600.0), (Quota("t", day_pico_usd=100),)
     tenants.set(0.0, Quotas((DAY + 1) * DAY_S + 5.0, quotas))
@@ -159,7 +162,10 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None
 
 
-@pytest.mark.promise("dollars_per_day (days of UTC) is never exceeded")
+@pytest.mark.promise(
+    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
+    "beside all that run"
+)
 @pytest.mark.promise(
     "what is written is not more than the budget: of what runs, the most that it can cost"
     " is put aside"
