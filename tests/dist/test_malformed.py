@@ -57,7 +57,6 @@ PATH_TO_BODIES: dict[str, tuple[dict[str, Any], Any]] = {
         HealthCheck.function_scoped_fixture,
     ]
 )
-@pytest.mark.slow("200 bodies for each path")
 @pytest.mark.parametrize("path", PATH_TO_BODIES)
 @given(st.data())
 def test_bodies(client: httpx.Client, model: str, path: str, data: st.DataObject) -> None:
