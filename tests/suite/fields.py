@@ -8,13 +8,12 @@ Made from gateway/field_table: fields that APIs treat alike once, then those of 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 from hadal.gateway.field_table import API_TO_PATH, CHAT, TOKENIZE, FieldRow, Verdict, rows_of
+from tests.suite.page_command import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
@@ -86,21 +85,5 @@ def written(text: str) -> str:
     return f"{text[:begin]}\n{tables()}\n{text[end:]}"
 
 
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.suite.fields",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--write", action="store_true", help="write them into docs/api.md")
-    if parser.parse_args().write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(tables())
-        print(counts())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("fields", __doc__, PAGE, written, lambda: f"{tables()}\n{counts()}")

@@ -9,15 +9,15 @@ ARCHITECTURE.md or docs. Marks are read from the files of tests; no test is run.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.suite.page_command import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "testing.md"
@@ -109,20 +109,5 @@ def _text(page: Path) -> str:
     return _plain(page.read_text(encoding="utf-8"))
 
 
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.suite.promises",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--write", action="store_true", help="write it into docs/testing.md")
-    if parser.parse_args().write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(table())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("promises", __doc__, PAGE, written, table)

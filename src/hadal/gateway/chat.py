@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -376,12 +376,12 @@ class _Template:
     calls_form: CallsForm | None = None
     """How it takes calls; None: not found out yet."""
 
-    @property
+    @cached_property
     def lists_tools(self) -> bool:
         """The template shows the tools of a request itself."""
         return _TOOLS.search(self.text) is not None
 
-    @property
+    @cached_property
     def shows_schema(self) -> bool:
         """The template shows the schema of an answer."""
         return _SCHEMA.search(self.text) is not None

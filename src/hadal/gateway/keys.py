@@ -43,8 +43,13 @@ def read_lines(path: Path) -> tuple[str, ...]:
     """The lines of a keys file that hold keys, each of which can be read. Raises ConfigError, which
     names the line and does not show it.
     """
+    return _keys_in(path, _lines(path))
+
+
+def _keys_in(path: Path, written: Iterable[str]) -> tuple[str, ...]:
+    """Return the lines that hold keys. Raises ConfigError as `read_lines`."""
     lines = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(written, 1):
         if line.strip() and not line.lstrip().startswith(_COMMENT):
             try:
                 parse_key(line)
@@ -88,7 +93,7 @@ def add_line(path: Path, line: str) -> bool:
     """
     with _locked(path):
         written = _lines(path) if path.exists() else []
-        lines = read_lines(path) if written else []
+        lines = _keys_in(path, written)
         name = parse_key(line)[1].name
         if name in _names(lines):
             raise ConfigError(
@@ -106,7 +111,7 @@ def remove_name(path: Path, name: str) -> None:
     """
     with _locked(path):
         written = _lines(path)
-        lines = read_lines(path)
+        lines = _keys_in(path, written)
         if name not in _names(lines):
             raise ConfigError(f"{path}: no key has the name {name[:70]!r}; see `hadal keys list`.")
         kept = {line for line in lines if parse_key(line)[1].name != name}
@@ -173,19 +178,19 @@ class KeysFile:
             self._coming = seen
             return None
         self._seen = seen
-        lines = read_lines(self._path)
+        written = _lines(self._path)
+        lines = _keys_in(self._path, written)
         keys = keys_of(self._given, self._path, lines)
-        self._check_kept(lines)
+        self._check_kept(_names(lines), _revoked(written))
         body = msgspec.json.encode([*self._given, *lines])
         self._answer = sha256(body).hexdigest(), body
         return keys
 
-    def _check_kept(self, lines: Sequence[str]) -> None:
+    def _check_kept(self, names: set[str], revoked: set[str]) -> None:
         """Raise ConfigError for a file that may have been emptied or overwritten by accident."""
-        names = _names(lines)
         if not names:
             raise ConfigError(f"{self._path}: there is no key in it.")
-        left = self._names - _revoked(_lines(self._path))
+        left = self._names - revoked
         if left and not left & names:
             raise ConfigError(
                 f"{self._path}: it has none of the tenants that it had. Add the new ones first, then"

@@ -454,7 +454,7 @@ def test_other_services_fields_stand_in_the_tables(service: str) -> None:
 # ---- no field of the table ----
 
 
-@pytest.mark.promise("A field in no table changes nothing, and its name stands once in the log.")
+@pytest.mark.promise("A field in no table changes nothing, and the log names it once.")
 @pytest.mark.parametrize("api", API_TO_BODY)
 def test_a_field_in_no_table_is_logged_once_by_name(
     api: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -222,7 +222,7 @@ for _ in range(70):
     DEEP = {"a": DEEP}
 
 
-@pytest.mark.promise("those that would, and are not served, are refused by name with 400")
+@pytest.mark.promise("refused by name with 400 and what to send instead")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -28,8 +28,7 @@ async def ask(of: World, key: str = "a", **fields: object) -> httpx.Response:
 
 
 @pytest.mark.promise(
-    "Replies, also those that succeed, say x-ratelimit-limit-requests, -remaining-"
-    "requests, -reset-requests and the same of tokens"
+    "All replies have x-ratelimit-limit-requests, -remaining-requests, -reset-requests and the same of tokens"
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
@@ -159,8 +158,7 @@ async def test_the_front_hears_of_a_clock_that_was_set(model: ServedModel) -> No
 
 
 @pytest.mark.promise(
-    "Replies, also those that succeed, say x-ratelimit-limit-requests, -remaining-"
-    "requests, -reset-requests and the same of tokens"
+    "All replies have x-ratelimit-limit-requests, -remaining-requests, -reset-requests and the same of tokens"
 )
 def test_headers_are_as_openai_writes_them() -> None:
     times = [(0.0, "0ms"), (0.02, "20ms"), (1.0, "1s"), (1.25, "1.25s"), (360.0, "6m0s")]

@@ -114,7 +114,7 @@ async def test_a_budget_goes_with_a_schema(model: ServedModel) -> None:
         )
 
 
-@pytest.mark.promise("refuses a budget with 400")
+@pytest.mark.promise("A budget is refused with 400 if the template has no mark of reasoning")
 @pytest.mark.parametrize("has_tokens", [True, False])
 async def test_a_model_without_the_mark_refuses_a_budget(tmp_path: Path, has_tokens: bool) -> None:
     template = TEMPLATE.replace("<think>\n", "") if has_tokens else TEMPLATE

@@ -357,6 +357,12 @@ V31_TEMPLATE = (
 LISTING = "{{ tools | tojson if tools else '' }}"
 
 
+def listing_chat(vocabulary: Vocabulary) -> ChatFormat:
+    """A chat whose template lists tools."""
+    special = {"bos_token": BOS, "eos_token": EOS}
+    return ChatFormat(vocabulary, {"default": LISTING + V31_TEMPLATE}, special, "here")
+
+
 @pytest.fixture(scope="module")
 def chat() -> Iterator[ChatFormat]:
     with closing(
@@ -497,14 +503,7 @@ def test_tools_follow_the_system_prompt_where_the_template_lists_none(
 
 
 def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
-    with closing(
-        ChatFormat(
-            vocabulary,
-            {"default": LISTING + V31_TEMPLATE},
-            {"bos_token": BOS, "eos_token": EOS},
-            "here",
-        )
-    ) as chat:
+    with closing(listing_chat(vocabulary)) as chat:
         prompt = chat.prompt([Turn("user", "a")], max_tokens=9999, choosing=Choosing((WEATHER,)))
     text = vocabulary.decode(prompt.ids)
     listed = text.partition(BOS)[0]

@@ -8,12 +8,11 @@ from contextlib import closing, contextmanager
 from pydantic import BaseModel
 
 from hadal.core.messages import Generation
-from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.service import ServedModel
 
 from .fake_units import Script
-from .test_tools import BOS, EOS, LISTING, V31, V31_TEMPLATE, VOCABULARY, written
+from .test_tools import EOS, V31, VOCABULARY, listing_chat, written
 
 
 class Verdict(BaseModel):
@@ -25,14 +24,7 @@ class Verdict(BaseModel):
 @contextmanager
 def tool_model() -> Iterator[ServedModel]:
     """Named "small"; its template lists tools."""
-    with closing(
-        ChatFormat(
-            VOCABULARY,
-            {"default": LISTING + V31_TEMPLATE},
-            {"bos_token": BOS, "eos_token": EOS},
-            "here",
-        )
-    ) as chat:
+    with closing(listing_chat(VOCABULARY)) as chat:
         yield ServedModel(
             name="small",
             vocabulary=VOCABULARY,

@@ -48,7 +48,7 @@ def test_what_is_beyond_it_is_refused(
     assert refusal.limits == limits_of(view)
 
 
-@pytest.mark.promise("What exceeds a quota by itself is a 400")
+@pytest.mark.promise("A request that alone exceeds a quota is a 400")
 @pytest.mark.parametrize("wanted", [(4, 1, 1), (1, 601, 1), (1, 1, 1001)])
 def test_what_no_waiting_helps_is_the_requests_own_fault(wanted: tuple[int, int, int]) -> None:
     for view in (VIEW, replace(VIEW, num_open=0), replace(VIEW, is_batch=True)):
