@@ -217,21 +217,32 @@ class DecodeEngine:
         self._num_slots = num_slots
         self._accept = accept
         self._rows: dict[int, _Row] = {}
+        self._lost_slots: set[int] = set()
+        """Of a failed step: a plan that was made before the leader heard of it relies on them."""
         self._num_failures = 0
 
     def empty(self) -> None:
         """The unit forms anew: nobody is in the table."""
         self._rows.clear()
+        self._lost_slots.clear()
         self._num_failures = 0
 
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
+        joining = {join.slot for join in plan.joins}
+        self._lost_slots -= joining.union(plan.leaves)
+        if self._lost_slots:
+            error = error or "the step before it failed"
         strangers = [slot for slot in plan.leaves if self._rows.pop(slot, None) is None]
         if strangers:
             # After a failed step the leader empties every slot, once; otherwise it knows who is in
             # the table.
             assert self._num_failures > 0, f"slots {strangers} leave and are not there"
             self._num_failures -= 1
-        self._num_failures += error is not None
+        if error is not None:
+            self._num_failures += 1
+            self._lost_slots |= joining.union(self._rows)
+            self._rows.clear()
+            return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
         for join in plan.joins:
             assert join.slot not in self._rows, f"slot {join.slot} is joined twice"
             self._rows[join.slot] = _Row(
@@ -247,8 +258,6 @@ class DecodeEngine:
                 f"slot {slot} grows at the wrong place"
             )
             self._rows[slot].block_ids.append(block)
-        if error is not None:
-            return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
         self._verify()
         # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
         made = {slot: self._advance(self._rows[slot]) for slot in sorted(self._rows)}
