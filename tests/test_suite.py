@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from tests.needs import HOW
 from tests.suite import parts as suite_parts
+from tests.suite.__main__ import suite_console
 from tests.suite.budget import Budget
 from tests.suite.changed import chosen
 from tests.suite.events import Ended, Event, Selected, Used
@@ -84,9 +84,13 @@ def test_events_tell_what_every_test_came_to(tmp_path: Path) -> None:
     failed = [name for event in events if (name := summary.note("one", event))]
     assert [name.partition("::")[2] for name in failed] == ["test_bad", "test_left_dirty"]
     assert summary.closing_line() == "2 passed, 2 failed, 1 skipped"
-    console = Console(width=120, record=True, file=None)
+    console = suite_console()
+    console.width = 120
+    summary.slow.append(Ended("test_mixed.py::test_good[/v1/models]", "passed", 9.0))
     with console.capture() as captured:
+        console.print(summary.table_slow())
         console.print(summary.table_left_out())
+    assert "test_good[/v1/models]" in captured.get()
     assert "no promtool" in captured.get()
     assert "apt-get install prometheus" in captured.get()
 

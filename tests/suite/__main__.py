@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the parts at the same time; returns the worst exit code."""
     asked, rest = _parser().parse_known_args(arguments)
     options, paths = chosen_options(rest)
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = suite_console()
     is_chosen = bool(paths or asked.changed)
     if asked.changed:
         paths = tests_of_changes(asked.changed)
@@ -78,6 +78,12 @@ def main(arguments: Sequence[str]) -> int:
         Budget.write(asked.level, used)
     print(summary.closing_line(), flush=True)
     return max(0 if code == NOTHING_TO_RUN else code for code in codes.values())
+
+
+def suite_console() -> Console:
+    """Where the suite prints. Names of tests have brackets, which are no markup."""
+    width = None if sys.stdout.isatty() else 140
+    return Console(width=width, highlight=False, markup=False)
 
 
 def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -127,7 +133,7 @@ def _show(one: Running, code: int, console: Console) -> None:
     text = one.output.read_text(errors="replace")
     if code in (0, NOTHING_TO_RUN):
         text = "\n".join(text.splitlines()[-1:])
-    console.print(f"{one.part.name}: exit code {code}", markup=False)
+    console.print(f"{one.part.name}: exit code {code}")
     print(text, flush=True)
 
 
