@@ -80,6 +80,9 @@ class SwitchGroup:
     def lost(self) -> tuple[int, ...]:
         return self._inner.lost()
 
+    def waits(self) -> dict[str, float]:
+        return self._inner.waits()
+
     def close(self) -> None:
         self._inner.close()
 

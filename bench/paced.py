@@ -88,5 +88,8 @@ class PacedGroup:
     def lost(self) -> tuple[int, ...]:
         return self._group.lost()
 
+    def waits(self) -> dict[str, float]:
+        return self._group.waits()
+
     def close(self) -> None:
         self._group.close()

@@ -393,8 +393,8 @@ CLOCKS = {
     "timeit": {"timeit", "repeat", "default_timer"},
 }
 """Module or class -> functions that read a clock; with `_ns` behind them too."""
-READS_CLOCKS = {"tests/waiting.py", "tests/dist/gate.py"}
-"""Files that may read a clock: the waits, and the gate, which opens by itself in the end. The tools of the
+READS_CLOCKS = {"tests/waiting.py", "tests/dist/gate.py", "tests/dist/link.py"}
+"""Files that may read a clock: the waits, the gate, which opens by itself in the end, and a slow link. The tools of the
 suite may as well (TOOLS), for they print how long it took.
 """
 TOOLS = ("tests/suite/", "tests/mutants", "tests/clients/__main__.py", "tests/sim/swarm.py")

@@ -277,6 +277,21 @@ class Host:
             rule = f"iif e0 numgen random mod 10 < {num_of_ten} drop"
             run(*nft, f"add rule inet loss in {rule}")
 
+    @contextlib.contextmanager
+    def slow_link(self, delay_s: float, lost_share: float) -> Iterator[None]:
+        """In the block, what it sends and what comes to it is late, and a share of it is lost."""
+        command = [
+            *("ip", "netns", "exec", self._switch, sys.executable, "-m", "tests.dist.link"),
+            *(f"h{self.number}", "br0", str(delay_s), str(lost_share)),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as relay:
+            assert relay.stdout is not None
+            try:
+                assert relay.stdout.readline(), "the relay has ended"
+                yield
+            finally:
+                relay.terminate()
+
     def kill(self) -> None:
         """Kill all that runs on it at once, as a loss of power does. It can be booted again."""
         assert self._init is not None

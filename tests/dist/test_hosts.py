@@ -286,6 +286,25 @@ def test_a_leader_that_is_cut_off_is_followed_by_another_and_not_heard_again(
     assert not differences(cases, deployed.complete(cases))
 
 
+@FAULT
+def test_a_slow_link_costs_no_token_and_its_host_rests(deployed: Deployed) -> None:
+    cases = everyday_cases(12, SEED)
+    leads, ranks = deployed.host_of("decode-0"), ("decode-0.0", "decode-0.1")
+    [slow] = [rank for rank in ranks if deployed.host_of(rank) is not leads]
+    begun = len(deployed.server.log())
+
+    def is_told(words: str) -> bool:
+        return words in deployed.server.log()[begun:]
+
+    with deployed.host_of(slow).slow_link(0.02, 0.05):
+        while not is_told("that host rests for"):  # The test's own deadline ends it otherwise.
+            assert not differences(cases, deployed.complete(cases))
+        assert not differences(cases, deployed.complete(cases))
+    begun += deployed.server.log()[begun:].index("that host rests for")
+    wait_until(lambda: is_told("with ranks 0, 1"), "the unit has taken its host back")
+    assert not differences(cases, deployed.complete(cases))
+
+
 @pytest.mark.full
 def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
     cases = everyday_cases(40, SEED)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hadal.comm.host_waits import HostWaits
 from hadal.core.messages import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
@@ -48,6 +49,8 @@ class Fabric:
         self.traffic = Traffic(skewed(seed), np.random.default_rng(seed))
         self.stage_fault_rate = 0.0
         self.stage_s = STAGE_S
+        self.link_s: dict[int, float] = {}
+        """Rank -> what a message to it or from it takes, on average; nothing for others."""
         self._arrived: dict[Key, dict[int, SimCompute]] = {}
 
     def arrive(self, compute: SimCompute, key: Key) -> None:
@@ -62,7 +65,23 @@ class Fabric:
             if key[2] is not None:
                 self._exchange(list(arrived.values()))
             for each in arrived.values():
-                each.complete_soon(key)
+                each.complete_soon(key, self._wait(each, list(arrived.values())))
+
+    def _wait(self, compute: SimCompute, computes: list[SimCompute]) -> float:
+        """A rank waits until all have come, and what they sent. Returns how long that is from now on."""
+        now_s = self.clock.now()
+        peer_to_arrived_s = {
+            peer.rank: peer.arrived_s + self._on_link(peer.rank) + self._on_link(compute.rank)
+            for peer in computes
+            if peer is not compute
+        }
+        end_s = max([now_s, *peer_to_arrived_s.values()])
+        compute.waits.add(compute.arrived_s, end_s, peer_to_arrived_s)
+        return end_s - now_s
+
+    def _on_link(self, rank: int) -> float:
+        mean_s = self.link_s.get(rank, 0.0)
+        return self.random.expovariate(1.0 / mean_s) if mean_s else 0.0
 
     def _exchange(self, computes: list[SimCompute]) -> None:
         """All ranks send each other a step's tokens."""
@@ -137,6 +156,9 @@ class SimCompute:
         self.is_stopped = False
         self.lost: tuple[int, ...] = ()
         self.experts = SimExperts(rank)
+        self.waits = HostWaits()
+        self.arrived_s = 0.0
+        """When it last came to a meeting point."""
         self._fabric = fabric
         self._clock = fabric.clock
         self._random = fabric.random
@@ -198,6 +220,7 @@ class SimCompute:
         placement = self.experts.placement
         assert placement is not None
         self.members = {member.rank: member.epoch for member in plan.members}
+        self.waits.form(self.rank, plan.members)
         for rank in set(range(plan.num_ranks)) - self.members.keys():
             assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), (
                 f"rank {rank} is gone and holds experts"
@@ -215,6 +238,7 @@ class SimCompute:
             self._fail("RuntimeError: an op failed")
             return
         self.is_computing = False
+        self.arrived_s = self._clock.now()
         self._clock.after(COLLECTIVE_TIMEOUT_S, lambda: self._time_out(plan))
         self._fabric.arrive(self, self._key(plan))
 
@@ -222,13 +246,14 @@ class SimCompute:
         step_id = None if isinstance(plan, FormPlan) else plan.step_id
         return frozenset(self.members.items()), self.formed_generation, step_id
 
-    def complete_soon(self, key: Key) -> None:
-        """All members are there: what is left needs nobody."""
+    def complete_soon(self, key: Key, wait_s: float) -> None:
+        """All members are there: what is left, once what they sent is here too, needs nobody."""
         plan = self._running
         assert plan is not None
         assert self._key(plan) == key, "it came to a step that it does not run"
         self._is_completing = True
-        self._clock.after(self._step_s * self._random.uniform(0, 0.5), lambda: self._complete(plan))
+        left_s = wait_s + self._step_s * self._random.uniform(0, 0.5)
+        self._clock.after(left_s, lambda: self._complete(plan))
 
     def _complete(self, plan: StepPlan | FormPlan) -> None:
         if self._running is not plan or self.is_stopped:
@@ -347,7 +372,10 @@ class RankHost(Host):
 
     def _progress(self) -> None:
         compute = self.compute
-        super().handle(RankProgress(compute.num_ops, compute.is_computing, compute.lost))  # type: ignore[arg-type]
+        progress = RankProgress(
+            compute.num_ops, compute.is_computing, compute.lost, compute.waits.total()
+        )
+        super().handle(progress)  # type: ignore[arg-type]
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -270,7 +270,12 @@ class World:
     ) -> RankedLeader:
         placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
         membership = UnitMembership(
-            name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0
+            name,
+            units.ranks,
+            placement,
+            rank_timeout_s=self.config.rank_timeout_s,
+            grace_s=2.0,
+            slow_host_rest_s=self.config.slow_host_rest_s,
         )
         experts = ExpertBalancer(
             placement, (0,) * units.ranks, terms=TERMS, is_planning=units.expert_balance == AUTO
@@ -294,7 +299,13 @@ class World:
         pool = self.pools[pool_name] = self._pool(unit, role)
         engine = self._engine(role, pool)
         rank_role = RankRole(
-            unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank)
+            unit,
+            int(rank),
+            epoch,
+            f"host-{int(rank) // units_of(self.config, role).ranks_per_node}",
+            1,
+            pool_name,
+            expert_port=PORT + int(rank),
         )
         return RankHost(
             name,

@@ -94,4 +94,10 @@ class Group(Protocol):
         """
         ...
 
+    def waits(self) -> dict[str, float]:
+        """Other host of the unit -> seconds that exchanges waited for it, since this process began; empty
+        where that is not known. From any thread.
+        """
+        ...
+
     def close(self) -> None: ...

@@ -255,6 +255,10 @@ class TorchGroup:
         """Always empty: torch.distributed notices nothing without an exchange."""
         return ()
 
+    def waits(self) -> dict[str, float]:
+        """Always empty: torch.distributed does not tell whose bytes came when."""
+        return {}
+
     def close(self) -> None:
         self._leave("closed")
 

@@ -415,6 +415,10 @@ class Deployment(ConfigTable, frozen=True):
     """A rank silent or stuck in one op for this long, though it could run, is dropped from its unit
     and restarted.
     """
+    slow_host_rest_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
+    """A host that slows all others of its unit rests for this long at first: the unit goes on without
+    it. 0: none ever rests (policy/slow_hosts).
+    """
     collective_timeout_s: Seconds = 10.0
     """Deadline of one exchange between ranks."""
     unit_timeout_s: Seconds = 2.0

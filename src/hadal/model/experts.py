@@ -443,6 +443,11 @@ class Membership:
         """
         return tuple(sorted({*self._lost_ranks, *self._group.lost()}))
 
+    @property
+    def waits(self) -> dict[str, float]:
+        """Other host -> seconds that exchanges waited for it. From any thread."""
+        return self._group.waits()
+
     def close(self) -> None:
         self._group.close()
 

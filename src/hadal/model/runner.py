@@ -305,7 +305,7 @@ class ModelRunner:
 
     @property
     def num_ops(self) -> int:
-        """Ops begun since the process started. This and the next two: from any thread."""
+        """Ops begun since the process started. This and the next three: from any thread."""
         return self._progress.num_ops
 
     @property
@@ -317,6 +317,11 @@ class ModelRunner:
     def lost(self) -> tuple[int, ...]:
         """Peers held responsible for the last failure, or whose connection broke."""
         return () if self._membership is None else self._membership.lost
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Other host of the unit -> seconds that exchanges waited for it."""
+        return {} if self._membership is None else self._membership.waits
 
     def _form(self, plan: FormPlan) -> Formed:
         assert self._membership is not None, "a rank by itself has no peers to form with"

@@ -75,6 +75,9 @@ class QueueGroup:
     def lost(self) -> tuple[int, ...]:
         return ()
 
+    def waits(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None: ...
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.group import Interval, PeerLost
+from hadal.comm.host_waits import HostWaits
 from hadal.comm.mesh.link import (
     ABORT,
     CHALLENGE,
@@ -86,6 +87,7 @@ class MeshExchange:
         self.received: dict[int, Tensor] = {}
         """Filled, or being filled while the peer is in `missing`."""
         self.missing = set(peers)
+        self.peer_to_arrived_s: dict[int, float] = {}
         self.num_unsent = len(peers)
         self.start_s = self.end_s = time.perf_counter()
         self._peers = peers
@@ -183,8 +185,7 @@ class Inbox:
         elif key in self._early:
             self._deliver(exchange, rank)
         else:
-            exchange.missing.discard(rank)
-            exchange.end_s = time.perf_counter()
+            _arrived(exchange, rank)
 
     def _deliver(self, exchange: MeshExchange, rank: int) -> None:
         early, _ = self._early.pop((exchange.sequence, rank))
@@ -196,8 +197,12 @@ class Inbox:
             bytes_of(buffer)[:] = bytes_of(early)
             early = buffer
         exchange.received[rank] = early
-        exchange.missing.discard(rank)
-        exchange.end_s = time.perf_counter()
+        _arrived(exchange, rank)
+
+
+def _arrived(exchange: MeshExchange, rank: int) -> None:
+    exchange.missing.discard(rank)
+    exchange.end_s = exchange.peer_to_arrived_s[rank] = time.perf_counter()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -457,6 +462,7 @@ class MeshGroup:
         they know.
         """
         self._lost: set[int] = set()
+        self._waits = HostWaits()
         self._is_closing = False
         self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion, key)
         self.port = self._poller.port
@@ -472,6 +478,7 @@ class MeshGroup:
             raise ValueError(f"rank {self.rank} is not among the members of formation {formation}.")
         if formation <= self.formation:
             raise ValueError(f"formation {formation} is not newer than {self.formation}.")
+        self._waits.form(self.rank, members)
         with self._poller.turn:
             self._start_formation(formation, others)
             deadline_s = time.monotonic() + self.deadline_s
@@ -527,6 +534,10 @@ class MeshGroup:
         with self._lock:
             return tuple(sorted(self._lost))
 
+    def waits(self) -> dict[str, float]:
+        """See Group."""
+        return self._waits.total()
+
     def close(self) -> None:
         """End every connection and the thread. The other members see a loss."""
         with self._lock:
@@ -539,6 +550,7 @@ class MeshGroup:
     def _wait_for(self, exchange: MeshExchange) -> None:
         """Return when the exchange is done. Raises PeerLost."""
         if not exchange.is_done:
+            began_s = time.perf_counter()
             deadline_s = time.monotonic() + self.deadline_s
             with self._poller.turn:
                 while (
@@ -549,6 +561,7 @@ class MeshGroup:
                         self._time_out(exchange)
                     else:
                         self._poller.pump(min(left_s, POLL_S))
+            self._waits.add(began_s, time.perf_counter(), exchange.peer_to_arrived_s)
             if not exchange.is_done:
                 self._raise_failure()
                 raise PeerLost((), "the exchange is of an older formation")

@@ -202,6 +202,8 @@ class RankedLeader:
         self._formation = 0
         """Formation of the steps in flight."""
         self._was_running = False
+        self._num_stepped = 0
+        """Steps done since hosts were judged."""
         self._leader_wake_s = math.inf
         self._wake_s = math.inf
         self._check_s = -math.inf
@@ -358,6 +360,8 @@ class RankedLeader:
         steps[0].parts[message.rank] = message.done
         if (up := self.membership.up_of(message.rank)) is not None:
             self._clocks.heard(now_s, up.host, steps[0].sent_s, message)
+            trip_s = now_s - steps[0].sent_s - (message.said_s - message.taken_s)
+            self.membership.slow_hosts.answered(up.host, trip_s)
         if message.done.error is not None:
             self.membership.broke(now_s, message.rank, message.lost)
         self._deliver(now_s)
@@ -387,16 +391,12 @@ class RankedLeader:
             if not is_whole or any(part.error is not None for part in step.parts.values()):
                 return
             self._in_flight.popleft()
+            self._num_stepped += 1
             if any(part.events for part in step.parts.values()):
-                self._clocks.traced(step.step_id, self._hosts())
+                self._clocks.traced(step.step_id, self.membership.hosts())
             if self.experts.done(step.step_id, step.parts):
                 self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
-
-    def _hosts(self) -> dict[int, str]:
-        """Where each member is."""
-        ups = {rank: self.membership.up_of(rank) for rank in self.membership.members}
-        return {rank: up.host for rank, up in ups.items() if up is not None}
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
         """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""
@@ -476,8 +476,12 @@ class RankedLeader:
     # ---- time ----
     def _tick(self, now_s: float) -> None:
         if now_s >= self._check_s:
-            self._check_s = now_s + CHECK_S
+            late_s, self._check_s = now_s - self._check_s, now_s + CHECK_S
             self.membership.tick(now_s, bool(self._in_flight))
+            if self._in_flight:
+                stepped_s = CHECK_S + min(late_s, CHECK_S)
+                self.membership.judge_hosts(now_s, stepped_s, self._num_stepped)
+                self._num_stepped = 0
             self.experts.tick(now_s)
             if self._in_flight and self.membership.is_idle_since(
                 self._in_flight[0].sent_s, now_s - self._step_timeout_s
@@ -545,7 +549,13 @@ def make_ranked_leader(
     return RankedLeader(
         unit,
         inner,
-        UnitMembership(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s),
+        UnitMembership(
+            unit,
+            units.ranks,
+            placement,
+            rank_timeout_s=deployment.rank_timeout_s,
+            slow_host_rest_s=deployment.slow_host_rest_s,
+        ),
         num_slots=units.max_requests if role == DECODE else 0,
         step_timeout_s=deployment.collective_timeout_s + deployment.rank_timeout_s,
         experts=experts,

@@ -1,0 +1,92 @@
+"""A slow link of one host: what goes over it comes later, and some of it never.
+
+    ip netns exec SWITCH python -m tests.dist.link PORT BRIDGE DELAY_S LOST_SHARE
+
+A frame goes from the host's PORT over a bridge and two taps of this process to BRIDGE, or back.
+Kernels of small machines have no netem(8), which does the same. Ends with SIGTERM, and PORT is on
+BRIDGE again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+
+_TUNSETIFF = 0x400454CA
+_IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
+_FRAME_BYTES = 65_536
+_BURST = 64
+"""Frames read at a time, so that those that are due do not wait."""
+
+
+def ip(*words: str) -> None:
+    """Run ip(8); raises CalledProcessError if that fails."""
+    subprocess.run(["ip", *words], check=True, timeout=30.0)
+
+
+def open_tap(name: str) -> int:
+    """A new network device, whose frames are read from and written to the descriptor."""
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
+    return tap
+
+
+def relay(one: int, other: int, delay_s: float, lost_share: float) -> None:
+    """Pass frames on, each way `delay_s` later, until a signal ends the process."""
+    rng = random.Random(1)
+    to_frames: dict[int, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
+    peer = {one: other, other: one}
+    while True:
+        now_s = time.monotonic()
+        for tap, frames in to_frames.items():
+            while frames and frames[0][0] <= now_s:
+                write(tap, frames.popleft()[1])
+        due_s = min((frames[0][0] for frames in to_frames.values() if frames), default=now_s + 1.0)
+        readable, _, _ = select.select([one, other], [], [], max(0.0, due_s - time.monotonic()))
+        for tap in readable:
+            for _ in range(_BURST):
+                try:
+                    frame = os.read(tap, _FRAME_BYTES)
+                except BlockingIOError:
+                    break
+                if rng.random() >= lost_share:
+                    to_frames[peer[tap]].append((time.monotonic() + delay_s, frame))
+
+
+def write(tap: int, frame: bytes) -> None:
+    """Hand a frame to the kernel, or lose it where that is full, as a network does."""
+    with contextlib.suppress(BlockingIOError):
+        os.write(tap, frame)
+
+
+def main(port: str, bridge: str, delay_s: float, lost_share: float) -> None:
+    """The command."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    near, far, middle = f"{port}-n", f"{port}-f", f"{port}-b"
+    taps = open_tap(near), open_tap(far)
+    try:
+        ip("link", "add", middle, "type", "bridge")
+        ip("link", "set", near, "master", middle, "up")
+        ip("link", "set", far, "master", bridge, "up")
+        ip("link", "set", middle, "up")
+        ip("link", "set", port, "master", middle)
+        print("slow", flush=True)
+        relay(*taps, delay_s, lost_share)
+    finally:
+        ip("link", "set", port, "master", bridge)
+        ip("link", "delete", middle)
+        for tap in taps:
+            os.close(tap)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,174 @@
+"""One host's link is slow: its unit goes on without it, and takes it back when it is well again."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from hadal.core.config import UnitsConfig
+from hadal.roles.ranks.ranks import RankedLeader
+from hadal.roles.ranks.slow import STRETCH_S
+from tests.fresh import seeds
+from tests.sim.scenario import deployment, longest_output, random_generation
+from tests.sim.test_membership import SteppingWorld
+from tests.sim.world import World, is_whole
+
+pytestmark = pytest.mark.slow("units that step for a minute")
+UNIT = "decode-0"
+LINK_S = 0.1
+"""What a message takes over the slow link, on average; a step takes a tenth of it elsewhere."""
+LOOK_S = 0.25
+GAP_S = 20.0
+"""No stream stands still for longer."""
+
+
+def on_hosts(num_ranks: int, rest_s: float = 30.0) -> dict[str, object]:
+    """Fields of a deployment whose decode unit has a host for each rank."""
+    decode = UnitsConfig(ranks=num_ranks, ranks_per_node=1, max_requests=4)
+    return {"decode": decode, "slow_host_rest_s": rest_s}
+
+
+class Stepping:
+    """A unit of four ranks on four hosts that steps without requests."""
+
+    def __init__(self, seed: int, rest_s: float = 30.0) -> None:
+        self.random = Random(f"slow hosts {seed}")
+        config = deployment(unit_timeout_s=1e6, **on_hosts(4, rest_s))
+        self.world = SteppingWorld(seed, config, max_context=100, pool_blocks=(4, 4))
+        self.until(lambda: UNIT in self.world.hosts and is_whole(self.leader), 30.0)
+        self.slow = self.random.randrange(4)
+
+    @property
+    def leader(self) -> RankedLeader:
+        role = self.world.hosts[UNIT].role
+        assert isinstance(role, RankedLeader)
+        return role
+
+    @property
+    def members(self) -> set[int]:
+        return set(self.leader.membership.members)
+
+    @property
+    def link_s(self) -> dict[int, float]:
+        return self.world.fabrics[UNIT].link_s
+
+    def until(self, condition: object, within_s: float) -> float:
+        """Run until it holds; returns how long that took."""
+        began_s = self.world.clock.now()
+        self.world.clock.run(began_s + within_s, condition)  # type: ignore[arg-type]
+        assert condition(), f"not within {within_s} s"  # type: ignore[operator]
+        return self.world.clock.now() - began_s
+
+    def is_without(self) -> bool:
+        return self.members == {0, 1, 2, 3} - {self.slow}
+
+    def is_all(self) -> bool:
+        return is_whole(self.leader)
+
+
+@pytest.mark.promise("a host that slows all others of its unit rests")
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_a_unit_goes_on_without_it_and_takes_it_back(seed: int) -> None:
+    unit = Stepping(seed)
+    unit.link_s[unit.slow] = LINK_S
+    took_s = unit.until(unit.is_without, 4 * STRETCH_S)
+    unit.link_s.clear()
+    rested_s = unit.until(unit.is_all, 40.0)
+    print(
+        f"seed {seed}: without rank {unit.slow} after {took_s:.1f} s, whole {rested_s:.1f} s later"
+    )
+    assert rested_s + LOOK_S >= 30.0
+    unit.world.run(unit.world.clock.now() + 10 * STRETCH_S)
+    assert unit.is_all()
+
+
+def test_a_link_that_stays_slow_is_tried_again_after_twice_as_long() -> None:
+    unit = Stepping(3)
+    unit.link_s[unit.slow] = LINK_S
+    unit.until(unit.is_without, 4 * STRETCH_S)
+    rests_s = []
+    for _ in range(3):
+        rests_s.append(unit.until(unit.is_all, 200.0))
+        unit.until(unit.is_without, 4 * STRETCH_S)
+    print("rests:", rests_s)
+    assert [round(rest_s, -1) for rest_s in rests_s] == [30.0, 60.0, 120.0]
+
+
+@pytest.mark.parametrize("seed", seeds(1, 4))
+def test_a_unit_that_is_slow_everywhere_stays_whole(seed: int) -> None:
+    unit = Stepping(seed)
+    unit.link_s.update(dict.fromkeys(range(4), LINK_S))
+    unit.world.run(unit.world.clock.now() + 20 * STRETCH_S)
+    assert unit.is_all()
+
+
+def test_who_wants_no_rests_gets_none() -> None:
+    unit = Stepping(4, rest_s=0.0)
+    unit.link_s[unit.slow] = LINK_S
+    unit.world.run(unit.world.clock.now() + 10 * STRETCH_S)
+    assert unit.is_all()
+
+
+def test_a_rank_on_a_host_that_rests_is_better_than_none() -> None:
+    unit = Stepping(5)
+    unit.link_s[unit.slow] = LINK_S
+    unit.until(unit.is_without, 4 * STRETCH_S)
+    unit.until(lambda: f"{UNIT}.{unit.slow}" in unit.world.hosts, 5.0)
+    unit.world.run(unit.world.clock.now() + 5.0)
+    assert unit.is_without()
+    for rank in {0, 1, 2, 3} - {unit.slow}:
+        unit.world.kill_unit(f"{UNIT}.{rank}")
+    unit.until(lambda: unit.slow in unit.members, 5.0)
+
+
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_no_stream_stands_still(seed: int) -> None:
+    """And each gets its tokens, which the clients check."""
+    random = Random(f"slow streams {seed}")
+    config = deployment(**on_hosts(4))
+    world = World(
+        seed, config, max_context=3000, pool_blocks=(200, 200), step_s=0.02, check_every=50
+    )
+    for number in range(12):
+        generation = msgspec.structs.replace(
+            random_generation(random, f"r{number}", 60, 20), max_tokens=2500, stop_ids=()
+        )
+        longest = longest_output(world, len(generation.prompt))
+        world.submit_at(random.uniform(1.0, 3.0), generation, longest)
+    world.run(5.0)
+    links_s = world.fabrics[UNIT].link_s
+    slow = random.randrange(4)
+    links_s[slow] = LINK_S
+    gaps, num_formations = Gaps(world), 0
+    for _ in range(int(70.0 / LOOK_S)):
+        world.run(world.clock.now() + LOOK_S)
+        gaps.look()
+        role = world.hosts[UNIT].role
+        assert isinstance(role, RankedLeader)
+        num_formations = max(num_formations, role.membership.formation)
+    links_s.clear()
+    world.run_to_the_end(4000.0)
+    print(f"seed {seed}: longest gap {gaps.longest_s:.2f} s, {num_formations} formations")
+    assert num_formations >= 4, "whole, without the slow one, with it again, without it"
+    assert gaps.longest_s <= GAP_S
+    assert {client.final and client.final.error for client in world.clients.values()} == {None}
+
+
+class Gaps:
+    """How long streams that have begun, and have not ended, got no token."""
+
+    def __init__(self, world: World) -> None:
+        self.longest_s = 0.0
+        self._world = world
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def look(self) -> None:
+        now_s = self._world.clock.now()
+        for name, client in self._world.clients.items():
+            num, since_s = self._seen.get(name, (-1, now_s))
+            if len(client.received) != num or client.final is not None:
+                self._seen[name] = len(client.received), now_s
+            else:
+                self.longest_s = max(self.longest_s, now_s - since_s)

@@ -1,0 +1,76 @@
+"""Which host of a unit is slow, by whom the others wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.policy.slow_hosts import CLEAR, ROUND_TRIP_S, SHARE, STEP_S, Stretch, slow_host
+
+STEPPING_S = 4.0
+
+
+def stretch(
+    waits_s: dict[str, dict[str, float]],
+    num_steps: int = 10,
+    round_trip_s: dict[str, float] | None = None,
+) -> Stretch:
+    return Stretch(STEPPING_S, num_steps, waits_s, round_trip_s or {})
+
+
+def waits(
+    hosts: str, slow: str, slow_s: float, others_s: float = 0.1
+) -> dict[str, dict[str, float]]:
+    """All wait so long for one host, and hardly for the others."""
+    return {
+        host: {
+            other: slow_s if slow in (host, other) else others_s for other in hosts if other != host
+        }
+        for host in hosts
+    }
+
+
+def test_the_host_that_all_others_wait_for() -> None:
+    found = slow_host(stretch(waits("abcd", "c", 3.0)))
+    assert found is not None
+    assert (found.host, found.share) == ("c", 0.75)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        stretch({}),
+        stretch({"a": {}}),
+        stretch(waits("abcd", "c", SHARE * STEPPING_S - 0.1)),
+        stretch(waits("abcd", "c", 3.0, 3.1 / CLEAR)),
+        stretch(waits("abcd", "c", 3.0), num_steps=int(3.0 / STEP_S) + 1),
+        stretch({host: {} for host in "abcd"}),
+        Stretch(0.0, 0, waits("abcd", "c", 3.0), {}),
+    ],
+    ids=["none", "one", "half", "not-clear", "not-felt", "unheard", "no-time"],
+)
+def test_none_is_slow(measured: Stretch) -> None:
+    assert slow_host(measured) is None
+
+
+def test_a_link_between_two_hosts_is_no_slow_host() -> None:
+    waited = {host: dict.fromkeys(set("abcd") - {host}, 0.1) for host in "abcd"}
+    waited["a"]["b"] = waited["b"]["a"] = 3.0
+    assert slow_host(stretch(waited)) is None
+
+
+def test_two_hosts_need_to_be_worth_it() -> None:
+    """Without one of two, half of the unit is gone."""
+    assert slow_host(stretch({"a": {"b": 2.9}, "b": {"a": 0.1}})) is None
+    found = slow_host(stretch({"a": {"b": 3.1}, "b": {"a": 0.1}}))
+    assert found is not None
+    assert found.host == "b"
+
+
+def test_of_two_that_wait_for_each_other_the_one_far_away_is_slow() -> None:
+    waited = {"a": {"b": 3.8}, "b": {"a": 3.9}}
+    assert slow_host(stretch(waited)) is None
+    assert slow_host(stretch(waited, round_trip_s={"a": 0.01, "b": 0.015})) is None
+    for far, near in ("ab", "ba"):
+        found = slow_host(stretch(waited, round_trip_s={far: 2 * ROUND_TRIP_S, near: 0.001}))
+        assert found is not None
+        assert found.host == far
