@@ -67,6 +67,27 @@ def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
     assert membership.tenant_to_placed == {"a": 4, "b": 1}
 
 
+def test_an_answer_counts_as_service_too() -> None:
+    """Of two tenants with the same prompts, the one that was answered waits for the other."""
+    membership = FrontRequests()
+    for tenant in "ab":
+        of_tenant(membership, f"{tenant}0", tenant, 0.0)
+        of_tenant(membership, f"{tenant}1", tenant, 0.0)
+    for name in ("a0", "b0"):
+        record = membership.by_id[name]
+        membership.move(record, Transition.PLACE)
+        record.prefill_unit = "prefill-0"
+    membership.grow(membership.by_id["a0"])
+    found = membership.next_queued(2.0)
+    assert found is not None
+    assert found.request_id == "b1"
+    for _ in range(2):
+        membership.grow(membership.by_id["b0"])
+    found = membership.next_queued(2.0)
+    assert found is not None
+    assert found.request_id == "a1"
+
+
 def test_a_tenant_that_sends_nothing_for_long_is_not_expected() -> None:
     membership = FrontRequests()
     of_tenant(membership, "a0", "a", 0.0)
