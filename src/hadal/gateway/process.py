@@ -81,7 +81,7 @@ _KEYS_S = 2.0
 """How long a gateway without the front waits for the keys before it asks again."""
 _KEYS_KNOWN_S = 10.0
 """How long such a gateway may take to know them before it serves without."""
-_SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0001
 """How long the tokenising thread may hold the interpreter while streams want it."""
 
 

@@ -30,7 +30,7 @@ class Marks:
         texts |= {vocabulary.normalized(text) for text in vocabulary.marks}
         texts.discard("")
         self.normalized = vocabulary.normalized
-        self.first_chars = re.compile(f"(?={any_of(texts)}).", re.DOTALL)
+        self.first_chars = re.compile(_first_chars(texts))
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
         self._ends = {text[start:] for text in texts for start in range(1, len(text))}
         self._longest = max(map(len, texts))
@@ -100,6 +100,19 @@ class Shield:
             for escape in _escapes(char):
                 text = text.replace(escape, char)
         return text
+
+
+def _first_chars(texts: Iterable[str]) -> str:
+    """Return a regular expression that matches the first character of each of these texts. It begins with
+    those characters, which Python looks for a dozen times faster than for texts.
+    """
+    char_to_rests: dict[str, set[str]] = {}
+    for text in texts:
+        char_to_rests.setdefault(text[0], set()).add(text[1:])
+    return "|".join(
+        re.escape(char) + (f"(?={any_of(rests)})" if "" not in rests else "")
+        for char, rests in char_to_rests.items()
+    )
 
 
 def texts_in(value: Any) -> Iterator[str]:
