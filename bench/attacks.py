@@ -176,14 +176,14 @@ def costly_bodies() -> list[tuple[str, bytes]]:
         nested = {"type": "object", "properties": {f"p{depth}": nested, "q": {"enum": [1, 2, 3]}}}
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": nested}}
     user = {"role": "user", "content": "Hi"}
-    chat, asked_ = "/v1/chat/completions", {"model": "hadal-tiny", "max_tokens": 8}
+    chat = "/v1/chat/completions"
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": words}),
         ("/tokenize", {"prompt": letters}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": words}]}),
-        ("/v1/completions", {**asked_, "prompt": words}),
-        (chat, {**asked_, "messages": [user] * 100_000}),
-        (chat, {**asked_, "messages": [user], "response_format": schema}),
+        ("/v1/completions", {"prompt": words}),
+        (chat, {"messages": [user] * 100_000}),
+        (chat, {"messages": [user], "response_format": schema}),
     ]
     return [
         (path, json.dumps({"model": "hadal-tiny", **fields}).encode()) for path, fields in bodies
@@ -192,7 +192,8 @@ def costly_bodies() -> list[tuple[str, bytes]]:
 
 async def costly(address: Address, number: int) -> None:
     """One costly body behind the other on one connection at a time."""
-    for path, body in itertools.cycle(costly_bodies()[number:] + costly_bodies()[:number]):
+    bodies = costly_bodies()
+    for path, body in itertools.cycle(bodies[number:] + bodies[:number]):
         reader, writer = await asyncio.open_connection(*address)
         with closing(writer):
             writer.write(head(address, len(body), path) + body)
@@ -261,8 +262,8 @@ class Seen:
 
     @property
     def late_s(self) -> float:
-        """The 95th percentile of the answered; infinite if none was."""
-        return percentile(list(self.times_s), 0.95) if self.times_s else float("inf")
+        """The 95th percentile of all; one that was refused or had no answer counts as WAIT_S."""
+        return percentile([*self.times_s, *[WAIT_S] * len(self.refusals)], 0.95)
 
     @property
     def worst_s(self) -> float:

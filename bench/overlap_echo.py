@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.group import Exchange, Group, Interval
-from hadal.core.plans import Member
+from hadal.core.plans import Member, Waited
 
 Sizes = dict[int, int]
 """Peer -> bytes."""
@@ -80,8 +80,8 @@ class SwitchGroup:
     def lost(self) -> tuple[int, ...]:
         return self._inner.lost()
 
-    def waits(self) -> dict[str, float]:
-        return self._inner.waits()
+    def take_waits(self) -> Waited:
+        return self._inner.take_waits()
 
     def close(self) -> None:
         self._inner.close()

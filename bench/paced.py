@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hadal.comm.group import Exchange, Group, Interval
-from hadal.core.plans import Member
+from hadal.core.plans import Member, Waited
 
 
 class PacedExchange:
@@ -88,8 +88,8 @@ class PacedGroup:
     def lost(self) -> tuple[int, ...]:
         return self._group.lost()
 
-    def waits(self) -> dict[str, float]:
-        return self._group.waits()
+    def take_waits(self) -> Waited:
+        return self._group.take_waits()
 
     def close(self) -> None:
         self._group.close()

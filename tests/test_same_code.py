@@ -56,10 +56,12 @@ ONLY_LIVE = {
         "ranks.clocks": RANKS,
         "ranks.membership": RANKS,
         "ranks.ranks": RANKS,
+        "ranks.rests": RANKS,
+        "ranks.slow": RANKS,
         "experts.experts": PLACING,
         "experts.gain": PLACING,
     },
-    "policy": {},
+    "policy": {"slow_hosts": RANKS},
 }
 """Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay`
 runs those, too: it has the server's modules make the roles.

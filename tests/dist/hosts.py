@@ -58,6 +58,8 @@ def why_no_hosts() -> str:
     """Why hosts cannot be made here; empty if they can."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))):
         return "hosts need root, ip, tc, nsenter and unshare"
+    if not os.path.exists("/dev/net/tun"):
+        return "hosts need /dev/net/tun, for slow links"
     name = f"hadal-probe-{os.getpid()}"
     made = subprocess.run(
         ["ip", "netns", "add", name], capture_output=True, timeout=DEADLINE_S, check=False
@@ -289,8 +291,10 @@ class Host:
             try:
                 assert relay.stdout.readline(), "the relay has ended"
                 yield
+                assert relay.poll() is None, "the relay has ended"
             finally:
                 relay.terminate()
+                relay.wait(DEADLINE_S)
 
     def kill(self) -> None:
         """Kill all that runs on it at once, as a loss of power does. It can be booted again."""

@@ -72,20 +72,20 @@ def main(port: str, bridge: str, delay_s: float, lost_share: float) -> None:
     """The command."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     near, far, middle = f"{port}-n", f"{port}-f", f"{port}-b"
-    taps = open_tap(near), open_tap(far)
-    try:
+    with contextlib.ExitStack() as undo:
+        taps = []
+        for name in (near, far):
+            taps.append(open_tap(name))
+            undo.callback(os.close, taps[-1])
         ip("link", "add", middle, "type", "bridge")
+        undo.callback(ip, "link", "delete", middle)
         ip("link", "set", near, "master", middle, "up")
         ip("link", "set", far, "master", bridge, "up")
         ip("link", "set", middle, "up")
         ip("link", "set", port, "master", middle)
+        undo.callback(ip, "link", "set", port, "master", bridge)
         print("slow", flush=True)
         relay(*taps, delay_s, lost_share)
-    finally:
-        ip("link", "set", port, "master", bridge)
-        ip("link", "delete", middle)
-        for tap in taps:
-            os.close(tap)
 
 
 if __name__ == "__main__":

@@ -296,9 +296,14 @@ def test_a_slow_link_costs_no_token_and_its_host_rests(deployed: Deployed) -> No
     def is_told(words: str) -> bool:
         return words in deployed.server.log()[begun:]
 
-    with deployed.host_of(slow).slow_link(0.02, 0.05):
-        while not is_told("that host rests for"):  # The test's own deadline ends it otherwise.
+    host = deployed.host_of(slow)
+    with host.slow_link(0.05, 0.0):
+
+        def is_resting() -> bool:
             assert not differences(cases, deployed.complete(cases))
+            return is_told(f"is on {host.address}, for which the others wait")
+
+        wait_until(is_resting, "the slow host rests")
         assert not differences(cases, deployed.complete(cases))
     begun += deployed.server.log()[begun:].index("that host rests for")
     wait_until(lambda: is_told("with ranks 0, 1"), "the unit has taken its host back")

@@ -81,7 +81,7 @@ class Fabric:
 
     def _on_link(self, rank: int) -> float:
         mean_s = self.link_s.get(rank, 0.0)
-        return self.random.expovariate(1.0 / mean_s) if mean_s else 0.0
+        return mean_s * self.random.uniform(0.7, 1.3) if mean_s else 0.0
 
     def _exchange(self, computes: list[SimCompute]) -> None:
         """All ranks send each other a step's tokens."""
@@ -263,8 +263,9 @@ class SimCompute:
             self._end(Formed(plan.formation, None))
         else:
             done = self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
+            counts = self.experts.counted(plan, done)
             self._end(
-                msgspec.structs.replace(done, expert_slot_counts=self.experts.counted(plan, done))
+                msgspec.structs.replace(done, expert_slot_counts=counts, waited=self.waits.take())
             )
 
     def stage(self, plan: StagePlan, answer: Callable[[Staged], None]) -> None:
@@ -372,10 +373,7 @@ class RankHost(Host):
 
     def _progress(self) -> None:
         compute = self.compute
-        progress = RankProgress(
-            compute.num_ops, compute.is_computing, compute.lost, compute.waits.total()
-        )
-        super().handle(progress)  # type: ignore[arg-type]
+        super().handle(RankProgress(compute.num_ops, compute.is_computing, compute.lost))  # type: ignore[arg-type]
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.config import UnitsConfig
 from hadal.roles.ranks.ranks import RankedLeader
-from hadal.roles.ranks.slow import STRETCH_S
+from hadal.roles.ranks.slow import NUM_STRETCHES, STRETCH_S
 from tests.fresh import seeds
 from tests.sim.scenario import deployment, longest_output, random_generation
 from tests.sim.test_membership import SteppingWorld
@@ -17,6 +17,8 @@ from tests.sim.world import World, is_whole
 
 pytestmark = pytest.mark.slow("units that step for a minute")
 UNIT = "decode-0"
+NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
+"""A formation's first stretch may blame nobody yet, and the last step may be a long one."""
 LINK_S = 0.1
 """What a message takes over the slow link, on average; a step takes a tenth of it elsewhere."""
 LOOK_S = 0.25
@@ -68,30 +70,30 @@ class Stepping:
         return is_whole(self.leader)
 
 
-@pytest.mark.promise("a host that slows all others of its unit rests")
 @pytest.mark.parametrize("seed", seeds(2, 8))
 def test_a_unit_goes_on_without_it_and_takes_it_back(seed: int) -> None:
     unit = Stepping(seed)
     unit.link_s[unit.slow] = LINK_S
-    took_s = unit.until(unit.is_without, 4 * STRETCH_S)
+    took_s = unit.until(unit.is_without, NOTICED_S)
     unit.link_s.clear()
     rested_s = unit.until(unit.is_all, 40.0)
     print(
         f"seed {seed}: without rank {unit.slow} after {took_s:.1f} s, whole {rested_s:.1f} s later"
     )
     assert rested_s + LOOK_S >= 30.0
-    unit.world.run(unit.world.clock.now() + 10 * STRETCH_S)
+    unit.world.run(unit.world.clock.now() + 10 * NOTICED_S)
     assert unit.is_all()
 
 
+@pytest.mark.promise("A host that is still slow then rests for twice as long.")
 def test_a_link_that_stays_slow_is_tried_again_after_twice_as_long() -> None:
     unit = Stepping(3)
     unit.link_s[unit.slow] = LINK_S
-    unit.until(unit.is_without, 4 * STRETCH_S)
+    unit.until(unit.is_without, NOTICED_S)
     rests_s = []
     for _ in range(3):
         rests_s.append(unit.until(unit.is_all, 200.0))
-        unit.until(unit.is_without, 4 * STRETCH_S)
+        unit.until(unit.is_without, NOTICED_S)
     print("rests:", rests_s)
     assert [round(rest_s, -1) for rest_s in rests_s] == [30.0, 60.0, 120.0]
 
@@ -100,27 +102,19 @@ def test_a_link_that_stays_slow_is_tried_again_after_twice_as_long() -> None:
 def test_a_unit_that_is_slow_everywhere_stays_whole(seed: int) -> None:
     unit = Stepping(seed)
     unit.link_s.update(dict.fromkeys(range(4), LINK_S))
-    unit.world.run(unit.world.clock.now() + 20 * STRETCH_S)
+    formation = unit.leader.membership.formation
+    unit.world.run(unit.world.clock.now() + 10 * NOTICED_S)
+    assert unit.leader.membership.formation == formation
     assert unit.is_all()
 
 
 def test_who_wants_no_rests_gets_none() -> None:
     unit = Stepping(4, rest_s=0.0)
     unit.link_s[unit.slow] = LINK_S
-    unit.world.run(unit.world.clock.now() + 10 * STRETCH_S)
+    formation = unit.leader.membership.formation
+    unit.world.run(unit.world.clock.now() + 10 * NOTICED_S)
+    assert unit.leader.membership.formation == formation
     assert unit.is_all()
-
-
-def test_a_rank_on_a_host_that_rests_is_better_than_none() -> None:
-    unit = Stepping(5)
-    unit.link_s[unit.slow] = LINK_S
-    unit.until(unit.is_without, 4 * STRETCH_S)
-    unit.until(lambda: f"{UNIT}.{unit.slow}" in unit.world.hosts, 5.0)
-    unit.world.run(unit.world.clock.now() + 5.0)
-    assert unit.is_without()
-    for rank in {0, 1, 2, 3} - {unit.slow}:
-        unit.world.kill_unit(f"{UNIT}.{rank}")
-    unit.until(lambda: unit.slow in unit.members, 5.0)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hadal.core.errors import HadalError
-from hadal.core.plans import Member
+from hadal.core.plans import Member, Waited
 
 
 class PeerLost(HadalError):
@@ -94,9 +94,9 @@ class Group(Protocol):
         """
         ...
 
-    def waits(self) -> dict[str, float]:
-        """Other host of the unit -> seconds that exchanges waited for it, since this process began; empty
-        where that is not known. From any thread.
+    def take_waits(self) -> Waited:
+        """Return how long exchanges of this formation were waited for since the last call. Called by the
+        thread that waits.
         """
         ...
 

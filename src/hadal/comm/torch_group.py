@@ -41,7 +41,7 @@ from torch._C._distributed_c10d import (
 
 from hadal.comm.group import Interval, PeerLost
 from hadal.core.handshake import is_near
-from hadal.core.plans import Member
+from hadal.core.plans import NO_WAIT, Member, Waited
 
 MAX_IN_FLIGHT = 8
 JOIN_TIMEOUT_S = 2.0
@@ -255,9 +255,9 @@ class TorchGroup:
         """Always empty: torch.distributed notices nothing without an exchange."""
         return ()
 
-    def waits(self) -> dict[str, float]:
-        """Always empty: torch.distributed does not tell whose bytes came when."""
-        return {}
+    def take_waits(self) -> Waited:
+        """Always none: torch.distributed reports no times of arrival."""
+        return NO_WAIT
 
     def close(self) -> None:
         self._leave("closed")

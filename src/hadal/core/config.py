@@ -326,7 +326,7 @@ class LimitsConfig(ConfigTable, frozen=True):
     """
     max_retries: Count = 8
     """Retries of one request that lost a unit. Preemptions do not count."""
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 3600.0
     """How long a request may wait: in the queue, for its first token, and for each token after. A
     request that makes tokens is ended by its own limits alone.
     """

@@ -774,8 +774,6 @@ class RankHeartbeat(Message, frozen=True):
     """A step runs and does not wait for a peer: `num_ops` must move."""
     lost: tuple[int, ...] = ()
     """Peers of this formation whose connection broke."""
-    host_to_wait_s: dict[str, float] = {}
-    """Seconds that exchanges waited for one other host of the unit alone, since the process started."""
 
 
 class RankHeld(Message, frozen=True):

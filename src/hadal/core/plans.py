@@ -423,6 +423,20 @@ def _both(one: ByNode, other: ByNode) -> ByNode:
 NO_LINK_BYTES = LinkBytes()
 
 
+class Waited(msgspec.Struct, frozen=True, array_like=True):
+    """For how long a rank waited for its peers in a step."""
+
+    seconds: float = 0.0
+    """In all exchanges."""
+    alone_s: dict[str, float] = {}
+    """Other host of the unit -> seconds in which no rank of another host was missing. Empty where the
+    transport does not tell (gloo, nccl).
+    """
+
+
+NO_WAIT = Waited()
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A step's tokens: row i is the token `tokens[i]` of `keys[i]`. Prefill: the index of the chunk
     that drew, once each. Decode: the slot, as often as its request got a token; those of one slot
@@ -461,6 +475,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the rank's own tokens sent to its peers and got back, since the last step that answered
     (of several ranks together: the sum).
     """
+    waited: Waited = NO_WAIT
+    """Of this rank alone. A leader of many ranks reads it itself."""
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):

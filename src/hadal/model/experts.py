@@ -37,7 +37,7 @@ from hadal.comm.group import Group, PeerLost
 from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY, Placement, flip_arrays
-from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan
+from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan, Waited
 from hadal.kernels.library import describe
 from hadal.model.checkpoint import AS_FP32, Checkpoint, Conversion, read_expert
 from hadal.model.deepseek import DeepseekV3
@@ -443,10 +443,9 @@ class Membership:
         """
         return tuple(sorted({*self._lost_ranks, *self._group.lost()}))
 
-    @property
-    def waits(self) -> dict[str, float]:
-        """Other host -> seconds that exchanges waited for it. From any thread."""
-        return self._group.waits()
+    def take_waits(self) -> Waited:
+        """Return how long the rank waited for its peers since the last call."""
+        return self._group.take_waits()
 
     def close(self) -> None:
         self._group.close()

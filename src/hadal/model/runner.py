@@ -24,6 +24,7 @@ from hadal.core.plans import (
     MASK,
     NO_FOLLOWING,
     NO_LINK_BYTES,
+    NO_WAIT,
     Chunk,
     DecodePlan,
     Formed,
@@ -292,6 +293,7 @@ class ModelRunner:
             link_bytes=NO_LINK_BYTES
             if self._model.comm is None
             else self._model.comm.take_link_bytes(),
+            waited=NO_WAIT if self._membership is None else self._membership.take_waits(),
         )
 
     def abort(self) -> None:
@@ -305,7 +307,7 @@ class ModelRunner:
 
     @property
     def num_ops(self) -> int:
-        """Ops begun since the process started. This and the next three: from any thread."""
+        """Ops begun since the process started. This and the next two: from any thread."""
         return self._progress.num_ops
 
     @property
@@ -317,11 +319,6 @@ class ModelRunner:
     def lost(self) -> tuple[int, ...]:
         """Peers held responsible for the last failure, or whose connection broke."""
         return () if self._membership is None else self._membership.lost
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """Other host of the unit -> seconds that exchanges waited for it."""
-        return {} if self._membership is None else self._membership.waits
 
     def _form(self, plan: FormPlan) -> Formed:
         assert self._membership is not None, "a rank by itself has no peers to form with"

@@ -1,10 +1,10 @@
-"""Does one host slow its unit so much that the unit is better off without it?
+"""Choose the host that a unit should drop because it slows every step.
 
-In a step all ranks wait for the slowest, so a slow processor or a slow link of one host costs all of
-them. Who is to blame is seen in whom they wait for: the others wait for the slow host, and hardly for
-each other. A host with a slow link waits for everybody, and nobody but it says so of them.
+In a step all ranks wait for the slowest, so one slow processor or link costs all of them. The other hosts
+wait for the slow one, and hardly for each other. A host with a slow link waits for all others, but each
+of them hears that from it alone.
 
-Knows no messages and no ranks: a role measures (roles/ranks/slow), and acts.
+Knows no messages and no ranks: a role measures (roles/ranks/slow) and acts (roles/ranks/membership).
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STEP_S = 0.05
-"""What a host has to cost every step, at least: at DeepSeek's own speed a token takes so long."""
+"""Minimum wait per step for a host to rest, seconds: a token takes as long at DeepSeek's own speed."""
 SHARE = 0.5
-"""And the share of the unit's time: without the host, steps would take half as long."""
+"""Minimum share of the unit's time that the others wait for it: steps without it take half as long."""
 WORTH = 1.5
-"""A host of few is more of the unit: one of two must cost three quarters of the time."""
+"""The share must also reach WORTH / number of hosts: 0.75 of two, since half of the unit goes."""
 CLEAR = 2.0
-"""Times as long as for the next host."""
+"""Minimum ratio of the waits for it to those for the next host."""
 AGREE = 3
-"""All but one in so many of the others must have waited so long for a host: a link between two of them says
-nothing of the rest.
-"""
+"""Of n other hosts, (n - 1) // AGREE may have waited less: none of two or three, one of four."""
 ROUND_TRIP_S = 0.01
-"""Of two hosts that wait for each other, the one that messages take longer to reach is slow, from such a
-difference on.
+"""Of two hosts that wait for each other, the one that the leader's messages take longer to reach rests,
+from such a difference on.
 """
+REST_SHARE = 4
+"""At most one of so many hosts rests at a time, and one of fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What was measured while a unit stepped."""
+    """What was measured in some steps of a unit."""
 
     stepping_s: float
     num_steps: int
     waits_s: Mapping[str, Mapping[str, float]]
-    """Host -> other host -> seconds for which exchanges of the one waited for the other alone."""
+    """Host -> other host -> seconds that exchanges of the one waited for the other alone."""
     round_trip_s: Mapping[str, float]
-    """Host -> seconds that a message of the leader and the answer were on their way, on average."""
+    """Host -> mean seconds that a message of the leader and the answer were on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,38 @@ class SlowHost:
 
 
 def slow_host(stretch: Stretch) -> SlowHost | None:
-    """The host that the unit should go on without; None: all are as fast as each other, or nearly."""
-    blame_s = {host: _blame_s(host, stretch.waits_s) for host in stretch.waits_s}
-    if len(blame_s) < 2 or stretch.stepping_s <= 0.0:
+    """Return the host that the unit should go on without; None if no host is slow."""
+    waited_s = {host: _waited_s(host, stretch.waits_s) for host in stretch.waits_s}
+    if len(waited_s) < 2 or stretch.stepping_s <= 0.0:
         return None
-    *_, second, first = sorted(blame_s, key=lambda host: (blame_s[host], host))
-    if blame_s[first] < CLEAR * blame_s[second]:
-        if len(blame_s) > 2:
-            return None
-        # A slow link has two ends, and either host waits for the other.
-        trip_s = stretch.round_trip_s
-        first, other = sorted(blame_s, key=lambda host: -trip_s.get(host, 0.0))
-        if trip_s.get(first, 0.0) - trip_s.get(other, 0.0) < ROUND_TRIP_S:
-            return None
-    share = blame_s[first] / stretch.stepping_s
-    is_enough = share >= max(SHARE, WORTH / len(blame_s))
-    is_felt = blame_s[first] >= STEP_S * stretch.num_steps
-    return SlowHost(first, min(1.0, share)) if is_enough and is_felt else None
+    *_, second, first = sorted(waited_s, key=lambda host: (waited_s[host], host))
+    host: str | None = first
+    if waited_s[first] < CLEAR * waited_s[second]:
+        # A slow link has two ends, and of two hosts either waits for the other.
+        host = _farther(stretch.round_trip_s, first, second) if len(waited_s) == 2 else None
+    if host is None:
+        return None
+    share = waited_s[host] / stretch.stepping_s
+    is_enough = share >= max(SHARE, WORTH / len(waited_s))
+    is_felt = waited_s[host] >= STEP_S * stretch.num_steps
+    return SlowHost(host, min(1.0, share)) if is_enough and is_felt else None
 
 
-def _blame_s(host: str, waits_s: Mapping[str, Mapping[str, float]]) -> float:
-    """Seconds that nearly all others waited for a host alone."""
-    waited_s = sorted(waited.get(host, 0.0) for other, waited in waits_s.items() if other != host)
-    return waited_s[(len(waited_s) - 1) // AGREE] if waited_s else 0.0
+def may_rest(num_resting: int, num_hosts: int) -> bool:
+    """Return whether one more host of a unit may rest. `num_hosts` includes those that do."""
+    return num_resting < max(1, num_hosts // REST_SHARE) and num_resting + 1 < num_hosts
+
+
+def _waited_s(host: str, waits_s: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the seconds that nearly all others waited for a host alone."""
+    seconds = sorted(waits.get(host, 0.0) for other, waits in waits_s.items() if other != host)
+    return seconds[(len(seconds) - 1) // AGREE] if seconds else 0.0
+
+
+def _farther(round_trip_s: Mapping[str, float], one: str, other: str) -> str | None:
+    """Return which of two hosts messages take clearly longer to reach; None if neither or unknown."""
+    if one not in round_trip_s or other not in round_trip_s:
+        return None
+    farther = max(one, other, key=lambda host: round_trip_s[host])
+    gap_s = abs(round_trip_s[one] - round_trip_s[other])
+    return farther if gap_s >= ROUND_TRIP_S else None

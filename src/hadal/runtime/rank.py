@@ -151,7 +151,7 @@ class News:
         for peer in lost:
             self.peer_lost(peer)
         self._say()
-        return RankProgress(runner.num_ops, runner.is_computing, lost, runner.waits)
+        return RankProgress(runner.num_ops, runner.is_computing, lost)
 
     def _say(self) -> None:
         """Tell the log, from the host's thread: where all end together, it knows that before it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.group import Interval, PeerLost
-from hadal.core.plans import Member
+from hadal.core.plans import NO_WAIT, Member, Waited
 from tests.unit.comm.groups import DEADLINE_S, run_threads
 
 T = TypeVar("T")
@@ -75,8 +75,8 @@ class QueueGroup:
     def lost(self) -> tuple[int, ...]:
         return ()
 
-    def waits(self) -> dict[str, float]:
-        return {}
+    def take_waits(self) -> Waited:
+        return NO_WAIT
 
     def close(self) -> None: ...
 

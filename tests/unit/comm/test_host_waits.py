@@ -6,7 +6,7 @@ import pytest
 
 from hadal.comm.host_waits import HostWaits
 from hadal.comm.mesh.mesh import MeshGroup
-from hadal.core.plans import Member
+from hadal.core.plans import NO_WAIT, Member, Waited
 from tests.unit.comm.groups import DEADLINE_S, KEY, run_threads
 from tests.unit.comm.mesh.test_mesh import exchange_sized
 
@@ -22,8 +22,10 @@ def waits_of(rank: int = 0) -> HostWaits:
 @pytest.mark.parametrize(
     ("arrived_s", "expected"),
     [
-        ({1: 9.0, 2: 1.5, 3: 3.0, 4: 2.0}, {"b": 1.0}),  # The last of a host's ranks counts.
-        ({1: 9.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 3.0}),  # Its own host does not.
+        ({1: 1.0, 2: 1.5, 3: 3.0, 4: 2.0}, {"b": 1.0}),  # The last of a host's ranks counts.
+        ({1: 1.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 3.0}),
+        ({1: 4.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 1.0}),  # A rank of its own host was missing, too.
+        ({1: 7.0, 2: 2.0, 3: 2.0, 4: 5.0}, {}),
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 0.9}, {}),  # All came before anybody waited.
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 1.5}, {"c": 0.5}),
         ({1: 1.0, 2: 2.0, 3: 2.0}, {"c": 6.0}),  # It never came.
@@ -35,22 +37,23 @@ def test_a_host_is_waited_for_alone(
 ) -> None:
     waits = waits_of()
     waits.add(1.0, 8.0, arrived_s)
-    assert {host: s for host, s in waits.total().items() if s} == expected
+    assert waits.take() == Waited(7.0, expected)
+    assert waits.take() == NO_WAIT
 
 
-def test_what_was_waited_outlives_a_formation() -> None:
+def test_a_formation_begins_without_waits() -> None:
     waits = waits_of()
-    waits.add(1.0, 8.0, {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0})
+    waits.add(1.0, 8.0, {})
     waits.form(0, [Member(0, "e0", "a", 1), Member(2, "e2", "b", 1)])
     waits.add(0.0, 9.0, {2: 0.25})
-    assert (waits.total()["b"], waits.total()["c"]) == (0.25, 1.0)
+    assert waits.take() == Waited(9.0, {"b": 0.25})
 
 
-def test_a_unit_on_one_host_tells_nothing() -> None:
+def test_a_unit_on_one_host_blames_none() -> None:
     waits = HostWaits()
     waits.form(0, [Member(0, "e0", "a", 1), Member(1, "e1", "a", 1)])
     waits.add(0.0, 9.0, {1: 3.0})
-    assert waits.total() == {}
+    assert waits.take() == Waited(9.0)
 
 
 def test_the_mesh_counts_its_exchanges() -> None:
@@ -65,12 +68,13 @@ def test_the_mesh_counts_its_exchanges() -> None:
             for group in groups
         ]
         run_threads([lambda group=group: group.form(1, members) for group in groups])  # type: ignore[misc]
-        assert groups[0].waits() == dict.fromkeys(("127.0.0.1", "127.0.0.2", "127.0.0.3"), 0.0)
         for _ in range(10):
             run_threads([lambda group=group: exchange_sized(group, 300_000) for group in groups])  # type: ignore[misc]
-        waited = [group.waits() for group in groups]
-        assert [waits[f"127.0.0.{1 + rank}"] for rank, waits in enumerate(waited)] == [0.0] * 3
-        assert sum(sum(waits.values()) for waits in waited) > 0.0
+        waited = [group.take_waits() for group in groups]
+        assert sum(each.seconds for each in waited) > 0.0
+        assert sum(sum(each.alone_s.values()) for each in waited) > 0.0
+        assert all(f"127.0.0.{1 + rank}" not in each.alone_s for rank, each in enumerate(waited))
+        assert groups[0].take_waits() == NO_WAIT
     finally:
         for group in groups:
             group.close()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.policy.slow_hosts import CLEAR, ROUND_TRIP_S, SHARE, STEP_S, Stretch, slow_host
+from hadal.policy.slow_hosts import (
+    CLEAR,
+    ROUND_TRIP_S,
+    SHARE,
+    STEP_S,
+    Stretch,
+    may_rest,
+    slow_host,
+)
 
 STEPPING_S = 4.0
 
@@ -58,6 +66,25 @@ def test_a_link_between_two_hosts_is_no_slow_host() -> None:
     assert slow_host(stretch(waited)) is None
 
 
+def test_one_of_many_may_have_waited_less() -> None:
+    """A link between two hosts may be well when all others of the slow one are not."""
+    waited = waits("abcdefgh", "c", 3.0)
+    waited["a"]["c"] = waited["b"]["c"] = 0.1
+    found = slow_host(stretch(waited))
+    assert found is not None
+    assert found.host == "c"
+    waited["d"]["c"] = 0.1
+    assert slow_host(stretch(waited)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_resting", "num_hosts", "may"),
+    [(0, 1, False), (0, 2, True), (1, 2, False), (1, 7, False), (1, 8, True), (2, 8, False)],
+)
+def test_few_rest_at_a_time(num_resting: int, num_hosts: int, may: bool) -> None:
+    assert may_rest(num_resting, num_hosts) == may
+
+
 def test_two_hosts_need_to_be_worth_it() -> None:
     """Without one of two, half of the unit is gone."""
     assert slow_host(stretch({"a": {"b": 2.9}, "b": {"a": 0.1}})) is None
@@ -69,6 +96,7 @@ def test_two_hosts_need_to_be_worth_it() -> None:
 def test_of_two_that_wait_for_each_other_the_one_far_away_is_slow() -> None:
     waited = {"a": {"b": 3.8}, "b": {"a": 3.9}}
     assert slow_host(stretch(waited)) is None
+    assert slow_host(stretch(waited, round_trip_s={"b": 1.0})) is None
     assert slow_host(stretch(waited, round_trip_s={"a": 0.01, "b": 0.015})) is None
     for far, near in ("ab", "ba"):
         found = slow_host(stretch(waited, round_trip_s={far: 2 * ROUND_TRIP_S, near: 0.001}))

@@ -4,7 +4,7 @@ first.
 
 import logging
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ class Runner:
     num_ops = 12
     is_computing = True
     lost: tuple[int, ...] = ()
-    waits: ClassVar[dict[str, float]] = {}
 
 
 def form(formation: int, *epochs: str) -> FormPlan:

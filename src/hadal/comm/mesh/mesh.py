@@ -49,7 +49,7 @@ from hadal.comm.mesh.link import (
     unpack_hello,
 )
 from hadal.core.handshake import NONCE_BYTES, Handshake, is_near
-from hadal.core.plans import Member
+from hadal.core.plans import Member, Waited
 
 # Where the payloads of a formation's exchanges go: into the buffers of an exchange that is
 # posted, or into memory of ours until it is.
@@ -534,9 +534,9 @@ class MeshGroup:
         with self._lock:
             return tuple(sorted(self._lost))
 
-    def waits(self) -> dict[str, float]:
+    def take_waits(self) -> Waited:
         """See Group."""
-        return self._waits.total()
+        return self._waits.take()
 
     def close(self) -> None:
         """End every connection and the thread. The other members see a loss."""

@@ -6,8 +6,8 @@ survivors form the next one at once, which holds the experts that went with it, 
 joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
 silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
 What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
-form again. The ranks of a host that slows the others (roles/ranks/slow) are given up too; started again
-they stay out until it has rested, unless nobody else is left.
+form again. The ranks of a host that slows the others (roles/ranks/slow) are given up too. Started again,
+they stay out until the host has rested, unless nobody else is left.
 
 Ranks outlive their leader. A new leader asks ranks that it does not know, but hears heartbeats of,
 what they hold. Its first formation has a number above theirs, and the placement that they have.
@@ -40,7 +40,8 @@ from hadal.core.messages import (
 from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Held, Member
 from hadal.core.seams import Send
-from hadal.roles.ranks.slow import SlowHosts
+from hadal.policy.slow_hosts import may_rest
+from hadal.roles.ranks.rests import Rests
 from hadal.roles.suspects import Suspects
 
 # What happened to a unit, in sentences for its log.
@@ -251,7 +252,7 @@ class UnitMembership:
         self.num_stale = 0
         self.placement = placement
         """Placement of the newest formation."""
-        self.slow_hosts = SlowHosts(slow_host_rest_s)
+        self._rests = Rests(slow_host_rest_s)
         self._unit = unit
         self._full = placement
         self._rank_timeout_s = rank_timeout_s
@@ -438,8 +439,6 @@ class UnitMembership:
         if not self._is_heard(now_s, message.rank, message.epoch):
             return
         rank = self._ranks[message.rank]
-        if message.formation == self.formation:
-            self.slow_hosts.heard(message.rank, message.host_to_wait_s)
         if message.num_ops != rank.num_ops:
             rank.progressed_s = now_s
         if message.num_ops != rank.num_ops or not message.is_computing:
@@ -547,57 +546,47 @@ class UnitMembership:
         self._phase_s += gap_s
         self._begun_s = None if self._begun_s is None else self._begun_s + gap_s
 
-    # ---- slow hosts ----
+    # ---- hosts that rest ----
     def hosts(self) -> dict[int, str]:
-        """Member -> its host."""
+        """Return the host of each member."""
         ups = {index: self._ranks[index].up for index in self.members}
         return {index: up.host for index, up in ups.items() if up is not None}
 
-    def judge_hosts(self, now_s: float, stepped_s: float, num_steps: int) -> None:
-        """The unit stepped for so long, and did so many steps, since the last call: go on without a host
-        that slows it, if one does.
+    def rest(self, now_s: float, host: str, why: str) -> None:
+        """Go on without the ranks of a host until it has rested, if the unit can spare it. `why`: a
+        sentence about the host, without its end.
         """
-        if self.phase is not UnitPhase.RUNNING:
+        resting, hosts = self._rests.resting(now_s), set(self.hosts().values())
+        is_spared = may_rest(len(resting - hosts), len(hosts | resting))
+        if not self._rests.is_on or self.phase is not UnitPhase.RUNNING or not is_spared:
             return
-        slow = self.slow_hosts.judge(stepped_s, num_steps, self.hosts())
-        if slow is None:
-            return
-        rest_s = self.slow_hosts.rest(now_s, slow.host)
-        reason = (
-            f"is on {slow.host}, for which the others wait {slow.share:.0%} of the time; that host rests"
-            f" for {rest_s:g} s"
-        )
-        for index, host in self.hosts().items():
-            if host == slow.host:
-                self._give_up(now_s, index, reason)
+        rest_s = self._rests.begin(now_s, host)
+        for index, its in self.hosts().items():
+            if its == host:
+                self._give_up(
+                    now_s, index, f"is on {host}, {why}; that host rests for {rest_s:g} s"
+                )
         self.form(now_s)
 
     def _may_join(self, now_s: float, rank: RankView) -> bool:
-        """Whether a rank that is ready is to be taken in."""
-        up = rank.up
-        return (
-            rank.state is RankState.UP
-            and up is not None
-            and not self.slow_hosts.is_resting(now_s, up.host)
-        )
+        """Whether to take in a rank that is ready: not while its host rests, unless the unit lives
+        there.
+        """
+        if rank.state is not RankState.UP or rank.up is None:
+            return False
+        host = rank.up.host
+        return host not in self._rests.resting(now_s) or host in self.hosts().values()
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
         """Start the next formation with every rank that lives and is not on a host that rests; with
         those, if there are no others.
         """
-        living = [index for index, rank in enumerate(self._ranks) if rank.is_living]
-        living = [
-            index
-            for index in living
-            if self._ranks[index].state is not RankState.UP
-            or self._may_join(now_s, self._ranks[index])
-        ] or living
+        living = self._formable(now_s)
         if self._whole_until_s is None:
             self._whole_until_s = now_s
         self.members = {index: self._ranks[index].epoch for index in living}
         self._lost_links.clear()
-        self.slow_hosts.began()
         self._answered, self._failed_s = {}, None
         self.formation = max(self.formation, self._held_formation) + 1
         if not living:
@@ -619,6 +608,16 @@ class UnitMembership:
         for index in living:
             self._move_rank(index, "form")
             self._sends.append(Send(self._name(index), RankForm(plan)))
+
+    def _formable(self, now_s: float) -> list[int]:
+        living = [index for index, rank in enumerate(self._ranks) if rank.is_living]
+        ready = [
+            index
+            for index in living
+            if self._ranks[index].state is not RankState.UP
+            or self._may_join(now_s, self._ranks[index])
+        ]
+        return ready or living
 
     def _form_again(self, now_s: float) -> None:
         """Form without those that others lost and that are silent or stuck."""

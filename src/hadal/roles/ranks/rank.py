@@ -247,8 +247,6 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step runs and does not wait for a peer: `num_ops` must move."""
     lost: tuple[int, ...] = ()
     """Members of the present formation whose connection broke."""
-    host_to_wait_s: dict[str, float] = {}
-    """Seconds that exchanges waited for one other host of the unit alone, since the process started."""
 
 
 class RankRole:
@@ -435,7 +433,6 @@ class RankRole:
             progress.num_ops,
             progress.is_computing,
             progress.lost,
-            progress.host_to_wait_s,
         )
 
     def _held(self) -> RankUp | RankHeld:

@@ -79,11 +79,13 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
+from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
 from hadal.roles.ranks.clocks import HostClocks
 from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership, UnitPhase
+from hadal.roles.ranks.slow import SlowHosts
 from hadal.roles.suspects import Absence
 
 # One result of a step out of its ranks' parts. Knows nothing of who is a member.
@@ -202,13 +204,12 @@ class RankedLeader:
         self._formation = 0
         """Formation of the steps in flight."""
         self._was_running = False
-        self._num_stepped = 0
-        """Steps done since hosts were judged."""
         self._leader_wake_s = math.inf
         self._wake_s = math.inf
         self._check_s = -math.inf
         self._absence = Absence(CHECK_S)
         self._clocks = HostClocks()
+        self._slow_hosts = SlowHosts(has_rows=num_slots > 0)
         self._out: list[Effect] = []
 
     def take_notes(self) -> list[str]:
@@ -361,13 +362,19 @@ class RankedLeader:
         if (up := self.membership.up_of(message.rank)) is not None:
             self._clocks.heard(now_s, up.host, steps[0].sent_s, message)
             trip_s = now_s - steps[0].sent_s - (message.said_s - message.taken_s)
-            self.membership.slow_hosts.answered(up.host, trip_s)
+            self._slow_hosts.answered(up.host, trip_s)
         if message.done.error is not None:
             self.membership.broke(now_s, message.rank, message.lost)
-        self._deliver(now_s)
+        slow = self._deliver(now_s)
+        if slow is not None:
+            why = f"for which the others wait {slow.share:.0%} of the time"
+            self.membership.rest(now_s, slow.host, why)
 
-    def _deliver(self, now_s: float) -> None:
-        """Give the inner leader every step that is complete, in order, as long as they succeeded."""
+    def _deliver(self, now_s: float) -> SlowHost | None:
+        """Give the inner leader every step that is complete, in order, as long as they succeeded.
+        Returns a host that slows them.
+        """
+        slow = None
         while (
             self._in_flight
             and self.membership.is_running
@@ -386,17 +393,19 @@ class RankedLeader:
                 self._held_writes = []
                 elapsed_s = max(part.elapsed_s for part in step.parts.values())
                 self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
-                return
+                return None
             is_whole = self.membership.members.keys() <= step.parts.keys()
             if not is_whole or any(part.error is not None for part in step.parts.values()):
-                return
+                return slow
             self._in_flight.popleft()
-            self._num_stepped += 1
+            hosts = self.membership.hosts()
             if any(part.events for part in step.parts.values()):
-                self._clocks.traced(step.step_id, self.membership.hosts())
+                self._clocks.traced(step.step_id, hosts)
+            slow = self._slow_hosts.stepped(now_s, step.sent_s, step.parts, hosts) or slow
             if self.experts.done(step.step_id, step.parts):
                 self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
+        return slow
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
         """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""
@@ -434,6 +443,7 @@ class RankedLeader:
         if membership.formation != self._formation:
             self._formation = membership.formation
             self._in_flight.clear()
+            self._slow_hosts.began()
             self._was_running = False
             self.experts.ended()
         self._out += membership.take_sends()
@@ -476,12 +486,8 @@ class RankedLeader:
     # ---- time ----
     def _tick(self, now_s: float) -> None:
         if now_s >= self._check_s:
-            late_s, self._check_s = now_s - self._check_s, now_s + CHECK_S
+            self._check_s = now_s + CHECK_S
             self.membership.tick(now_s, bool(self._in_flight))
-            if self._in_flight:
-                stepped_s = CHECK_S + min(late_s, CHECK_S)
-                self.membership.judge_hosts(now_s, stepped_s, self._num_stepped)
-                self._num_stepped = 0
             self.experts.tick(now_s)
             if self._in_flight and self.membership.is_idle_since(
                 self._in_flight[0].sent_s, now_s - self._step_timeout_s

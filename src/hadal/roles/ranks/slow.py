@@ -1,116 +1,143 @@
-"""Which host of a unit rests, because it slowed all others, and until when.
+"""Measure which host slows a unit, over some steps.
 
-    RankHeartbeat: whom it waited for ──┐
-    RankDone: how long it was on its way ┴► a stretch of steps ──► policy/slow_hosts ──► rest the host
+    StepDone of every rank: how long it waited, and for which host alone ──┐
+    RankDone: how long it was on its way ──────────────────────────────────┴► a stretch of steps ──► policy/slow_hosts
 
-A host that rests is as if it had died: its ranks are ended and started again. They join again when
-the rest is over, and each rest that follows soon is twice as long.
+A host that has more to do than the others is waited for as well. So what its ranks compute longer than
+those that wait does not count, unless they had as many tokens to do.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 
+from hadal.core.plans import StepDone
 from hadal.policy.slow_hosts import SlowHost, Stretch, slow_host
 
-STRETCH_S = 4.0
-"""Seconds of steps that are judged together: what a rank may be silent for is less than half of them."""
-REST_MAX_S = 600.0
-"""The longest rest. Who was well for as long begins anew with the shortest."""
-
-
-@dataclass(slots=True)
-class _Rest:
-    """A host's latest."""
-
-    seconds: float
-    until_s: float
+STRETCH_S = 2.0
+NUM_STRETCHES = 3
+"""Hosts are judged after each stretch, by this many together: a pause that `rank_timeout_s` bears, or the
+first steps of a host that has just joined, are too short a part of them.
+"""
+EVEN = 1.5
+"""A host has as much to do as another if its rows are no more than so many times the other's."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """A stretch under way, in one formation."""
+    """A stretch of steps in one formation."""
 
-    first: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """rank -> what its first heartbeat said, host -> seconds waited since it began."""
-    last: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    trips_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    waits_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """(host, other host) -> seconds that the one waited for the other."""
+    trips_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Host -> sum of the seconds of its round trips."""
+    num_trips: Counter[str] = field(default_factory=Counter)
     stepping_s: float = 0.0
     num_steps: int = 0
 
 
-class SlowHosts:
-    """Of one unit. A host is its address, as ranks say it."""
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What a host's ranks did in a step, on average."""
 
-    def __init__(self, rest_s: float) -> None:
-        """`rest_s`: the shortest rest; 0: no host ever rests."""
-        self._rest_s = rest_s
-        self._stretch = _Measured()
-        self._rests: dict[str, _Rest] = {}
+    busy_s: float
+    num_rows: float
+    alone_s: Mapping[str, float]
+
+
+class SlowHosts:
+    """Measure one unit. A host is its address, as ranks say it."""
+
+    def __init__(self, *, has_rows: bool) -> None:
+        """`has_rows`: the tokens that a step returns tell how much each rank had to do, as in decode."""
+        self._has_rows = has_rows
+        self._stretches = deque([_Measured()], maxlen=NUM_STRETCHES)
+        """The last of them is under way."""
+        self._done_s = 0.0
 
     def began(self) -> None:
-        """A formation begins: what came before says nothing about it."""
-        self._stretch = _Measured()
-
-    def heard(self, rank: int, host_to_wait_s: Mapping[str, float]) -> None:
-        """A member's heartbeat."""
-        self._stretch.first.setdefault(rank, host_to_wait_s)
-        self._stretch.last[rank] = host_to_wait_s
+        """Start anew for a new formation."""
+        self._stretches.clear()
+        self._stretches.append(_Measured())
 
     def answered(self, host: str, trip_s: float) -> None:
-        """A step's plan and its answer were under way between the leader and a rank of `host` for so
-        long.
-        """
-        self._stretch.trips_s[host].append(trip_s)
+        """Add the time that a step's plan and its answer were under way between leader and `host`."""
+        self._stretches[-1].trips_s[host] += trip_s
+        self._stretches[-1].num_trips[host] += 1
 
-    def judge(
-        self, stepped_s: float, num_steps: int, rank_to_host: Mapping[int, str]
+    def stepped(
+        self,
+        now_s: float,
+        sent_s: float,
+        parts: Mapping[int, StepDone],
+        rank_to_host: Mapping[int, str],
     ) -> SlowHost | None:
-        """The unit stepped for so long, and did so many steps, since this was asked last. Returns a
-        host that it should go on without.
+        """Add a step that was sent at `sent_s` and is done on all ranks. Returns a host that the unit
+        should go on without.
         """
-        stretch = self._stretch
-        stretch.stepping_s += stepped_s
-        stretch.num_steps += num_steps
-        if not self._rest_s or stretch.stepping_s < STRETCH_S:
+        if len(set(rank_to_host.values())) < 2:
             return None
-        self._stretch = _Measured(first=stretch.last)
-        return slow_host(
-            Stretch(
-                stretch.stepping_s,
-                stretch.num_steps,
-                _by_host(stretch, rank_to_host),
-                {host: _mean(trips_s) for host, trips_s in stretch.trips_s.items()},
-            )
-        )
+        measured = self._stretches[-1]
+        measured.stepping_s += now_s - max(sent_s, self._done_s)
+        measured.num_steps += 1
+        self._done_s = now_s
+        hosts = _by_host(parts, rank_to_host)
+        for host, other in permutations(hosts, 2):
+            measured.waits_s[host, other] += self._wait_s(hosts[host], other, hosts[other])
+        if measured.stepping_s < STRETCH_S:
+            return None
+        is_full = len(self._stretches) == NUM_STRETCHES
+        found = slow_host(_together(self._stretches)) if is_full else None
+        self._stretches.append(_Measured())
+        return found
 
-    def rest(self, now_s: float, host: str) -> float:
-        """A host rests from now on. Returns for how long."""
-        before = self._rests.get(host)
-        is_again = before is not None and now_s < before.until_s + REST_MAX_S
-        seconds = min(2 * before.seconds, REST_MAX_S) if before and is_again else self._rest_s
-        self._rests[host] = _Rest(seconds, now_s + seconds)
-        return seconds
-
-    def is_resting(self, now_s: float, host: str) -> bool:
-        """Whether a unit should form without the ranks of a host."""
-        rest = self._rests.get(host)
-        return rest is not None and now_s < rest.until_s
+    def _wait_s(self, of: _Host, other: str, there: _Host) -> float:
+        """Return the seconds that one waited for the other for no reason that its work gives."""
+        wait_s = of.alone_s.get(other, 0.0)
+        if self._has_rows and there.num_rows <= EVEN * of.num_rows:
+            return wait_s
+        return max(0.0, wait_s - max(0.0, there.busy_s - of.busy_s))
 
 
-def _by_host(stretch: _Measured, rank_to_host: Mapping[int, str]) -> dict[str, dict[str, float]]:
-    """Host -> other host -> mean seconds that its ranks waited for it."""
-    waits: dict[str, dict[str, list[float]]] = {}
+def _together(stretches: Collection[_Measured]) -> Stretch:
+    """Return what several stretches measured together."""
+    waits_s: dict[str, dict[str, float]] = {}
+    trips_s: dict[str, float] = {}
+    num_trips = Counter[str]()
+    for each in stretches:
+        num_trips.update(each.num_trips)
+        for host, seconds in each.trips_s.items():
+            trips_s[host] = trips_s.get(host, 0.0) + seconds
+        for (host, other), seconds in each.waits_s.items():
+            of_host = waits_s.setdefault(host, {})
+            of_host[other] = of_host.get(other, 0.0) + seconds
+    return Stretch(
+        sum(each.stepping_s for each in stretches),
+        sum(each.num_steps for each in stretches),
+        waits_s,
+        {host: sum_s / num_trips[host] for host, sum_s in trips_s.items()},
+    )
+
+
+def _by_host(parts: Mapping[int, StepDone], rank_to_host: Mapping[int, str]) -> dict[str, _Host]:
+    """Return what each host's ranks did. Its slowest rank is the one that others wait for."""
+    host_to_parts: dict[str, list[StepDone]] = {}
     for rank, host in rank_to_host.items():
-        first, last = stretch.first.get(rank, {}), stretch.last.get(rank, {})
-        of_host = waits.setdefault(host, {})
-        for other in set(rank_to_host.values()) - {host}:
-            of_host.setdefault(other, []).append(last.get(other, 0.0) - first.get(other, 0.0))
+        if rank in parts:
+            host_to_parts.setdefault(host, []).append(parts[rank])
     return {
-        host: {other: _mean(seconds) for other, seconds in of_host.items()}
-        for host, of_host in waits.items()
+        host: _Host(
+            max(part.elapsed_s - part.waited.seconds for part in its),
+            _mean(len(part.keys) for part in its),
+            {
+                other: _mean(part.waited.alone_s.get(other, 0.0) for part in its)
+                for other in {other for part in its for other in part.waited.alone_s}
+            },
+        )
+        for host, its in host_to_parts.items()
     }
 
 

@@ -34,8 +34,8 @@ from hadal.roles.ranks.membership import (
 NUM_EXPERTS = 8
 
 
-def up(rank: int, epoch: str = "") -> RankUp:
-    return RankUp("decode-0", rank, epoch or f"e{rank}", "h", 7000 + rank, f"pool-{rank}")
+def up(rank: int, epoch: str = "", host: str = "h") -> RankUp:
+    return RankUp("decode-0", rank, epoch or f"e{rank}", host, 7000 + rank, f"pool-{rank}")
 
 
 class Driver:
@@ -486,3 +486,73 @@ def test_what_a_rank_held_goes_with_its_process() -> None:
     driver.membership.rank_held(0.0, held(0, 5, spread(2, NUM_EXPERTS, 4)))
     driver.membership.rank_up(0.1, up(0, "new"))
     assert driver.membership.take_held(0) is None
+
+
+def on_hosts(hosts: str, **options: float) -> Driver:
+    """A unit whose ranks run, each on the host of that letter."""
+    driver = Driver(len(hosts), **options)
+    for rank, host in enumerate(hosts):
+        driver.membership.rank_up(0.0, up(rank, host=host))
+    driver.answer()
+    driver.take()
+    return driver
+
+
+def end_and_start(driver: Driver, rank: int, host: str, epoch: str) -> None:
+    """The supervisor ends a rank, and starts it again on the same host."""
+    driver.membership.unit_down(driver.now_s, UnitDown(f"decode-0.{rank}", "killed"))
+    driver.membership.rank_up(driver.now_s, up(rank, epoch, host))
+
+
+def test_a_host_that_rests_is_left_out_until_it_has_rested() -> None:
+    driver = on_hosts("aabb", slow_host_rest_s=30.0)
+    driver.membership.rest(0.0, "b", "which is slow")
+    forms, killed = driver.take()
+    assert (sorted(forms), sorted(killed)) == (
+        ["decode-0.0", "decode-0.1"],
+        ["decode-0.2", "decode-0.3"],
+    )
+    assert "is on b, which is slow; that host rests for 30 s" in driver.membership.notes[-1]
+    for rank in (2, 3):
+        end_and_start(driver, rank, "b", f"later{rank}")
+    driver.answer()
+    while driver.now_s < 32.0:
+        driver.pass_s(1.0, 0, 1)
+        for rank in (2, 3):  # They say that they are ready, as long as nobody forms with them.
+            driver.membership.rank_up(driver.now_s, up(rank, f"later{rank}", "b"))
+        is_rested = driver.now_s >= 30.0
+        expected = UnitPhase.DRAINING if is_rested else UnitPhase.RUNNING
+        assert driver.membership.phase is expected
+    assert list(driver.membership.members) == [0, 1]
+    driver.membership.form(driver.now_s)
+    assert list(driver.membership.members) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("hosts", "rest_s"), [("aabb", 0.0), ("aaaa", 30.0)], ids=["off", "one"])
+def test_a_unit_keeps_a_host_that_it_cannot_spare(hosts: str, rest_s: float) -> None:
+    driver = on_hosts(hosts, slow_host_rest_s=rest_s)
+    driver.membership.rest(0.0, hosts[-1], "which is slow")
+    assert driver.take() == ({}, [])
+
+
+def test_hosts_rest_one_at_a_time() -> None:
+    driver = on_hosts("abcd", slow_host_rest_s=30.0)
+    driver.membership.rest(0.0, "b", "which is slow")
+    driver.answer()
+    driver.take()
+    driver.membership.rest(1.0, "c", "which is slow")
+    assert driver.take() == ({}, [])
+
+
+def test_a_host_that_rests_is_better_than_none() -> None:
+    """Its other ranks join it then, too."""
+    driver = on_hosts("aabb", slow_host_rest_s=30.0)
+    driver.membership.rest(0.0, "b", "which is slow")
+    end_and_start(driver, 2, "b", "later2")
+    driver.answer()
+    gone = UnitDown("decode-0.0", "killed", with_it=("decode-0.1",))
+    driver.membership.unit_down(1.0, gone)
+    assert list(driver.membership.members) == [2]
+    driver.answer()
+    end_and_start(driver, 3, "b", "later3")
+    assert driver.membership.phase is UnitPhase.DRAINING
