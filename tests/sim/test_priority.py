@@ -19,7 +19,8 @@ from tests.sim.world import World
 STREAM_S = 0.1, 2 * AGE_S
 STEP_S, GAP_S = (0.01, 0.035) if MORE else (0.02, 0.07)
 """Of the engines; between arrivals."""
-LOW_AT_S = 1.0
+LOW_AT_S = 2.5
+"""By then more wait than there is room for."""
 SLACK_S = 2.0
 """What is under way when a turn comes, and what a step's order may differ by."""
 

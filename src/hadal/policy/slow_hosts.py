@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 STEP_S = 0.05
 """Minimum wait per step for a host to rest, seconds: a token takes as long at DeepSeek's own speed."""
-SHARE = 0.5
-"""Minimum share of the unit's time that the others wait for it: steps without it take half as long."""
+SHARE = 1 / 3
+"""Minimum share of the unit's time that the others wait for it: without it steps take two thirds."""
 WORTH = 1.5
-"""The share must also reach WORTH / number of hosts: 0.75 of two, since half of the unit goes."""
+"""The share must also reach WORTH / number of hosts, as much of the unit goes: 0.75 of two hosts."""
 CLEAR = 2.0
 """Minimum ratio of the waits for it to those for the next host."""
 AGREE = 3

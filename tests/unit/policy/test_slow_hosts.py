@@ -48,7 +48,7 @@ def test_the_host_that_all_others_wait_for() -> None:
     [
         stretch({}),
         stretch({"a": {}}),
-        stretch(waits("abcd", "c", SHARE * STEPPING_S - 0.1)),
+        stretch(waits("abcdef", "c", SHARE * STEPPING_S - 0.1)),
         stretch(waits("abcd", "c", 3.0, 3.1 / CLEAR)),
         stretch(waits("abcd", "c", 3.0), num_steps=int(3.0 / STEP_S) + 1),
         stretch({host: {} for host in "abcd"}),
