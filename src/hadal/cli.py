@@ -982,7 +982,7 @@ def _dry_run(
         resolved = plan(_deployment(config, overrides, tables))
         _keys_for(resolved.deployment, *keys)
         folder = Path(resolved.deployment.model)
-        if has_tokenizer(folder):
+        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):  # Not to plan alone.
             read_served_text(folder, resolved.deployment.accept_config)
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)

@@ -67,7 +67,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    return read_private(path, "the API keys").decode()
+    return read_private(path, "the API keys").decode("utf-8-sig")
 
 
 def names_in(path: Path) -> set[str]:

@@ -223,6 +223,11 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
         _WORDS,
     )
     turns, prefix = _turns(request)
+    if output.format and request.output_format not in (None, output.format):
+        raise RequestError(
+            "output_config.format and output_format say different things; send one.",
+            "output_format",
+        )
     format = _format_of(output.format or request.output_format)
     common = Common(
         model=request.model,

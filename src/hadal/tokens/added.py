@@ -163,6 +163,11 @@ def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToke
     """Return the named special tokens, in the order in which transformers holds them."""
     extra = config.get("extra_special_tokens")
     given = {name: value for name, value in config.items() if name.endswith("_token")}
+    for name in _NAMES:
+        if not isinstance(given.get(name), str | dict | None):
+            raise CheckpointError(
+                f"{path}: {name} is {given[name]!r}; a text or an object with its content is needed."
+            )
     own = {name: value for name, value in given.items() if isinstance(value, str | dict)}
     # Objects come before texts, and tokens by name of extra_special_tokens are last.
     others = [name for name in own if name not in _NAMES]

@@ -89,6 +89,13 @@ def test_whatever_a_file_holds_is_read_or_refused(tmp_path: Path) -> None:
             Keys(read_lines(path), is_closed=True)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbfsk-first\r\nsk-second operator")
+    path.chmod(0o600)
+    assert read_lines(path) == ("sk-first", "sk-second operator")
+
+
 def test_keys_and_names_are_one_tenant_s() -> None:
     for lines in (("a name=x", "b name=x"), ("a name=x", "a name=y"), ("a", "a requests=1")):
         with pytest.raises(ConfigError, match=r"two keys|twice"):

@@ -167,6 +167,9 @@ def test_a_format_by_its_older_name() -> None:
     format = {"type": "json_schema", "schema": {"type": "object"}}
     assert parse(output_format=format) == parse(output_config={"format": format})
     assert parse(output_format=format).ask.format is not None
+    other = {**format, "schema": {"type": "array"}}
+    with pytest.raises(RequestError, match="say different things"):
+        parse(output_format=format, output_config={"format": other})
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> No
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [3, True, [], [1]], ids=str)
+def test_a_special_token_of_another_type(tmp_path: Path, value: object) -> None:
+    """Left out in silence, a prompt would begin without it."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_fields()))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": value}))
+    with pytest.raises(CheckpointError, match="bos_token is"):
+        read_vocabulary(tmp_path)
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(CheckpointError, match="no such tokenizer file"):

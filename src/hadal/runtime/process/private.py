@@ -205,11 +205,14 @@ def read_private(path: Path, what: str) -> bytes:
     for permissions that `is_private` refuses.
     """
     try:
-        with open(path, "rb") as file:
+        # A pipe that nobody writes to would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
-            found = file.read(MAX_PRIVATE_BYTES + 1)
+            found = file.read(MAX_PRIVATE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ConfigError(f"{path}: {what} cannot be read ({error.strerror}).") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path}: {what} cannot be read from what is no regular file.")
     if not is_private(status.st_mode, status.st_uid, os.geteuid()):
         raise ConfigError(
             f"{path}: others may read {what}. Keep it to yourself with: chmod 600 {path}"

@@ -133,7 +133,7 @@ def test_a_unit_that_was_told_hears_once_that_it_is_over(is_told: bool) -> None:
         if is_told:
             handle(made, hint())
         made.requests.by_id["a"].moved_s = 300.0
-        effects = handle(made, end, 0.0 if not isinstance(end, Tick) else 1000.0)
+        effects = handle(made, end, 0.0 if not isinstance(end, Tick) else 10_000.0)
         if isinstance(end, Tick):
             assert finals(effects) == [("a", 504)]
         assert to(effects, Cancel) == told, end
