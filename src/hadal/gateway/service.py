@@ -105,11 +105,11 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
         chat=read_chat_format(folder, vocabulary),
         context_tokens=min(config.max_position_embeddings, max_length),
         vocab_size=config.vocab_size,
-        # Makers add to one of the files what ends a turn of a chat, beside what ends a text.
+        # As transformers generates: config.json counts where generation_config.json names none.
         # An id that the model has no logit for is never drawn, and a mask has no bit for it.
         eos_ids=tuple(
             each
-            for each in dict.fromkeys((*config.eos_token_ids, *eos_ids))
+            for each in dict.fromkeys(eos_ids or config.eos_token_ids)
             if each < config.vocab_size
         ),
         sampling=sampling,
