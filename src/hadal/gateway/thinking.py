@@ -138,14 +138,14 @@ def read_thinking(
         is_on = False
     elif effort is not None:
         values["reasoning_effort"] = _known_effort(effort, effort_field)
-    asks = effort is not None and effort_field != "output_config.effort"
-    if is_on is None and (asks or options.max_tokens is not None):
-        is_on = True
     kwargs = values | (request.chat_template_kwargs or {})
     for key in ("thinking", "enable_thinking"):
         value = kwargs.get(key)
         if is_on is None and isinstance(value, bool):
             is_on = value
+    asks = effort is not None and effort_field != "output_config.effort"
+    if is_on is None and (asks or options.max_tokens is not None):
+        is_on = True
     budget_field, budget = _budget(request, options)
     return Thinking(is_on, kwargs, budget, budget_field, demands)
 

@@ -43,7 +43,6 @@ ON: list[dict[str, Any]] = [
     {"reasoning": {"enabled": True}},
     {"reasoning": {"effort": "xhigh"}},
     {"reasoning_effort": "ultra"},
-    {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
 ]
 BUDGETS: list[dict[str, Any]] = [
     {"thinking_budget": 5},
