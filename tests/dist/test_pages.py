@@ -494,6 +494,15 @@ def test_nothing_is_lost_while_the_server_is_away_or_another_page_asks(browser: 
             expect(page.locator(".h-md pre").last).to_contain_text("<style>")
 
 
+SLOW_READS = """
+    const read = hadal.piece;
+    hadal.piece = async (...asked) => {
+        await new Promise((resume) => setTimeout(resume, 1000));
+        return read(...asked);
+    };
+"""
+
+
 @MORE_PAGES
 def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
     with scripted(browser, step_s=0.1) as (page, _):
@@ -501,6 +510,7 @@ def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
         expect(page.locator(".h-answer").last).to_contain_text("tick tock")
         other = page.context.new_page()
         other.goto(page.url)
+        other.evaluate(SLOW_READS)
         other.click(".h-row-title")
         ask(other, "second")
         expect(other.locator(".q-notification")).to_contain_text(

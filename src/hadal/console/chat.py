@@ -212,6 +212,7 @@ class ChatPage:
         self._now = _new()
         self._opening = ""
         """The one whose turns are on their way."""
+        self._reading = asyncio.Lock()
         self._editing: int | None = None
         """The turn in whose place the next question is asked; None: it is asked behind all."""
         self._task: asyncio.Task[Any] | None = None
@@ -440,7 +441,9 @@ class ChatPage:
             self._task.cancel()
 
     async def ask(self, text: str) -> None:
-        """Ask, unless an answer is on its way."""
+        """Ask, unless an answer is on its way. A conversation that is being opened is the one to ask in."""
+        async with self._reading:
+            pass
         if not text.strip() or self._is_running:
             return
         if not await self._follow():
@@ -501,7 +504,8 @@ class ChatPage:
 
     async def _open(self, one: KeptChat) -> None:
         self._opening = one.id
-        found = self._loaded.get(one.id) or await self._read(one.id)
+        async with self._reading:
+            found = self._loaded.get(one.id) or await self._read(one.id)
         if self._opening != one.id:
             return  # Meanwhile something else was wanted.
         self._opening = ""
