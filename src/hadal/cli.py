@@ -982,7 +982,8 @@ def _dry_run(
         resolved = plan(_deployment(config, overrides, tables))
         _keys_for(resolved.deployment, *keys)
         folder = Path(resolved.deployment.model)
-        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):  # Not to plan alone.
+        # A folder of a config.json alone can be planned, one of weights is to be served.
+        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
             read_served_text(folder, resolved.deployment.accept_config)
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)

@@ -10,11 +10,13 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.dist import gate
+from tests.dist.borders import beside_a_border
 from tests.dist.serving import Server, metric
 from tests.waiting import DEADLINE_S, join, wait_until
 
@@ -84,6 +86,8 @@ class Asked:
     bodies: list[dict[str, Any]]
     what_came: Callable[[Any], Any]
     """Of a reply's choices all that is the same wherever they are made."""
+    folder: Path
+    """Of the model."""
     answers: list[Any] = field(default_factory=list)
     """Choices of each request; empty before it is asked."""
 
@@ -93,17 +97,13 @@ class Asked:
     def assert_same(
         self, server: Server, while_running: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Where requests are computed anew `while_running`, one sampled answer may be another: its logits
-        differ in the last bits then, and a draw may lie between.
-        """
+        """What is computed anew `while_running` may differ where a draw lies beside a border."""
         answers = asyncio.run(ask_all(server, self.path, self.bodies, while_running))
-        others = [
-            body
-            for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True)
-            if self.what_came(ours) != self.what_came(theirs)
-        ]
-        may_differ = while_running is not None and len(others) == 1
-        assert not others or (may_differ and others[0].get("temperature", 1.0) > 0.0), others
+        for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True):
+            if self.what_came(ours) == self.what_came(theirs):
+                continue
+            assert while_running is not None, body
+            assert beside_a_border(self.folder, self.path, body, ours, theirs), body
 
 
 class Streams:

@@ -14,6 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
+from hadal.runtime.resolve import model_folder
 from tests.dist.answers import PROMPT, Asked, ask_all, events_of
 from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
@@ -86,7 +87,7 @@ def num_valid(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
 def requests() -> Asked:
     seed = fresh().randrange(2**31)
     print("requests: seed", seed)
-    return Asked(COMPLETIONS, bodies_of(seed), what_came)
+    return Asked(COMPLETIONS, bodies_of(seed), what_came, model_folder(""))
 
 
 @pytest.fixture

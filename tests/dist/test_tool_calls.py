@@ -174,10 +174,10 @@ def what_came(choices: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def requests() -> Asked:
+def requests(folder: Path) -> Asked:
     seed = fresh().randrange(2**31)
     print("requests: seed", seed)
-    return Asked(CHATS, bodies_of(seed), what_came)
+    return Asked(CHATS, bodies_of(seed), what_came, folder)
 
 
 @pytest.fixture

@@ -55,9 +55,7 @@ class Balanced:
 
     @property
     def leader(self) -> RankedLeader:
-        role = self.world.hosts[UNIT].role
-        assert isinstance(role, RankedLeader)
-        return role
+        return self.world.leader_of(UNIT)
 
     @property
     def traffic(self) -> Traffic:

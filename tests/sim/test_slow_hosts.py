@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -22,6 +23,7 @@ NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
 LINK_S = 0.1
 """What a message takes over the slow link, on average; a step takes a tenth of it elsewhere."""
 LOOK_S = 0.25
+SLOW_FROM_S, SLOW_UNTIL_S = 5.0, 55.0
 GAP_S = 20.0
 """No stream stands still for longer."""
 
@@ -44,9 +46,7 @@ class Stepping:
 
     @property
     def leader(self) -> RankedLeader:
-        role = self.world.hosts[UNIT].role
-        assert isinstance(role, RankedLeader)
-        return role
+        return self.world.leader_of(UNIT)
 
     @property
     def members(self) -> set[int]:
@@ -56,11 +56,11 @@ class Stepping:
     def link_s(self) -> dict[int, float]:
         return self.world.fabrics[UNIT].link_s
 
-    def until(self, condition: object, within_s: float) -> float:
+    def until(self, condition: Callable[[], bool], within_s: float) -> float:
         """Run until it holds; returns how long that took."""
         began_s = self.world.clock.now()
-        self.world.clock.run(began_s + within_s, condition)  # type: ignore[arg-type]
-        assert condition(), f"not within {within_s} s"  # type: ignore[operator]
+        self.world.clock.run(began_s + within_s, condition)
+        assert condition(), f"not within {within_s} s"
         return self.world.clock.now() - began_s
 
     def is_without(self) -> bool:
@@ -117,37 +117,55 @@ def test_who_wants_no_rests_gets_none() -> None:
     assert unit.is_all()
 
 
-@pytest.mark.parametrize("seed", seeds(2, 8))
-def test_no_stream_stands_still(seed: int) -> None:
-    """And each gets its tokens, which the clients check."""
-    random = Random(f"slow streams {seed}")
-    config = deployment(**on_hosts(4))
-    world = World(
-        seed, config, max_context=3000, pool_blocks=(200, 200), step_s=0.02, check_every=50
-    )
-    for number in range(12):
-        generation = msgspec.structs.replace(
-            random_generation(random, f"r{number}", 60, 20), max_tokens=2500, stop_ids=()
+class Streaming:
+    """Twelve streams on such a unit, of which one link is slow from SLOW_FROM_S to SLOW_UNTIL_S."""
+
+    def __init__(self, seed: int, rest_s: float) -> None:
+        random = Random(f"slow streams {seed}")
+        config = deployment(**on_hosts(4, rest_s))
+        self.world = world = World(
+            seed, config, max_context=3000, pool_blocks=(200, 200), step_s=0.02, check_every=50
         )
-        longest = longest_output(world, len(generation.prompt))
-        world.submit_at(random.uniform(1.0, 3.0), generation, longest)
-    world.run(5.0)
-    links_s = world.fabrics[UNIT].link_s
-    slow = random.randrange(4)
-    links_s[slow] = LINK_S
-    gaps, num_formations = Gaps(world), 0
-    for _ in range(int(70.0 / LOOK_S)):
-        world.run(world.clock.now() + LOOK_S)
-        gaps.look()
-        role = world.hosts[UNIT].role
-        assert isinstance(role, RankedLeader)
-        num_formations = max(num_formations, role.membership.formation)
-    links_s.clear()
-    world.run_to_the_end(4000.0)
-    print(f"seed {seed}: longest gap {gaps.longest_s:.2f} s, {num_formations} formations")
-    assert num_formations >= 4, "whole, without the slow one, with it again, without it"
-    assert gaps.longest_s <= GAP_S
-    assert {client.final and client.final.error for client in world.clients.values()} == {None}
+        for number in range(12):
+            generation = msgspec.structs.replace(
+                random_generation(random, f"r{number}", 60, 20), max_tokens=2500, stop_ids=()
+            )
+            longest = longest_output(world, len(generation.prompt))
+            world.submit_at(random.uniform(1.0, 3.0), generation, longest)
+        world.run(SLOW_FROM_S)
+        links_s = world.fabrics[UNIT].link_s
+        links_s[random.randrange(4)] = LINK_S
+        self.gaps, before = Gaps(world), self.num_tokens
+        self.sizes = [4]
+        """Members of the unit, each time that their number is another."""
+        while world.clock.now() < SLOW_UNTIL_S:
+            world.run(world.clock.now() + LOOK_S)
+            self.gaps.look()
+            size = len(world.leader_of(UNIT).membership.members)
+            self.sizes += [size] if size != self.sizes[-1] else []
+        self.num_slow_tokens = self.num_tokens - before
+        links_s.clear()
+        world.run_to_the_end(4000.0)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(client.received) for client in self.world.clients.values())
+
+
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_streams_go_on_and_no_token_is_another(seed: int) -> None:
+    """Clients check the tokens."""
+    rested, bearing = Streaming(seed, 30.0), Streaming(seed, 0.0)
+    print(
+        f"seed {seed}: longest gap {rested.gaps.longest_s:.2f} s, {rested.num_slow_tokens} tokens and"
+        f" {bearing.num_slow_tokens}"
+    )
+    assert rested.sizes == [4, 3, 4, 3], "taken back after its rest, and found slow again"
+    assert bearing.sizes == [4]
+    assert rested.num_slow_tokens > 2 * bearing.num_slow_tokens
+    assert rested.gaps.longest_s <= GAP_S
+    finals = [client.final for client in rested.world.clients.values()]
+    assert {final and final.error for final in finals} == {None}
 
 
 class Gaps:

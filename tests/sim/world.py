@@ -289,6 +289,12 @@ class World:
             growing_s=lambda: GROWING_S,
         )
 
+    def leader_of(self, unit: str) -> RankedLeader:
+        """Return the leader of a unit of many ranks."""
+        role = self.hosts[unit].role
+        assert isinstance(role, RankedLeader)
+        return role
+
     def _engine(self, role: str, pool: Pool) -> PrefillEngine | DecodeEngine:
         self.engines.append(engine_for(role, pool, self.config, self.draft_accept))
         return self.engines[-1]

@@ -105,7 +105,8 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
         chat=read_chat_format(folder, vocabulary),
         context_tokens=min(config.max_position_embeddings, max_length),
         vocab_size=config.vocab_size,
-        # As transformers generates: config.json counts where generation_config.json names none.
+        # transformers takes generation_config.json's alone. Where that names none its replies do not
+        # end by themselves; here config.json's count then.
         # An id that the model has no logit for is never drawn, and a mask has no bit for it.
         eos_ids=tuple(
             each

@@ -27,7 +27,7 @@ ROUND_TRIP_S = 0.01
 from such a difference on.
 """
 REST_SHARE = 4
-"""At most one of so many hosts rests at a time, and one of fewer."""
+"""One host may rest at a time, and one more for each further REST_SHARE hosts of a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def slow_host(stretch: Stretch) -> SlowHost | None:
 
 
 def may_rest(num_resting: int, num_hosts: int) -> bool:
-    """Return whether one more host of a unit may rest. `num_hosts` includes those that do."""
+    """Return whether one more host may rest. `num_hosts`: all of the unit, resting ones included."""
     return num_resting < max(1, num_hosts // REST_SHARE) and num_resting + 1 < num_hosts
 
 
@@ -80,7 +80,9 @@ def _waited_s(host: str, waits_s: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def _farther(round_trip_s: Mapping[str, float], one: str, other: str) -> str | None:
-    """Return which of two hosts messages take clearly longer to reach; None if neither or unknown."""
+    """Return the host that messages take clearly longer to reach; None if there is none or it is not
+    known.
+    """
     if one not in round_trip_s or other not in round_trip_s:
         return None
     farther = max(one, other, key=lambda host: round_trip_s[host])

@@ -6,8 +6,8 @@ survivors form the next one at once, which holds the experts that went with it, 
 joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
 silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
 What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
-form again. The ranks of a host that slows the others (roles/ranks/slow) are given up too. Started again,
-they stay out until the host has rested, unless nobody else is left.
+form again. The ranks of a host that slows the others (roles/ranks/slow) are given up too, and started
+again. They stay out until the host has rested. A unit that has no other ranks takes them at once.
 
 Ranks outlive their leader. A new leader asks ranks that it does not know, but hears heartbeats of,
 what they hold. Its first formation has a number above theirs, and the placement that they have.
@@ -40,7 +40,7 @@ from hadal.core.messages import (
 from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Held, Member
 from hadal.core.seams import Send
-from hadal.policy.slow_hosts import may_rest
+from hadal.policy.slow_hosts import SlowHost, may_rest
 from hadal.roles.ranks.rests import Rests
 from hadal.roles.suspects import Suspects
 
@@ -552,25 +552,25 @@ class UnitMembership:
         ups = {index: self._ranks[index].up for index in self.members}
         return {index: up.host for index, up in ups.items() if up is not None}
 
-    def rest(self, now_s: float, host: str, why: str) -> None:
-        """Go on without the ranks of a host until it has rested, if the unit can spare it. `why`: a
-        sentence about the host, without its end.
-        """
+    def rest(self, now_s: float, slow: SlowHost) -> None:
+        """Go on without the ranks of a slow host until it has rested, if the unit can spare it."""
         resting, hosts = self._rests.resting(now_s), set(self.hosts().values())
         is_spared = may_rest(len(resting - hosts), len(hosts | resting))
         if not self._rests.is_on or self.phase is not UnitPhase.RUNNING or not is_spared:
             return
-        rest_s = self._rests.begin(now_s, host)
-        for index, its in self.hosts().items():
-            if its == host:
-                self._give_up(
-                    now_s, index, f"is on {host}, {why}; that host rests for {rest_s:g} s"
-                )
+        rest_s = self._rests.begin(now_s, slow.host)
+        reason = (
+            f"is on {slow.host}, for which the others wait {slow.share:.0%} of the time; that host rests"
+            f" for {rest_s:g} s"
+        )
+        for index, host in self.hosts().items():
+            if host == slow.host:
+                self._give_up(now_s, index, reason)
         self.form(now_s)
 
     def _may_join(self, now_s: float, rank: RankView) -> bool:
-        """Whether to take in a rank that is ready: not while its host rests, unless the unit lives
-        there.
+        """Return whether to take in a rank that is ready. While its host rests, only a unit that has
+        members there does.
         """
         if rank.state is not RankState.UP or rank.up is None:
             return False
@@ -579,8 +579,8 @@ class UnitMembership:
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
-        """Start the next formation with every rank that lives and is not on a host that rests; with
-        those, if there are no others.
+        """Start the next formation with every rank that lives and may join; with all that live if none
+        may.
         """
         living = self._formable(now_s)
         if self._whole_until_s is None:

@@ -367,8 +367,7 @@ class RankedLeader:
             self.membership.broke(now_s, message.rank, message.lost)
         slow = self._deliver(now_s)
         if slow is not None:
-            why = f"for which the others wait {slow.share:.0%} of the time"
-            self.membership.rest(now_s, slow.host, why)
+            self.membership.rest(now_s, slow)
 
     def _deliver(self, now_s: float) -> SlowHost | None:
         """Give the inner leader every step that is complete, in order, as long as they succeeded.
@@ -398,10 +397,9 @@ class RankedLeader:
             if not is_whole or any(part.error is not None for part in step.parts.values()):
                 return slow
             self._in_flight.popleft()
-            hosts = self.membership.hosts()
             if any(part.events for part in step.parts.values()):
-                self._clocks.traced(step.step_id, hosts)
-            slow = self._slow_hosts.stepped(now_s, step.sent_s, step.parts, hosts) or slow
+                self._clocks.traced(step.step_id, self.membership.hosts())
+            slow = self._slow_hosts.stepped(now_s, step.sent_s, step.parts) or slow
             if self.experts.done(step.step_id, step.parts):
                 self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
@@ -443,7 +441,7 @@ class RankedLeader:
         if membership.formation != self._formation:
             self._formation = membership.formation
             self._in_flight.clear()
-            self._slow_hosts.began()
+            self._slow_hosts.began(membership.hosts())
             self._was_running = False
             self.experts.ended()
         self._out += membership.take_sends()

@@ -3,16 +3,17 @@
     StepDone of every rank: how long it waited, and for which host alone ──┐
     RankDone: how long it was on its way ──────────────────────────────────┴► a stretch of steps ──► policy/slow_hosts
 
-A host that has more to do than the others is waited for as well. So what its ranks compute longer than
-those that wait does not count, unless they had as many tokens to do.
+A host that has more to do is waited for as well. The time for which its ranks compute longer than those
+that wait is therefore left out. It counts only in decode, where they had no more rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
+from statistics import fmean
 
 from hadal.core.plans import StepDone
 from hadal.policy.slow_hosts import SlowHost, Stretch, slow_host
@@ -23,7 +24,7 @@ NUM_STRETCHES = 3
 first steps of a host that has just joined, are too short a part of them.
 """
 EVEN = 1.5
-"""A host has as much to do as another if its rows are no more than so many times the other's."""
+"""Largest ratio of two hosts' rows at which they have equal work."""
 
 
 @dataclass(slots=True)
@@ -41,10 +42,12 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What a host's ranks did in a step, on average."""
+    """What a host's ranks did in a step."""
 
     busy_s: float
+    """Of its slowest rank: that is the one that others wait for."""
     num_rows: float
+    """Mean of its ranks, as is the next field."""
     alone_s: Mapping[str, float]
 
 
@@ -54,12 +57,15 @@ class SlowHosts:
     def __init__(self, *, has_rows: bool) -> None:
         """`has_rows`: the tokens that a step returns tell how much each rank had to do, as in decode."""
         self._has_rows = has_rows
+        self._rank_to_host: Mapping[int, str] = {}
+        """Of a unit on several hosts; empty on one."""
         self._stretches = deque([_Measured()], maxlen=NUM_STRETCHES)
         """The last of them is under way."""
         self._done_s = 0.0
 
-    def began(self) -> None:
+    def began(self, rank_to_host: Mapping[int, str]) -> None:
         """Start anew for a new formation."""
+        self._rank_to_host = rank_to_host if len(set(rank_to_host.values())) > 1 else {}
         self._stretches.clear()
         self._stretches.append(_Measured())
 
@@ -69,22 +75,18 @@ class SlowHosts:
         self._stretches[-1].num_trips[host] += 1
 
     def stepped(
-        self,
-        now_s: float,
-        sent_s: float,
-        parts: Mapping[int, StepDone],
-        rank_to_host: Mapping[int, str],
+        self, now_s: float, sent_s: float, parts: Mapping[int, StepDone]
     ) -> SlowHost | None:
         """Add a step that was sent at `sent_s` and is done on all ranks. Returns a host that the unit
         should go on without.
         """
-        if len(set(rank_to_host.values())) < 2:
+        if not self._rank_to_host:
             return None
         measured = self._stretches[-1]
         measured.stepping_s += now_s - max(sent_s, self._done_s)
         measured.num_steps += 1
         self._done_s = now_s
-        hosts = _by_host(parts, rank_to_host)
+        hosts = _by_host(parts, self._rank_to_host)
         for host, other in permutations(hosts, 2):
             measured.waits_s[host, other] += self._wait_s(hosts[host], other, hosts[other])
         if measured.stepping_s < STRETCH_S:
@@ -123,24 +125,18 @@ def _together(stretches: Collection[_Measured]) -> Stretch:
 
 
 def _by_host(parts: Mapping[int, StepDone], rank_to_host: Mapping[int, str]) -> dict[str, _Host]:
-    """Return what each host's ranks did. Its slowest rank is the one that others wait for."""
+    """Return what each host's ranks did."""
     host_to_parts: dict[str, list[StepDone]] = {}
-    for rank, host in rank_to_host.items():
-        if rank in parts:
-            host_to_parts.setdefault(host, []).append(parts[rank])
+    for rank, part in parts.items():
+        host_to_parts.setdefault(rank_to_host[rank], []).append(part)
     return {
         host: _Host(
             max(part.elapsed_s - part.waited.seconds for part in its),
-            _mean(len(part.keys) for part in its),
+            fmean(len(part.keys) for part in its),
             {
-                other: _mean(part.waited.alone_s.get(other, 0.0) for part in its)
+                other: fmean(part.waited.alone_s.get(other, 0.0) for part in its)
                 for other in {other for part in its for other in part.waited.alone_s}
             },
         )
         for host, its in host_to_parts.items()
     }
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known) if known else 0.0

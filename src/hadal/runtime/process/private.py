@@ -205,14 +205,14 @@ def read_private(path: Path, what: str) -> bytes:
     for permissions that `is_private` refuses.
     """
     try:
-        # A pipe that nobody writes to would be waited for.
+        # Without O_NONBLOCK, a pipe without a writer is never open.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             found = file.read(MAX_PRIVATE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ConfigError(f"{path}: {what} cannot be read ({error.strerror}).") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path}: {what} cannot be read from what is no regular file.")
+        raise ConfigError(f"{path} is no regular file, and {what} must be in one.")
     if not is_private(status.st_mode, status.st_uid, os.geteuid()):
         raise ConfigError(
             f"{path}: others may read {what}. Keep it to yourself with: chmod 600 {path}"

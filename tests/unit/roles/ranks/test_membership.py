@@ -22,6 +22,7 @@ from hadal.core.messages import (
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan, Held, HeldKv, Member
 from hadal.core.seams import Send
+from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.ranks.membership import (
     FAILED_FORMS_MAX,
     NEWS_S,
@@ -506,13 +507,14 @@ def end_and_start(driver: Driver, rank: int, host: str, epoch: str) -> None:
 
 def test_a_host_that_rests_is_left_out_until_it_has_rested() -> None:
     driver = on_hosts("aabb", slow_host_rest_s=30.0)
-    driver.membership.rest(0.0, "b", "which is slow")
+    driver.membership.rest(0.0, SlowHost("b", 0.8))
     forms, killed = driver.take()
     assert (sorted(forms), sorted(killed)) == (
         ["decode-0.0", "decode-0.1"],
         ["decode-0.2", "decode-0.3"],
     )
-    assert "is on b, which is slow; that host rests for 30 s" in driver.membership.notes[-1]
+    words = "is on b, for which the others wait 80% of the time; that host rests for 30 s"
+    assert words in driver.membership.notes[-1]
     for rank in (2, 3):
         end_and_start(driver, rank, "b", f"later{rank}")
     driver.answer()
@@ -531,23 +533,23 @@ def test_a_host_that_rests_is_left_out_until_it_has_rested() -> None:
 @pytest.mark.parametrize(("hosts", "rest_s"), [("aabb", 0.0), ("aaaa", 30.0)], ids=["off", "one"])
 def test_a_unit_keeps_a_host_that_it_cannot_spare(hosts: str, rest_s: float) -> None:
     driver = on_hosts(hosts, slow_host_rest_s=rest_s)
-    driver.membership.rest(0.0, hosts[-1], "which is slow")
+    driver.membership.rest(0.0, SlowHost(hosts[-1], 0.8))
     assert driver.take() == ({}, [])
 
 
 def test_hosts_rest_one_at_a_time() -> None:
     driver = on_hosts("abcd", slow_host_rest_s=30.0)
-    driver.membership.rest(0.0, "b", "which is slow")
+    driver.membership.rest(0.0, SlowHost("b", 0.8))
     driver.answer()
     driver.take()
-    driver.membership.rest(1.0, "c", "which is slow")
+    driver.membership.rest(1.0, SlowHost("c", 0.8))
     assert driver.take() == ({}, [])
 
 
 def test_a_host_that_rests_is_better_than_none() -> None:
     """Its other ranks join it then, too."""
     driver = on_hosts("aabb", slow_host_rest_s=30.0)
-    driver.membership.rest(0.0, "b", "which is slow")
+    driver.membership.rest(0.0, SlowHost("b", 0.8))
     end_and_start(driver, 2, "b", "later2")
     driver.answer()
     gone = UnitDown("decode-0.0", "killed", with_it=("decode-0.1",))

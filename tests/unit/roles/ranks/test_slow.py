@@ -33,12 +33,13 @@ def found_in(
 ) -> SlowHost | None:
     """What is found after steps that are all like these."""
     slow_hosts = SlowHosts(has_rows=has_rows)
+    slow_hosts.began(hosts)
     found = None
     for number in range(int(num_stretches * STRETCH_S / STEP_S)):
         now_s = STEP_S * (number + 1)
         for host, trip_s in (trips_s or {}).items():
             slow_hosts.answered(host, trip_s)
-        found = slow_hosts.stepped(now_s, now_s - STEP_S, dict(enumerate(parts)), hosts) or found
+        found = slow_hosts.stepped(now_s, now_s - STEP_S, dict(enumerate(parts))) or found
     return found
 
 
@@ -85,8 +86,8 @@ def test_a_formation_begins_anew() -> None:
     for number in range(int(3 * NUM_STRETCHES * STRETCH_S / STEP_S)):
         now_s = STEP_S * (number + 1)
         if number % int(2 * STRETCH_S / STEP_S) == 0:
-            slow_hosts.began()
-        assert slow_hosts.stepped(now_s, now_s - STEP_S, parts, HOSTS) is None
+            slow_hosts.began(HOSTS)
+        assert slow_hosts.stepped(now_s, now_s - STEP_S, parts) is None
 
 
 def test_of_two_hosts_the_leader_s_own_stays() -> None:

@@ -1,0 +1,106 @@
+"""Whether two answers may differ: a request that is computed anew has logits whose last bits are others,
+and a draw that lies beside the border of two tokens may then fall on its other side.
+
+    body --the gateway's own code--> what ranks are asked --the plain loop--> logits of the common beginning
+    --bias, penalties, mask, temperature--> the tokens within EDGE of the draw
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hadal.core.config import CacheConfig, LimitsConfig
+from hadal.core.messages import Generation
+from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.service import Service, Work, read_served_model
+from hadal.model.checkpoint import load_weights
+from hadal.model.sampler import Sampler
+from hadal.reference.model import forward, no_latents
+from hadal.reference.params import ModelWeights
+from hadal.reference.sampling import adjust, allowed, kept, pick, uniform
+from hadal.roles.front.requests import FrontNames
+from hadal.tokens.grammars import Grammars
+from hadal.tokens.table import read_token_table
+
+EDGE = 1e-4
+"""Of the cumulative distribution. Kernels and the plain loop differ in about a tenth of it."""
+COMPLETIONS = "/v1/completions"
+
+
+def beside_a_border(
+    folder: Path, path: str, body: dict[str, Any], ours: list[Any], theirs: list[Any]
+) -> bool:
+    """Return whether choices of a request first differ in tokens beside a border, each that does."""
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        pairs = list(zip(one["token_ids"], other["token_ids"], strict=False))
+        at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:
+            if one["token_ids"] != other["token_ids"]:
+                return False
+            continue
+        near = _near(folder, _generations(folder, path, body)[number], one["token_ids"][:at])
+        if not set(pairs[at]) <= near:
+            return False
+    return True
+
+
+def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generation]:
+    """What ranks are asked for a body."""
+
+    async def begin() -> Work:
+        model = read_served_model(folder, "m")
+        service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+        try:
+            make = service.completion if path == COMPLETIONS else service.chat
+            asked = json.dumps({"model": "m", **body}).encode()
+            return await make(asked, "r", Tenant(salt_of(b"key")))
+        finally:
+            service.close()
+            if model.chat is not None:
+                model.chat.close()
+
+    return [choice.generation for choice in asyncio.run(begin()).choices]
+
+
+def _near(folder: Path, generation: Generation, output: list[int]) -> set[int]:
+    """Return the tokens that a draw behind `output` gives within EDGE of its number."""
+    weights, table = _weights(folder), read_token_table(folder)
+    ids = torch.tensor([*generation.prompt, *output])
+    logits_1V = forward(weights, ids, no_latents(weights))[0][-1:]
+    sampler = Sampler(
+        1, logits_1V.shape[1], grammars=Grammars(lambda: table, len(table.token_bytes))
+    )
+    sampler.join(
+        0,
+        generation.sampling,
+        len(output),
+        prompt=generation.prompt,
+        output=output,
+        stop_ids=generation.stop_ids,
+        min_tokens=generation.min_tokens,
+    )
+    slots_B, one_B = np.zeros(1, np.int64), np.ones(1, np.int64)
+    masks = sampler.wait(slots_B, one_B, one_B)
+    logits_1V = adjust(logits_1V, slots_B, sampler._table)
+    if masks is not None:
+        logits_1V = allowed(logits_1V, masks)
+    slot_B = sampler._slots
+    p_1V = kept(logits_1V, slot_B)
+    (number,) = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64)).tolist()
+    shifted = (number + shift for shift in (-EDGE, 0.0, EDGE))
+    return {
+        int(pick(p_1V, torch.tensor([min(max(each, 0.0), 1.0)], dtype=torch.float64))[0])
+        for each in shifted
+    }
+
+
+@cache
+def _weights(folder: Path) -> ModelWeights:
+    return load_weights(folder)
