@@ -48,7 +48,7 @@ class Phase:
     ended_s: float = 0.0
 
     def gap_s(self, streams: Sequence[Stream]) -> float:
-        """The longest between two pieces of a stream, of which a part lies in the phase."""
+        """The longest gap between two pieces of a stream, among gaps that overlap the phase."""
         gaps = [
             later - earlier
             for each in streams

@@ -1,7 +1,7 @@
 """Hosts on one machine: each has a network, processes, a name and shared memory of its own, and all
 are joined by one bridge.
 
-Needs root, ip, tc, nsenter, unshare and, to lose packets, nft (Debian: iproute2, util-linux, nftables).
+Needs root, ip, tc, nsenter and unshare (Debian: iproute2, util-linux).
 Units on hosts have the gate of tests/dist/gate, as those of one host.
 Hosts differ from real ones in that they share cores, a clock and the file system, where only the model
 and what is installed is read.
@@ -268,16 +268,6 @@ class Host:
             *("ip", "netns", "exec", self._net, "tc", "qdisc", "replace", "dev", "e0", "root"),
             *discipline,
         )
-
-    def lose(self, num_of_ten: int) -> None:
-        """Lose so many of ten packets that come to it, by chance."""
-        nft = ("ip", "netns", "exec", self._net, "nft")
-        run(*nft, "flush ruleset")
-        if num_of_ten:
-            run(*nft, "add table inet loss")
-            run(*nft, "add chain inet loss in { type filter hook input priority 0; }")
-            rule = f"iif e0 numgen random mod 10 < {num_of_ten} drop"
-            run(*nft, f"add rule inet loss in {rule}")
 
     @contextlib.contextmanager
     def slow_link(self, delay_s: float, lost_share: float) -> Iterator[None]:

@@ -96,7 +96,7 @@ def parse_message(**more: Any) -> Any:
     return parse_messages(json.dumps({**CLAUDE_CODE, **more}).encode())
 
 
-@pytest.mark.promise("whose functions come back with a namespace of their own")
+@pytest.mark.promise("a call of their functions comes back with its `namespace`")
 def test_functions_of_a_namespace_are_offered_under_names_of_their_own(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,21 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow("transformers is imported")
+@pytest.mark.parametrize("ends", [86, [1, 20, 29], [29, 20]])
+def test_ids_that_end_a_reply_are_those_that_transformers_ends_with(
+    tmp_path: Path, ends: int | list[int]
+) -> None:
+    """config.json names another, and transformers reads its file alone where that is there."""
+    from transformers import GenerationConfig
+
+    write_model_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    theirs = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    ours = read_served_model(tmp_path, "small").eos_ids
+    assert list(ours) == (theirs if isinstance(theirs, list) else [theirs])
+
+
 def test_greedy_model(tmp_path: Path) -> None:
     write_model_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(
