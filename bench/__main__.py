@@ -1,5 +1,5 @@
 """`make bench`: every benchmark in turn. `python -m bench [--quick]
-[engine|step|overlap|dispatch|distributed ...]`.
+[engine|served|overlap|dispatch|distributed ...]`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from bench import (
     recording,
     sampling,
     secret_cost,
+    served,
     simulated_hour,
     staging,
     startup,
-    step_breakdown,
     step_price,
     wire,
 )
@@ -65,7 +65,7 @@ def _kernels(arguments: Sequence[str]) -> None:
 BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "startup": startup.main,
     "engine": engine.main,
-    "step": step_breakdown.main,
+    "served": served.main,
     "step_price": step_price.main,
     "load": load.main,
     "kernels": _kernels,

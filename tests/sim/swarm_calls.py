@@ -1,7 +1,7 @@
 """One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a
 client that may leave, and the bill.
 
-The gateway's own code reads the front's deliveries (gateway/replies.Reply,
+The gateway's own code reads the front's deliveries (gateway/reply.Reply,
 gateway/stream.Assembler) and writes the facts (gateway/accounting). What must be billed is worked out
 here by itself, from the tokens that the request has to get.
 """
@@ -22,7 +22,7 @@ from hadal.gateway.auth import Tenant
 from hadal.gateway.errors import ApiError
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.openai import CommonFields
-from hadal.gateway.replies import Reply, Times
+from hadal.gateway.reply import Reply, Times
 from hadal.gateway.service import Choice, Work
 from hadal.gateway.stream import Assembler
 from hadal.gateway.vocabulary import Vocabulary

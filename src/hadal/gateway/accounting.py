@@ -18,7 +18,7 @@ from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, 
 from hadal.core.messages import Charged
 from hadal.core.seams import Closing
 from hadal.gateway.auth import Tenant
-from hadal.gateway.replies import Meter
+from hadal.gateway.reply import Meter
 from hadal.gateway.service import Work
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts

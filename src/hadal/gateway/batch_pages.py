@@ -47,7 +47,7 @@ from hadal.gateway.openai import (
     list_page,
     read_limit,
 )
-from hadal.gateway.replies import ClientGone, send_within
+from hadal.gateway.reply import ClientGone, send_within
 from hadal.runtime.batches import (
     BATCH,
     CANCELLED,

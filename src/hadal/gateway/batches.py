@@ -39,7 +39,8 @@ from hadal.gateway.auth import EVERYONE, Tenant
 from hadal.gateway.errors import ApiError, as_api_error, internal_error
 from hadal.gateway.http import Formatter, Gateway
 from hadal.gateway.openai import BATCH_ENDPOINTS
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Reply, Times
+from hadal.gateway.replies import ChatFormatter, CompletionFormatter
+from hadal.gateway.reply import Reply, Times
 from hadal.gateway.service import Service, Work
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of

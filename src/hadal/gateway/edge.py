@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http
 import ipaddress
 import logging
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from hadal.core.balance import OFF
 from hadal.core.config import GatewayConfig
@@ -51,6 +52,8 @@ FULL_RETRY_S = 2.0
 """Time after which a connection refused for want of descriptors may be tried again."""
 UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""
+WRITE = "hadal.write"
+"""Key of a scope for its connection's streams.Write; removed when the request is answered."""
 _OFFER = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:[^\r\n]*\r\n", re.IGNORECASE)
 _STARTS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
 """What a request may begin with; other bytes are refused at once, not when their head is
@@ -158,12 +161,22 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        # The answer's task has not run yet. Clients of HTTP/1.0 know no chunks, and their connections
-        # are closed behind the answer (RFC 9112, 6.1 and 6.3).
-        if self.cycle is not None and self.scope["http_version"] == "1.0":
-            self.cycle.chunked_encoding = False
-            self.cycle.expected_content_length = _UntilClosed()
+        if self.cycle is not None:  # The answer's task has not run yet.
+            scope: Scope = self.scope  # type: ignore[assignment]
+            scope[WRITE] = functools.partial(self._write, self.cycle)
+            # Clients of HTTP/1.0 know no chunks, and their connections are closed behind the answer
+            # (RFC 9112, 6.1 and 6.3).
+            if self.scope["http_version"] == "1.0":
+                self.cycle.chunked_encoding = False
+                self.cycle.expected_content_length = _UntilClosed()
         self._end_headers()
+
+    def _write(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Write a part of the body of an answer that has begun, as the cycle itself would."""
+        if cycle.disconnected or self.flow.write_paused or not cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_message_complete(self) -> None:
         self._end_rest()
@@ -243,7 +256,7 @@ class GatewayProtocol(HttpToolsProtocol):
 access = logging.getLogger("hadal.access")
 
 SEEN = "hadal.seen"
-"""Key of a scope under which its Seen lies."""
+"""Key of a scope under which its AccessRecord lies."""
 _EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
     b", X-RateLimit-%s-%s" % (what, of)
     for of in (b"Requests", b"Tokens")
@@ -324,6 +337,7 @@ class Edge:
         finally:
             self._log(scope, seen, (self._now() - start_s) * 1000)
             REQUEST_ID.reset(id_token)
+            scope.pop(WRITE, None)  # It refers to what refers to the scope.
 
     def _answer(
         self, scope: Scope, headers: Headers, origin: str | None, allows: bool

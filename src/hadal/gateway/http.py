@@ -63,7 +63,7 @@ from hadal.gateway.description import (
     Operation,
     document,
 )
-from hadal.gateway.edge import SEEN, AccessRecord, Edge
+from hadal.gateway.edge import SEEN, WRITE, AccessRecord, Edge
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import COUNTING, Host, Page
@@ -73,15 +73,8 @@ from hadal.gateway.keys import PATH as KEYS_PATH
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.messages import MessagesFormatter, parse_count, parse_messages
 from hadal.gateway.metrics import Metrics
-from hadal.gateway.replies import (
-    ChatFormatter,
-    ClientGone,
-    CompletionFormatter,
-    Head,
-    Reply,
-    ReplyFormat,
-    Times,
-)
+from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, ReplyFormat
+from hadal.gateway.reply import ClientGone, Reply, Times
 from hadal.gateway.responses import (
     ResponseAsk,
     ResponseFormatter,
@@ -94,6 +87,7 @@ from hadal.gateway.responses import (
     references_of,
 )
 from hadal.gateway.service import Service, Work
+from hadal.gateway.streams import Outlet, Streams
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.policy.admission import share_of
@@ -412,6 +406,7 @@ class Gateway:
         settings = self.deployment.gateway
         kept = KeptResponses(settings.keep_responses_mb << 20, settings.keep_responses_s, self.now)
         names = tuple(gateway_names(self.deployment))
+        self.streams = Streams(self.now)
         self.responses = Responses(kept, self.host, self.name, names)
 
     @property
@@ -654,7 +649,11 @@ class Generate:
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
         end = "500"
         try:
-            status = await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
+            if work.ask.stream:
+                write = request.scope.get(WRITE)
+                status = await reply.send_stream(send, write and Outlet(gateway.streams, write))
+            else:
+                status = await reply.send_whole(send)
             end = str(status)
             if status == 200 and times.first_token_s is not None:  # Else nothing was computed.
                 gateway.metrics.count_usage(reply.usage)

@@ -64,6 +64,7 @@ class Mailbox:
         "_waiter",
         "closings",
         "gone",
+        "listener",
         "log_id",
         "open_ids",
     )
@@ -88,6 +89,8 @@ class Mailbox:
         """Closings of generations that ended, those included whose deliveries nobody wants any
         more.
         """
+        self.listener: Callable[[], None] | None = None
+        """Called for each delivery, and when the client leaves, while nobody waits in `take`."""
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
@@ -128,12 +131,18 @@ class Mailbox:
             finally:
                 timer.cancel()
                 self._waiter = None
+        return self.take_now()
+
+    def take_now(self) -> list[tuple[int, Deliver]]:
+        """Return all that came, in order."""
         items, self._items = self._items, []
         return items
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        elif self.listener is not None:
+            self.listener()
 
 
 def mailbox_for(

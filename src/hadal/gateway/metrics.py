@@ -21,7 +21,8 @@ from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
 from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
-from hadal.gateway.replies import Reply, Usage
+from hadal.gateway.replies import Usage
+from hadal.gateway.reply import Reply
 from hadal.policy.admission import OVERLOADED
 from hadal.policy.quotas import BUDGET_CODE, NEVER_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway.replies import Reply
+from hadal.gateway.reply import Reply
 from hadal.gateway.service import ServedModel
 
 from .world import World, spell, world

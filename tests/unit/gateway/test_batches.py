@@ -26,7 +26,7 @@ from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import EVERYONE, Keys
 from hadal.gateway.errors import ApiError
 from hadal.gateway.http import Patience
-from hadal.gateway.replies import Reply
+from hadal.gateway.reply import Reply
 from hadal.gateway.service import ServedModel, Service, Work
 from hadal.policy.admission import NO_VALLEY
 from hadal.runtime.batches import (

@@ -28,7 +28,7 @@ from hadal.core.messages import (
     Returned,
     UnitDown,
 )
-from hadal.gateway import far_host, replies
+from hadal.gateway import far_host, reply
 from hadal.gateway.auth import EVERYONE, Keys
 from hadal.gateway.far_host import ATTEMPTS_OF_A_FRONT, FarHost
 from hadal.gateway.host import Host
@@ -358,7 +358,7 @@ async def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: Se
 async def test_one_without_a_front_for_too_long_is_told(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "_GRACE_S", 0.1)
+    monkeypatch.setattr(reply, "_GRACE_S", 0.1)
     async with pair(
         model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False
     ) as it:

@@ -15,7 +15,6 @@ from anthropic import Anthropic, beta_tool
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.gateway import replies
 from hadal.gateway.http import Patience
 from hadal.gateway.messages import parse_count, parse_messages
 from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
@@ -506,7 +505,7 @@ def test_its_parsed_answers(model: ServedModel) -> None:
 async def test_a_stream_that_fails_says_so(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "_GRACE_S", 0.0)
+    monkeypatch.setattr("hadal.gateway.reply._GRACE_S", 0.0)
     sent, clock = sent_by_replies(monkeypatch), Clock()
     async with scene(
         model,

@@ -5,6 +5,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal.core.config import BatchesConfig, Deployment, GatewayConfig, LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.auth import Keys
 from hadal.gateway.batch_pages import BatchPages
 from hadal.gateway.batches import BatchWorker
+from hadal.gateway.edge import WRITE
 from hadal.gateway.host import Host
 from hadal.gateway.http import Endpoint, Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
@@ -116,6 +118,23 @@ def gateway_of(
     )
 
 
+def with_outlet(app: ASGIApp) -> ASGIApp:
+    """Return the application behind a connection that streams can write to by themselves."""
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        def write(data: bytes) -> bool:
+            message = {"type": "http.response.body", "body": data, "more_body": True}
+            with contextlib.suppress(StopIteration):
+                send(message).send(None)  # type: ignore[attr-defined]
+                raise AssertionError("this send waits for nothing")
+            return True
+
+        scope[WRITE] = write
+        await app(scope, receive, send)
+
+    return behind
+
+
 @asynccontextmanager
 async def world(
     model: ServedModel,
@@ -150,7 +169,7 @@ async def world(
     pages = BatchPages(gateway, worker) if worker else None
     more = pages.endpoints() if pages else []
     app = make_app(gateway, more)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    transport = httpx.ASGITransport(with_outlet(app), raise_app_exceptions=True)
     try:
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", timeout=DEADLINE_S

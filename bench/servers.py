@@ -1,0 +1,144 @@
+"""The servers that bench.served compares: Hadal's and those of its peers, each on a free port of
+loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.machine import cpu_seconds, tree_of
+from bench.peers.installed import LLAMA_SERVER, VLLM_VENV, gguf_of, python_of
+from bench.server import STOP_TIMEOUT_S, launched, wait_ready
+from bench.subject import ROOT
+
+START_TIMEOUT_S = 600.0
+MAX_STREAMS = 64
+VLLM_ENVIRONMENT = {
+    "VLLM_MLA_DISABLE": "1",  # Its MLA kernels take the released head size only.
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    name: str
+    model: str
+    """What requests call it."""
+    address: tuple[str, int]
+    roots: dict[str, int]
+    """Process ids by name; what they started counts as theirs, unless it has a name here."""
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the seconds of a core that each process has taken."""
+        taken = {}
+        for name, pid in self.roots.items():
+            others = set(self.roots.values()) - {pid}
+            taken[name] = cpu_seconds(tree_of(pid, others))
+        return taken
+
+
+@contextlib.contextmanager
+def hadal_server(
+    folder: Path, threads: int, more: str = "", checkout: Path = ROOT, name: str = "hadal"
+) -> Iterator[Server]:
+    """`more`: lines of the deployment's table `decode`."""
+    deployment = (
+        f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
+        f"[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n{more}\n"
+    )
+    with launched(deployment, checkout=checkout) as running:
+        wait_ready(running)
+        yield Server(name, folder.name, running.address, running.pids())
+
+
+@contextlib.contextmanager
+def llama_server(folder: Path, kind: str, threads: int) -> Iterator[Server]:
+    """llama.cpp's, with as many slots as there are streams at most. `folder`: plain weights."""
+    port, slots = _free_port(), MAX_STREAMS
+    command = [
+        *(str(LLAMA_SERVER), "-m", str(gguf_of(folder, kind)), "--port", str(port)),
+        *("-t", str(threads), "-np", str(slots), "-c", str(slots * 2048), "--no-webui"),
+    ]
+    with _served(f"llama-server {kind}", folder.name, port, command, {}) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
+    """vLLM's, compiled. `folder`: plain weights."""
+    port = _free_port()
+    command = [
+        *(python_of(VLLM_VENV), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+        *("--served-model-name", folder.name, "--dtype", dtype, "--port", str(port)),
+        *("--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", str(MAX_STREAMS)),
+        *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+    ]
+    environment = {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    with _served(f"vllm {dtype}", folder.name, port, command, environment) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _served(
+    name: str, model: str, port: int, command: list[str], environment: dict[str, str]
+) -> Iterator[Server]:
+    """Start a peer's server and wait until it is healthy. Raises RuntimeError."""
+    log = ROOT / ".peers" / "logs" / f"{name.replace(' ', '-')}-server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        _wait(lambda: _is_healthy(port), process, log)
+        yield Server(name, model, ("127.0.0.1", port), {name: process.pid})
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+
+
+def _wait(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"the server did not start; see {log}")
+        time.sleep(0.2)
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,376 @@
+"""Send one reply, streamed or whole, while its generations run.
+
+    send_whole     deliveries ──► pieces ──► one body
+    send_stream    first ──► head ──► pieces, an event each ──► end
+                             pieces of a running stream go straight to its connection (gateway/streams)
+
+A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
+front still gets a status of its own; from then on errors are events of the stream. Knows ASGI's
+send; makes no JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import Message, Send
+
+from hadal.core.messages import RateLimits
+from hadal.core.seams import Deliver
+from hadal.gateway.errors import ApiError, limit_headers, retry_after, sentence
+from hadal.gateway.far_host import FarHost
+from hadal.gateway.host import Host
+from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.replies import Outcome, ReplyFormat, Usage
+from hadal.gateway.service import Choice, Work
+from hadal.gateway.stream import Piece
+from hadal.gateway.streams import Outlet
+from hadal.runtime.process.logs import fields
+
+log = logging.getLogger("hadal.gateway")
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the chunks of a stream.
+]
+_LEFT = "the client closed the connection"
+_WAIT_S = 60.0
+_GRACE_S = 5.0
+"""The front ends a request that is late; this is how much later it is ended without the front."""
+_CODES = {
+    400: "context_length_exceeded",
+    429: "overloaded",
+    500: "engine_error",
+    503: "overloaded",
+    504: "request_timeout",
+}
+
+
+@dataclass
+class Times:
+    """When things happened to a request, in the clock's seconds."""
+
+    start_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_tokens: int = 0
+    is_read: bool = False
+    """The request's body became generations, which the front has."""
+
+
+@dataclass
+class Meter:
+    """What one choice's deliveries said besides text.
+
+    Tokens of one delivery come together, and the first one comes by itself, out of prefill. So the
+    time from first to last, over the tokens after the first, is the mean time between two whatever
+    number a step draws.
+    """
+
+    num_cached: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+class ClientGone(Exception):
+    """The client closed the connection, or does not read: there is nobody to answer."""
+
+
+async def send_within(timeout_s: float, send: Send, message: Message) -> None:
+    """Hand a message to the server, which waits while its buffer is full. Raises ClientGone."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError:
+        raise ClientGone("the client does not read") from None
+
+
+class Reply:
+    """The running choices of one HTTP request."""
+
+    def __init__(
+        self,
+        work: Work,
+        mailbox: Mailbox,
+        host: Host | FarHost,
+        reply_format: ReplyFormat,
+        times: Times,
+        now: Callable[[], float],
+        *,
+        timeout_s: float,
+        keep_alive_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        self.times = times
+        self.work = work
+        self.mailbox = mailbox
+        self._host = host
+        self._format = reply_format
+        self._now = now
+        self._timeout_s = timeout_s
+        self._deadline_s = times.start_s + timeout_s + _GRACE_S
+        """Time at which the reply fails, unless a delivery comes before."""
+        self._keep_alive_s = keep_alive_s
+        self._send_timeout_s = send_timeout_s
+        self._num_open = len(work.choices)
+        self.meters = [Meter() for _ in work.choices]
+        """A meter for each choice."""
+        self._limits: RateLimits | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Counted so far."""
+        assemblers = [choice.assembler for choice in self.work.choices]
+        return Usage(
+            self.work.num_prompt_tokens,
+            sum(assembler.num_tokens for assembler in assemblers),
+            sum(assembler.num_reasoning_tokens for assembler in assemblers),
+            # Choices stand together by prompt. A prompt counts once, so what its first choice found
+            # is what counts.
+            sum(meter.num_cached for meter in self.meters[:: self.work.ask.n]),
+        )
+
+    async def send_whole(self, send: Send) -> int:
+        """Wait for every choice, then send one JSON body; returns the status. Raises ApiError,
+        ClientGone.
+        """
+        pieces = [Piece() for _ in self.work.choices]
+        while self._num_open:
+            for index, deliver in await self._take(_WAIT_S):
+                pieces[index].add(self._assemble(index, deliver))
+        outcomes = [
+            Outcome(
+                index,
+                piece,
+                choice.assembler.num_reasoning_tokens > 0,
+                choice.prefix,
+                self._prompt_ids(choice),
+            )
+            for index, (choice, piece) in enumerate(zip(self.work.choices, pieces, strict=True))
+        ]
+        body = self._format.whole(outcomes, self.usage)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *self._limit_headers(),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send(send, body, more=False)
+        return 200
+
+    async def send_stream(self, send: Send, outlet: Outlet | None = None) -> int:
+        """Send events as tokens come; returns 200, or the status of an error sent in the stream.
+        `outlet`: what writes those between the first and the last; None: all go through `send`.
+
+        Raises ApiError (before the first byte only), ClientGone.
+        """
+        deliveries = await self._take(self._keep_alive_s)
+        # An error in the first delivery gets a status of its own.
+        for _, deliver in deliveries:
+            self._raise_error(deliver)
+        headers = [*_STREAM_HEADERS, *self._limit_headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not deliveries:
+            await self._send(send, self._format.keep_alive)
+        try:
+            pieces = self._pieces(deliveries)  # They say what a cache had of the prompt.
+            data = self._format.begin(self.usage)
+            data += b"".join(
+                self._format.opening(i, choice.prefix, self._prompt_ids(choice))
+                for i, choice in enumerate(self.work.choices)
+            )
+            data += self._chunks(pieces)
+            while self._num_open:
+                if data:
+                    await self._send(send, data)
+                if outlet is not None:
+                    data = await self._run(outlet)
+                    continue
+                deliveries = await self._take(self._keep_alive_s)
+                pieces = self._pieces(deliveries)
+                data = self._chunks(pieces) if deliveries else self._format.keep_alive
+            await self._send(send, data + self._format.end(self.usage), more=False)
+        except ApiError as error:
+            await self._send(send, self._format.failure(error), more=False)
+            return error.status
+        return 200
+
+    async def _run(self, outlet: Outlet) -> bytes:
+        """Write events without this task until one needs it. Return that one: the last, one that the
+        connection did not take, or what keeps a quiet stream alive. Raises ApiError, ClientGone.
+        """
+        running = _RunningStream(self, outlet)
+        self.mailbox.listener = lambda: outlet.streams.ready(running)
+        outlet.streams.join(running)
+        try:
+            running.push()
+            return await running.rest
+        finally:
+            self.mailbox.listener = None
+            outlet.streams.leave(running)
+
+    def quiet_until_s(self) -> float:
+        """Return the time at which a stream for which nothing comes is late."""
+        return min(self._now() + self._keep_alive_s, self._deadline_s)
+
+    def arrived(self) -> tuple[bytes, bool] | None:
+        """Return the events of all that came, and whether the last is among them; None if there is no
+        news. Raises ApiError, ClientGone.
+        """
+        if self.mailbox.gone:
+            raise ClientGone(_LEFT)
+        came = self.mailbox.take_now()
+        if came:
+            self._deadline_s = self._now() + self._timeout_s + _GRACE_S
+        news = self._news(came)
+        return (self._chunks(self._pieces(news)), not self._num_open) if news else None
+
+    def quiet(self) -> bytes:
+        """Return what keeps a stream alive for which nothing came. Raises ApiError if it is too late."""
+        if self._now() >= self._deadline_s:
+            raise self._too_late()
+        return self._format.keep_alive
+
+    def _chunks(self, pieces: dict[int, Piece]) -> bytes:
+        """One write for all that is ready."""
+        usage = self.usage if self.work.ask.has_usage_so_far else None
+        return b"".join(self._format.chunks(index, piece, usage) for index, piece in pieces.items())
+
+    def _prompt_ids(self, choice: Choice) -> tuple[int, ...]:
+        return choice.generation.prompt if self.work.ask.return_token_ids else ()
+
+    def _pieces(self, deliveries: list[tuple[int, Deliver]]) -> dict[int, Piece]:
+        """By choice: the tokens of one that came together share an event."""
+        pieces: dict[int, Piece] = {}
+        for index, deliver in deliveries:
+            piece = self._assemble(index, deliver)
+            if index in pieces:
+                pieces[index].add(piece)
+            else:
+                pieces[index] = piece
+        return pieces
+
+    def _assemble(self, index: int, deliver: Deliver) -> Piece:
+        self._raise_error(deliver)
+        choice = self.work.choices[index]
+        assembler = choice.assembler
+        if assembler.finish is not None:
+            return Piece()
+        meter = self.meters[index]
+        meter.num_cached += deliver.num_cached
+        is_first = bool(deliver.tokens) and meter.first_token_s is None
+        if deliver.tokens:
+            self.times.last_token_s = meter.last_token_s = self._now()
+            if meter.first_token_s is None:
+                meter.first_token_s = meter.last_token_s
+                self.times.first_token_s = self.times.first_token_s or meter.first_token_s
+        piece = assembler.push(() if choice.is_prompt_only else deliver.tokens)
+        if choice.scored is not None and is_first:
+            piece.prompt = dataclasses.replace(choice.scored, scores=deliver.scores)
+        if piece.finish is None and deliver.final:
+            piece.add(assembler.end("length"))
+        if piece.finish is not None:
+            self._num_open -= 1
+            if assembler.period:
+                log.info(
+                    "the reply repeats %d tokens without end and is stopped after %d",
+                    assembler.period,
+                    assembler.num_tokens,
+                    extra=fields(request_id=self.mailbox.log_id),
+                )
+            if (
+                not deliver.final
+            ):  # A stop string, or a text in circles: the engine does not know of it.
+                self._host.cancel(self.mailbox, choice.generation.request_id)
+        return piece
+
+    def _raise_error(self, deliver: Deliver) -> None:
+        if deliver.error is not None:
+            raise ApiError(
+                deliver.error_status,
+                sentence(deliver.error),
+                code=deliver.error_code or _CODES.get(deliver.error_status),
+                headers={**retry_after(deliver.retry_after_s), **limit_headers(deliver.limits)},
+            )
+
+    def _limit_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = limit_headers(self._limits)
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
+        """What came, or nothing after so long. That a tenant with a quota was let in is no news."""
+        until_s = self._now() + timeout_s
+        while True:
+            deliveries = await self._take_any(max(0.0, until_s - self._now()))
+            news = self._news(deliveries)
+            if news or not deliveries:
+                return news
+
+    def _news(self, deliveries: list[tuple[int, Deliver]]) -> list[tuple[int, Deliver]]:
+        for _, deliver in deliveries:
+            self._limits = deliver.limits or self._limits
+        return [(i, one) for i, one in deliveries if one.final or one.tokens or not one.limits]
+
+    async def _take_any(self, timeout_s: float) -> list[tuple[int, Deliver]]:
+        now_s = self._now()
+        if now_s >= self._deadline_s:
+            raise self._too_late()
+        deliveries = await self.mailbox.take(min(timeout_s, self._deadline_s - now_s))
+        if deliveries:
+            self._deadline_s = self._now() + self._timeout_s + _GRACE_S
+        if self.mailbox.gone:
+            raise ClientGone(_LEFT)
+        return deliveries
+
+    def _too_late(self) -> ApiError:
+        text = f"The request waited {self._timeout_s:g} s for a token."
+        return ApiError(504, text, code="request_timeout")
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        """Send a part of the body; a client that does not read is left."""
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        await send_within(self._send_timeout_s, send, message)
+        # After the last byte the server reports the end of the connection in the same way; that is
+        # no failure.
+        if more and self.mailbox.gone:
+            raise ClientGone(_LEFT)
+
+
+class _RunningStream:
+    """A reply whose events go straight to its connection."""
+
+    def __init__(self, reply: Reply, outlet: Outlet) -> None:
+        self.rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """The event that is left to the reply's task."""
+        self.due_s = reply.quiet_until_s()
+        self._reply = reply
+        self._outlet = outlet
+
+    def push(self) -> None:
+        """Write what came."""
+        if self.rest.done():
+            return
+        try:
+            arrived = self._reply.arrived()
+            if arrived is None:
+                return
+            data, is_last = arrived
+            self.due_s = self._reply.quiet_until_s()
+            if is_last or (data and not self._outlet.write(data)):
+                self.rest.set_result(data)
+        except Exception as error:  # The task raises it.
+            self.rest.set_exception(error)
+
+    def late(self) -> None:
+        """Leave it to the task to say that nothing came."""
+        if self.rest.done():
+            return
+        try:
+            self.rest.set_result(self._reply.quiet())
+        except ApiError as error:
+            self.rest.set_exception(error)
