@@ -1,12 +1,11 @@
-"""What a user gets of an engine's speed: each engine bare, and behind its own server, in turns in one
-run.
+"""How fast engines are for users: each one bare, and behind its own server, in turns in one run.
 
     python -m bench.served [--quick] [--model mid] [--streams 8 ...] [--engine hadal ...]
 
-So many streams are held open together, each one greedy completion. The time between two tokens is
-taken while all of them run, the time to the first one from when all are sent. The client looks at
-its sockets every few milliseconds: it shares the cores with what it measures. Peers are those of
-`make bench-peers`. `--checkout OLD` measures another checkout of Hadal, too.
+Several streams run together, a greedy completion each. The time between two tokens is measured while
+all of them run, the time to the first token from when all are sent. The client reads its sockets
+every few milliseconds, because it shares the cores with what it measures. Peers are those of `make
+bench-peers`. `--checkout OLD` measures another checkout of Hadal, too.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Measured:
 
 
 def ask(server: Server, folder: Path, num_streams: int, num_tokens: int, seed: int) -> Measured:
-    """Hold so many streams open, and measure what they get."""
+    """Run `num_streams` streams together and measure them."""
     vocab_size = read_model_config(folder).vocab_size
     watch = CpuWatch()
     watch.start(server.roots.values())
@@ -175,11 +174,14 @@ class Pair:
     serve: Callable[[], AbstractContextManager[Server]]
 
 
+def folder_of(model: str) -> Path:
+    """Return the model in FP8, made if it is not there."""
+    return SHIPPED if model == "hadal-tiny" else stored_model(model, "fp8", MODELS / f"{model}-fp8")
+
+
 def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
     """Yield what can be measured here on a model."""
-    folder = (
-        SHIPPED if model == "hadal-tiny" else stored_model(model, "fp8", MODELS / f"{model}-fp8")
-    )
+    folder = folder_of(model)
     yield Pair("hadal", hadal(folder, threads), partial(hadal_server, folder, threads))
     if model == "hadal-tiny":
         drafting = partial(hadal_server, folder, threads, 'drafts = "auto"')
@@ -188,18 +190,17 @@ def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
         old = partial(hadal_server, folder, threads, checkout=checkout)
         yield Pair("old", hadal(folder, threads, "old", checkout=checkout), old)
     if model == "hadal-tiny":
-        plain, kinds, dtype = shipped_model_fp32(), ("f32",), "float32"
+        plain, kind, dtype = shipped_model_fp32(), "f32", "float32"
         assert plain is not None, "hadal-tiny is in the repository"
     else:
         plain = stored_model(model, "bf16", MODELS / f"{model}-bf16")
-        kinds, dtype = ("q8_0",), "bfloat16"
+        kind, dtype = "q8_0", "bfloat16"
     if LLAMA_BENCH.exists() and LLAMA_SERVER.exists():
-        for kind in kinds:
-            bare = llama(f"llama.cpp {kind}", plain, threads, kind)
-            yield Pair(bare.name, bare, partial(llama_server, plain, kind, threads))
+        engine = llama(f"llama.cpp {kind}", plain, threads, kind)
+        yield Pair(engine.name, engine, partial(llama_server, plain, kind, threads))
     if (VLLM_VENV / ".ok").exists():
-        bare = vllm("vllm", plain, threads, dtype, quick=False)
-        yield Pair(bare.name, bare, partial(vllm_server, plain, dtype, threads))
+        engine = vllm("vllm", plain, threads, dtype, quick=False)
+        yield Pair(engine.name, engine, partial(vllm_server, plain, dtype, threads))
 
 
 Results = dict[tuple[str, int, str], list[Measured]]
@@ -241,7 +242,7 @@ def measure(
     model: str, found: Sequence[Pair], streams: Sequence[int], rounds: int, console: Console
 ) -> Results:
     """Go round the pairs, each time beginning with another."""
-    folder = SHIPPED if model == "hadal-tiny" else MODELS / f"{model}-fp8"
+    folder = folder_of(model)
     results: Results = defaultdict(list)
     for turn in range(rounds):
         for index in range(len(found)):

@@ -128,12 +128,17 @@ def launched(
         try:
             yield running
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server: politely, then not."""
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_TIMEOUT_S)
 
 
 def wait_ready(running: Running, timeout_s: float = 120.0) -> None:

@@ -16,23 +16,17 @@ from pathlib import Path
 
 from bench.machine import cpu_seconds, tree_of
 from bench.peers.installed import LLAMA_SERVER, VLLM_VENV, gguf_of, python_of
-from bench.server import STOP_TIMEOUT_S, launched, wait_ready
+from bench.peers.vllm_engine import ENVIRONMENT
+from bench.server import launched, stop, wait_ready
 from bench.subject import ROOT
 
 START_TIMEOUT_S = 600.0
 MAX_STREAMS = 64
-VLLM_ENVIRONMENT = {
-    "VLLM_MLA_DISABLE": "1",  # Its MLA kernels take the released head size only.
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
+    """A server that runs."""
 
     name: str
     model: str
@@ -86,7 +80,9 @@ def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
         *("--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", str(MAX_STREAMS)),
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     ]
-    environment = {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    # Its server's engine is a process of its own, as it comes.
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(threads)}
+    environment = {**ENVIRONMENT, **own}
     with _served(f"vllm {dtype}", folder.name, port, command, environment) as server:
         yield server
 
@@ -111,12 +107,7 @@ def _served(
         _wait(lambda: _is_healthy(port), process, log)
         yield Server(name, model, ("127.0.0.1", port), {name: process.pid})
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_TIMEOUT_S)
+        stop(process)
 
 
 def _wait(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:

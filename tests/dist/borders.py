@@ -1,5 +1,5 @@
-"""Whether two answers may differ: a request that is computed anew has logits whose last bits are others,
-and a draw that lies beside the border of two tokens may then fall on its other side.
+"""Whether two answers may differ. The logits of a request that is computed anew differ in their last bits.
+A draw beside the border of two tokens may then fall on its other side.
 
     body --the gateway's own code--> what ranks are asked --the plain loop--> logits of the common beginning
     --bias, penalties, mask, temperature--> the tokens within EDGE of the draw

@@ -239,7 +239,7 @@ class DecodeEngine:
             # After a failed step the leader empties every slot, once.
             self._num_failures -= 1
         else:
-            # It knows who is in the table, but for what a step lost of which it had not heard.
+            # It knows who is in the table. It may not have heard yet of what a failed step lost.
             assert not strangers, f"slots {strangers} leave and are not there"
         if error is not None:
             self._num_failures += 1

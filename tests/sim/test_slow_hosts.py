@@ -118,7 +118,7 @@ def test_who_wants_no_rests_gets_none() -> None:
 
 
 class Streaming:
-    """Twelve streams on such a unit, of which one link is slow from SLOW_FROM_S to SLOW_UNTIL_S."""
+    """Twelve streams on a unit of four hosts. One link is slow from SLOW_FROM_S to SLOW_UNTIL_S."""
 
     def __init__(self, seed: int, rest_s: float) -> None:
         random = Random(f"slow streams {seed}")

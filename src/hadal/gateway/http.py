@@ -87,7 +87,7 @@ from hadal.gateway.responses import (
     references_of,
 )
 from hadal.gateway.service import Service, Work
-from hadal.gateway.streams import Outlet, Streams
+from hadal.gateway.streams import Outlet, Streams, refuse
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.policy.admission import share_of
@@ -650,8 +650,8 @@ class Generate:
         end = "500"
         try:
             if work.ask.stream:
-                write = request.scope.get(WRITE)
-                status = await reply.send_stream(send, write and Outlet(gateway.streams, write))
+                outlet = Outlet(gateway.streams, request.scope.get(WRITE, refuse))
+                status = await reply.send_stream(send, outlet)
             else:
                 status = await reply.send_whole(send)
             end = str(status)

@@ -90,7 +90,7 @@ class Mailbox:
         more.
         """
         self.listener: Callable[[], None] | None = None
-        """Called for each delivery, and when the client leaves, while nobody waits in `take`."""
+        """Called for each delivery, and when the client leaves, unless a task waits in `take`."""
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None

@@ -67,9 +67,9 @@ class Times:
 class Meter:
     """What one choice's deliveries said besides text.
 
-    Tokens of one delivery come together, and the first one comes by itself, out of prefill. So the
-    time from first to last, over the tokens after the first, is the mean time between two whatever
-    number a step draws.
+    Tokens of one delivery come together, and the first one comes by itself, out of prefill. The time
+    from first to last, over the tokens after the first, is therefore the mean time between two.
+    That holds for steps of any number of tokens.
     """
 
     num_cached: int = 0
@@ -78,7 +78,7 @@ class Meter:
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or does not read: there is nobody to answer."""
+    """The client closed the connection, or does not read."""
 
 
 async def send_within(timeout_s: float, send: Send, message: Message) -> None:
@@ -163,9 +163,9 @@ class Reply:
         await self._send(send, body, more=False)
         return 200
 
-    async def send_stream(self, send: Send, outlet: Outlet | None = None) -> int:
+    async def send_stream(self, send: Send, outlet: Outlet) -> int:
         """Send events as tokens come; returns 200, or the status of an error sent in the stream.
-        `outlet`: what writes those between the first and the last; None: all go through `send`.
+        `outlet` writes events between the first and the last, as far as it can.
 
         Raises ApiError (before the first byte only), ClientGone.
         """
@@ -188,12 +188,7 @@ class Reply:
             while self._num_open:
                 if data:
                     await self._send(send, data)
-                if outlet is not None:
-                    data = await self._run(outlet)
-                    continue
-                deliveries = await self._take(self._keep_alive_s)
-                pieces = self._pieces(deliveries)
-                data = self._chunks(pieces) if deliveries else self._format.keep_alive
+                data = await self._run(outlet)
             await self._send(send, data + self._format.end(self.usage), more=False)
         except ApiError as error:
             await self._send(send, self._format.failure(error), more=False)
@@ -222,18 +217,12 @@ class Reply:
         """Return the events of all that came, and whether the last is among them; None if there is no
         news. Raises ApiError, ClientGone.
         """
-        if self.mailbox.gone:
-            raise ClientGone(_LEFT)
-        came = self.mailbox.take_now()
-        if came:
-            self._deadline_s = self._now() + self._timeout_s + _GRACE_S
-        news = self._news(came)
+        news = self._news(self._heard(self.mailbox.take_now()))
         return (self._chunks(self._pieces(news)), not self._num_open) if news else None
 
     def quiet(self) -> bytes:
         """Return what keeps a stream alive for which nothing came. Raises ApiError if it is too late."""
-        if self._now() >= self._deadline_s:
-            raise self._too_late()
+        self._check_deadline()
         return self._format.keep_alive
 
     def _chunks(self, pieces: dict[int, Piece]) -> bytes:
@@ -317,19 +306,22 @@ class Reply:
         return [(i, one) for i, one in deliveries if one.final or one.tokens or not one.limits]
 
     async def _take_any(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        now_s = self._now()
-        if now_s >= self._deadline_s:
-            raise self._too_late()
-        deliveries = await self.mailbox.take(min(timeout_s, self._deadline_s - now_s))
+        self._check_deadline()
+        left_s = max(0.0, self._deadline_s - self._now())
+        return self._heard(await self.mailbox.take(min(timeout_s, left_s)))
+
+    def _heard(self, deliveries: list[tuple[int, Deliver]]) -> list[tuple[int, Deliver]]:
+        """Return what came: the reply may take longer again. Raises ClientGone."""
         if deliveries:
             self._deadline_s = self._now() + self._timeout_s + _GRACE_S
         if self.mailbox.gone:
             raise ClientGone(_LEFT)
         return deliveries
 
-    def _too_late(self) -> ApiError:
-        text = f"The request waited {self._timeout_s:g} s for a token."
-        return ApiError(504, text, code="request_timeout")
+    def _check_deadline(self) -> None:
+        if self._now() >= self._deadline_s:
+            text = f"The request waited {self._timeout_s:g} s for a token."
+            raise ApiError(504, text, code="request_timeout")
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Send a part of the body; a client that does not read is left."""
@@ -342,7 +334,7 @@ class Reply:
 
 
 class _RunningStream:
-    """A reply whose events go straight to its connection."""
+    """A reply that writes to its connection without its task."""
 
     def __init__(self, reply: Reply, outlet: Outlet) -> None:
         self.rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

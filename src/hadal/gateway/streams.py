@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,13 +44,13 @@ class Streams:
         self._running: set[Stream] = set()
         self._ready: list[Stream] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_s = math.inf
+        """Time for which the timer is set."""
 
     def join(self, stream: Stream) -> None:
         """Begin to watch a stream's time."""
         self._running.add(stream)
-        if self._timer is None or stream.due_s - self._now() < (
-            self._timer.when() - asyncio.get_running_loop().time()
-        ):
+        if stream.due_s < self._armed_s:
             self._arm()
 
     def leave(self, stream: Stream) -> None:
@@ -73,8 +74,9 @@ class Streams:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+        self._armed_s = min((stream.due_s for stream in self._running), default=math.inf)
         if self._running:
-            wait_s = max(0.0, min(stream.due_s for stream in self._running) - self._now())
+            wait_s = max(0.0, self._armed_s - self._now())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._look)
 
     def _look(self) -> None:
@@ -84,6 +86,11 @@ class Streams:
         self._arm()
         for stream in due:
             stream.late()
+
+
+def refuse(data: bytes) -> bool:
+    """Stand for the connection of a server that lets nobody write to it."""
+    return False
 
 
 @dataclass(frozen=True)

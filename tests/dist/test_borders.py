@@ -1,0 +1,35 @@
+"""What tests.dist.borders lets pass, and what not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.runtime.resolve import model_folder
+from tests.dist import borders
+from tests.dist.borders import COMPLETIONS, beside_a_border
+
+BODY: dict[str, Any] = {
+    "prompt": "What is 12 + 30?",
+    "temperature": 1.5,
+    "seed": 3,
+    "max_tokens": 4,
+}
+
+
+def choice(*tokens: int) -> list[Any]:
+    return [{"token_ids": list(tokens)}]
+
+
+def test_only_tokens_beside_the_draw_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("")
+    (generation,) = borders._generations(folder, COMPLETIONS, BODY)
+    (drawn,) = borders._near(folder, generation, [])
+    for one, other in (((drawn,), (drawn + 1,)), ((drawn,), (drawn, drawn)), ((5, 6), (7, 6))):
+        assert not beside_a_border(folder, COMPLETIONS, BODY, choice(*one), choice(*other))
+    monkeypatch.setattr(borders, "EDGE", 0.4)
+    near = borders._near(folder, generation, [])
+    assert len(near) > 1
+    other = min(near - {drawn})
+    assert beside_a_border(folder, COMPLETIONS, BODY, choice(drawn, 5), choice(other, 6))
