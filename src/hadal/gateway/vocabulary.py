@@ -23,6 +23,8 @@ _COMPOSED = 4
 """Most characters that Unicode composes to one (U+1F82)."""
 _SAMPLES = ("Hadal 0", "a", "e f")
 """Texts that show which tokens a post-processor adds."""
+_PANIC = "PanicException"
+"""Of pyo3, which gives no module to import it from."""
 
 
 class Vocabulary:
@@ -44,7 +46,10 @@ class Vocabulary:
             self._all, self._ordinary = (
                 self._splitters(fields, left_out) for left_out in (frozenset[str](), table.marks)
             )
-        except Exception as error:  # The tokenizers library raises plain Exception.
+        except BaseException as error:
+            # The tokenizers library raises plain Exception. Its panics derive from BaseException.
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
         self.table = table
         self.control_ids, self.token_bytes = table.control_ids, table.token_bytes

@@ -47,6 +47,19 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
     assert model.vocabulary.hidden_ids == {controls[BOS], controls[EOS]}
 
 
+def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) -> None:
+    """It puts a token behind every text, and says nowhere which."""
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    template["single"] = [
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "lost", "type_id": 0}},
+    ]
+    fields = {**tokenizer_fields(), "post_processor": template}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="is not a usable tokenizer"):
+        read_vocabulary(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
