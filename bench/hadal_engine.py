@@ -18,11 +18,12 @@ from hadal.core.config import Deployment
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
-from hadal.kernels.library import isa
+from hadal.kernels.library import isa, team_threads, tell_pinned
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_FP32, AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
+from hadal.runtime.cores import Cores
 
 MAX_BATCH = 64
 MAX_TOKENS = 2304
@@ -43,13 +44,14 @@ class HadalSubject:
         held: Conversion = AS_STORED,
     ) -> None:
         torch.set_num_threads(threads)
+        self._cores = Cores(lambda allowed: allowed[:threads], team_threads, tell_pinned)
         self._config = read_model_config(Path(folder))
         self._max_tokens = min(MAX_TOKENS, self._config.max_position_embeddings)
         self._blocks_each = -(-self._max_tokens // BLOCK_TOKENS)
         num_blocks = 1 + MAX_BATCH * self._blocks_each  # Block 0 is scratch.
         weights = load_weights(Path(folder), held=held)
         self.runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
-        self._step_ids = count()
+        self._step_ids, self._num_plans = count(), count()
         self._sampling = sampling
         self._seed = 0
         kind = "as stored" if held.dtype is None else "FP32"
@@ -94,6 +96,9 @@ class HadalSubject:
         return token
 
     def _execute(self, plan: StepPlan) -> StepDone:
+        if next(self._num_plans) == 0:
+            self._cores.enter()
+            self._cores.look(time.monotonic())
         done = self.runner.execute(plan)
         if done.error is not None:
             raise RuntimeError(done.error)

@@ -210,12 +210,16 @@ class DecodeEngine:
     tokens overwrite the cells of wrong ones.
     """
 
-    def __init__(self, pool: Pool, num_slots: int, accept: float = 0.7) -> None:
+    def __init__(
+        self, pool: Pool, num_slots: int, accept: float = 0.7, pass_s: float | None = None
+    ) -> None:
+        """`pass_s`: what a pass is said to take; None: what its step takes."""
         self.num_tried = self.num_right = 0
         """Drafts that were compared with what was drawn, and those that were that."""
         self._pool = pool
         self._num_slots = num_slots
         self._accept = accept
+        self._pass_s = pass_s
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
         """Of a failed step: a plan that was made before the leader heard of it relies on them."""
@@ -228,6 +232,8 @@ class DecodeEngine:
         self._num_failures = 0
 
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
+        if self._pass_s is not None:
+            elapsed_s = plan.num_passes * self._pass_s
         joining = {join.slot for join in plan.joins}
         was_lost = self._lost_slots.intersection(plan.leaves)
         self._lost_slots -= joining.union(plan.leaves)
@@ -263,7 +269,9 @@ class DecodeEngine:
             self._rows[slot].block_ids.append(block)
         self._verify()
         # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
-        made = {slot: self._advance(self._rows[slot]) for slot in sorted(self._rows)}
+        made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows)}
+        for slot in list(made) * plan.num_passes:
+            made[slot] += self._advance(self._rows[slot])
         most = max(map(len, made.values()), default=0)
         keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
         tokens = [
@@ -346,9 +354,13 @@ class DecodeEngine:
 
 
 def engine_for(
-    role: str, pool: Pool, config: Deployment, draft_accept: float = 0.7
+    role: str,
+    pool: Pool,
+    config: Deployment,
+    draft_accept: float = 0.7,
+    pass_s: float | None = None,
 ) -> PrefillEngine | DecodeEngine:
     """A rank's."""
     if role == PREFILL:
         return PrefillEngine(pool, config.chunk_tokens)
-    return DecodeEngine(pool, config.decode.max_requests, draft_accept)
+    return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s)

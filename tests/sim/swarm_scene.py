@@ -137,6 +137,8 @@ class Scene:
     pull_s: float
     draft_accept: float
     """How often drafts are right."""
+    pass_s: float | None
+    """What a pass of a decode plan is said to take: where it is short, a plan has several."""
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
@@ -218,6 +220,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         wire_s=random.choice([0.0005, 0.002, 0.02]),
         pull_s=random.choice([0.005, 0.02, 0.2]),
         draft_accept=draft_accept,
+        pass_s=Random(f"swarm passes {seed}").choice([None, None, 0.0007, 0.0002]),
     )
     scene = _with_other_weights(_pressed(scene, pressure), without)
     if "drafts" not in on:

@@ -102,7 +102,7 @@ class SwarmWorld(FleetWorld):
             disk_blocks=scene.disk_blocks,
             disk_faults=scene.disk_faults,
         )
-        self.draft_accept = scene.draft_accept
+        self.draft_accept, self.pass_s = scene.draft_accept, scene.pass_s
         if OTHER_WEIGHTS in scene.on:
             self.fingerprints = (FINGERPRINT, OTHER)
         self._plan_troubles()

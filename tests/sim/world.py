@@ -137,6 +137,8 @@ class World:
         """Nobody comes, and nothing goes wrong, after this."""
         self.draft_accept = 0.7
         """How often decode's drafts are right."""
+        self.pass_s: float | None = None
+        """What a pass of decode is said to take; None: a step's time."""
         self.engines: list[PrefillEngine | DecodeEngine] = []
         """Of every life of a rank."""
         self._step_s = step_s
@@ -296,7 +298,7 @@ class World:
         return role
 
     def _engine(self, role: str, pool: Pool) -> PrefillEngine | DecodeEngine:
-        self.engines.append(engine_for(role, pool, self.config, self.draft_accept))
+        self.engines.append(engine_for(role, pool, self.config, self.draft_accept, self.pass_s))
         return self.engines[-1]
 
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:

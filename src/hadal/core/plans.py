@@ -202,10 +202,10 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One rank's part of a decode unit's step as a difference to the step before: who leaves, who
     joins, which blocks were added. Slots are the rank's own.
 
-    Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one
-    token, and one more for each draft of the step before that turns out to be what is drawn. Every
-    rank of the unit gets a plan with the same `step_id`, `schedule` and `num_drafts`, with or
-    without slots.
+    Leaves are applied first, then joins, then grown blocks. Then every occupied slot makes a token in
+    each pass, and one more for each draft of the step before that turns out to be what is drawn.
+    Every rank of the unit gets a plan with the same `step_id`, `schedule`, `num_passes` and
+    `num_drafts`, with or without slots.
     """
 
     step_id: int
@@ -232,6 +232,8 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """How many tokens of each slot the MTP module drafts at the end of the step: the next one checks
     them.
     """
+    num_passes: int = 1
+    """How many tokens of each slot are made one after another; 1 where drafts are checked or made."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):

@@ -44,6 +44,8 @@ _OUT_OF_MEMORY = 5
 # One letter per argument of a C function: p pointer, i int32, l int64, f float.
 _ABI = {
     "hadal_team_new": ("i", ctypes.c_void_p),
+    "hadal_team_thread": ("pi", ctypes.c_int64),
+    "hadal_team_pinned": ("pi", None),
     "hadal_linear": ("ppiipip", ctypes.c_int),
     "hadal_experts": ("ppiipiippip", ctypes.c_int),
     "hadal_rms_norm": ("ppiipfp", ctypes.c_int),
@@ -141,6 +143,23 @@ def team(num_threads: int | None = None) -> int:
                 raise RuntimeError(f"{count} threads could not be started.")
             _teams[count] = handle
     return handle
+
+
+def team_threads(num_threads: int | None = None) -> list[int]:
+    """Return the numbers of the threads of that team, its callers left out (proc(5))."""
+    library, count = load(), torch.get_num_threads() if num_threads is None else num_threads
+    if library is None:
+        return []
+    handle = team(count)
+    return [library.hadal_team_thread(handle, index) for index in range(1, count)]
+
+
+def tell_pinned(is_pinned: bool) -> None:
+    """Tell the teams whether each of their members has a core of its own."""
+    library = load()
+    if library is not None:
+        for handle in _teams.values():
+            library.hadal_team_pinned(handle, is_pinned)
 
 
 def fits(*tensors: Tensor) -> bool:

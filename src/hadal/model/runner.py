@@ -41,7 +41,7 @@ from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import ComputeProgress, Recorder
 from hadal.model.experts import Membership, log_failure
 from hadal.model.mtp import MtpModule
-from hadal.model.sampler import Drawn, Sampler
+from hadal.model.sampler import Drawn, Sampler, joined
 from hadal.overlap.plan import SCHEDULES, Schedule
 from hadal.reference.sampling import RowMasks
 from hadal.tokens.grammars import Grammars
@@ -487,19 +487,25 @@ class ModelRunner:
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
+        passes = [self._pass(plan, recorder) for _ in range(plan.num_passes)]
+        self._draft(plan, recorder)
+        slots = [slot for slots_N, _ in passes for slot in slots_N.tolist()]
+        return slots, joined([drawn for _, drawn in passes])
+
+    def _pass(self, plan: DecodePlan, recorder: Recorder) -> tuple[np.ndarray, Drawn]:
+        """Make a token of each slot, and those that drafts bring; return the tokens' slots, too."""
         fed, sampler = self._fed(), self._decode_sampler
-        rows = table.slots_B, fed.num_B, fed.tokens_R
+        rows = self._table.slots_B, fed.num_B, fed.tokens_R
         sampler.begin(*rows)
         logits_RV, hidden_RD = self._decode_logits(plan, fed, recorder)
-        slots_N, drawn = _NONE, _NOTHING
-        if len(table):
-            masks = self._masks(sampler, *rows, recorder)
-            recorder.begin("draw")
-            drawn = sampler.draw(logits_RV, *rows, masks)
-            slots_N = self._go_on(plan, fed, drawn, hidden_RD)
-            recorder.end("draw")
-        self._draft(plan, recorder)
-        return slots_N.tolist(), drawn
+        if not len(self._table):
+            return _NONE, _NOTHING
+        masks = self._masks(sampler, *rows, recorder)
+        recorder.begin("draw")
+        drawn = sampler.draw(logits_RV, *rows, masks)
+        slots_N = self._go_on(plan, fed, drawn, hidden_RD)
+        recorder.end("draw")
+        return slots_N, drawn
 
     def _masks(
         self,

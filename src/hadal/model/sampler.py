@@ -57,6 +57,24 @@ class Drawn:
     """Chunk -> how likely the prompt's tokens are, where asked for."""
 
 
+def joined(passes: Sequence[Drawn]) -> Drawn:
+    """Return what was drawn one after another as one step's."""
+    if len(passes) == 1:
+        return passes[0]
+    ahead = np.cumsum([0, *(len(each.tokens) for each in passes)]).tolist()
+    return Drawn(
+        np.concatenate([each.tokens for each in passes]),
+        sum((each.num_B for each in passes[1:]), passes[0].num_B),
+        np.concatenate([each.rows for each in passes]),
+        {
+            first + index: draw
+            for first, each in zip(ahead, passes, strict=False)
+            for index, draw in each.draws.items()
+        },
+        {slot: reason for each in passes for slot, reason in each.failed.items()},
+    )
+
+
 class Sampler:
     """State of `num_slots` slots over a vocabulary."""
 

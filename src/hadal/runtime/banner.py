@@ -395,7 +395,11 @@ class Banner:
             text = f"pid {process.pid}" if process.pid else "when its node is there"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)
-                text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
+                text += f", {_plural(units.threads, 'thread')}"
+                if process.cores:
+                    noun = "core" if len(process.cores) == 1 else "cores"
+                    text += f" on {noun} {ranges(process.cores)}"
+                text += f", up to {units.max_requests} requests"
                 if units.ranks > 1:
                     pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]
                     text += f" a rank; {units.ranks} ranks"

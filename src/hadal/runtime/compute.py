@@ -42,11 +42,16 @@ class Compute:
     thread.
     """
 
-    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
-        """`wake` is called, from the computing thread, whenever a result is ready to be taken."""
+    def __init__(
+        self, runner: Runner, wake: Callable[[], None], enter: Callable[[], None] = lambda: None
+    ) -> None:
+        """`wake` is called, from the computing thread, whenever a result is ready to be taken;
+        `enter` once, before the first plan.
+        """
         self.overhead_ms = 0.0
         """Smoothed time per step that the runner stood idle though work was there."""
         self._runner = runner
+        self._enter: Callable[[], None] | None = enter
         self._num_in_flight = 0
         self._num_forms = 0
         self._formation = 0
@@ -121,6 +126,9 @@ class Compute:
         return self._worker.stop(timeout_s)
 
     def _run(self, item: tuple[StepPlan | FormPlan, bool, int]) -> StepDone | Formed:
+        if self._enter is not None:
+            self._enter()
+            self._enter = None
         plan, follows, formation = item
         started_s = time.monotonic()
         idle_s = started_s - self._ended_s if follows else 0.0

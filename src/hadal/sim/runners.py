@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
+from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.explain import StepPrice
@@ -283,6 +284,10 @@ class DecodeRunner:
                 self._change(rank * self._num_slots, plan)
         if self._num_drafts_max:
             self._grow(plans)
+        return _joined([self._pass(plans) for _ in range(plans[0].num_passes)])
+
+    def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
+        """A token of each slot, and those that drafts bring."""
         slots, num_drafts = np.flatnonzero(self.is_taken), plans[0].num_drafts
         assert num_drafts <= self._num_drafts_max, "a plan drafts more than was said"
         num_checked = self._num_checked(slots) if self._has_drafts else None
@@ -460,6 +465,27 @@ def _mixed(values: Chances) -> Chances:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _joined(passes: Sequence[StepDone]) -> StepDone:
+    """Return the step of these turns, one after another."""
+    if len(passes) == 1:
+        return passes[0]
+    times: dict[str, OpTime] = {}
+    for each in (op_time for done in passes for op_time in done.op_times):
+        known = times.get(each.op, OpTime(each.op, 0, 0.0))
+        times[each.op] = OpTime(each.op, known.count + each.count, known.seconds + each.seconds)
+    link_bytes = NO_LINK_BYTES
+    for done in passes:
+        link_bytes = link_bytes.plus(done.link_bytes)
+    return msgspec.structs.replace(
+        passes[0],
+        keys=cast("tuple[int, ...]", np.concatenate([done.keys for done in passes])),
+        tokens=cast("tuple[int, ...]", np.concatenate([done.tokens for done in passes])),
+        elapsed_s=sum(done.elapsed_s for done in passes),
+        op_times=tuple(times.values()),
+        link_bytes=link_bytes,
+    )
 
 
 def _slowed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -180,6 +180,41 @@ def test_logprobs_come_with_their_row(plain: Peer) -> None:
     assert list(after.draws) == [after.keys.index(4)]
     (draw,) = after.draws.values()
     assert draw.top[0] == (after.tokens[after.keys.index(4)], draw.logprob)
+
+
+@pytest.mark.parametrize("num_passes", [2, 5])
+def test_passes_of_a_plan_draw_what_plans_draw_one_after_another(
+    plain: Peer, num_passes: int
+) -> None:
+    sampling = (
+        GREEDY,
+        Sampling(temperature=0.9, top_p=0.9, seed=3, frequency_penalty=0.4, num_logprobs=2),
+        Sampling(temperature=1.2, seed=5),
+    )
+    prompts = [random_tokens(plain, 58 + 3 * slot, seed=slot) for slot in range(3)]
+
+    def drawn(passes: Sequence[int]) -> tuple[list[list[int]], list[float]]:
+        bench, joins = Bench(plain), []
+        for slot, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
+            blocks = tuple(bench.take(3))
+            first = bench.prefill(Chunk(str(slot), tuple(prompt), 0, blocks, how, 0)).tokens[0]
+            joins.append(Join(slot, blocks, len(prompt), first, 1, how, tuple(prompt), (first,)))
+        outputs: list[list[int]] = [[], [], []]
+        logprobs = []
+        for step, count in enumerate(passes):
+            plan = DecodePlan(step, (), tuple(joins), (), num_passes=count)
+            done, joins = bench.runner.execute(plan), []
+            assert done.error is None
+            for row, (slot, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
+                outputs[slot].append(token)
+                if row in done.draws:
+                    assert slot == 1
+                    logprobs.append(done.draws[row].logprob)
+        return outputs, logprobs
+
+    one_by_one = drawn([1] * 4 * num_passes)
+    assert drawn([num_passes] * 4) == one_by_one
+    assert len(one_by_one[1]) == 4 * num_passes
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:

@@ -70,6 +70,10 @@ void* hadal_team_new(int count) {
     }
 }
 
+int64_t hadal_team_thread(void* team, int index) { return static_cast<Team*>(team)->thread_of(index); }
+
+void hadal_team_pinned(void* team, int is_pinned) { static_cast<Team*>(team)->pinned(is_pinned != 0); }
+
 void hadal_team_free(void* team) { delete static_cast<Team*>(team); }
 
 // x [M, K], w [N, K], y [M, N].

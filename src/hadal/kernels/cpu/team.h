@@ -6,9 +6,11 @@
 // than cores), a spin only steals the core that the missing member needs, so it ends after kSpinMicroseconds and the
 // member sleeps on the barrier's word (a futex on Linux). And a call whose caller mostly slept would have been faster
 // alone, so the next ones are done by the caller alone, for a time that doubles while the cores stay taken (measured
-// with both cores busy: 2.4 ms a step became 0.1 ms). Nothing here may depend on the number of members but time: every
-// kernel gives the same bits for one member as for many. Not fork-safe: a forked child has the team's memory and none
-// of its threads. Processes must be spawned.
+// with both cores busy: 2.4 ms a step became 0.1 ms). Members that are pinned to a core each (runtime/cores) cannot
+// take each other's: they spin for longer, and whoever pinned them sees when others want these cores.
+//
+// Nothing here may depend on the number of members but time: every kernel gives the same bits for one member as for
+// many. Not fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -22,11 +24,17 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace hadal {
 
 constexpr int kSpinMicroseconds =
     50;  // longer than any phase's imbalance on free cores, shorter than a scheduler's slice
+constexpr int kPinnedMicroseconds =
+    200;  // of members with a core each, which take nothing from each other: waking one takes as long
 constexpr int kIdleMicroseconds =
     100;  // between two steps: waking a sleeper costs 5-50 us, so a busy server rarely pays it
 
@@ -50,6 +58,15 @@ inline Clock::duration wait_change(const std::atomic<uint32_t>& word, uint32_t o
     }
 }
 
+// The calling thread's number as proc(5) has it; 0 where threads have none.
+inline int64_t thread_id() {
+#if defined(__linux__)
+    return int64_t(syscall(SYS_gettid));
+#else
+    return 0;
+#endif
+}
+
 class Team;
 
 // One member's view: its index and its share of a range.
@@ -70,8 +87,10 @@ struct Member {
 
 class Team {
   public:
-    explicit Team(int count) : count_(count < 1 ? 1 : count) {
+    explicit Team(int count) : count_(count < 1 ? 1 : count), ids_(new std::atomic<int64_t>[size_t(count_)]) {
+        for (int i = 1; i < count_; i++) ids_[size_t(i)].store(kNoId);
         for (int i = 1; i < count_; i++) threads_.emplace_back([this, i] { work(i); });
+        for (int i = 1; i < count_; i++) ids_[size_t(i)].wait(kNoId);
     }
 
     ~Team() {
@@ -83,13 +102,17 @@ class Team {
     }
 
     int count() const { return count_; }
+    // The thread of a member but the caller, 1 to count() - 1.
+    int64_t thread_of(int index) const { return ids_[size_t(index)].load(); }
     std::mutex& mutex() { return mutex_; }
+    // Whether every member has a core of its own, so that a spin takes nothing from another member.
+    void pinned(bool is_pinned) { spin_.store(is_pinned ? kPinnedMicroseconds : kSpinMicroseconds); }
 
     // Calls f(member) on all members; returns when all are done. The caller is member 0 and holds mutex().
     template <class F>
     void run(const F& f) {
         const auto start = Clock::now();
-        active_ = start < alone_until_ ? 1 : count_;
+        active_ = start < alone_until_ && spin_.load(std::memory_order_relaxed) == kSpinMicroseconds ? 1 : count_;
         slept_ = {};
         job_ = [](const void* context, const Member& member) { (*static_cast<const F*>(context))(member); };
         context_ = &f;
@@ -99,7 +122,7 @@ class Team {
         }
         job_(context_, Member{this, 0, active_});
         barrier(0);
-        if (active_ > 1) judge(start);
+        if (active_ > 1 && spin_.load(std::memory_order_relaxed) == kSpinMicroseconds) judge(start);
     }
 
     void barrier(int index) {
@@ -110,7 +133,7 @@ class Team {
             generation_.fetch_add(1);  // seq_cst: notify must not look for sleepers before the new value is seen
             generation_.notify_all();
         } else {
-            const auto slept = wait_change(generation_, generation, kSpinMicroseconds);
+            const auto slept = wait_change(generation_, generation, spin_.load(std::memory_order_relaxed));
             if (index == 0) slept_ += slept;
         }
     }
@@ -130,6 +153,8 @@ class Team {
   private:
     void work(int index) {
         uint32_t seen = 0;
+        ids_[size_t(index)].store(thread_id());
+        ids_[size_t(index)].notify_all();
         for (;;) {
             wait_change(epoch_, seen, kIdleMicroseconds);
             seen++;
@@ -153,7 +178,10 @@ class Team {
     static constexpr Clock::duration kAloneFirst = std::chrono::milliseconds(10);
     static constexpr Clock::duration kAloneMost = std::chrono::milliseconds(640);
 
+    static constexpr int64_t kNoId = -1;
+
     const int count_;
+    const std::unique_ptr<std::atomic<int64_t>[]> ids_;
     int active_ = 1;  // members of the running call
     Clock::time_point alone_until_{};
     Clock::duration alone_for_ = kAloneFirst;
@@ -165,6 +193,7 @@ class Team {
     void* scratch_ = nullptr;
     size_t scratch_bytes_ = 0;
     std::atomic<bool> stop_{false};
+    std::atomic<int> spin_{kSpinMicroseconds};
     // Each on its own cache line: the counters are written by everyone.
     alignas(64) std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<int> arrived_{0};

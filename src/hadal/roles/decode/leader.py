@@ -1,8 +1,8 @@
 """The decode unit's leader: pulls prefilled KV in, and makes one token a step for every request it
 holds.
 
-Two plans are in flight, so the Runner never waits for one. The price: a stop id is noticed one plan
-late.
+Two plans are in flight, and where passes are short a plan has several (policy/passes), so that the Runner
+never waits for one. The price: a stop id is noticed one plan late.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A B C |  was emitted already; B's token of it is dropped
@@ -45,7 +45,7 @@ from hadal.core.messages import (
     Tokens,
     TraceRequest,
 )
-from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled, StepDone
+from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled, OpTime, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     DiskNews,
@@ -60,6 +60,7 @@ from hadal.core.seams import (
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
+from hadal.policy.passes import passes_of
 from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
@@ -98,6 +99,7 @@ def make_plans(
     is_traced: bool,
     publishes_full: bool,
     num_drafts: int,
+    num_passes: int,
 ) -> tuple[DecodePlan, ...]:
     """The step's plans, one for each rank, with the ranks' own slots; `second` is by rank already."""
     rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
@@ -128,6 +130,7 @@ def make_plans(
         is_traced,
         publishes_full=publishes_full,
         num_drafts=num_drafts,
+        num_passes=num_passes,
     )
     plans = [same] * num_ranks
     news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes}
@@ -146,6 +149,7 @@ def make_plans(
             tuple(rank_publishes.get(rank, ())),
             publishes_full=publishes_full,
             num_drafts=num_drafts,
+            num_passes=num_passes,
         )
     return tuple(plans)
 
@@ -172,6 +176,16 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
         stop_ids=generation.stop_ids,
         min_tokens=generation.min_tokens,
         is_pulled=table.is_as_pulled(slot),
+    )
+
+
+def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ...]:
+    """Return the times of a step of so many passes as if it had one."""
+    if num_passes == 1:
+        return tuple(op_times)
+    return tuple(
+        OpTime(each.op, max(1, each.count // num_passes), each.seconds / num_passes)
+        for each in op_times
     )
 
 
@@ -459,6 +473,7 @@ class _DecodeStep:
     computed: Bools
     """Whether the plan computes a slot, [slots]."""
     num_computed: int
+    num_passes: int
     num_checked: Ints
     """Drafts of each slot that it checks at most, [slots]."""
     num_requests: int
@@ -679,7 +694,7 @@ class DecodeLeader:
         """
         num_void: Ints = np.zeros(self.table.num_slots, np.int64)
         for step in self._in_flight:
-            num_void += step.computed
+            num_void += step.computed * step.num_passes
         self._in_flight.clear()
         self._second = None
         self._num_drafts, self._drafted = 0, np.zeros_like(self._drafted)
@@ -703,14 +718,15 @@ class DecodeLeader:
                 f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
             )
         step = self._in_flight.popleft()
-        self._reporter.meter.done(done.elapsed_s)
+        pass_s = done.elapsed_s / step.num_passes
+        self._reporter.meter.done(pass_s)
         self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
-        self._line.add(step.num_requests, done.elapsed_s)
+        self._line.add(step.num_requests, pass_s)
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
-        self.scheduler.done(done.step_id, done.op_times)
+        self.scheduler.done(done.step_id, of_one_pass(done.op_times, step.num_passes))
         if done.error is None:
-            self._take_tokens(step, done)
+            self._take_tokens(step, done, pass_s)
         else:
             self._fail(done.error)
             self.table.settle(step.num_checked, _NO_SLOTS, _NO_SLOTS)
@@ -719,7 +735,7 @@ class DecodeLeader:
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done)
 
-    def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
+    def _take_tokens(self, step: _DecodeStep, done: StepDone, pass_s: float) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
@@ -727,9 +743,9 @@ class DecodeLeader:
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
-        index = table.output_index[slots] - 1 + ahead
+        index = table.output_index[slots] - step.num_passes + ahead
         for later in self._in_flight:
-            index -= later.computed[slots]
+            index -= later.num_passes * later.computed[slots]
         is_stop = table.draws_stop(slots, values) & (index >= table.min_tokens[slots])
         is_end = is_stop | (index + 1 >= table.max_tokens[slots])
         # Nobody gets what is drawn for a request that is gone, or behind a request's last token.
@@ -739,9 +755,9 @@ class DecodeLeader:
             np.minimum.at(num_kept, slots[is_end], ahead[is_end] + 1)
             is_kept &= ahead < num_kept[slots]
         drawn = np.flatnonzero(step.computed)
-        table.settle(step.num_checked, drawn, num_drawn[drawn] - 1)
+        table.settle(step.num_checked, drawn, num_drawn[drawn] - step.num_passes)
         rows = np.flatnonzero(is_kept)
-        self._learn(step, slots[rows], slots[rows[is_end[rows]]], done.elapsed_s)
+        self._learn(step, slots[rows], slots[rows[is_end[rows]]], pass_s)
         if not rows.size:
             return
         slots, values, index, ahead = slots[rows], values[rows], index[rows], ahead[rows]
@@ -785,11 +801,12 @@ class DecodeLeader:
         drew, [slots]. Raises InvariantError if that is not what the step's plan asked for.
         """
         num_drawn = np.bincount(slots, minlength=self.table.num_slots)
-        most = step.computed * (1 + step.num_checked)
+        fewest = step.computed * step.num_passes
+        most = fewest + step.computed * step.num_checked
         if (
             num_values != len(slots)
             or len(num_drawn) != len(most)
-            or (num_drawn < step.computed).any()
+            or (num_drawn < fewest).any()
             or (num_drawn > most).any()
         ):
             raise InvariantError(
@@ -834,23 +851,23 @@ class DecodeLeader:
             if self._next_drafts is None:
                 self._next_drafts = self._drafts.choose(num_requests)
             num_drafts = self._next_drafts
+            num_passes = self._num_passes(num_drafts)
             # Checked are the last plan's drafts, and this plan's are made behind them.
-            grown = self.slots.grow(self._done_step_id, self._num_drafts + num_drafts)
+            num_more = num_passes - 1 + self._num_drafts + num_drafts
+            grown = self.slots.grow(self._done_step_id, num_more)
             if grown is None:
                 return
+            num_passes = min(num_passes, self.table.most_passes())
             self._next_drafts = None
-            publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
-            leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
-            table.is_in_runner[leaves] = False
-            ready = table.slots_in(SlotState.READY).tolist()
-            joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
-            table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
+            publishes = self.slots.choose_moves(step_id, num_passes, self._known_terms, self._terms)
+            leaves, joins = self._change_rows()
+            ready = [slot for slot, _ in joins]
             moving.joined(ready, step_id)
             num_checked = self._drafted * self._num_drafts
             # What has no room is not checked: of a slot further on even less.
             np.minimum(num_checked, np.maximum(table.room - 1 - table.length, 0), out=num_checked)
             num_checked[ready] = 0  # Their first step has only the token that they came with.
-            computed = table.advance(step_id, num_checked)
+            computed = table.advance(step_id, num_checked, num_passes)
             num_checked *= computed
             moving.depart(publishes)
             self._in_flight.append(
@@ -858,6 +875,7 @@ class DecodeLeader:
                     step_id,
                     computed,
                     int(np.count_nonzero(computed)),
+                    num_passes,
                     num_checked,
                     num_requests,
                     (self._num_drafts, num_drafts),
@@ -888,9 +906,26 @@ class DecodeLeader:
                         is_traced=is_traced,
                         publishes_full=self.slots.cache.is_on,
                         num_drafts=num_drafts,
+                        num_passes=num_passes,
                     )
                 )
             )
+
+    def _change_rows(self) -> tuple[list[int], list[tuple[int, Join]]]:
+        """Take those out of the Runner's table that are done there, and put those in that are ready."""
+        table = self.table
+        leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
+        table.is_in_runner[leaves] = False
+        ready = table.slots_in(SlotState.READY).tolist()
+        joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
+        table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
+        return leaves, joins
+
+    def _num_passes(self, num_drafts: int) -> int:
+        """Passes of the next plan. A step that is traced, or has drafts, has one."""
+        if num_drafts or self._num_drafts or self._tracer.is_wanted:
+            return 1
+        return passes_of(self._reporter.meter.step_ms / 1e3)
 
     def _num_requests_of_most(self) -> int:
         """Requests of the next plan on the rank that has most of them."""

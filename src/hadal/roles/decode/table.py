@@ -299,13 +299,21 @@ class DecodeTable:
             (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
         )
 
-    def advance(self, step_id: int, num_checked: Ints | int = 0) -> Bools:
-        """Count one more token for every active slot, which `num_checked` of its drafts may follow.
-        Return which slots those are.
+    def most_passes(self) -> int:
+        """Turns that the next plan may have, 1 or more: as many as its slots have blocks for, and tokens
+        left.
+        """
+        is_in = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
+        left = np.minimum(self.max_tokens - self.output_index, self.room - self.length)
+        return max(1, int((left - self.num_unsure)[is_in].min(initial=1 << 30)))
+
+    def advance(self, step_id: int, num_checked: Ints | int = 0, num_passes: int = 1) -> Bools:
+        """Count so many more tokens for every active slot, which `num_checked` of its drafts may
+        follow. Return which slots those are.
         """
         active: Bools = self.state == SlotState.ACTIVE
-        self.length += active
-        self.output_index += active
+        self.length += num_passes * active
+        self.output_index += num_passes * active
         self.num_unsure += num_checked * active
         self.last_step_id[active] = step_id
         return active

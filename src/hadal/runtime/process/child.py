@@ -60,6 +60,10 @@ class ProcessStatus:
     """How it ended last; empty if it never did."""
     host: str = ""
     """Where it was started last; empty: on the supervisor's own host."""
+    cores: tuple[int, ...] = ()
+    """Logical cores on which the threads that compute stay while nobody else wants them; empty: they
+    compute not, on any core, or on another host.
+    """
 
 
 @dataclass(frozen=True)
@@ -301,9 +305,9 @@ class Child:
             return START_TIMEOUT_S
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
 
-    def status(self, host: str = "") -> ProcessStatus:
+    def status(self, host: str = "", cores: tuple[int, ...] = ()) -> ProcessStatus:
         return ProcessStatus(
-            self.role, self.phase.value, self.pid, self.num_starts, self.last_end, host
+            self.role, self.phase.value, self.pid, self.num_starts, self.last_end, host, cores
         )
 
     def poll(self, now_s: float) -> int | None:

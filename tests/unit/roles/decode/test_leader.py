@@ -23,6 +23,7 @@ from hadal.core.messages import (
 from hadal.core.plans import DecodePlan, Draw, Grammar, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.policy.drafts import DraftChooser
+from hadal.policy.passes import PASSES_MAX
 from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, generation, of, sent
@@ -122,6 +123,51 @@ def test_an_end_by_count_is_left_out_in_time() -> None:
     assert decode_plans(effects) == []
     assert len(of(effects, Freed)) == 1
     assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
+
+
+def short(step_id: int, passes: int, first: int = 5, seconds: float = 0.0002) -> StepDone:
+    """A step of one slot whose passes are short."""
+    return StepDone(
+        step_id, (0,) * passes, tuple(range(first, first + passes)), {}, passes * seconds
+    )
+
+
+def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time() -> None:
+    unit = decode_leader()
+    plans = occupant(unit, "a", max_tokens=2 + 1 + PASSES_MAX + 3)
+    assert [plan.num_passes for plan in plans] == [1, 1], "nobody knows yet what a pass takes"
+    plans += decode_plans(unit.handle(0.1, short(0, 1)))
+    assert plans[2].num_passes == PASSES_MAX
+    effects = [*unit.handle(0.2, short(1, 1)), *unit.handle(0.3, short(2, PASSES_MAX, 20))]
+    (last,) = decode_plans(effects)
+    assert (last.num_passes, drawn(effects)[-1]) == (
+        3,
+        ("a", 2 + PASSES_MAX, 19 + PASSES_MAX, None),
+    )
+    assert drawn(unit.handle(0.4, short(3, 3, 40)))[-1][3] == "length"
+    assert unit.audit() == []
+
+
+def test_tokens_behind_a_stop_id_in_a_plan_are_dropped() -> None:
+    unit = decode_leader()
+    occupant(unit, "a", stop_ids=(7,), max_tokens=40)
+    unit.handle(0.1, short(0, 1))
+    unit.handle(0.2, short(1, 1))
+    effects = unit.handle(0.3, short(2, PASSES_MAX, 5))
+    assert [row[2:] for row in drawn(effects)] == [(5, None), (6, None), (7, "stop")]
+    unit.handle(0.4, short(3, PASSES_MAX))
+    assert unit.audit() == []
+
+
+def test_a_unit_that_forms_anew_goes_back_by_all_passes_in_flight() -> None:
+    unit = decode_leader()
+    occupant(unit, "a", max_tokens=40)
+    unit.handle(0.1, short(0, 1))
+    unit.handle(0.2, short(1, 1))
+    again, _ = decode_plans(unit.handle(0.3, RankReset((), (), ("p",), 1)))
+    (join,) = again.joins
+    assert (join.output_index, join.last_token) == (3, 5)
+    assert unit.audit() == []
 
 
 def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_flight() -> None:

@@ -28,8 +28,9 @@ def test_every_rank_gets_its_own_slots() -> None:
         is_traced=True,
         publishes_full=True,
         num_drafts=2,
+        num_passes=3,
     )
-    same: dict[str, Any] = {"publishes_full": True, "num_drafts": 2}
+    same: dict[str, Any] = {"publishes_full": True, "num_drafts": 2, "num_passes": 3}
     assert plans == (
         DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,), **same),
         # The join has its grown block already.
