@@ -7,9 +7,11 @@ python -m bench.hadal_engine MODEL_FOLDER THREADS [fp32]
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from itertools import count
 from pathlib import Path
+from queue import Queue
 
 import torch
 
@@ -18,17 +20,32 @@ from hadal.core.config import Deployment
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
-from hadal.kernels.library import isa, team_threads, tell_pinned
+from hadal.kernels.library import isa, kernel_team
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_FP32, AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
-from hadal.runtime.cores import Cores
+from hadal.runtime.pinning import LOOK_S, PinnedTeam
 
 MAX_BATCH = 64
 MAX_TOKENS = 2304
 GREEDY = Sampling(temperature=0.0)
 CHUNK_TOKENS = Deployment().chunk_tokens
+
+
+def _bind(threads: int) -> None:
+    """Place the caller's threads as a server places those that compute."""
+    made: Queue[PinnedTeam] = Queue()
+
+    def look() -> None:
+        team = PinnedTeam(lambda allowed: allowed[:threads], kernel_team)
+        made.put(team)
+        while True:
+            team.look(time.monotonic())
+            time.sleep(LOOK_S)
+
+    threading.Thread(target=look, daemon=True).start()
+    made.get().enter(time.monotonic())
 
 
 class HadalSubject:
@@ -44,14 +61,14 @@ class HadalSubject:
         held: Conversion = AS_STORED,
     ) -> None:
         torch.set_num_threads(threads)
-        self._cores = Cores(lambda allowed: allowed[:threads], team_threads, tell_pinned)
+        _bind(threads)
         self._config = read_model_config(Path(folder))
         self._max_tokens = min(MAX_TOKENS, self._config.max_position_embeddings)
         self._blocks_each = -(-self._max_tokens // BLOCK_TOKENS)
         num_blocks = 1 + MAX_BATCH * self._blocks_each  # Block 0 is scratch.
         weights = load_weights(Path(folder), held=held)
         self.runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
-        self._step_ids, self._num_plans = count(), count()
+        self._step_ids = count()
         self._sampling = sampling
         self._seed = 0
         kind = "as stored" if held.dtype is None else "FP32"
@@ -96,9 +113,6 @@ class HadalSubject:
         return token
 
     def _execute(self, plan: StepPlan) -> StepDone:
-        if next(self._num_plans) == 0:
-            self._cores.enter()
-            self._cores.look(time.monotonic())
         done = self.runner.execute(plan)
         if done.error is not None:
             raise RuntimeError(done.error)

@@ -7,13 +7,15 @@ wants, instead of hoping that the answer is long enough.
       |-- ... looks, kills      |
       |-- open() -------------->|   the next step begins
 
-The gate is a file that every process of a server maps. A test's server is forked from a process that
-has imported this module (`served`), which wraps `Compute`; a server that is started as users start it
-has no gate.
+While a unit is held or counted, its plans have one pass of the model each, so that a test knows which
+token a step ends at. The gate is a file that every process of a server maps. A test's server is forked
+from a process that has imported this module (`served`), which wraps `Compute`; a server that is
+started as users start it has no gate.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
 import time
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.core.plans import FormPlan, PrefillPlan
+from hadal.roles.decode import leader
 from hadal.runtime.compute import Compute
 
 VARIABLE = "HADAL_TEST_GATE"
@@ -66,6 +69,11 @@ class _Unit:
         self._hold = 0
         self._num_steps = 0
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether a test counts the steps of decode."""
+        return bool(_LAYOUT.unpack(self._map)[2 * DECODE + 1] >= 0)
+
     def pass_through(self, compute: Any, kind: int, formation: int) -> None:
         """Wait until a step may begin, or is void."""
         until_s = time.monotonic() + _HELD_MAX_S
@@ -81,16 +89,18 @@ class _Unit:
 
 def install(path: str) -> None:
     """Put a gate before every step that this process and those forked from it will compute."""
-    plain_run = Compute._run
-    opened: list[_Unit] = []
+    plain_run, plain_passes = Compute._run, leader.passes_of
+    opened = functools.lru_cache(maxsize=1)(lambda: _Unit(path))
 
     def run(self: Any, item: Any) -> Any:
         plan, _, formation = item
         if not isinstance(plan, FormPlan):
-            if not opened:
-                opened.append(_Unit(path))
             kind = PREFILL if isinstance(plan, PrefillPlan) else DECODE
-            opened[0].pass_through(self, kind, formation)
+            opened().pass_through(self, kind, formation)
         return plain_run(self, item)
 
+    def passes(pass_s: float) -> int:
+        return 1 if opened().is_counted else plain_passes(pass_s)
+
     Compute._run = run  # type: ignore[method-assign]
+    leader.passes_of = passes

@@ -145,21 +145,22 @@ def team(num_threads: int | None = None) -> int:
     return handle
 
 
-def team_threads(num_threads: int | None = None) -> list[int]:
-    """Return the numbers of the threads of that team, its callers left out (proc(5))."""
-    library, count = load(), torch.get_num_threads() if num_threads is None else num_threads
-    if library is None:
-        return []
-    handle = team(count)
-    return [library.hadal_team_thread(handle, index) for index in range(1, count)]
+class KernelTeam:
+    """The team of torch's thread count, as runtime/pinning has it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._handle = library, team()
+        count = range(1, torch.get_num_threads())
+        self.threads = tuple(library.hadal_team_thread(self._handle, index) for index in count)
+
+    def tell_pinned(self, is_pinned: bool) -> None:
+        self._library.hadal_team_pinned(self._handle, is_pinned)
 
 
-def tell_pinned(is_pinned: bool) -> None:
-    """Tell the teams whether each of their members has a core of its own."""
+def kernel_team() -> KernelTeam | None:
+    """Return the team that the calling thread computes with; None where there are no kernels."""
     library = load()
-    if library is not None:
-        for handle in _teams.values():
-            library.hadal_team_pinned(handle, is_pinned)
+    return None if library is None else KernelTeam(library)
 
 
 def fits(*tensors: Tensor) -> bool:

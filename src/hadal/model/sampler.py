@@ -71,7 +71,8 @@ def joined(passes: Sequence[Drawn]) -> Drawn:
             for first, each in zip(ahead, passes, strict=False)
             for index, draw in each.draws.items()
         },
-        {slot: reason for each in passes for slot, reason in each.failed.items()},
+        # What a slot failed of first: all that follows is drawn from nothing.
+        {slot: reason for each in reversed(passes) for slot, reason in each.failed.items()},
     )
 
 

@@ -11,8 +11,8 @@ Passes are not seen from outside but in time: who joins, leaves or is cancelled 
 from __future__ import annotations
 
 PLAN_S = 0.003
-"""A plan lasts so long at least, as far as PASSES_MAX allows: several times what a leader on a busy core
-takes for one (LOG, 2026-11-29, served as fast as the engine).
+"""So long a plan of several passes lasts at most: several times what a leader on a busy core takes for
+one (LOG, 2026-11-29, served as fast as the engine).
 """
 PASSES_MAX = 8
 """More bring no more speed, and what ends in a plan computes to the plan's end."""

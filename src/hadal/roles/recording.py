@@ -26,7 +26,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
 from hadal.roles.ranks.rank import RankProgress
 
-VERSION = 4
+VERSION = 5
 AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")

@@ -43,15 +43,14 @@ class Compute:
     """
 
     def __init__(
-        self, runner: Runner, wake: Callable[[], None], enter: Callable[[], None] = lambda: None
+        self, runner: Runner, wake: Callable[[], None], begin: Callable[[], None] = lambda: None
     ) -> None:
         """`wake` is called, from the computing thread, whenever a result is ready to be taken;
-        `enter` once, before the first plan.
+        `begin` once, before all else.
         """
         self.overhead_ms = 0.0
         """Smoothed time per step that the runner stood idle though work was there."""
         self._runner = runner
-        self._enter: Callable[[], None] | None = enter
         self._num_in_flight = 0
         self._num_forms = 0
         self._formation = 0
@@ -62,7 +61,7 @@ class Compute:
         self._ended_s = time.monotonic()
         """When the last plan ended."""
         self._worker: Worker[tuple[StepPlan | FormPlan, bool, int], StepDone | Formed] = Worker(
-            "compute", self._run, wake
+            "compute", self._run, wake, begin=begin
         )
         self._worker.start()
 
@@ -126,9 +125,6 @@ class Compute:
         return self._worker.stop(timeout_s)
 
     def _run(self, item: tuple[StepPlan | FormPlan, bool, int]) -> StepDone | Formed:
-        if self._enter is not None:
-            self._enter()
-            self._enter = None
         plan, follows, formation = item
         started_s = time.monotonic()
         idle_s = started_s - self._ended_s if follows else 0.0

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -42,7 +43,7 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.runtime.compute import Compute
-from hadal.runtime.cores import Cores
+from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
 from hadal.runtime.transfer.kv import Copier, KvTransfer
 from hadal.runtime.transfer.pool import KvPool
@@ -129,7 +130,7 @@ class UnitHost:
         make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None,
         make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
         kv_transfer: KvTransfer | None = None,
-        cores: Cores | None = None,
+        pinned_team: PinnedTeam | None = None,
     ) -> None:
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
         starts another.
@@ -137,8 +138,8 @@ class UnitHost:
         `news` feeds the role, before every tick and after every wake, what only the process can
         see: a rank's progress. `make_stager` is given what wakes the host; None where nobody asks
         for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_transfer` pulls
-        into the pool; None: from pools of this host alone. `cores`: of the thread that computes and
-        its team; None: any.
+        into the pool; None: from pools of this host alone. `pinned_team`
+        places the threads that compute; None: the kernel does.
         """
         self._leader = leader
         self._runner = runner
@@ -150,9 +151,9 @@ class UnitHost:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
         self._kv_transfer = kv_transfer or (None if pool is None else KvTransfer(pool))
-        self._cores = cores
-        enter = (lambda: None) if cores is None else cores.enter
-        self._compute = None if runner is None else Compute(runner, self.wake, enter)
+        self._pinned_team = pinned_team
+        begin = (lambda: None) if pinned_team is None else partial(pinned_team.enter, clock.now())
+        self._compute = None if runner is None else Compute(runner, self.wake, begin)
         self._copier = (
             None
             if self._kv_transfer is None or pool is None
@@ -201,8 +202,8 @@ class UnitHost:
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
             self._tell_refused()
-            if self._cores:
-                self._cores.look(self._clock.now())
+            if self._pinned_team:
+                self._pinned_team.look(self._clock.now())
             if self._compute:
                 self._compute.abort_void()
                 self._end_if_stuck(self._compute.busy_s())

@@ -57,7 +57,6 @@ from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.agent import Joining
-from hadal.runtime.cores import allowed_cores, cores_of
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.process.child import (
@@ -269,7 +268,6 @@ class Supervisor:
         self._kept = KeptHandler(KeptLines(kept_in, SUPERVISOR), SUPERVISOR, options.log_format)
         logging.getLogger().addHandler(self._kept)
         self._plans = {plan.name: plan for plan in launch_plan(self._deployment)}
-        self._cores = allowed_cores()
         first_life = (self._told.term - 1) * LIVES_OF_A_TERM + 1
         self._children = {
             plan.name: _child(plan, options, kept_in, first_life) for plan in self._plans.values()
@@ -390,10 +388,7 @@ class Supervisor:
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
             processes={
-                child.name: child.status(
-                    self._nodes.host_of(child.name) if self._nodes else "",
-                    () if self._nodes else cores_of(self._deployment, child.name, self._cores),
-                )
+                child.name: child.status(self._nodes.host_of(child.name) if self._nodes else "")
                 for child in self._children.values()
             },
             nodes=self._nodes.status() if self._nodes else (),

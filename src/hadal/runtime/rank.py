@@ -32,7 +32,7 @@ from hadal.core.messages import BLOCK_TOKENS, RankForm
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import FormPlan
 from hadal.core.seams import Clock, Effect, Event
-from hadal.kernels.library import load, prepare, team_threads, tell_pinned
+from hadal.kernels.library import kernel_team, load, prepare
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
@@ -41,12 +41,13 @@ from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.roles.recording import MadeRank, MadeSoleLeader
-from hadal.runtime.cores import Cores, cores_of
+from hadal.runtime.cores import cores_of
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.finite_check import watch_matrices
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.model_files import check_model, watch_model
+from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.logs import READING, Teller
 from hadal.runtime.process.process import LiveClock, Run, new_epoch
 from hadal.runtime.recorder import recorded
@@ -69,8 +70,6 @@ from hadal.tokens.table import read_token_table
 
 
 _WARM_UP = 64
-_PARALLEL = 1 << 20
-"""Values for which torch takes all of its threads."""
 _ONLY = "cuda:0"
 """The one GPU that the process sees."""
 
@@ -204,19 +203,14 @@ class RankProcess:
         kv_transfer = live_transfer(self.pool, self.run, grants)
         return open_wire(self.run, self.name, self.folder, self.life, grants), kv_transfer
 
-    @property
-    def cores(self) -> Cores:
-        """Where its team runs."""
-        return Cores(partial(cores_of, self.run.deployment, self.name), _members, tell_pinned)
+    def pinned_team(self) -> PinnedTeam | None:
+        """Make what places its computing threads; None on a GPU."""
+        if self.device != "cpu":
+            return None
+        return PinnedTeam(partial(cores_of, self.run.deployment, self.name), kernel_team)
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
         return make_store(self.run, self.role, self.pool.blocks, wake)
-
-
-def _members() -> list[int]:
-    """The threads of the kernels' team. torch's own begin first: they inherit where their caller may run."""
-    torch.ones(_PARALLEL).add_(1.0)
-    return team_threads()
 
 
 def make_host(
@@ -292,7 +286,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
         process.clock,
         step_deadline_s=STEP_DEADLINE_S,
         make_disk=process.make_disk,
-        cores=process.cores,
+        pinned_team=process.pinned_team(),
         make_view=lambda wake: make_view(run, wake),
         kv_transfer=kv_transfer,
     )
@@ -344,7 +338,7 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
             (lambda wake: Stager(store.stage, expert_transfer, wake)) if expert_transfer else None
         ),
         make_disk=process.make_disk,
-        cores=process.cores,
+        pinned_team=process.pinned_team(),
         kv_transfer=kv_transfer,
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping

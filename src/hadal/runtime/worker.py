@@ -56,11 +56,12 @@ class Worker(Generic[J, R]):
         pick: Callable[[deque[J], list[J]], J | None] = first_waiting,
         num_threads: int = 1,
         in_background: bool = False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """`do` does a job, from one of the threads, and returns what is to be handed over; then
         `wake` is called. `pick` takes the job that is begun next out of those that wait, given
         those that run; None: none of them yet. It is called under `changed`, again and again.
-        `in_background`: the threads give way to all others.
+        `in_background`: the threads give way to all others. `begin` is called first in each thread.
         """
         self.changed = threading.Condition()
         """Guards `waiting`, `running` and whatever else its user wants to be guarded."""
@@ -72,6 +73,7 @@ class Worker(Generic[J, R]):
         self._wake = wake
         self._pick = pick
         self._in_background = in_background
+        self._begin = begin
         self._results: deque[R | BaseException] = deque()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
@@ -126,6 +128,7 @@ class Worker(Generic[J, R]):
     def _run(self) -> None:
         if self._in_background:
             lower_priority()
+        self._begin()
         while (job := self._next()) is not None:
             result: R | BaseException | None
             try:

@@ -857,9 +857,10 @@ class DecodeLeader:
             grown = self.slots.grow(self._done_step_id, num_more)
             if grown is None:
                 return
-            num_passes = min(num_passes, self.table.most_passes())
             self._next_drafts = None
-            publishes = self.slots.choose_moves(step_id, num_passes, self._known_terms, self._terms)
+            publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
+            # One that moves stands still for some plans, and its blocks were counted for one token.
+            num_passes = 1 if len(moving) else min(num_passes, table.most_passes())
             leaves, joins = self._change_rows()
             ready = [slot for slot, _ in joins]
             moving.joined(ready, step_id)

@@ -215,8 +215,8 @@ STALL_STEPS_MAX = 3
 """Two plans are made before any copy can have ended; one more gives it the time of another step."""
 _NUM_MORE = 2
 """Positions that a request's first blocks at its target hold beside those written when its move is
-decided: the one of its last plan at the source, drafts and further passes aside, and the one of its
-first at the target.
+decided: the one of its last plan at the source, drafts aside, and the one of its first at the
+target.
 """
 
 
@@ -258,9 +258,7 @@ class DecodeMoving:
         self._pools = pools
         self._per_rank = per_rank
         self._key_to_slot = key_to_slot
-        self.num_passes = 1
-        """Of the last plan that computes what moves."""
-        self._num_drafts_max = num_drafts_max
+        self._num_more = _NUM_MORE + num_drafts_max
         self._trips: dict[int, _Trip] = {}
         """Source slot -> the move from there."""
 
@@ -298,7 +296,7 @@ class DecodeMoving:
     def _num_written(self, slots: Ints | int) -> Ints:
         """Positions that these slots' requests may need at once at their targets."""
         written: Ints = self._table.length[slots] + self._table.num_unsure[slots]
-        return written + _NUM_MORE + max(self._num_drafts_max, self.num_passes - 1)
+        return written + self._num_more
 
     # ---- a move's life ----
     def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
@@ -609,11 +607,11 @@ class DecodeSlots:
 
     # ---- from rank to rank ----
     def choose_moves(
-        self, step_id: int, num_passes: int, known: MoveTerms, measured: Callable[[], MoveTerms]
+        self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]
     ) -> list[int]:
         """Look whether the ranks are so uneven that moving pays. Returns the slots that plan
-        `step_id`, of so many passes, is to compute for the last time; room for them is taken
-        elsewhere. `measured` is asked only if the trigger says so.
+        `step_id` is to compute for the last time; room for them is taken elsewhere. `measured` is
+        asked only if the trigger says so.
         """
         if not self._may_move or step_id < self._look_step_id:
             return []
@@ -630,7 +628,6 @@ class DecodeSlots:
         if len(self.moving) or not is_uneven(view, known):
             return []
         now = measured()
-        self.moving.num_passes = num_passes
         running = self.moving.movable(view.ranks.tolist(), step_id, now)
         return self.moving.reserve(choose_moves(view, running, now, preempts=True), step_id)
 

@@ -1,0 +1,155 @@
+"""Gives each thread of a kernel team a core of its own, and takes it away where others want it.
+
+    team's threads    a core each ------| let go |-- a core each ------------
+    others' work      ..............|####### on these cores #######|.........
+
+A team's threads wait for each other dozens of times in a step (kernels/cpu/team.h). Two of them on one
+core take turns, and the kernel moves neither, as both sleep often: a step then takes twice as long
+beside a core that is idle. But where others work on these cores, a bound thread waits for them. So it
+is let go then, for a while that doubles each time, and goes where the kernel puts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hadal.runtime.cores import allowed_cores
+
+log = logging.getLogger("hadal.pinning")
+
+LOOK_S = 0.25
+"""How often a process looks whether its threads get their cores."""
+TAKEN = 0.3
+"""Share of the time in which a thread could run and may not, from which on its core is taken."""
+FREE_S, FREE_MAX_S = 0.25, 64.0
+"""How long threads are let go, at first, and at most where each look finds their cores taken: another
+unit's prompt takes them for a moment, other programs for long.
+"""
+_TASKS = Path("/proc/self/task")
+
+
+class Team(Protocol):
+    """A kernel team, as its caller has it (kernels/library)."""
+
+    @property
+    def threads(self) -> Sequence[int]:
+        """The numbers of its threads but the caller (proc(5))."""
+
+    def tell_pinned(self, is_pinned: bool) -> None:
+        """Tell it whether each of its threads has a core of its own."""
+
+
+class PinnedTeam:
+    """Made by a thread that is never bound, whose cores are those that the process may use."""
+
+    def __init__(
+        self, choose: Callable[[Sequence[int]], Sequence[int]], make_team: Callable[[], Team | None]
+    ) -> None:
+        """`choose` picks the cores, one for each thread, out of those that the process may use; it
+        may pick none. `make_team` returns the team of the thread that calls it; None: it has none.
+        """
+        self._choose = choose
+        self._make_team = make_team
+        self._maker = threading.get_native_id()
+        self._lock = threading.Lock()
+        self._team: Team | None = None
+        self._threads: tuple[int, ...] = ()
+        """The caller's first; none before `enter`."""
+        self._allowed: tuple[int, ...] = ()
+        self._is_pinned = False
+        self._next_s = 0.0
+        self._free_s = FREE_S
+        self._looked_s = 0.0
+        self._waited_ns: dict[int, int] = {}
+        """How long each thread had waited for a core, at the last look."""
+
+    def enter(self, now_s: float) -> None:
+        """The calling thread computes from now on."""
+        team = self._make_team()
+        if team is not None and team.threads:
+            with self._lock:
+                self._team, self._threads = team, (threading.get_native_id(), *team.threads)
+                self._look(now_s)
+
+    def look(self, now_s: float) -> None:
+        """Bind the threads or let them go, if it is time to look."""
+        if now_s >= self._next_s and self._threads:
+            with self._lock:
+                self._look(now_s)
+
+    def _look(self, now_s: float) -> None:
+        self._next_s = now_s + LOOK_S
+        allowed = allowed_cores(self._maker)
+        share = self._share_taken(now_s)
+        if not self._is_pinned or allowed != self._allowed:
+            self._allowed = allowed
+            self._pin(now_s, share is not None)
+        elif share is None or share > TAKEN:
+            self._let_go(now_s)
+        else:
+            self._free_s = FREE_S
+            self._free_started()
+
+    def _pin(self, now_s: float, is_measured: bool) -> None:
+        """Bind each thread to a core, if there is one for each and the kernel says who waits."""
+        cores = self._choose(self._allowed) if is_measured else ()
+        if len(cores) < len(self._threads):
+            self._let_go(now_s)
+            return
+        try:
+            for thread, core in zip(self._threads, cores, strict=False):
+                os.sched_setaffinity(thread, {core})
+        except OSError as error:  # Forbidden here, or other cores may be used by now.
+            log.debug("threads cannot be bound to cores %s: %s", cores, error)
+            self._let_go(now_s)
+            return
+        log.debug("computes on cores %s", cores)
+        self._tell(True)
+
+    def _let_go(self, now_s: float) -> None:
+        """Let the threads run anywhere, for longer than the last time."""
+        for thread in self._threads:
+            self._set_free(thread)
+        self._tell(False)
+        self._next_s = now_s + self._free_s
+        log.debug("computes on any core for %g s", self._free_s)
+        self._free_s = min(2 * self._free_s, FREE_MAX_S)
+
+    def _free_started(self) -> None:
+        """Let those threads run anywhere that a bound one started: they begin on its core."""
+        for name in os.listdir(_TASKS):
+            thread = int(name)
+            if thread not in self._threads:
+                with contextlib.suppress(OSError):
+                    if len(os.sched_getaffinity(thread)) == 1:
+                        self._set_free(thread)
+
+    def _set_free(self, thread: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setaffinity(thread, self._allowed)
+
+    def _tell(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        if self._team is not None:
+            self._team.tell_pinned(is_pinned)
+
+    def _share_taken(self, now_s: float) -> float | None:
+        """Return the largest share of the time since the last look in which a thread waited for a
+        core; None where the kernel does not count that.
+        """
+        elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+        most_ns = 0
+        for thread in self._threads:
+            try:
+                waited_ns = int((_TASKS / str(thread) / "schedstat").read_text().split()[1])
+            except (OSError, ValueError, IndexError):
+                return None
+            most_ns = max(most_ns, waited_ns - self._waited_ns.get(thread, waited_ns))
+            self._waited_ns[thread] = waited_ns
+        return most_ns / 1e9 / elapsed_s if elapsed_s > 0.0 else 0.0
