@@ -77,6 +77,10 @@ class Overview(msgspec.Struct, frozen=True):
     """Of the units that were asked for."""
     ranks_per_node: dict[str, int] = {}
     """By role, as the deployment has it."""
+    cores: dict[str, tuple[int, ...]] = {}
+    """Process -> logical cores that its computing threads take, one each, while nobody else wants
+    them; without those that take none.
+    """
 
 
 class RoleSeen(msgspec.Struct, frozen=True):

@@ -388,6 +388,8 @@ class Gateway:
     """
     wrong_nodes: Callable[[], Sequence[str]] = tuple
     """What is wrong with the nodes of a cluster, a sentence each."""
+    cores: Callable[[], Mapping[str, Sequence[int]]] = dict
+    """See Overview.cores."""
     bodies: Bodies = field(default_factory=Bodies)
     keys_changed: Callable[[], Awaitable[Keys | None]] | None = None
     """Asks for the keys, if they are others now; None: they stay what they are."""
@@ -765,6 +767,7 @@ async def _overview(gateway: Gateway, host: Host, units: Sequence[str]) -> bytes
             "units_wanted": health["units_wanted"],
             "ranks_wanted": {role: units_of(deployment, role).ranks for role in ROLES},
             "ranks_per_node": {role: units_of(deployment, role).ranks_per_node for role in ROLES},
+            "cores": gateway.cores(),
             "snapshot": snapshot,
             "latency": gateway.metrics.latency(others),
             "experts": {unit: msgspec.Raw(body) for unit, body in experts.items()},

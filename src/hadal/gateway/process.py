@@ -126,15 +126,10 @@ def make_gateway(
     host: Host | FarHost
     if name == GATEWAY:
         made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
-        front = recorded(
-            Front(
-                deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint
-            ),
-            FRONT,
-            made,
-            run_id,
-            deployment,
+        front = Front(
+            deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint
         )
+        front = recorded(front, FRONT, made, run_id, deployment)
         names, snapshot = front.names, front.snapshot
         if sink is not None:
             accounting = Accounting(
@@ -178,6 +173,7 @@ def make_gateway(
         bound_host=deployment.host,
         was_ready=has_served,
         wrong_nodes=lambda: _wrong_nodes(folder),
+        cores=lambda: _cores(folder),
         ledger_url=url,
         name=name,
     )
@@ -226,6 +222,13 @@ def _starts(folder: Path | None) -> dict[str, int]:
     if status is None:
         return {}
     return {name: process.num_starts for name, process in status.processes.items()}
+
+
+def _cores(folder: Path | None) -> dict[str, tuple[int, ...]]:
+    status = read_status(folder) if folder is not None else None
+    if status is None:
+        return {}
+    return {name: process.cores for name, process in status.processes.items() if process.cores}
 
 
 def open_ledger(url: str) -> LedgerWriter:

@@ -397,8 +397,7 @@ class Banner:
                 units = units_of(deployment, process.role)
                 text += f", {_plural(units.threads, 'thread')}"
                 if process.cores:
-                    noun = "core" if len(process.cores) == 1 else "cores"
-                    text += f" on {noun} {ranges(process.cores)}"
+                    text += f" on cores {ranges(process.cores)}"
                 text += f", up to {units.max_requests} requests"
                 if units.ranks > 1:
                     pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]

@@ -1,11 +1,11 @@
-"""Which cores of its host a rank's computing threads take, and which of them a process holds now.
+"""Which cores of its host a rank's computing threads take (runtime/pinning binds them).
 
     2 threads a rank, 4 cores    prefill-0    cores 0 1
                                  decode-0     cores 2 3
                                  decode-1     cores 0 1      begins anew where there are no more
 
-A rank of one thread, and one with more threads than there are cores, take none: the kernel places
-them. Linux alone tells and takes what this needs.
+The kernel of the system places the threads of a rank that takes none: it has one thread, more
+threads than there are cores, a GPU, or none of our kernels. Linux alone tells what this needs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hadal.core.config import PREFILL, ROLES, Deployment, units_of
+from hadal.kernels.build import runs_plain
 from hadal.runtime.topology import unit_and_rank
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -44,16 +45,17 @@ def _in_order(cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def cores_of(deployment: Deployment, process: str, allowed: Sequence[int]) -> tuple[int, ...]:
-    """Return the cores of a rank's computing threads, one each; empty if it takes none.
+    """Return the cores of a rank's computing threads, one each; empty for a process that takes none.
 
-    `process` is the rank's name at the supervisor. The cores are those behind the cores of the ranks
-    before it on its host, prefill's first.
+    `process` is its name at the supervisor. The cores are those behind the cores of the ranks before
+    it on its host, prefill's first.
     """
     unit, rank = unit_and_rank(process)
     role, _, number = unit.rpartition("-")
-    assert role in ROLES, f"{process} is no rank"
+    if role not in ROLES or deployment.device == "cuda" or runs_plain():
+        return ()
     units = units_of(deployment, role)
-    if not 2 <= units.threads <= len(allowed):
+    if (rank is None) != (units.ranks == 1) or not 2 <= units.threads <= len(allowed):
         return ()
     first = 0 if role == PREFILL else _num_threads(deployment, PREFILL, deployment.prefill.units)
     first += _num_threads(deployment, role, int(number))
@@ -65,14 +67,3 @@ def _num_threads(deployment: Deployment, role: str, num_units: int) -> int:
     """Threads that so many units of a role have on one host."""
     units = units_of(deployment, role)
     return num_units * min(units.ranks, units.ranks_per_node) * units.threads
-
-
-def cores_held(pid: int) -> tuple[int, ...]:
-    """Return the cores to which a process of this host has bound single threads; empty if there are
-    none, or if it is gone.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        every = os.sched_getaffinity(pid)  # Its first thread is never bound.
-        masks = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{pid}/task")]
-        return tuple(sorted({min(mask) for mask in masks if len(mask) == 1 < len(every)}))
-    return ()

@@ -57,6 +57,7 @@ from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.agent import Joining
+from hadal.runtime.cores import allowed_cores, cores_of
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.process.child import (
@@ -275,6 +276,7 @@ class Supervisor:
         if pages is not None:
             self._children[CONSOLE].start_at_s = self._started_s + _CONSOLE_S
         self._nodes = self._live_nodes(adopts=left is not None)
+        self._cores = {} if self._nodes else self._cores_here()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(self._deployment.gateway_timeout_s, _MAX_WAIT_S, self._sight_of)
         self._fleet: FleetExecutor | None = None
@@ -377,6 +379,11 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 child.wait(_STOP_S)
 
+    def _cores_here(self) -> dict[str, tuple[int, ...]]:
+        """By process, the cores of this host that its computing threads take."""
+        allowed = allowed_cores()
+        return {name: cores_of(self._deployment, name, allowed) for name in self._plans}
+
     def status(self) -> Status:
         """Who runs, under which pid, since when."""
         now_s = time.monotonic()
@@ -388,7 +395,10 @@ class Supervisor:
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
             processes={
-                child.name: child.status(self._nodes.host_of(child.name) if self._nodes else "")
+                child.name: child.status(
+                    self._nodes.host_of(child.name) if self._nodes else "",
+                    self._cores.get(child.name, ()),
+                )
                 for child in self._children.values()
             },
             nodes=self._nodes.status() if self._nodes else (),

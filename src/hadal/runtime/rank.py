@@ -203,10 +203,8 @@ class RankProcess:
         kv_transfer = live_transfer(self.pool, self.run, grants)
         return open_wire(self.run, self.name, self.folder, self.life, grants), kv_transfer
 
-    def pinned_team(self) -> PinnedTeam | None:
-        """Make what places its computing threads; None on a GPU."""
-        if self.device != "cpu":
-            return None
+    def pinned_team(self) -> PinnedTeam:
+        """Make what places its computing threads."""
         return PinnedTeam(partial(cores_of, self.run.deployment, self.name), kernel_team)
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:

@@ -1,10 +1,8 @@
-"""Which cores of its host a rank's threads take, and what a process holds."""
+"""Which cores of its host a rank's threads take."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -12,7 +10,7 @@ import pytest
 
 from hadal.core.config import Deployment
 from hadal.runtime import cores
-from hadal.runtime.cores import allowed_cores, cores_held, cores_of
+from hadal.runtime.cores import allowed_cores, cores_of
 
 
 def deployment(threads: int, ranks: int = 1) -> Deployment:
@@ -35,6 +33,8 @@ def deployment(threads: int, ranks: int = 1) -> Deployment:
         (2, 2, "decode-0.1", (0, 1)),
         (1, 2, "decode-0.0", ()),
         (5, 1, "decode-0", ()),
+        (2, 2, "decode-0", ()),
+        (2, 1, "gateway", ()),
     ],
 )
 def test_ranks_of_a_host_take_cores_one_behind_the_other(
@@ -58,27 +58,10 @@ def test_of_each_physical_core_one_comes_first(
     assert allowed_cores() == (40, 43, 42)
 
 
-_BINDS_A_THREAD = """
-import os, sys, threading
-bound = threading.Barrier(2)
-def bind():
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    bound.wait()
-    threading.Event().wait()
-threading.Thread(target=bind, daemon=True).start()
-bound.wait()
-print("bound", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_what_a_process_holds_is_seen_from_outside() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _BINDS_A_THREAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"bound\n"
-        here = os.sched_getaffinity(0)
-        assert cores_held(process.pid) == ((max(here),) if len(here) > 1 else ())
-        process.communicate(timeout=60.0)
-    assert cores_held(process.pid) == ()
+def test_ranks_on_a_gpu_and_those_without_kernels_take_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu = msgspec.structs.replace(deployment(2), device="cuda")
+    assert cores_of(on_gpu, "decode-0", (0, 1, 2, 3)) == ()
+    monkeypatch.setenv("HADAL_KERNELS", "plain")
+    assert cores_of(deployment(2), "decode-0", (0, 1, 2, 3)) == ()

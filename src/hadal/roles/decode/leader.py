@@ -864,9 +864,7 @@ class DecodeLeader:
             leaves, joins = self._change_rows()
             ready = [slot for slot, _ in joins]
             moving.joined(ready, step_id)
-            num_checked = self._drafted * self._num_drafts
-            # What has no room is not checked: of a slot further on even less.
-            np.minimum(num_checked, np.maximum(table.room - 1 - table.length, 0), out=num_checked)
+            num_checked = self._num_checked()
             num_checked[ready] = 0  # Their first step has only the token that they came with.
             computed = table.advance(step_id, num_checked, num_passes)
             num_checked *= computed
@@ -921,6 +919,14 @@ class DecodeLeader:
         joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
         table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
         return leaves, joins
+
+    def _num_checked(self) -> Ints:
+        """How many drafts of each slot the next plan may check. What has no room is not checked: of a
+        slot further on even less.
+        """
+        room = np.maximum(self.table.room - 1 - self.table.length, 0)
+        num_checked: Ints = np.minimum(self._drafted * self._num_drafts, room)
+        return num_checked
 
     def _num_passes(self, num_drafts: int) -> int:
         """Passes of the next plan. A step that is traced, or has drafts, has one."""

@@ -27,7 +27,6 @@ from hadal.core.overview import FleetSeen
 from hadal.progress import PERIOD_S, Bar
 from hadal.roles.nodes import NodePhase
 from hadal.roles.suspects import Absence, Suspects
-from hadal.runtime.cores import cores_held
 from hadal.runtime.process.forks import Output, Started
 from hadal.runtime.process.logs import (
     TEXT,
@@ -62,8 +61,8 @@ class ProcessStatus:
     host: str = ""
     """Where it was started last; empty: on the supervisor's own host."""
     cores: tuple[int, ...] = ()
-    """Logical cores that it has bound a thread to; empty: its threads run on any core, or on another
-    host.
+    """Logical cores that its computing threads take, one each, while nobody else wants them; empty:
+    none.
     """
 
 
@@ -306,8 +305,7 @@ class Child:
             return START_TIMEOUT_S
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
 
-    def status(self, host: str = "") -> ProcessStatus:
-        cores = cores_held(self.pid) if self.pid and not host else ()
+    def status(self, host: str = "", cores: tuple[int, ...] = ()) -> ProcessStatus:
         return ProcessStatus(
             self.role, self.phase.value, self.pid, self.num_starts, self.last_end, host, cores
         )
