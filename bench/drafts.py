@@ -173,11 +173,7 @@ def automatic(rank: Rank, batch: int, chooser: DraftChooser) -> tuple[float, lis
         return chosen[-1]
 
     def done(checked: int, drafts: int, step: StepDone) -> None:
-        num_B = np.bincount(np.array(step.keys), minlength=batch)
-        places = range(1, 1 + NUM_AUTO_MAX)
-        tried = [int((num_B >= place).sum()) if checked >= place else 0 for place in places]
-        right = [int((num_B > place).sum()) if checked >= place else 0 for place in places]
-        chooser.done(batch, checked, drafts, step.elapsed_s, tried, right)
+        chooser.done(batch, checked, drafts, step.elapsed_s, step.drafts)
 
     rate, texts = rank.decode(choose, done=done)
     rank.check(texts)

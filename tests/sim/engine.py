@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.config import PREFILL, Deployment
+from hadal.core.drafts import Compared, compared, summed
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Generation, KvLease
 from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
 from hadal.roles.unit.unit import has_penalty
@@ -270,21 +271,29 @@ class DecodeEngine:
         self._verify()
         # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
         made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows)}
-        for slot in list(made) * plan.num_passes:
-            made[slot] += self._advance(self._rows[slot])
+        drafts: Compared = ()
+        for _ in range(plan.num_passes):
+            checked, right = [], []
+            for slot, row in sorted(self._rows.items()):
+                tokens, num_checked = self._advance(row)
+                made[slot] += tokens
+                checked.append(num_checked)
+                right.append(len(tokens) - 1)
+                row.drafts = self._drafted(row, plan.num_drafts)
+            drafts = summed((drafts, compared(np.array(checked), np.array(right))))
         most = max(map(len, made.values()), default=0)
         keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
-        tokens = [
+        values = [
             made[slot][turn] for turn in range(most) for slot in made if turn < len(made[slot])
         ]
         draws = {
             row: Draw(-float(token), ())
-            for row, (slot, token) in enumerate(zip(keys, tokens, strict=True))
+            for row, (slot, token) in enumerate(zip(keys, values, strict=True))
             if self._rows[slot].join.sampling.num_logprobs >= 0
         }
-        for row in self._rows.values():
-            row.drafts = self._drafted(row, plan.num_drafts)
-        return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
+        self.num_tried += sum(tried for tried, _ in drafts)
+        self.num_right += sum(right for _, right in drafts)
+        return StepDone(plan.step_id, tuple(keys), tuple(values), draws, elapsed_s, drafts=drafts)
 
     def _verify(self) -> None:
         """Every request has a slot of the rank, and its blocks for itself."""
@@ -295,26 +304,26 @@ class DecodeEngine:
         assert len(set(held)) == len(held), "two requests of a rank have a block in common"
         assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
 
-    def _advance(self, row: _Row) -> list[int]:
-        """The tokens of a step: one, and one more for each draft that is what is drawn."""
+    def _advance(self, row: _Row) -> tuple[list[int], int]:
+        """The tokens of a pass: one, and one more for each draft that is what is drawn; and how many
+        drafts were checked.
+        """
         room = len(row.block_ids) * BLOCK_TOKENS
         if row.length >= room:
             # The request's end was drawn a plan ago. What a rank writes now goes to its scratch
             # block, and nobody wants the token: a client's check finds out if somebody does.
             row.length += 1
-            return [VOCAB - 1]
+            return [VOCAB - 1], 0
         checked = row.drafts[: max(0, room - 1 - row.length)]
         for ahead, token in enumerate((row.last_token, *checked)):
             at = row.length + ahead
             self._pool.write(row.block_ids, at, [cell_of(token, at)])
         made = [self._draw(row)]
         for draft in checked:
-            self.num_tried += 1
             if draft != made[-1]:
                 break
-            self.num_right += 1
             made.append(self._draw(row))
-        return made
+        return made, len(checked)
 
     def _draw(self, row: _Row) -> int:
         row.length += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.cache import DiskLocation
+from hadal.core.drafts import Compared
 
 # Bytes of a row that travels between ranks, by format: for plans, and for the codec itself
 # (reference/codec).
@@ -233,7 +234,9 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     them.
     """
     num_passes: int = 1
-    """How many tokens of each slot are made one after another; 1 where drafts are checked or made."""
+    """Passes of the model that the step has, one after another. Each checks what the one before it
+    drafted.
+    """
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -479,6 +482,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
     waited: Waited = NO_WAIT
     """Of this rank alone. A leader of many ranks reads it itself."""
+    drafts: Compared = ()
+    """Of all passes (of several ranks together: the sum)."""
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):

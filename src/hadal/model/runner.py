@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hadal.core.drafts import compared
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.plans import (
     FLIP,
@@ -287,6 +288,7 @@ class ModelRunner:
             elapsed_s,
             failed=drawn.failed,
             scores=drawn.scores,
+            drafts=drawn.drafts,
             op_times=recorder.op_times(),
             events=tuple(recorder.events),
             expert_slot_counts=self._expert_slot_counts(plan),
@@ -488,23 +490,27 @@ class ModelRunner:
         if not len(table) and self._membership is None:
             return [], _NOTHING
         passes = [self._pass(plan, recorder) for _ in range(plan.num_passes)]
-        self._draft(plan, recorder)
         slots = [slot for slots_N, _ in passes for slot in slots_N.tolist()]
         return slots, joined([drawn for _, drawn in passes])
 
     def _pass(self, plan: DecodePlan, recorder: Recorder) -> tuple[np.ndarray, Drawn]:
-        """Make a token of each slot, and those that drafts bring; return the tokens' slots, too."""
+        """Make a token of each slot, and those that drafts bring, and draft for the next pass. Return the
+        tokens' slots, too.
+        """
         fed, sampler = self._fed(), self._decode_sampler
         rows = self._table.slots_B, fed.num_B, fed.tokens_R
         sampler.begin(*rows)
         logits_RV, hidden_RD = self._decode_logits(plan, fed, recorder)
-        if not len(self._table):
-            return _NONE, _NOTHING
-        masks = self._masks(sampler, *rows, recorder)
-        recorder.begin("draw")
-        drawn = sampler.draw(logits_RV, *rows, masks)
-        slots_N = self._go_on(plan, fed, drawn, hidden_RD)
-        recorder.end("draw")
+        slots_N, drawn = _NONE, _NOTHING
+        if len(self._table):
+            masks = self._masks(sampler, *rows, recorder)
+            recorder.begin("draw")
+            drawn = sampler.draw(logits_RV, *rows, masks)
+            slots_N = self._go_on(plan, fed, drawn, hidden_RD)
+            recorder.end("draw")
+        if len(fed.of_R) > len(fed.num_B):
+            drawn = replace(drawn, drafts=compared(fed.num_B - 1, drawn.num_B - 1))
+        self._draft(plan, recorder)
         return slots_N, drawn
 
     def _masks(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hadal.core import plans
+from hadal.core.drafts import Compared, summed
 from hadal.core.plans import NO_TOKEN, Draw, Sampling, Score
 from hadal.kernels.sampling import sample
 from hadal.model.masks import SlotMasks
@@ -55,6 +56,7 @@ class Drawn:
     """slot -> why nothing could be drawn."""
     scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     """Chunk -> how likely the prompt's tokens are, where asked for."""
+    drafts: Compared = ()
 
 
 def joined(passes: Sequence[Drawn]) -> Drawn:
@@ -73,6 +75,7 @@ def joined(passes: Sequence[Drawn]) -> Drawn:
         },
         # What a slot failed of first: all that follows is drawn from nothing.
         {slot: reason for each in reversed(passes) for slot, reason in each.failed.items()},
+        drafts=summed(each.drafts for each in passes),
     )
 
 

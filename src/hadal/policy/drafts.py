@@ -12,9 +12,10 @@ and then, for a few steps: often at first, seldom once that changes nothing. Kno
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, sqrt
+
+from hadal.core.drafts import Compared
 
 HYSTERESIS = 0.02
 """How much better another number must be than the one in use."""
@@ -168,21 +169,20 @@ class DraftChooser:
         num_checked: int,
         num_drafts: int,
         seconds: float,
-        tried: Sequence[int],
-        right: Sequence[int],
+        drafts: Compared,
     ) -> None:
         """A step is done that checked so many drafts of every request and made as many anew as
-        `num_drafts` says. `tried`, `right`: by place, the drafts that were looked at and that were
-        what was drawn.
+        `num_drafts` says, in passes of so many seconds.
         """
-        for place, counted in enumerate(zip(tried, right, strict=True)):
-            self.num_tried[place] += counted[0]
-            self.num_right[place] += counted[1]
-            self._shares[place].add(*counted)
-        # Of what was tried: steps of before are still under way when a trial begins.
-        if num_checked and num_checked == self._probe[0]:
-            self._probe_drafts[0] += sum(tried)
-            self._probe_drafts[1] += sum(right)
+        for place, share in enumerate(self._shares):
+            tried, right = drafts[place] if place < len(drafts) else (0, 0)
+            self.num_tried[place] += tried
+            self.num_right[place] += right
+            share.add(tried, right)
+            # Of what is tried: steps of before are still under way when a trial begins.
+            if num_checked and num_checked == self._probe[0]:
+                self._probe_drafts[0] += tried
+                self._probe_drafts[1] += right
         if self._is_fixed or num_checked != num_drafts or not num_requests:
             return  # Neither the one nor the other: it says nothing of either.
         size = self._size(num_requests)

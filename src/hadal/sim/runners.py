@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.config import DECODE, PREFILL
+from hadal.core.drafts import Compared, compared, summed
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
@@ -322,6 +323,10 @@ class DecodeRunner:
         )
         self._note(slots, batches)
         drawn, tokens = self._draw(slots, num_checked)
+        drafts: Compared = ()
+        if num_checked is not None:
+            num_right = np.bincount(drawn, minlength=self.is_taken.size)[slots] - 1
+            drafts = compared(num_checked, num_right)
         if drawn.size > slots.size:
             self.work = self.work._replace(tokens=drawn.size)
         if num_drafts or self._has_drafts:
@@ -339,6 +344,7 @@ class DecodeRunner:
             price.seconds * part,
             op_times=_op_times(price, part),
             link_bytes=self._model.link_bytes(DECODE, num_computed, num_drafts),
+            drafts=drafts,
         )
 
     def formed(self, num_living: int) -> None:
@@ -483,6 +489,7 @@ def _joined(passes: Sequence[StepDone]) -> StepDone:
         keys=cast("tuple[int, ...]", np.concatenate([done.keys for done in passes])),
         tokens=cast("tuple[int, ...]", np.concatenate([done.tokens for done in passes])),
         elapsed_s=sum(done.elapsed_s for done in passes),
+        drafts=summed(done.drafts for done in passes),
         op_times=tuple(times.values()),
         link_bytes=link_bytes,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 
+from hadal.core.drafts import compared
 from hadal.policy.drafts import PROBE_STEPS, DraftChooser
 
 
@@ -22,7 +24,6 @@ class Machine:
         self._checked = 0
 
     def run(self, chooser: DraftChooser, num_steps: int, right: float, requests: int = 1) -> None:
-        places = range(1, 1 + chooser.num_max)
         for _ in range(num_steps):
             drafts = chooser.choose(requests)
             self.used[drafts] += 1
@@ -33,12 +34,8 @@ class Machine:
             for request in range(requests):
                 while num_right[request] < self._checked and self.random.random() < right:
                     num_right[request] += 1
-            tried = [
-                sum(num + 1 >= place and self._checked >= place for num in num_right)
-                for place in places
-            ]
-            found = [sum(num >= place for num in num_right) for place in places]
-            chooser.done(requests, self._checked, drafts, seconds, tried, found)
+            seen = compared(np.full(requests, self._checked), np.array(num_right))
+            chooser.done(requests, self._checked, drafts, seconds, seen)
             self._checked = drafts
             self.time_s += seconds
             self.num_tokens += requests + sum(num_right)
@@ -109,7 +106,7 @@ def test_a_fixed_number_is_always_made() -> None:
     assert {chooser.choose(number) for number in range(50)} == {3}
     none = DraftChooser(0)
     assert {none.choose(number) for number in range(50)} == {0}
-    none.done(1, 0, 0, 0.1, [], [])
+    none.done(1, 0, 0, 0.1, ())
 
 
 def test_sizes_are_learned_apart() -> None:
@@ -126,8 +123,8 @@ def test_sizes_are_learned_apart() -> None:
 
 def test_what_was_tried_and_right_is_counted_by_place() -> None:
     chooser = DraftChooser(2)
-    chooser.done(4, 2, 2, 0.1, [4, 3], [3, 1])
-    chooser.done(4, 2, 0, 0.1, [4, 2], [2, 2])
+    chooser.done(4, 2, 2, 0.1, ((4, 3), (3, 1)))
+    chooser.done(4, 2, 0, 0.1, ((4, 2), (2, 2)))
     assert (chooser.num_tried, chooser.num_right) == ([8, 5], [5, 3])
     assert 1.0 < chooser.tokens(1) < chooser.tokens(2) < 3.0
 
@@ -138,9 +135,9 @@ def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() 
     for _ in range(60):  # One draft is worth it, and always right; a second never is.
         under_way.append(chooser.choose(1))
         checked, made = under_way[-4], under_way[-3]
-        right = [min(checked, 1), 0]
         seconds = (1.0, 1.1, 1.9)[checked]
-        chooser.done(1, checked, made, seconds, [min(checked, 1), int(checked == 2)], right)
+        seen = compared(np.array([checked]), np.array([min(checked, 1)]))
+        chooser.done(1, checked, made, seconds, seen)
     last_trial = [1, *under_way[3:], 1]
     lengths = [
         len(run) for run in "".join(map(str, last_trial)).replace("0", "1").split("1") if run

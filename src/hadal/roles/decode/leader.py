@@ -726,7 +726,10 @@ class DecodeLeader:
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, of_one_pass(done.op_times, step.num_passes))
         if done.error is None:
-            self._take_tokens(step, done, pass_s)
+            self._drafts.done(step.num_requests, *step.num_drafts, pass_s, done.drafts)
+            self._reporter.drafts_tried = self._drafts.num_tried
+            self._reporter.drafts_accepted = self._drafts.num_right
+            self._take_tokens(step, done)
         else:
             self._fail(done.error)
             self.table.settle(step.num_checked, _NO_SLOTS, _NO_SLOTS)
@@ -735,7 +738,7 @@ class DecodeLeader:
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done)
 
-    def _take_tokens(self, step: _DecodeStep, done: StepDone, pass_s: float) -> None:
+    def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
@@ -757,7 +760,6 @@ class DecodeLeader:
         drawn = np.flatnonzero(step.computed)
         table.settle(step.num_checked, drawn, num_drawn[drawn] - step.num_passes)
         rows = np.flatnonzero(is_kept)
-        self._learn(step, slots[rows], slots[rows[is_end[rows]]], pass_s)
         if not rows.size:
             return
         slots, values, index, ahead = slots[rows], values[rows], index[rows], ahead[rows]
@@ -780,21 +782,6 @@ class DecodeLeader:
         told = index.tobytes(), values.tobytes(), finishes, draws
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
         self.slots.end(slots[ends])
-
-    def _learn(self, step: _DecodeStep, slots: Ints, ended: Ints, elapsed_s: float) -> None:
-        """How often drafts were right, and what the step took. `slots`: of the tokens that somebody
-        gets, `ended`: of those whose request they end, behind which no draft means anything.
-        """
-        num_kept = np.bincount(slots, minlength=self.table.num_slots)
-        num_gone_on = num_kept - np.bincount(ended, minlength=self.table.num_slots)
-        tried, right = [], []
-        for place in range(1, 1 + self._drafts.num_max):
-            is_checked = step.num_checked >= place
-            tried.append(int(np.count_nonzero(is_checked & (num_gone_on >= place))))
-            right.append(int(np.count_nonzero(is_checked & (num_kept > place))))
-        self._drafts.done(step.num_requests, *step.num_drafts, elapsed_s, tried, right)
-        self._reporter.drafts_tried = self._drafts.num_tried
-        self._reporter.drafts_accepted = self._drafts.num_right
 
     def _ordered(self, slots: Ints, num_values: int, step: _DecodeStep) -> tuple[Ints, Ints]:
         """How many tokens of its slot stand before each of a step's tokens, and how many every slot
@@ -852,20 +839,19 @@ class DecodeLeader:
                 self._next_drafts = self._drafts.choose(num_requests)
             num_drafts = self._next_drafts
             num_passes = self._num_passes(num_drafts)
-            # Checked are the last plan's drafts, and this plan's are made behind them.
-            num_more = num_passes - 1 + self._num_drafts + num_drafts
+            # Checked are the drafts of the pass before, and the last pass makes more behind them.
+            num_more = num_passes - 1 + num_passes * self._num_drafts + num_drafts
             grown = self.slots.grow(self._done_step_id, num_more)
             if grown is None:
                 return
             self._next_drafts = None
             publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
             # One that moves stands still for some plans, and its blocks were counted for one token.
-            num_passes = 1 if len(moving) else min(num_passes, table.most_passes())
+            num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
             leaves, joins = self._change_rows()
             ready = [slot for slot, _ in joins]
             moving.joined(ready, step_id)
-            num_checked = self._num_checked()
-            num_checked[ready] = 0  # Their first step has only the token that they came with.
+            num_checked = self._num_checked(ready, num_passes)
             computed = table.advance(step_id, num_checked, num_passes)
             num_checked *= computed
             moving.depart(publishes)
@@ -920,17 +906,20 @@ class DecodeLeader:
         table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
         return leaves, joins
 
-    def _num_checked(self) -> Ints:
-        """How many drafts of each slot the next plan may check. What has no room is not checked: of a
-        slot further on even less.
+    def _num_checked(self, ready: Sequence[int], num_passes: int) -> Ints:
+        """How many drafts of each slot the next plan may check, these slots' requests joining it with
+        the token that they came with. What has no room is not checked: of a slot further on even
+        less.
         """
         room = np.maximum(self.table.room - 1 - self.table.length, 0)
-        num_checked: Ints = np.minimum(self._drafted * self._num_drafts, room)
+        num_with_drafts = self._drafted + num_passes - 1
+        num_with_drafts[ready] = num_passes - 1
+        num_checked: Ints = num_with_drafts * np.minimum(self._num_drafts, room)
         return num_checked
 
     def _num_passes(self, num_drafts: int) -> int:
-        """Passes of the next plan. A step that is traced, or has drafts, has one."""
-        if num_drafts or self._num_drafts or self._tracer.is_wanted:
+        """Passes of the next plan; one if it is traced, or drafts another number than it checks."""
+        if num_drafts != self._num_drafts or self._tracer.is_wanted:
             return 1
         return passes_of(self._reporter.meter.step_ms / 1e3)
 

@@ -299,13 +299,14 @@ class DecodeTable:
             (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
         )
 
-    def most_passes(self) -> int:
-        """Turns that the next plan may have, 1 or more: as many as its slots have blocks for, and tokens
-        left.
+    def most_passes(self, num_drafts: int) -> int:
+        """Return how many passes the next plan may have, 1 or more: its slots have blocks for them, and
+        tokens left, if all of so many drafts are right in each.
         """
         is_in = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
         left = np.minimum(self.max_tokens - self.output_index, self.room - self.length)
-        return max(1, int((left - self.num_unsure)[is_in].min(initial=1 << 30)))
+        fewest = int((left - self.num_unsure)[is_in].min(initial=1 << 30))
+        return max(1, fewest // (1 + num_drafts))
 
     def advance(self, step_id: int, num_checked: Ints | int = 0, num_passes: int = 1) -> Bools:
         """Count so many more tokens for every active slot, which `num_checked` of its drafts may

@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL, Deployment, units_of
+from hadal.core.drafts import summed
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     FRONT,
@@ -132,6 +133,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         tuple(events),
         scores=scores,
         link_bytes=link_bytes,
+        drafts=summed(part.drafts for part in parts.values()),
     )
 
 

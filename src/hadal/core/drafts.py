@@ -1,0 +1,37 @@
+"""What became of a step's drafts, by their place behind the token that was there.
+
+a slot's drafts    d1 d2 d3        compared are those behind right ones
+drawn              d1 d2 x         d1 and d2 right, d3 wrong
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+Compared = tuple[tuple[int, int], ...]
+"""By place: drafts that were compared with what was drawn, and those that were that."""
+_NONE = (0, 0)
+
+
+def compared(num_checked_N: NDArray[np.int64], num_right_N: NDArray[np.int64]) -> Compared:
+    """Count the drafts of N slots, of which so many were checked, and so many were right."""
+    return tuple(
+        (
+            int(np.count_nonzero((num_checked_N > place) & (num_right_N >= place))),
+            int(np.count_nonzero(num_right_N > place)),
+        )
+        for place in range(int(num_checked_N.max(initial=0)))
+    )
+
+
+def summed(parts: Iterable[Compared]) -> Compared:
+    """Return the drafts of several passes or ranks together."""
+    total: Compared = ()
+    for part in parts:
+        both = zip_longest(total, part, fillvalue=_NONE)
+        total = tuple((tried + also, right + too) for (tried, right), (also, too) in both)
+    return total
