@@ -15,7 +15,9 @@ import yaml
 from typer.main import get_command
 
 from hadal.cli import EXIT_CONFIG, app
-from hadal.core.config import ROLES, Deployment, units_of
+from hadal.core.config import Deployment
+from hadal.runtime.pool_sizes import Room
+from hadal.runtime.resolve import plan
 from tests.needs import leave_out
 from tests.unit.test_manifests import IMAGE_USER
 from tests.waiting import DEADLINE_S
@@ -173,13 +175,9 @@ def test_compose_starts_a_server_that_can_run() -> None:
         assert any(Path(folder).is_relative_to(mount) for mount in writable), folder
     seconds = int(HADAL["stop_grace_period"].removesuffix("s"))
     assert seconds >= deployment.drain_timeout_s + END_S
-    pools = sum(
-        units_of(deployment, role).units
-        * units_of(deployment, role).ranks
-        * units_of(deployment, role).kv_memory_mb
-        for role in ROLES
-    )
-    assert int(HADAL["shm_size"].removesuffix("gb")) * 1024 >= 2 * pools
+    shm_bytes = int(HADAL["shm_size"].removesuffix("gb")) << 30
+    pools = [plan(deployment, Room(1 << 40, most)).memory.kv_bytes for most in (shm_bytes, 1 << 40)]
+    assert pools[0] == pools[1], "/dev/shm keeps no pool small"
     assert HADAL["cap_drop"] == ["ALL"]
     assert HADAL["read_only"]
 

@@ -19,7 +19,7 @@ from hadal.commands.served import ServedText, read_served_text, why_not_served
 
 if TYPE_CHECKING:
     from hadal.core.model_config import ModelConfig
-    from hadal.runtime.memory import StoredWeights
+    from hadal.runtime.memory import MemoryPlan, StoredWeights
 
 EXIT_NOT_SERVED, EXIT_CONFIG = 1, 2
 EPILOG = examples(
@@ -39,10 +39,8 @@ class Fit:
     """How one of the deployments that ship would go with the model."""
 
     deployment: str
-    needed_bytes: int
-    """Of all its ranks; 0 where it goes with the model nowhere."""
-    kv_tokens: int
-    """Tokens of each rank's pool if the pools took all memory that weights leave; 0: on GPUs."""
+    memory: MemoryPlan | None
+    """Weights and pools of all its ranks; None where it goes with the model nowhere."""
     reason: str
     """Why this machine cannot run it; empty: it can."""
 
@@ -139,25 +137,23 @@ def _fits(
     """
     from hadal.core.config import read_deployment
     from hadal.core.errors import ConfigError
-    from hadal.runtime.memory import tokens_with_room, why_not_fit
+    from hadal.runtime.memory import why_not_fit
+    from hadal.runtime.pool_sizes import Room
     from hadal.runtime.resolve import plan, shipped_deployments, why_not_run
 
+    room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
     for file in shipped_deployments():
         try:
-            resolved = plan(
-                read_deployment(file, model=str(folder), accept_config=accepted or None)
-            )
+            asked = read_deployment(file, model=str(folder), accept_config=accepted or None)
+            resolved = plan(asked, room)
         except ConfigError as error:
-            yield Fit(file.stem, 0, 0, str(error))
+            yield Fit(file.stem, None, str(error))
             continue
-        memory, kv_tokens = resolved.memory, 0
         is_on_cpu = resolved.deployment.device == "cpu"
         reasons = why_not_run(resolved) if is_here or not is_on_cpu else []
         if is_on_cpu and memory_bytes is not None:
-            kv_tokens = tokens_with_room(memory, memory_bytes)
-            if too_big := why_not_fit(memory, memory_bytes):
-                reasons = [too_big]
-        yield Fit(file.stem, memory.total_bytes, kv_tokens, reasons[0] if reasons else "")
+            reasons = [why_not_fit(resolved.memory, memory_bytes), *reasons]
+        yield Fit(file.stem, resolved.memory, next(filter(None, reasons), ""))
 
 
 def _sections(
@@ -172,7 +168,7 @@ def _sections(
 
     yield folder.name, list(_model_rows(folder, config, stored))
     there = "unknown" if memory_bytes is None else gb(memory_bytes)
-    rows = [(fit.deployment, fit.reason or _room_text(fit, config)) for fit in fits]
+    rows = [(fit.deployment, fit.reason or _fit_text(fit)) for fit in fits]
     if stored is not None and memory_bytes is not None:
         rows.insert(0, ("as stored", _stored_text(stored, config, memory_bytes)))
     yield f"in {there} of memory", rows
@@ -250,15 +246,11 @@ def _kv_tokens_beside(stored: StoredWeights, config: ModelConfig, memory_bytes: 
     return max(0, (memory_bytes - stored.num_bytes) // kv_bytes_per_token(config, Precision()))
 
 
-def _room_text(fit: Fit, config: ModelConfig) -> str:
-    from hadal.runtime.memory import gb
+def _fit_text(fit: Fit) -> str:
+    from hadal.runtime.memory import gb, pools_text
 
-    if not fit.kv_tokens:
-        return f"serves it with {gb(fit.needed_bytes)}"
-    context = config.max_position_embeddings
-    contexts = fit.kv_tokens / context
-    whole = f"{contexts:.1f} whole contexts" if contexts >= 1 else f"of a context of {context}"
-    return f"serves it with {gb(fit.needed_bytes)}; room for {fit.kv_tokens} tokens a rank, {whole}"
+    assert fit.memory is not None
+    return f"serves it with {gb(fit.memory.total_bytes)}; KV of {pools_text(fit.memory)}"
 
 
 def _count(number: int) -> str:
@@ -295,8 +287,12 @@ def _as_json(
         "deployments": [
             {
                 "deployment": fit.deployment,
-                "needed_bytes": fit.needed_bytes,
-                "kv_tokens": fit.kv_tokens,
+                "needed_bytes": fit.memory.total_bytes if fit.memory is not None else 0,
+                "kv_tokens": (
+                    {"prefill": fit.memory.prefill.kv_tokens, "decode": fit.memory.decode.kv_tokens}
+                    if fit.memory is not None
+                    else {}
+                ),
                 "reason": fit.reason,
             }
             for fit in fits

@@ -52,10 +52,12 @@ def why_not_served(folder: Path, accepted: Collection[str], memory_bytes: int | 
     from hadal.core.config import Deployment
     from hadal.core.errors import ConfigError
     from hadal.runtime.memory import why_not_fit
+    from hadal.runtime.pool_sizes import Room
     from hadal.runtime.resolve import check_complete, plan, why_not_run
 
     try:
-        resolved = plan(Deployment(model=str(folder), accept_config=tuple(accepted)))
+        room = None if memory_bytes is None else Room(memory_bytes, memory_bytes)
+        resolved = plan(Deployment(model=str(folder), accept_config=tuple(accepted)), room)
         check_complete(resolved)
         read_served_text(folder, accepted)
     except ConfigError as error:

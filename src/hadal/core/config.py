@@ -127,7 +127,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
     kv_blocks: Annotated[int, Meta(ge=0, le=1 << 48)] = 0
     """KV blocks of a rank, 64 tokens each. 0: from `kv_memory_mb`."""
-    kv_memory_mb: Annotated[int, Meta(ge=0, le=1 << 32)] = 256
+    kv_memory_mb: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=1 << 32)] = AUTO
+    """KV pool of a rank, MiB; never less than one whole context. "auto": on CPUs of this host, pools
+    share a quarter of the memory that weights leave (runtime/pool_sizes); else 256.
+    """
     max_requests: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """Requests a rank works on at once (decode: slots)."""
     max_waiting: Count = 256

@@ -29,12 +29,11 @@ from hadal.core.config import (
     units_of,
 )
 from hadal.core.handshake import is_near
-from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.roles.leaders import first_placement
 from hadal.runtime.ledger.store import shown
-from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mode_of
+from hadal.runtime.memory import RankMemory, cache_rows, gb, max_step_tokens, mode_of, pools_text
 from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
@@ -162,8 +161,7 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
             f"{gb(memory.fixed_bytes)} all else"
         ),
     )
-    tokens = (memory.kv_blocks - 1) * BLOCK_TOKENS
-    yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {tokens} tokens"
+    yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {memory.kv_tokens} tokens"
     if memory.comm_bytes:
         yield (
             "buffers",
@@ -339,13 +337,7 @@ class Banner:
                     f" by {_plural(sum(memory.num_ranks), 'rank')}"
                 ),
             ),
-            (
-                "",
-                (
-                    f"prefill {_blocks(memory.prefill.kv_blocks)}, decode"
-                    f" {_blocks(memory.decode.kv_blocks)} a rank"
-                ),
-            ),
+            ("", pools_text(memory)),
             *self._cache_rows(),
             ("ledger", self._ledger()),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
@@ -429,10 +421,6 @@ def log_status(status: Status) -> None:
         log.info("ready in %.1f s", status.elapsed_s, extra=known)
     else:
         log.info("Hadal %s starts", __version__, extra=known)
-
-
-def _blocks(num_blocks: int) -> str:
-    return f"{num_blocks} blocks ({(num_blocks - 1) * BLOCK_TOKENS} tokens)"
 
 
 def _plural(number: int, noun: str) -> str:

@@ -36,9 +36,8 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.roles.leaders import moves_experts
+from hadal.runtime.pool_sizes import NUM_SCRATCH_BLOCKS, Room, check_blocks, pool_blocks
 
-NUM_SCRATCH_BLOCKS = 1
-"""SCRATCH_BLOCK takes the writes of padding."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
 
@@ -98,6 +97,11 @@ class RankMemory:
     """
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return (self.kv_blocks - NUM_SCRATCH_BLOCKS) * BLOCK_TOKENS
+
+    @property
     def weight_bytes(self) -> int:
         return self.fixed_bytes + self.expert_bytes
 
@@ -150,10 +154,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    deployment: Deployment, config: ModelConfig, stored: str = "", *, is_plain: bool = False
+    deployment: Deployment,
+    config: ModelConfig,
+    stored: str = "",
+    *,
+    is_plain: bool = False,
+    room: Room | None = None,
 ) -> MemoryPlan:
     """Choose the blocks of each pool. `deployment.device` is not "auto" any more; `stored`: see
-    `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32.
+    `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32. `room`: see
+    `pool_blocks`.
 
     Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by
     ranks, or if a rank does not fit in `device_memory_gb`.
@@ -166,51 +176,65 @@ def plan_memory(
         else Precision()
     )
     num_layers = num_cache_layers(deployment, config)
-    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(config, precision, num_layers)
-    context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
-    ranks, warnings = [], []
-    for kind in ROLES:
-        units: UnitsConfig = getattr(deployment, kind)
-        warnings += _check_blocks(kind, units, config, context_blocks)
-        rank = _rank_memory(
-            kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks)
-        )
-        _check_device_memory(kind, rank, deployment)
-        asked_bytes = rank.spare_bytes
-        rank = _with_what_fits_of_spare_room(rank, deployment)
-        if rank.spare_bytes < asked_bytes:
-            warnings.append(
-                f"{kind}: a rank has room for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
-                " experts that it takes over when a node of its unit is"
-                " lost. Where that is too little, the unit starts anew then. Less KV"
-                f" ({kind}.kv_memory_mb) or more ranks would make room."
-            )
-        ranks.append(rank)
-        if deployment.device == "cuda" and config.weight_block_size is not None:
-            now = ranks_in_fp32(deployment, config, rank.kv_blocks)[len(ranks) - 1]
-            warnings.append(
-                f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold"
-                f" everything in FP32, {gb(now.total_bytes)} a rank instead of"
-                f" {gb(rank.total_bytes)}."
-            )
+    context_tokens = config.max_position_embeddings
     total, active = count_parameters(config)
-    return MemoryPlan(
+    without_kv = MemoryPlan(
         num_parameters=total,
         num_parameters_active=active,
-        block_bytes=block_bytes,
-        prefill=ranks[0],
-        decode=ranks[1],
+        block_bytes=BLOCK_TOKENS * kv_bytes_per_token(config, precision, num_layers),
+        prefill=_rank_memory(PREFILL, deployment, config, precision, 0),
+        decode=_rank_memory(DECODE, deployment, config, precision, 0),
         num_ranks=(
             deployment.num_units_max(PREFILL) * deployment.prefill.ranks,
             deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
-        warnings=tuple(warnings),
+        warnings=(),
         mapped_bytes=(
             _model_bytes(config, precision, has_drafts=num_drafts_max(deployment, config) > 0)
             if is_mapped
             else None
         ),
     )
+    role_to_blocks = pool_blocks(
+        deployment, without_kv.block_bytes, context_tokens, without_kv.total_bytes, room
+    )
+    ranks, warnings = [], []
+    for kind in ROLES:
+        warnings += check_blocks(kind, deployment, context_tokens)
+        rank = _rank_memory(kind, deployment, config, precision, role_to_blocks[kind])
+        rank, more = _checked(kind, rank, deployment, config)
+        ranks.append(rank)
+        warnings += more
+    return dataclasses.replace(
+        without_kv, prefill=ranks[0], decode=ranks[1], warnings=tuple(warnings)
+    )
+
+
+def _checked(
+    kind: str, rank: RankMemory, deployment: Deployment, config: ModelConfig
+) -> tuple[RankMemory, list[str]]:
+    """Return the rank with what its device has room for, and warnings. Raises ConfigError if the
+    device has too little for what it serves with.
+    """
+    warnings = []
+    _check_device_memory(kind, rank, deployment)
+    asked_bytes = rank.spare_bytes
+    rank = _with_what_fits_of_spare_room(rank, deployment)
+    if rank.spare_bytes < asked_bytes:
+        warnings.append(
+            f"{kind}: a rank has room for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
+            " experts that it takes over when a node of its unit is"
+            " lost. Where that is too little, the unit starts anew then. Less KV"
+            f" ({kind}.kv_memory_mb) or more ranks would make room."
+        )
+    if deployment.device == "cuda" and config.weight_block_size is not None:
+        now = ranks_in_fp32(deployment, config, rank.kv_blocks)[ROLES.index(kind)]
+        warnings.append(
+            f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold"
+            f" everything in FP32, {gb(now.total_bytes)} a rank instead of"
+            f" {gb(rank.total_bytes)}."
+        )
+    return rank, warnings
 
 
 def _model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) -> int:
@@ -326,15 +350,6 @@ def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
     )
 
 
-def tokens_with_room(plan: MemoryPlan, memory_bytes: int) -> int:
-    """Tokens that each rank's pool could hold if the plan's weights and buffers lay in so much
-    memory and its pools shared the rest equally; 0 where the rest is none.
-    """
-    rest_bytes = memory_bytes - (plan.total_bytes - plan.kv_bytes)
-    num_blocks = rest_bytes // (sum(plan.num_ranks) * plan.block_bytes)
-    return max(0, num_blocks - NUM_SCRATCH_BLOCKS) * BLOCK_TOKENS
-
-
 def num_moe_layers(config: ModelConfig) -> int:
     return sum(config.is_moe(index) for index in range(config.num_hidden_layers))
 
@@ -440,30 +455,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             f"{path}: damaged or cut off, not a whole safetensors file ({error})."
         ) from error
     return header
-
-
-def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
-    """Blocks of a pool: as many as fit in `kv_memory_mb`, but never fewer than one whole context
-    unless the file says so.
-    """
-    return units.kv_blocks or max(units.kv_memory_mb * 1024 * 1024 // block_bytes, context_blocks)
-
-
-def _check_blocks(
-    kind: str, units: UnitsConfig, config: ModelConfig, context_blocks: int
-) -> list[str]:
-    asked = units.kv_blocks
-    if 0 < asked < NUM_SCRATCH_BLOCKS + 1:
-        raise ConfigError(
-            f"{kind}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed."
-        )
-    if not 0 < asked < context_blocks:
-        return []
-    return [
-        f"{kind}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole"
-        f" context of {config.max_position_embeddings}; longer requests will fail. {context_blocks}"
-        " blocks would hold one."
-    ]
 
 
 def _rank_memory(
@@ -633,20 +624,28 @@ def make_cache_folder(folder: str) -> None:
         ) from error
 
 
+def pools_text(memory: MemoryPlan) -> str:
+    """Blocks and tokens of a rank's pool, by role."""
+    sizes = (
+        f"{role} {rank.kv_blocks} blocks ({rank.kv_tokens} tokens)"
+        for role, rank in zip(ROLES, (memory.prefill, memory.decode), strict=True)
+    )
+    return f"{', '.join(sizes)} a rank"
+
+
 def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[tuple[str, str]]:
     """(where, what is kept there)."""
     cache = deployment.cache
     if not cache.is_on:
         return [("off", "every prompt is computed from its first token")]
-    num_blocks = memory.prefill.kv_blocks - 1
     rows = [("memory", "nothing: blocks are freed with their request")]
     if cache.memory != OFF:
         rows = [
             (
                 "memory",
                 (
-                    f"{num_blocks} blocks of a prefill rank, {num_blocks * BLOCK_TOKENS} tokens,"
-                    " until their room is needed"
+                    f"{memory.prefill.kv_blocks - NUM_SCRATCH_BLOCKS} blocks of a prefill rank,"
+                    f" {memory.prefill.kv_tokens} tokens, until their room is needed"
                 ),
             )
         ]

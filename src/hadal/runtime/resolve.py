@@ -58,9 +58,10 @@ from hadal.runtime.memory import (
     why_not_fit,
     with_blocks,
 )
+from hadal.runtime.pool_sizes import Room
 from hadal.runtime.topology import launch_plan, why_not_anywhere, why_not_here
 from hadal.runtime.transfer.nixl import require_nixl
-from hadal.runtime.transfer.pool import POOL_DTYPE, SHM_FOLDER, no_room
+from hadal.runtime.transfer.pool import POOL_DTYPE, free_shm_bytes, no_room
 from hadal.runtime.weight_check import check_weights
 from hadal.stats.prices import micro_usd, price_list
 
@@ -205,8 +206,9 @@ class Resolved:
     """Of config.json and the weights; empty where only config.json was read."""
 
 
-def plan(deployment: Deployment) -> Resolved:
+def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
     """Fill in what is left to be derived, from config.json and this machine; needs no weights.
+    `room`: of another machine; None: of this one.
 
     Raises ConfigError or CheckpointError, one line that says what to change, if the deployment
     cannot work anywhere.
@@ -253,7 +255,9 @@ def plan(deployment: Deployment) -> Resolved:
         is_plain = runs_plain()
     except BuildError as error:
         raise ConfigError(str(error)) from None
-    memory = plan_memory(deployment, config, precision, is_plain=is_plain)
+    memory = plan_memory(
+        deployment, config, precision, is_plain=is_plain, room=room or _room_here()
+    )
     memory = dataclasses.replace(
         memory,
         warnings=(
@@ -362,8 +366,7 @@ def why_not_run(resolved: Resolved) -> list[str]:
         reasons += _gpus_too_small(
             deployment, found, {PREFILL: prefill.total_bytes, DECODE: decode.total_bytes}
         )
-    shm = os.statvfs(SHM_FOLDER)
-    if kv_bytes > shm.f_bavail * shm.f_frsize:
+    if kv_bytes > free_shm_bytes():
         reasons.append(no_room(kv_bytes))
     return reasons
 
@@ -519,6 +522,11 @@ def num_cores() -> int:
 def available_bytes() -> int | None:
     """Memory that can be had without swapping; None where that is not known."""
     return _at_most_the_limit(_meminfo("MemAvailable"))
+
+
+def _room_here() -> Room | None:
+    free_bytes = available_bytes()
+    return None if free_bytes is None else Room(free_bytes, free_shm_bytes())
 
 
 def memory_bytes() -> int | None:

@@ -22,14 +22,11 @@ from hadal.model.cache import block_bytes
 from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
 from hadal.runtime.memory import (
-    Precision,
     RankMemory,
     count_parameters,
-    kv_bytes_per_token,
     num_moe_layers,
     plan_memory,
     stored_weights,
-    tokens_with_room,
     with_blocks,
 )
 from hadal.runtime.resolve import model_folder
@@ -319,16 +316,3 @@ def test_stored_weights_are_the_sum_of_all_headers(tmp_path: Path) -> None:
     shipped = stored_weights(model_folder(""))
     assert shipped is not None
     assert total * 0.9 < shipped.num_bytes < total, "headers are the rest"
-
-
-def test_what_weights_leave_is_shared_by_the_pools(v3: ModelConfig) -> None:
-    deployment = Deployment(
-        device="cpu", prefill=UnitsConfig(kv_blocks=9), decode=UnitsConfig(units=2, kv_blocks=5)
-    )
-    plan = plan_memory(deployment, v3)
-    assert plan.block_bytes == BLOCK_TOKENS * kv_bytes_per_token(v3, Precision())
-    beside = plan.total_bytes - plan.kv_bytes
-    assert tokens_with_room(plan, beside + 3 * 11 * plan.block_bytes) == 10 * BLOCK_TOKENS
-    assert tokens_with_room(plan, beside + 3 * 11 * plan.block_bytes - 1) == 9 * BLOCK_TOKENS
-    assert tokens_with_room(plan, beside) == 0
-    assert tokens_with_room(plan, 0) == 0

@@ -306,14 +306,18 @@ def remove_stale_shared_memory() -> list[str]:
     return removed
 
 
+def free_shm_bytes() -> int:
+    """Return the free bytes of /dev/shm."""
+    found = os.statvfs(SHM_FOLDER)
+    return found.f_bavail * found.f_frsize
+
+
 def no_room(size: int) -> str:
     """What to tell someone whose /dev/shm cannot hold `size` more bytes."""
-    found = os.statvfs(SHM_FOLDER)
-    free_mb = found.f_bavail * found.f_frsize >> 20
     return (
-        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container"
-        " more (--shm-size), or lower kv_memory_mb (below a whole context: kv_blocks) under [prefill]"
-        " and [decode] in the deployment file."
+        f"/dev/shm has {free_shm_bytes() >> 20} MiB free; the KV needs {size >> 20} MiB more. Give"
+        " the container more (--shm-size), or lower kv_memory_mb (below a whole context: kv_blocks)"
+        " under [prefill] and [decode] in the deployment file."
     )
 
 

@@ -1,0 +1,119 @@
+"""The size of each KV pool: as the deployment names it, else a share of the memory that weights leave.
+
+Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment, so that units,
+their restarts and their successors have the same number, whatever memory is free by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hadal.core.balance import AUTO
+from hadal.core.config import ROLES, Deployment, units_of
+from hadal.core.errors import ConfigError
+from hadal.core.messages import BLOCK_TOKENS
+
+NUM_SCRATCH_BLOCKS = 1
+"""SCRATCH_BLOCK takes the writes of padding."""
+FIXED_MB = 256
+"""Pool of a rank whose host's memory is not known here. Ranks on other hosts need one size, and a
+supervisor that takes them over must come to the same; a GPU's pool lies in its own memory as well.
+"""
+MEMORY_PARTS = 4
+"""Pools take one of so many parts of the memory that weights and buffers leave. Processes, the page
+cache and other programs have the rest.
+"""
+SHM_PARTS = 2
+"""Pools take one of so many parts of /dev/shm: a rank that starts again reserves its pool while
+readers may still map the old one.
+"""
+MOST_BYTES = 16 << 30
+"""Largest pool by default. A rank reserves its pool at its start, at 4 GB/s here, so this adds 4 s."""
+_KEPT_BITS = 5
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a host before anything of a deployment is loaded."""
+
+    free_bytes: int
+    """Bytes for weights, buffers and pools together."""
+    shm_bytes: int
+    """Free bytes of /dev/shm, where pools are files."""
+
+
+def pool_blocks(
+    deployment: Deployment,
+    block_bytes: int,
+    context_tokens: int,
+    beside_bytes: int,
+    room: Room | None,
+) -> dict[str, int]:
+    """Return role -> KV blocks of a rank, the scratch block included.
+
+    `beside_bytes`: weights and buffers of all ranks. `room`: of their host; None: not known. A pool
+    holds one whole context or more, unless `kv_blocks` says otherwise. By default it holds a whole
+    context for each of a rank's `max_requests` at most: running requests fill no more of a decode
+    pool, and a prefill pool then caches as many conversations as its rank works on.
+    """
+    context_blocks = -(-context_tokens // BLOCK_TOKENS)
+    least = NUM_SCRATCH_BLOCKS + context_blocks
+    is_shared = (
+        room is not None and deployment.device == "cpu" and not deployment.cluster.spans_hosts
+    )
+    found: dict[str, int] = {}
+    role_to_most: dict[str, int] = {}
+    role_to_block_bytes = {}
+    for role in ROLES:
+        units = units_of(deployment, role)
+        role_to_block_bytes[role] = block_bytes * deployment.num_units_max(role) * units.ranks
+        if units.kv_blocks:
+            found[role] = units.kv_blocks
+        elif units.kv_memory_mb == AUTO and is_shared:
+            contexts = NUM_SCRATCH_BLOCKS + units.max_requests * context_blocks
+            role_to_most[role] = min(contexts, MOST_BYTES // block_bytes)
+        else:
+            pool_mb = FIXED_MB if isinstance(units.kv_memory_mb, str) else units.kv_memory_mb
+            found[role] = max(pool_mb * 2**20 // block_bytes, least)
+    if room is None or not role_to_most:
+        return found
+    named_bytes = sum(blocks * role_to_block_bytes[role] for role, blocks in found.items())
+    left_bytes = _rounded(
+        min(
+            (room.free_bytes - beside_bytes - named_bytes) // MEMORY_PARTS,
+            (room.shm_bytes - named_bytes) // SHM_PARTS,
+        )
+    )
+    # The role that can use least comes first, so that the other one has what it leaves.
+    roles = sorted(role_to_most, key=lambda role: role_to_most[role] * role_to_block_bytes[role])
+    for num_others, role in zip(reversed(range(len(roles))), roles, strict=True):
+        share = left_bytes // (1 + num_others) // role_to_block_bytes[role]
+        found[role] = max(min(share, role_to_most[role]), least)
+        left_bytes -= found[role] * role_to_block_bytes[role]
+    return found
+
+
+def _rounded(num_bytes: int) -> int:
+    """Round down by a sixteenth at most. Free memory is never the same twice, and a plan, a dry run and
+    a start should say the same.
+    """
+    shift = max(0, num_bytes.bit_length() - _KEPT_BITS)
+    return max(0, num_bytes) >> shift << shift
+
+
+def check_blocks(role: str, deployment: Deployment, context_tokens: int) -> list[str]:
+    """Return a warning where a role's `kv_blocks` hold less than one whole context. Raises
+    ConfigError if they hold nothing.
+    """
+    asked = units_of(deployment, role).kv_blocks
+    if 0 < asked < NUM_SCRATCH_BLOCKS + 1:
+        raise ConfigError(
+            f"{role}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed."
+        )
+    least = NUM_SCRATCH_BLOCKS + -(-context_tokens // BLOCK_TOKENS)
+    if not 0 < asked < least:
+        return []
+    return [
+        f"{role}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole"
+        f" context of {context_tokens}; longer requests will fail. {least} blocks would hold one."
+    ]
