@@ -125,11 +125,12 @@ def serve(
     unit: Unit, seed: int, drafts: Iterator[int], *, preempted: float, num_tokens: int = NUM_TOKENS
 ) -> list[Request]:
     """All requests with joins, leaves, cut prompts and growth; `drafts` says how many each plan
-    makes, `preempted` how often a request has to leave and come again.
+    makes, which has one pass or some, `preempted` how often a request has to leave and come again.
     """
-    texts, rng = random.Random(seed), random.Random(seed + 1)
+    texts, rng, passes = (random.Random(seed + number) for number in range(3))
     requests = [Request(number, texts) for number in range(10)]
     waiting, running = list(requests), dict[int, Request]()
+    num_drafts = 0
     while waiting or running:
         leaves = []
         for slot, request in list(running.items()):
@@ -146,19 +147,25 @@ def serve(
             slot = rng.choice([s for s in range(NUM_SLOTS) if s not in running])
             joins.append(prefill(unit, request, slot, random.Random(request.name)))
             running[slot] = request
-        num_drafts = next(drafts)
+        num_before, num_drafts = num_drafts, next(drafts)
+        num_passes = passes.choice([1, 1, 2, 4]) if num_drafts == num_before else 1
         grown = []
         for slot, request in running.items():
-            # Two plans' drafts beside the token that is sure, as a leader has it.
-            wanted = -(-(len(request.known) + 6) // BLOCK_TOKENS)
+            # The drafts of all passes and those made last, beside the tokens that are sure.
+            wanted = -(-(len(request.known) + 2 + 4 * num_passes) // BLOCK_TOKENS)
             while len(request.blocks) < wanted:
                 request.blocks += unit.take(1)
                 grown.append((slot, len(request.blocks) - 1, request.blocks[-1]))
         plan = DecodePlan(
-            unit.num_steps, tuple(leaves), tuple(joins), tuple(grown), num_drafts=num_drafts
+            unit.num_steps,
+            tuple(leaves),
+            tuple(joins),
+            tuple(grown),
+            num_drafts=num_drafts,
+            num_passes=num_passes,
         )
         done = unit.run(plan)
-        unit.num_steps += 1
+        unit.num_steps += num_passes
         unit.num_tokens += len(done.tokens)
         assert set(done.keys) == set(running)
         for row, (slot, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
