@@ -118,10 +118,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     "no_moves" only places, "off" goes by counts alone. "turns", in both: round-robin, to compare
     with.
     """
-    drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = 0
-    """Decode: most tokens that the model's MTP module drafts a step for each request, 0 to 3. "auto":
-    as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right. No draft
-    changes a token.
+    drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = AUTO
+    """Decode: most tokens that the model's MTP module drafts a pass for each request, 0 to 3. "auto":
+    as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right; 0 for a model
+    without the module. No draft changes a token.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
@@ -456,7 +456,7 @@ class Deployment(ConfigTable, frozen=True):
                 "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
                 " 'turns'."
             )
-        if self.prefill.drafts:
+        if self.prefill.drafts not in (0, AUTO):
             raise ConfigError(
                 f"prefill.drafts is {shown(self.prefill.drafts)}; drafts are made in decode. Set"
                 " decode.drafts."
