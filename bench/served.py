@@ -182,12 +182,13 @@ def folder_of(model: str) -> Path:
 def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
     """Yield what can be measured here on a model."""
     folder = folder_of(model)
-    yield Pair("hadal", hadal(folder, threads), partial(hadal_server, folder, threads))
+    # The bare engine drafts nothing.
+    plainly = partial(hadal_server, folder, threads, "drafts = 0")
+    yield Pair("hadal", hadal(folder, threads), plainly)
     if model == "hadal-tiny":
-        drafting = partial(hadal_server, folder, threads, 'drafts = "auto"')
-        yield Pair("hadal, drafts", None, drafting)
+        yield Pair("hadal, drafts", None, partial(hadal_server, folder, threads))
     if checkout is not None:
-        old = partial(hadal_server, folder, threads, checkout=checkout)
+        old = partial(plainly, checkout=checkout)
         yield Pair("old", hadal(folder, threads, "old", checkout=checkout), old)
     if model == "hadal-tiny":
         plain, kind, dtype = shipped_model_fp32(), "f32", "float32"
