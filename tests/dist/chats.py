@@ -175,7 +175,12 @@ def with_kv(case: Case) -> tuple[int, ...]:
 
 
 async def ask(
-    client: httpx.AsyncClient, model: str, case: Case, max_tokens: int = MAX_TOKENS
+    client: httpx.AsyncClient,
+    model: str,
+    case: Case,
+    max_tokens: int = MAX_TOKENS,
+    *,
+    cache_salt: str = "",
 ) -> Answer:
     """One turn, greedy. Raises httpx.HTTPError where the server is gone."""
     body = {
@@ -184,6 +189,7 @@ async def ask(
         "temperature": 0,
         "max_tokens": max_tokens,
         "return_token_ids": True,
+        **({"cache_salt": cache_salt} if cache_salt else {}),
     }
     reply = await client.post("/v1/completions", json=body)
     assert reply.status_code == 200, reply.text

@@ -144,7 +144,9 @@ def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
         assert seen[MISS_TOKENS] == sum(answer.miss for answer in answers)
 
 
-@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
+@pytest.mark.promise(
+    "With a cache folder, blocks that fill go to disk, so that the next turn finds them."
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.slow("rounds of chats, one of them after a restart")
 @pytest.mark.parametrize("name", setups())

@@ -2,6 +2,7 @@
 reads, writes, Freed.
 
     effect     a block passes to a request with the first Pull, plan or read that writes it
+    Filled     and to the cache, if the request that ends has filled it
     Freed      and is nobody's again
     between    nobody else's; and never Freed while a plan, a copy, a read or a write that is under way uses it
 
@@ -16,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from hadal.core.messages import BLOCK_TOKENS, Cancel, FrontUp, Key, Release, Returned
+from hadal.core.messages import BLOCK_TOKENS, Cancel, Filled, FrontUp, Key, Release, Returned
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,
@@ -42,6 +43,8 @@ from hadal.roles.prefill.leader import PrefillLeader
 
 RankBlock = tuple[int, int]
 """(rank, block)."""
+KEPT = "kept"
+"""Holder of blocks of answers that prefill may copy."""
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class BlockWatch:
     _steps: deque[tuple[int, _UnderWay]] = field(default_factory=deque)
     _others: dict[Hashable, _UnderWay] = field(default_factory=dict)
     """Copies, reads and writes."""
+    _pools: tuple[str, ...] = ()
+    """Address of each rank's pool, where there are several."""
 
     def follow(self, leader: PrefillLeader | DecodeLeader) -> None:
         """Check the leader's events and effects here first, before its own ledgers."""
@@ -101,7 +106,7 @@ class BlockWatch:
     @property
     def left(self) -> list[tuple[RankBlock, Hashable]]:
         """Blocks that somebody has, and who."""
-        return list(self._holders.items())
+        return [one for one in self._holders.items() if one[1] != KEPT]
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -114,8 +119,11 @@ class BlockWatch:
                     self._prompts[rank] = {
                         name: last for name, last in prompts.items() if last != step_id
                     }
-            case KvPulled(request_id, attempt):
+            case KvPulled(request_id, attempt, error):
                 self._others.pop((KvPulled, (request_id, attempt)), None)
+                is_answer = self.unit.startswith("prefill")
+                self.seen["answers copied"] += is_answer and error is None
+                self.seen["answers gone before they were copied"] += is_answer and error is not None
             case BlocksRead(read_id):
                 over = self._others.pop((BlocksRead, read_id), None)
                 # Any prompt may compute blocks that were not read.
@@ -128,6 +136,7 @@ class BlockWatch:
             case FrontUp():
                 self._prompts.clear()
             case RankReset():
+                self._pools = event.pools or self._pools
                 self._reset({*event.lost, *event.fresh})
 
     def _reset(self, ranks: set[int]) -> None:
@@ -163,6 +172,9 @@ class BlockWatch:
                 self._claim(rank, into, (BlocksRead, read_id))
             case Send(_, Returned(_, request_id)):
                 self._forget(request_id)
+            case Send(_, Filled(_, request_id, attempt, _, lease)):
+                rank = self._pools.index(lease.source) if self._pools else 0
+                self._keep((request_id, attempt), rank, lease.block_ids)
             case StoreBlocks(store_id, _, _, block_ids, rank):
                 self._begin((BlocksStored, store_id), rank, block_ids, f"write {store_id}")
 
@@ -187,9 +199,18 @@ class BlockWatch:
                     f"{self.unit}: rank {rank} gives {holder}'s block {block} to {key}"
                 )
 
+    def _keep(self, key: Key, rank: int, block_ids: Iterable[int]) -> None:
+        """Nobody may write these before they are Freed, which some were in this very event. Others
+        may be another's, who filled the same.
+        """
+        for rank_block in [(rank, block) for block in block_ids]:
+            if self._holders.get(rank_block) == key:
+                self._release(rank_block)
+                self._holders[rank_block] = KEPT
+
     def _release(self, rank_block: RankBlock) -> None:
         key = self._holders.pop(rank_block, None)
-        if key is not None:
+        if key not in (None, KEPT):
             self._held[rank_block[0], key] -= 1
 
     def _freed(self, rank_blocks: set[RankBlock]) -> None:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from random import Random
 
 import pytest
 
 from hadal.core import cache
-from hadal.core.config import CacheConfig
+from hadal.core.config import CacheConfig, UnitsConfig
+from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.plans import Sampling
+from hadal.core.seams import Deliver
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.fresh import seeds
 from tests.levels import FULL
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
+from tests.sim.engine import expected_output
+from tests.sim.scenario import deployment, words
 from tests.sim.test_world import run_seed
 from tests.sim.world import World, inner_of
 
@@ -73,6 +79,53 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
         > 0
     )
     assert disk[cache.STORED_BLOCKS] > 0
+
+
+class AgentWorld(World):
+    """One chat of many turns: each prompt is all that was said before, and what a tool answered."""
+
+    def __init__(self, prefill_ranks: int, decode_ranks: int, cache: CacheConfig) -> None:
+        config = deployment(
+            prefill=UnitsConfig(ranks=prefill_ranks),
+            decode=UnitsConfig(ranks=decode_ranks),
+            cache=cache,
+        )
+        super().__init__(1, config, max_context=4000, pool_blocks=(60, 60), disk_blocks=1000)
+        random = Random("an agent")
+        self.found: dict[str, int] = {}
+        """Request -> tokens of its prompt that were found."""
+        self.expected: dict[str, int] = {}
+        """The same if all full blocks are that were ever computed."""
+        text, num_there = words(random, 30), 0
+        for turn in range(NUM_AGENT_TURNS):
+            name = f"t{turn}"
+            self.expected[name] = min(num_there, len(text) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            asked = Generation(name, text, (), 99, (5,), 40, Sampling(), 0, salt=b"s")
+            self.submit_at(3.0 + 4.0 * turn, asked, 4000)
+            text += tuple(expected_output(asked))
+            num_there = len(text) - 1  # The last token drawn has no KV.
+            text += words(random, random.choice([1, 20, 64, 90]))
+
+    def _deliver(self, effect: Deliver) -> None:
+        super()._deliver(effect)
+        self.found[effect.request_id] = self.found.get(effect.request_id, 0) + effect.num_cached
+
+
+NUM_AGENT_TURNS = 10
+
+
+@pytest.mark.promise("So each full block of prompt and answer is found")
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 3)])
+def test_an_agent_finds_all_full_blocks_of_what_was_said(
+    prefill_ranks: int, decode_ranks: int
+) -> None:
+    world = AgentWorld(prefill_ranks, decode_ranks, MEMORY)
+    world.run_to_the_end(100.0)
+    assert world.found == world.expected
+    assert sum(world.found.values()) > 64 * NUM_AGENT_TURNS
+    world = AgentWorld(prefill_ranks, decode_ranks, OFF)
+    world.run_to_the_end(100.0)
+    assert set(world.found.values()) == {0}
 
 
 @pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")

@@ -16,18 +16,22 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.messages import AnyMessage, Key, Pulled, Release, UnitDown
-from hadal.core.seams import Send
+from hadal.core.plans import KvPulled
+from hadal.core.seams import Effect, Send
+from hadal.kv.names import extend
 from hadal.policy.views import DecodeRanksView, DecodeUnitView
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
+from hadal.roles.decode.slots import DecodeCache, DecodeMoving, DecodeSlots
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits
+from hadal.roles.prefill.cache import PrefillCache
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED
 from tests.fresh import fresh
 from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
-from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES
+from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES, Scene
 from tests.sim.swarm_world import SwarmWorld
 
 NUM_FIXED = 15
@@ -174,6 +178,44 @@ def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadal.roles.decode.leader.has_other_weights", lambda *_: False)
 
 
+def void_copies_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers whose room was made for others while they were copied are found all the same."""
+    taken = PrefillCache.taken
+
+    def blind(self: PrefillCache, event: KvPulled) -> None:
+        taken(self, msgspec.structs.replace(event, error=None))
+
+    monkeypatch.setattr(PrefillCache, "taken", blind)
+
+
+def answers_offered_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block more is offered than steps that are done have filled."""
+
+    def leave(self: DecodeCache, slot: int, unit: str) -> list[Effect]:
+        table, tail = self._table, self._table.tail[slot].tolist()
+        if table.is_named[slot] and len(table.block_ids[slot]) > num_names(table.names[slot]):
+            before = table.names[slot][-NAME_BYTES:] or self._root
+            table.names[slot] += extend(before, b"", tail, table.occupant(slot).generation.salt)
+        return leave_of(self, slot, unit)
+
+    leave_of = DecodeCache.leave
+    monkeypatch.setattr(DecodeCache, "leave", leave)
+
+
+@pytest.mark.parametrize("mutate", [void_copies_named, answers_offered_unwritten])
+def test_a_block_of_an_answer_that_is_not_what_its_name_says_is_seen(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    mutate(monkeypatch)
+    seeds = [seed for seed in range(60) if keeps_answers(draw(seed))]
+    errors = next(found.errors for seed in seeds if (found := run_all([seed])).errors)
+    assert re.search("a block is not what its name says|a name that no text has", *errors.values())
+
+
+def keeps_answers(scene: Scene) -> bool:
+    return "memory cache" in scene.on and "disk cache" not in scene.on
+
+
 @pytest.mark.parametrize(
     ("mutate", "says"),
     [
@@ -274,6 +316,7 @@ def test_the_slice_reaches_what_it_is_for() -> None:
         "memory hit tokens",
         "stored blocks",
         "front restarts",
+        "answers copied",
         "message PullEarly",
         "message Stop",
         "moves",

@@ -379,6 +379,21 @@ class Pulled(Message, frozen=True):
     attempt: int
 
 
+class Filled(Message, frozen=True):
+    """Full blocks that a generation's tokens filled in a decode unit's pool. Goes to the front when the
+    attempt ends, and from there to a prefill unit that has the text before them: it copies them, so
+    that the next turn finds them. A hint: nobody has to answer it.
+    """
+
+    unit: str
+    request_id: str
+    attempt: int
+    chain: bytes
+    """Names of all full blocks of its text."""
+    lease: KvLease
+    """The last of those blocks. Nothing is promised: a copy is void if they made room meanwhile."""
+
+
 class Tokens(Message, frozen=True):
     """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt
     with the id `attempt_ids[i]`. `indices[i]` says how many came before it, so a duplicate or a gap
@@ -1140,6 +1155,7 @@ AnyMessage = (
     | PrefillDone
     | Decode
     | Pulled
+    | Filled
     | Tokens
     | Returned
     | UnitReport

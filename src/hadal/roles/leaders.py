@@ -77,7 +77,9 @@ def make_leader(
         num_moe_layers=num_moe_layers(config),
         request_balance=units.request_balance,
         lease_s=deployment.lease_s,
+        pool_name=pool_name,
         has_disk=bool(deployment.cache.folder),
+        offers_blocks=deployment.cache.memory != OFF and not deployment.cluster.spans_hosts,
         fingerprint=fingerprint,
         drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
     )

@@ -7,9 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hadal.core.config import DECODE, PREFILL, read_deployment
+from hadal.core.config import (
+    DECODE,
+    PREFILL,
+    CacheConfig,
+    ClusterConfig,
+    Deployment,
+    UnitsConfig,
+    read_deployment,
+)
 from hadal.core.model_config import read_model_config
-from hadal.roles.leaders import first_placement, keeps_groups, num_nodes
+from hadal.perf.shapes import DEEPSEEK_V3
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.leaders import first_placement, keeps_groups, make_leader, num_nodes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,3 +48,26 @@ def test_one_node_keeps_nothing_apart() -> None:
     assert not keeps_groups(units, config, PREFILL)
     units = msgspec.structs.replace(deployment.prefill, ranks=96)
     assert not keeps_groups(units, config, PREFILL), "twelve nodes for eight groups"
+
+
+@pytest.mark.parametrize(
+    ("cache", "cluster", "answers"),
+    [
+        (CacheConfig(), ClusterConfig(), ("f", False)),
+        (CacheConfig("off"), ClusterConfig(), ("", False)),
+        (CacheConfig(folder="kv"), ClusterConfig(), ("f", True)),
+        (CacheConfig("off", "kv"), ClusterConfig(), ("f", True)),
+        (CacheConfig(), ClusterConfig("ray"), ("", False)),
+        (CacheConfig(folder="kv"), ClusterConfig("ray"), ("f", True)),
+    ],
+)
+def test_answers_are_kept_on_disk_where_there_is_one_and_else_in_memory_on_one_host(
+    cache: CacheConfig, cluster: ClusterConfig, answers: tuple[str, bool]
+) -> None:
+    units = UnitsConfig(kv_blocks=9)
+    deployment = Deployment(decode=units, cache=cache, cluster=cluster, handover="auto")
+    made = make_leader(deployment, DEEPSEEK_V3, "decode-0", DECODE, "e", "pool", fingerprint="f")
+    assert isinstance(made, DecodeLeader)
+    is_on, has_disk = made.slots.cache.is_on, made.slots.cache._has_disk
+    assert (is_on, has_disk and is_on) == (bool(answers[0]), answers[1])
+    assert made.blocks.names == ["pool"]

@@ -61,7 +61,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
 from hadal.policy.passes import passes_of
-from hadal.roles.decode.slots import DecodeSlots
+from hadal.roles.decode.slots import AnswerCache, DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import OTHER_WEIGHTS, PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
@@ -489,8 +489,8 @@ class DecodeLeader:
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
-    heard. `has_disk`: blocks are written to a disk cache. `fingerprint`: see UnitUp. `drafts`: how
-    many are made; None: none.
+    heard. `pool_name`: see PrefillLeader. `has_disk`: blocks are written to a disk cache; `offers_blocks`:
+    else prefill is offered them. `fingerprint`: see UnitUp. `drafts`: how many are made; None: none.
     """
 
     def __init__(
@@ -511,13 +511,15 @@ class DecodeLeader:
         request_balance: str = AUTO,
         terms: MoveTerms | None = None,
         lease_s: float = 30.0,
+        pool_name: str = "",
         has_disk: bool = False,
+        offers_blocks: bool = False,
         fingerprint: str = "",
         drafts: DraftChooser | None = None,
     ) -> None:
         drafts = DraftChooser(0) if drafts is None else drafts
         self._out: list[Effect] = []
-        self.blocks = RankPools(num_blocks, num_ranks)
+        self.blocks = RankPools(num_blocks, num_ranks, pool_name)
         self.slots = DecodeSlots(
             self.blocks,
             num_slots,
@@ -525,7 +527,7 @@ class DecodeLeader:
             unit,
             self._out,
             request_balance=request_balance,
-            fingerprint=fingerprint if has_disk else "",
+            answers=AnswerCache(fingerprint if has_disk or offers_blocks else "", has_disk),
             num_drafts_max=drafts.num_max,
         )
         self.arrivals = DecodeArrivals(
@@ -780,8 +782,10 @@ class DecodeLeader:
             }
         attempt_ids = table.attempt_id[slots].tobytes()
         told = index.tobytes(), values.tobytes(), finishes, draws
-        self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
+        # Filled goes out before the last token: it then reaches prefill before any prompt that goes on
+        # from that.
         self.slots.end(slots[ends])
+        self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
 
     def _ordered(self, slots: Ints, num_values: int, step: _DecodeStep) -> tuple[Ints, Ints]:
         """How many tokens of its slot stand before each of a step's tokens, and how many every slot
@@ -823,6 +827,7 @@ class DecodeLeader:
         if not self.table.is_muted[slot]:
             key = self.table.occupant(slot).key
             self._out.append(given_back(self._unit, key, void(error)))
+        self.table.is_named[slot] = False  # What it filled may be void, too.
         self.slots.end(np.array([slot]))
 
     # ---- what goes to the Runner ----

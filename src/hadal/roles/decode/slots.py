@@ -18,10 +18,19 @@ from itertools import chain
 import numpy as np
 
 from hadal.core.balance import AUTO, OFF, TURNS
-from hadal.core.cache import DISK_BLOCKS, NAME_BYTES
-from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, Key, KvLease, PullEarly, text_of
+from hadal.core.cache import DISK_BLOCKS, NAME_BYTES, num_names, slice_of, split
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Decode,
+    Filled,
+    Generation,
+    Key,
+    KvLease,
+    PullEarly,
+    text_of,
+)
 from hadal.core.plans import Held, HeldKv
-from hadal.core.seams import Effect, Pull
+from hadal.core.seams import Effect, Pull, Send
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.policy.decode_balance import (
@@ -121,34 +130,50 @@ class DecodeHeld:
         self._pools.free(rank, kv.block_ids, held_by(rank, kv))
 
 
-# What a decode unit adds to the disk cache: blocks of generated text, so that the next turn finds
-# them.
+# What a decode unit adds to the cache: blocks of generated text, so that the next turn finds them.
+#
+#     with a disk cache   a block is full --> it is written there
+#     else, on one host   the request ends --> its blocks stay, named, in this pool; Filled: prefill copies them
 #
 # A block is full when its last position was written by a step that is done and whose request still
 # wanted its token; then the table has all of its tokens. What the plans in flight have done since
 # is not known, so a step that failed or is void names nothing. While a block waits to be written,
 # or is, it has one more owner (roles/unit/disk_stores): its request may end, move or be preempted
-# meanwhile.
+# meanwhile. One that prefill is to copy has none: it may make room for a request at any time, and
+# its version then tells the reader.
 #
-# Prefill has named and stored what is full of the prompt. Knows neither files nor messages.
+# Prefill has named and stored what is full of the prompt. Knows no files.
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCache:
+    """Where blocks of generated text are kept."""
+
+    fingerprint: str = ""
+    """See kv/names; empty: nowhere, and nothing is named."""
+    has_disk: bool = False
+    """On disk; else prefill is offered them."""
 
 
 class DecodeCache:
-    """`fingerprint`: see kv/names; empty: there is no disk cache, and nothing is named."""
+    """Names what requests fill. `answers`: what becomes of it."""
 
     def __init__(
-        self, table: DecodeTable, pools: RankPools, per_rank: int, fingerprint: str
+        self, table: DecodeTable, pools: RankPools, per_rank: int, answers: AnswerCache
     ) -> None:
         self.stores = DiskStores(pools, holds=True)
         """Nobody else keeps a block when its request ends."""
-        self.is_on = bool(fingerprint)
-        self._root = root_of(fingerprint.encode())
+        self.is_on = bool(answers.fingerprint)
+        self._has_disk = answers.has_disk
+        self._root = root_of(answers.fingerprint.encode())
         self._table = table
+        self._pools = pools
         self._per_rank = per_rank
 
     def totals(self) -> dict[str, int]:
-        """What Load.cache says; empty where there is no cache."""
-        return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if self.is_on else {}
+        """What Load.cache says; empty where there is no disk cache."""
+        has_disk = self.is_on and self._has_disk
+        return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if has_disk else {}
 
     # ---- names ----
     def placed(self, slot: int) -> None:
@@ -169,7 +194,7 @@ class DecodeCache:
         if len(chain) < num_chained:
             text = text[: num_full * BLOCK_TOKENS]
             chain = extend(self._root, chain, text, generation.salt, generation.num_public)
-        table.names[slot] = chain[-NAME_BYTES:] or self._root
+        table.names[slot] = chain
 
     def delivered(self, slots: Ints, values: Ints, lengths: Ints) -> None:
         """A step is done that wrote the last of so many positions of these slots, each once, and
@@ -187,13 +212,42 @@ class DecodeCache:
         for slot, length in zip(slots[full].tolist(), lengths[full].tolist(), strict=True):
             salt = table.occupant(slot).generation.salt
             # As the chain's names would be: each begins with the one before it.
-            name = table.names[slot] = extend(
-                table.names[slot], b"", table.tail[slot].tolist(), salt
-            )
+            before = table.names[slot][-NAME_BYTES:] or self._root
+            name = extend(before, b"", table.tail[slot].tolist(), salt)
+            table.names[slot] += name
             position = length // BLOCK_TOKENS - 1
-            self.stores.offer(
-                slot // self._per_rank, name, position, table.block_ids[slot][position]
-            )
+            if self._has_disk:
+                self.stores.offer(
+                    slot // self._per_rank, name, position, table.block_ids[slot][position]
+                )
+
+    def leave(self, slot: int, unit: str) -> list[Effect]:
+        """A request gets no more tokens: name the blocks that it filled here, so that they stay until
+        their room is needed, and offer them to prefill. Once for each slot; nothing where there are none.
+        """
+        table = self._table
+        if self._has_disk or not table.is_named[slot]:
+            return []
+        table.is_named[slot] = False
+        generation, chain = table.occupant(slot).generation, table.names[slot]
+        # Prefill named what was full before its last token.
+        first = (len(generation.prompt) + len(generation.output) - 1) // BLOCK_TOKENS
+        end, rank = num_names(chain), slot // self._per_rank
+        if end == first:
+            return []
+        pool = self._pools[rank]
+        pool.name(table.block_ids[slot][first:end], chain, first)
+        self._pools.take_names()  # Drop the changes: the front routes no prompt here.
+        # Another request may have filled the same.
+        block_ids = tuple(pool.named_as(split(slice_of(chain, first, end))))
+        lease = KvLease(
+            self._pools.names[rank],
+            block_ids,
+            pool.versions(block_ids),
+            (end - first) * BLOCK_TOKENS,
+        )
+        key = generation.request_id, generation.attempt
+        return [Send("front", Filled(unit, *key, chain, lease))]
 
 
 # Requests that change their rank while they run: who is on the way, and what both ranks hold for
@@ -499,7 +553,7 @@ class DecodeSlots:
         out: list[Effect],
         *,
         request_balance: str = AUTO,
-        fingerprint: str = "",
+        answers: AnswerCache | None = None,
         num_drafts_max: int = 0,
     ) -> None:
         self.per_rank = slots_per_rank
@@ -510,7 +564,7 @@ class DecodeSlots:
         self.moving = DecodeMoving(
             self.table, pools, slots_per_rank, self.key_to_slot, num_drafts_max
         )
-        self.cache = DecodeCache(self.table, pools, slots_per_rank, fingerprint)
+        self.cache = DecodeCache(self.table, pools, slots_per_rank, answers or AnswerCache())
         self.held = DecodeHeld(pools)
         self.is_starved = False
         """The next plan waits for blocks: nobody gets a slot before it has them."""
@@ -636,9 +690,9 @@ class DecodeSlots:
         """The last token that these requests get was delivered, or given back."""
         self.table.is_muted[slots] = True
         self.table.state[slots] = SlotState.CLOSING
-        if len(self.moving):
-            for slot in slots.tolist():
-                self.moving.abandon(slot)
+        for slot in slots.tolist():
+            self._out += self.cache.leave(slot, self._unit)
+            self.moving.abandon(slot)
 
     def slots_of(self, attempt_ids: Sequence[int]) -> list[int]:
         """Where the attempts with these ids are; those that are not here any more are left
@@ -665,6 +719,7 @@ class DecodeSlots:
         if self.table.num_pulling[slot]:
             # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
             return
+        self._out += self.cache.leave(slot, self._unit)
         self.moving.abandon(slot)
         self.table.state[slot] = SlotState.CLOSING
         if self.table.last_step_id[slot] <= done_step_id:

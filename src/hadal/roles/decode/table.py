@@ -132,7 +132,7 @@ class DecodeTable:
         self.is_named: Bools = np.zeros(num_slots, np.bool_)
         """Blocks that it fills get names."""
         self.names: list[bytes] = [b""] * num_slots
-        """Name of the last full block, or the root (kv/names), where it `is_named`."""
+        """Names of all full blocks of its text, where it `is_named`."""
         self.outputs: dict[int, list[int]] = {}
         """slot -> all delivered tokens, where a penalty or a grammar asks for them."""
         self.occupants: list[Occupant | None] = [None] * num_slots

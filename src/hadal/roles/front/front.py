@@ -31,6 +31,7 @@ from hadal.core.messages import (
     Demand,
     Drain,
     DrainUnit,
+    Filled,
     FrontSnapshot,
     FrontUp,
     Generation,
@@ -485,6 +486,9 @@ class Front:
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):
                 self._pulled(unit, request_id, attempt)
+            case Filled():
+                if (taker := self.units.taker_of(event)) is not None:
+                    self._send(taker, event)
             case Returned():
                 self._returned(now_s, event)
             case Cancel(request_id):

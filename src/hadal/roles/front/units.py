@@ -16,9 +16,17 @@ from itertools import islice
 
 import msgspec
 
-from hadal.core.cache import NAME_BYTES
+from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.config import DECODE, PREFILL, ROLES, LimitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Cached, Generation, PrefilledEarly, UnitReport, UnitUp
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Cached,
+    Filled,
+    Generation,
+    PrefilledEarly,
+    UnitReport,
+    UnitUp,
+)
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
@@ -350,6 +358,23 @@ class FrontUnits:
         """What it can take out of its memory changed."""
         if message.unit in self.by_name:
             self.cache.heard(message, self.by_name[message.unit].num_blocks)
+
+    def taker_of(self, message: Filled) -> str | None:
+        """Return the prefill unit that has most of the text before these blocks. None if none has all
+        of it, or one has the blocks, too.
+        """
+        filler = self.by_name.get(message.unit)
+        names = [
+            unit.name
+            for unit in self.of_role(PREFILL)
+            if filler is not None and unit.is_open and unit.fingerprint == filler.fingerprint
+        ]
+        found = self.cache.prefixes(message.chain, names)
+        taker = max(names, key=lambda name: found.get(name, 0), default="")
+        num_all = num_names(message.chain)
+        num_found = found.get(taker, 0) // BLOCK_TOKENS
+        is_behind = num_all - len(message.lease.block_ids) <= num_found < num_all
+        return taker if taker and is_behind else None
 
     def loads(self) -> dict[str, UnitReport]:
         """Unit -> its last report, for those that have reported."""

@@ -5,6 +5,7 @@ pools and on disk.
     -> written: named
                                                                  the first token came -> finished:
                                                                  stored (disk_stores)
+    take: copy what decode filled -> taken: named
 
 A block is found by others as soon as it is complete; it goes to disk only when its prompt's first
 token proved that what is in it is sound, for that cannot be taken back. A token that is void takes
@@ -18,17 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hadal.core import cache
 from hadal.core.balance import AUTO
 from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Cached, KvLease, PrefilledEarly
-from hadal.core.plans import BlocksRead
+from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease, PrefilledEarly
+from hadal.core.plans import BlocksRead, KvPulled
 from hadal.core.rates import StepRates
-from hadal.core.seams import Effect, ReadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.seams import Effect, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.policy.routing import Prefix, ReadRates, choose_prefix, usable_blocks
@@ -212,6 +213,30 @@ class DiskReads:
         return problems
 
 
+COPY_WAIT_S = 1.0
+"""Time that a prompt waits for a copy of what it would compute else. Shared memory copies gigabytes in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """Owner of blocks that are being copied out of a decode unit's pool."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """A copy under way: a rank's blocks `into` become those of `chain` from number `first` on."""
+
+    rank: int
+    chain: bytes
+    first: int
+    into: tuple[int, ...]
+    until_s: float
+    """A prompt that goes on from there waits for it no longer than this."""
+
+
 class PrefillCache:
     """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
     neither is touched. `out` is the leader's list of effects, which this appends to.
@@ -247,6 +272,7 @@ class PrefillCache:
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
         """Blocks that each rank read since its last plan."""
+        self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []
         """Writes of this event. Their blocks are owned already; they go out behind the event's plans,
         so that no step waits for a write.
@@ -451,6 +477,68 @@ class PrefillCache:
         """
         self._pools.forget_names(prompt.rank)
 
+    # ---- what decode filled ----
+    def take(self, now_s: float, message: Filled, num_blocks_next: int) -> None:
+        """Copy what decode filled behind what a rank has of its text, if that takes no room from the
+        prompt that starts next (`num_blocks_next`) or from a block that is in use.
+        """
+        owner, chain = Taker(message.request_id, message.attempt), message.chain
+        if not self._keeps or not self._pools.living or owner in self._takings:
+            return
+        found = self._pools.prefixes(chain)
+        rank = max(
+            self._pools.living,
+            key=lambda rank: (found.get(rank, 0), self._pools[rank].num_free),
+        )
+        pool, lease = self._pools[rank], message.lease
+        before = pool.lookup(chain)
+        num_new = num_names(chain) - len(before)
+        skipped = len(lease.block_ids) - num_new
+        if not num_new or skipped < 0:
+            return
+        # Owned for a moment, so that no room is made of what the new blocks follow.
+        pool.acquire(before, owner, is_use=False)
+        has_room = pool.num_free >= num_new + num_blocks_next
+        into = pool.allocate(num_new, owner) if has_room else None
+        self._pools.free(rank, before, owner)
+        if into is None:
+            return
+        self._takings[owner] = Taking(rank, chain, len(before), into, now_s + COPY_WAIT_S)
+        part = KvLease(
+            lease.source,
+            lease.block_ids[skipped:],
+            lease.versions[skipped:],
+            num_new * BLOCK_TOKENS,
+        )
+        self._out += self._pools.take_freed()
+        self._out.append(Pull(owner.request_id, owner.attempt, part, into, rank))
+
+    def taken(self, event: KvPulled) -> None:
+        """A copy ended: let its blocks be found, unless what they follow cannot be found any more. Raises
+        KeyError if none is under way.
+        """
+        owner = Taker(event.request_id, event.attempt)
+        taking = self._takings.pop(owner)
+        pool, before = self._pools[taking.rank], slice_of(taking.chain, 0, taking.first)
+        if event.error is None and len(pool.lookup(before)) == taking.first:
+            pool.name(taking.into, taking.chain, taking.first)
+            self._fetches[taking.rank] += taking.into
+        self._pools.free(taking.rank, taking.into, owner)
+
+    def ready(self, now_s: float, waiting: Iterable[PrefillAttempt]) -> Iterable[PrefillAttempt]:
+        """Return prompts without those that go on from what is being copied."""
+        coming = tuple(one.chain for one in self._takings.values() if now_s < one.until_s)
+        if not coming:
+            return waiting
+        return [prompt for prompt in waiting if not prompt.generation.chain.startswith(coming)]
+
+    def next_deadline_s(self, now_s: float) -> float | None:
+        """When a prompt stops waiting for a read or a copy."""
+        times_s = [one.until_s for one in self._takings.values() if now_s < one.until_s]
+        if (read_s := self.loads.next_deadline_s) is not None:
+            times_s.append(read_s)
+        return min(times_s, default=None)
+
     # ---- the end of an event ----
     def end_event(self) -> None:
         """Begin the writes that may begin, and report to the front how the pools changed."""
@@ -481,17 +569,20 @@ class PrefillCache:
 
     def lose(self, ranks: Sequence[int]) -> None:
         """These ranks are gone with all they had; their prompts are forgotten already."""
+        for owner in [owner for owner, taking in self._takings.items() if taking.rank in ranks]:
+            del self._takings[owner]
         for rank in ranks:
             self.loads.lose(rank)
             self.stores.lose(rank)
             self._fetches[rank] = ()
 
     def owners(self, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]:
-        """Which reads and writes own which blocks of a rank."""
-        reads: list[tuple[Hashable, tuple[int, ...]]] = [
+        """Which reads, writes and copies own which blocks of a rank."""
+        owners: list[tuple[Hashable, tuple[int, ...]]] = [
             (load.owner, load.into) for load in self.loads.of_rank(rank)
         ]
-        return reads + list(self.stores.owners(rank))
+        owners += [(one, of.into) for one, of in self._takings.items() if of.rank == rank]
+        return owners + list(self.stores.owners(rank))
 
     def check(self) -> list[str]:
         """Problems; empty when reads and writes add up."""

@@ -27,6 +27,7 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     ExpertsRequest,
+    Filled,
     FrontUp,
     Generation,
     Key,
@@ -38,7 +39,7 @@ from hadal.core.messages import (
     TraceRequest,
     text_of,
 )
-from hadal.core.plans import BlocksRead, BlocksStored, Draw, PrefillPlan, StepDone
+from hadal.core.plans import BlocksRead, BlocksStored, Draw, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     DiskNews,
@@ -197,7 +198,7 @@ class PrefillLeader:
         for event in events:
             self._take(now_s, event)
             if not isinstance(
-                event, Prefill | Release
+                event, Prefill | Release | Filled | KvPulled
             ):  # Those are most, and say themselves what they change.
                 self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
@@ -230,6 +231,13 @@ class PrefillLeader:
                 self.cache.say_all()
             case RankReset():
                 self._reset(event)
+            case Filled():
+                first = next(iter(self._waiting.values()), None)
+                num_blocks_next = 0 if first is None else blocks_for(len(first.tokens))
+                self.cache.take(now_s, event, num_blocks_next)
+            case KvPulled():
+                self._reporter.link_bytes = self._reporter.link_bytes.plus(event.link_bytes)
+                self.cache.taken(event)
             case BlocksRead():
                 self.cache.loaded(now_s, event)
             case BlocksStored():
@@ -452,12 +460,13 @@ class PrefillLeader:
         self._out.append(Send("front", done))
 
     # ---- what goes to the Runner ----
-    def _in_turns(self) -> Iterable[PrefillAttempt]:
+    def _in_turns(self, now_s: float) -> Iterable[PrefillAttempt]:
         """Those that wait, in the order in which they may start."""
+        ready = self.cache.ready(now_s, self._waiting.values())
         if len(self._tenant_to_num_waiting) < 2:
-            return self._waiting.values()
+            return ready
         held = Counter(prompt.generation.tenant for prompt in self._started.values())
-        return in_turns(self._waiting.values(), lambda prompt: prompt.claim, self._counters, held)
+        return in_turns(ready, lambda prompt: prompt.claim, self._counters, held)
 
     def _plan(self, now_s: float) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
@@ -465,7 +474,7 @@ class PrefillLeader:
             self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
             step = pack(
                 self._started.values(),
-                self._in_turns(),
+                self._in_turns(now_s),
                 self.blocks,
                 self._chunk_tokens,
                 self._num_requests_max,
@@ -550,7 +559,7 @@ class PrefillLeader:
             self._num_tokens_left = self._count_left()
         deadlines_s = [
             s
-            for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s)
+            for s in (self.leases.next_deadline_s, self.cache.next_deadline_s(now_s))
             if s is not None
         ]
         return self._reporter.heartbeat(
@@ -567,7 +576,7 @@ class PrefillLeader:
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease,
-        a read or a write.
+        a read, a write or a copy.
         """
         problems = self.blocks.check() + self.leases.check() + self.cache.check()
         for rank in range(self.blocks.num_ranks):

@@ -72,6 +72,7 @@ from hadal.core.seams import (
     Form,
     Freed,
     Named,
+    Pull,
     ReadBlocks,
     Send,
     Stage,
@@ -115,8 +116,8 @@ class RankHoldings:
         self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read from disk that no step has fetched yet: where the cache is not the pool, they
-        are not in it.
+        """Blocks read from disk, or copied from another pool, that no step has fetched yet: where the
+        cache is not the pool, they are not in it.
         """
         self._fetching: deque[set[int]] = deque()
         """What each step that is not done fetches, the oldest first: it may never run."""
@@ -168,7 +169,7 @@ class RankHoldings:
                 self._drop(attempt_id)
 
     def loaded(self, block_ids: Sequence[int]) -> None:
-        """Blocks are being read from disk."""
+        """Blocks are being read from disk or copied from another pool."""
         self._unfetched.update(block_ids)
 
     def name(self, named: NamedBlocks, *, are_all: bool = False) -> None:
@@ -386,7 +387,7 @@ class RankRole:
                 return  # Only to be known here.
             case Freed(block_ids):
                 self._holdings.freed(block_ids)
-            case ReadBlocks():
+            case ReadBlocks() | Pull():
                 self._holdings.loaded(effect.into)
                 self._num_asked += 1
             case _:

@@ -19,7 +19,16 @@ from collections import OrderedDict
 import msgspec
 
 from hadal.core.handshake import key_of, mac
-from hadal.core.messages import AnyMessage, Decode, KvLease, Pull, PullEarly, RankDo
+from hadal.core.messages import (
+    FRONT,
+    AnyMessage,
+    Decode,
+    Filled,
+    KvLease,
+    Pull,
+    PullEarly,
+    RankDo,
+)
 
 MAX_KEPT = 8192
 """Grants held for leases that may still be pulled: more than a rank has requests."""
@@ -52,9 +61,9 @@ class Grants:
 
     def to(self, reader: str, message: AnyMessage) -> bytes:
         """The tag that goes with a message to `reader`; empty where the message hands it no
-        lease.
+        lease. The front hands leases on and copies nothing.
         """
-        lease = _lease_of(message)
+        lease = None if reader == FRONT else _lease_of(message)
         return b"" if lease is None else self.grant(reader, lease).tag
 
     def grant(self, reader: str, lease: KvLease) -> Grant:
@@ -125,6 +134,11 @@ def _pairs(lease: KvLease) -> set[tuple[int, int]]:
 
 def _lease_of(message: AnyMessage) -> KvLease | None:
     match message:
-        case Decode(lease=lease) | PullEarly(lease=lease) | RankDo(Pull(lease=lease)):
+        case (
+            Decode(lease=lease)
+            | PullEarly(lease=lease)
+            | Filled(lease=lease)
+            | RankDo(Pull(lease=lease))
+        ):
             return lease
     return None

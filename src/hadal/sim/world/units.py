@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.balance import OFF
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
 from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
 from hadal.core.messages import BLOCK_TOKENS
@@ -257,7 +258,11 @@ def simulated_leader(
     role = name.partition("-")[0]
     num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
     units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
-    cache = msgspec.structs.replace(config.cache, folder=FINGERPRINT if stores else "")
+    # Decode offers prefill nothing: a fleet is on many hosts.
+    memory = OFF if role == DECODE else config.cache.memory
+    cache = msgspec.structs.replace(
+        config.cache, memory=memory, folder=FINGERPRINT if stores else ""
+    )
     deployment = (
         msgspec.structs.replace(config, cache=cache, prefill=units)
         if role == PREFILL

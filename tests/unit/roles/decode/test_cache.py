@@ -18,9 +18,9 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Cancel, Decode, KvLease, Returned, UnitReport
+from hadal.core.messages import Cancel, Decode, Filled, KvLease, Returned, Tokens, UnitReport
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
-from hadal.core.seams import DiskNews, Freed, Pull, RankReset, StoreBlocks, Tick
+from hadal.core.seams import DiskNews, Freed, Pull, RankReset, Send, StoreBlocks, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.policy.decode_balance import MoveTerms
@@ -125,7 +125,9 @@ def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, in
     }
 
 
-@pytest.mark.promise("Blocks that fill go to disk, so that the next turn finds them.")
+@pytest.mark.promise(
+    "With a cache folder, blocks that fill go to disk, so that the next turn finds them."
+)
 @pytest.mark.parametrize("prompt", [1, 62, 63, 64, 65, 100, 126, 127, 128, 200])
 @pytest.mark.parametrize("output", [1, 3])
 def test_every_block_that_steps_fill_is_named_as_its_text_is(prompt: int, output: int) -> None:
@@ -392,3 +394,131 @@ def test_a_lease_says_where_generated_text_begins() -> None:
     drive = Drive(leader(), Decode(message.generation, lease))
     drive.run(60)
     assert [store.positions for store in drive.stores] == [(1,)]
+
+
+# ---- without a disk, on one host: prefill is offered what was filled ----
+def offering(num_blocks: int = 40, num_ranks: int = 1, **options: Any) -> DecodeLeader:
+    fields = {"has_disk": False, "offers_blocks": True, "pool_name": "pool of decode"}
+    return leader(num_blocks, num_ranks, **fields | options)
+
+
+def test_what_an_answer_filled_is_offered_before_its_last_token_and_stays() -> None:
+    message = request(prompt=100, max_tokens=101)
+    drive = Drive(offering(), message)
+    blocks: tuple[int, ...] = ()
+    effects: list[Any] = []
+    while not (filled := sent(effects, Filled)):
+        blocks = drive.unit.table.blocks_of(0)
+        effects = drive.step()
+    # The last of 101 tokens has no KV: 200 positions are written, three blocks are full.
+    chain = b"".join(names_of(text_of(message, *drive.drawn(100))[:200]))
+    lease = KvLease("pool of decode", blocks[1:3], (0, 0), 128)
+    assert filled == [Filled("decode-0", "a", 0, chain, lease)]
+    kinds = [type(effect.message) for effect in of(effects, Send)]
+    assert kinds.index(Filled) < kinds.index(Tokens)
+    while drive.steps:
+        assert sent(drive.step(), Filled) == []
+    pool = drive.unit.blocks[0]
+    assert (pool.num_used, pool.versions(lease.block_ids)) == (0, lease.versions)
+    assert drive.stores == []
+    assert drive.publishes == {True}
+    assert drive.cache() == {}
+
+
+@pytest.mark.parametrize(("prompt", "num_steps"), [(100, 27), (128, 63), (1, 10)])
+def test_a_request_that_fills_no_block_costs_no_message(prompt: int, num_steps: int) -> None:
+    drive = Drive(offering(), request(prompt=prompt, max_tokens=1 + num_steps))
+    effects = [effect for _ in range(num_steps) for effect in drive.step()]
+    assert len(sent(effects, Tokens)) == num_steps
+    assert sent(effects, Filled) == []
+    assert drive.unit.blocks.num_named == 0
+
+
+@pytest.mark.promise("An answer that a client broke off counts as far as it was delivered.")
+def test_a_client_that_left_leaves_what_was_delivered() -> None:
+    message = request(prompt=100)
+    drive = Drive(offering(), message)
+    drive.run(28)
+    (filled,) = sent(drive.feed(Cancel("a", 0)), Filled)
+    assert filled.chain == b"".join(names_of(text_of(message, *drive.drawn(28))))
+    assert len(filled.lease.block_ids) == 1
+    drive.run(2)
+    assert drive.unit.blocks.num_used == 0
+
+
+def test_nothing_is_offered_of_what_may_be_void() -> None:
+    drive = Drive(offering(), request(prompt=100))
+    drive.run(30)
+    step_id, _ = drive.steps.pop(0)
+    effects = drive.feed(StepDone(step_id, (0,), (5,), {}, 0.01, None, {0: "not finite"}))
+    assert sent(effects, Returned)
+    assert sent(effects, Filled) == []
+    drive = Drive(offering(), request(prompt=100))
+    drive.run(30)
+    assert sent(drive.step(error="broken"), Filled) == []
+    assert drive.unit.blocks.num_named == 0
+
+
+def test_nothing_is_offered_of_a_request_whose_kv_is_not_here_yet() -> None:
+    unit = offering()
+    unit.handle(0.0, request(prompt=100, output=100))
+    assert sent(unit.handle(0.0, Cancel("a", 0)), Filled) == []
+    assert unit.blocks.num_named == 0
+
+
+def test_what_two_filled_alike_is_kept_once_and_offered_twice() -> None:
+    drive = Drive(offering(), request("a", 100), request("b", 100))
+    drive.run(40)
+    (one,) = sent(drive.feed(Cancel("a", 0)), Filled)
+    (other,) = sent(drive.feed(Cancel("b", 0)), Filled)
+    assert (one.chain, one.lease) == (other.chain, other.lease)
+    drive.run(2)
+    assert (drive.unit.blocks.num_used, drive.unit.blocks.num_named) == (0, 1)
+
+
+def test_what_was_offered_makes_room_and_the_lease_is_void_then() -> None:
+    drive = Drive(offering(num_blocks=5), request(prompt=100, max_tokens=60))
+    drive.run(30)
+    (filled,) = sent(drive.feed(Cancel("a", 0)), Filled)
+    drive.run(2)
+    drive.num_drawn.clear()
+    freed = of(drive.feed(request("b", 230, max_tokens=9)), Freed)
+    assert set(filled.lease.block_ids) <= {block for one in freed for block in one.block_ids}
+    pool = drive.unit.blocks[0]
+    assert pool.versions(filled.lease.block_ids) != filled.lease.versions
+
+
+def test_a_request_that_moved_is_offered_from_the_rank_where_it_ended() -> None:
+    num_offered = num_moved = 0
+    for seed in range(4):
+        eager = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
+        unit = offering(20, 3, num_waiting_max=100, terms=eager, pool_name="")
+        world = OfferedWorld(Random(seed), unit, 3)
+        world.reset(set(), {0, 1, 2})
+        for _ in range(1500):
+            world.live(1, 10, 0.005)
+        num_offered += world.num_offered
+        num_moved += unit.slots.moving.num_moved
+    assert num_moved > 5
+    assert num_offered > 40
+
+
+class OfferedWorld(DecodeWorld):
+    """Looks into the blocks that are offered, at once."""
+
+    num_offered = 0
+
+    def apply(self, effect: Any) -> None:
+        if isinstance(effect, Send) and isinstance(effect.message, Filled):
+            self.look_at(effect.message)
+        super().apply(effect)
+
+    def look_at(self, filled: Filled) -> None:
+        names = list(split(filled.chain))[-len(filled.lease.block_ids) :]
+        rank = self.pools.index(filled.lease.source)
+        for name, block in zip(names, filled.lease.block_ids, strict=True):
+            request, first = self.ranks[rank].pool[block, 0]
+            assert (request, first // 64) in self.blocks[name]
+            cells = [self.ranks[rank].pool[block, offset] for offset in range(64)]
+            assert cells == [(request, first + offset) for offset in range(64)]
+            self.num_offered += 1

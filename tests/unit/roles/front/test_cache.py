@@ -14,6 +14,8 @@ from hadal.core.config import Deployment
 from hadal.core.messages import (
     Cached,
     Decode,
+    DrainUnit,
+    Filled,
     KvLease,
     Prefill,
     PrefillDone,
@@ -269,3 +271,48 @@ def test_hits_of_one_token_and_never_more_than_the_prompt() -> None:
     (deliver,) = of(made.handle(0.3, done(send.to, "b", attempt=1, num_cached=64)), Deliver)
     assert deliver.num_cached == 64
     assert made.check() == []
+
+
+# ---- what decode filled ----
+def filled(num_before: int = 3, num_new: int = 2, unit: str = "decode-0") -> Filled:
+    lease = KvLease("pool", tuple(range(1, 1 + num_new)), (0,) * num_new, 64 * num_new)
+    return Filled(unit, "a", 0, part(0, num_before + num_new), lease)
+
+
+def takers(made: Front, message: Filled) -> list[str]:
+    """Units that it was handed on to, as it was."""
+    sends = of(made.handle(0.0, message), Send)
+    assert [send.message for send in sends] == [message] * len(sends)
+    return [send.to for send in sends]
+
+
+def test_what_decode_filled_goes_where_most_of_its_text_is() -> None:
+    made = front()
+    assert takers(made, filled(0, 2)) == ["prefill-0"], "a prompt of no block is anywhere"
+    assert takers(made, filled()) == []
+    made.handle(0.0, Cached("prefill-0", "prefill-0 e", part(0, 2), b""))
+    assert takers(made, filled()) == [], "one block before is missing"
+    made.handle(0.0, Cached("prefill-1", "prefill-1 e", part(0, 3), b""))
+    assert takers(made, filled()) == ["prefill-1"]
+    made.handle(0.0, Cached("prefill-0", "prefill-0 e", part(2, 4), b""))
+    assert takers(made, filled()) == ["prefill-0"]
+    made.handle(0.0, Cached("prefill-1", "prefill-1 e", part(3, 5), b""))
+    assert takers(made, filled()) == [], "all of it is there"
+    assert made.check() == []
+
+
+@pytest.mark.parametrize("why", ["dead", "drained", "other weights", "decode is dead"])
+def test_what_decode_filled_goes_to_no_unit_that_cannot_use_it(why: str) -> None:
+    made = front()
+    made.handle(0.0, Cached("prefill-1", "prefill-1 e", part(0, 3), b""))
+    match why:
+        case "dead":
+            made.handle(0.0, UnitDown("prefill-1", "killed"))
+        case "drained":
+            made.handle(0.0, DrainUnit("prefill-1", 9.0, 1))
+        case "other weights":
+            up = UnitUp("decode-0", "decode", "e2", 100, 8, fingerprint="f1")
+            made.handle(0.0, up)
+        case _:
+            made.handle(0.0, UnitDown("decode-0", "killed"))
+    assert takers(made, filled()) == []

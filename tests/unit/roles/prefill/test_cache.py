@@ -11,28 +11,32 @@ from hadal.core import cache
 from hadal.core.cache import DiskLocation, num_names, split
 from hadal.core.messages import (
     Cached,
+    Filled,
     FrontUp,
     Generation,
+    KvLease,
     Prefill,
     PrefillDone,
     PrefilledEarly,
     Release,
     Returned,
 )
-from hadal.core.plans import BlocksRead, BlocksStored, Sampling
+from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, LinkBytes, Sampling
 from hadal.core.seams import (
     DiskNews,
     Effect,
     Execute,
     Freed,
+    Pull,
     RankReset,
     ReadBlocks,
     StoreBlocks,
     Tick,
     UsedBlocks,
+    WakeAt,
 )
 from hadal.kv.names import extend, root_of
-from hadal.roles.prefill.cache import READ_TIMEOUT_S
+from hadal.roles.prefill.cache import COPY_WAIT_S, READ_TIMEOUT_S
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt
 from tests.unit.roles.driving import done, of, prefill_leader, prefill_plans, sent
@@ -432,3 +436,185 @@ def test_audit_sees_a_read_that_lost_its_blocks() -> None:
     assert num_names(load.names) == 3
     unit.blocks[0].free(load.into[:1], unit.cache.loads.of_rank(0)[0].owner)
     assert unit.audit() != []
+
+
+# ---- what decode filled ----
+def filled(num_before: int, num_new: int, name: str = "a", *, salt: bytes = b"alice") -> Filled:
+    """Blocks of the text of which all prompts are beginnings."""
+    num_all = num_before + num_new
+    lease = KvLease("pool of decode", tuple(range(1, 1 + num_new)), (7,) * num_new, 64 * num_new)
+    return Filled("decode-0", name, 0, asked("", 64 * num_all, salt=salt).chain, lease)
+
+
+def answered(num_blocks: int = 33, **options: Any) -> PrefillLeader:
+    """A unit that has prefilled three blocks and a bit of "a", whose answer goes on in decode."""
+    unit = leader(num_blocks, has_disk=False, **options)
+    run(unit, "a", 200, 0)
+    return unit
+
+
+def copying(unit: PrefillLeader, message: Filled, now_s: float = 0.3) -> list[Pull]:
+    effects = unit.handle(now_s, message)
+    assert unit.audit() == []
+    return of(effects, Pull)
+
+
+def test_the_next_turn_finds_what_decode_filled() -> None:
+    unit = answered()
+    message = filled(3, 2)
+    (pull,) = copying(unit, message)
+    assert (pull.request_id, pull.attempt, pull.lease) == ("a", 0, message.lease)
+    assert unit.blocks.num_used == 2
+    assert copying(unit, message) == [], "said twice, copied once"
+    effects = unit.handle(0.4, KvPulled("a", 0, None, LinkBytes(kv=(5, 0))))
+    assert [one.added for one in sent(effects, Cached)] == [chain_of(5)[3 * 16 :]]
+    assert (unit.blocks.num_used, unit.blocks.num_named) == (0, 5)
+    assert copying(unit, message) == [], "all of it is here"
+    (plan,) = prefill_plans(unit.handle(0.5, Prefill(asked("b", 400))))
+    (chunk,) = plan.chunks
+    assert (chunk.start, len(chunk.tokens), chunk.block_ids[3:5]) == (320, 80, pull.into)
+    assert plan.fetches == pull.into
+    (answer,) = sent(finish(unit, 1), PrefillDone)
+    assert answer.num_cached == 320
+    assert unit.audit() == []
+
+
+def test_what_decode_filled_is_anothers_only_under_his_salt() -> None:
+    unit = answered()
+    copying(unit, filled(3, 2))
+    unit.handle(0.4, KvPulled("a", 0, None))
+    (plan,) = prefill_plans(unit.handle(0.5, Prefill(asked("b", 400, salt=b"bob"))))
+    assert plan.chunks[0].start == 0
+    assert copying(unit, filled(3, 2, "c", salt=b"bob")) == [], (
+        "nothing of what is before it is here"
+    )
+
+
+def test_only_what_is_not_here_is_copied_and_nothing_behind_a_gap() -> None:
+    unit = answered()
+    assert copying(unit, filled(4, 2)) == []
+    (pull,) = copying(unit, filled(2, 3))
+    assert (pull.lease.block_ids, pull.lease.versions, pull.lease.num_tokens) == (
+        (2, 3),
+        (7, 7),
+        128,
+    )
+
+
+def test_an_answer_to_a_prompt_of_no_block_is_copied() -> None:
+    unit = leader(has_disk=False)
+    run(unit, "a", 30, 0)
+    (pull,) = copying(unit, filled(0, 2))
+    unit.handle(0.4, KvPulled("a", 0, None))
+    (plan,) = prefill_plans(unit.handle(0.5, Prefill(asked("b", 130))))
+    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:2]) == (128, pull.into)
+
+
+def test_a_copy_that_failed_leaves_nothing() -> None:
+    unit = answered()
+    (pull,) = copying(unit, filled(3, 2))
+    effects = unit.handle(0.4, KvPulled("a", 0, "the leased blocks were freed during the copy"))
+    assert of(effects, Freed) == [Freed(pull.into)]
+    assert (unit.blocks.num_used, unit.blocks.num_named) == (0, 3)
+    assert unit.audit() == []
+    with pytest.raises(KeyError):
+        unit.handle(0.5, KvPulled("a", 0, None))
+
+
+def test_names_that_were_taken_back_meanwhile_are_not_gone_on_from() -> None:
+    unit = answered()
+    copying(unit, filled(3, 2))
+    unit.handle(0.35, Prefill(asked("b", 100, salt=b"bob")))
+    unit.handle(0.4, done(1, {0: 7}, failed={0: "not finite"}))
+    assert unit.blocks.num_named == 0
+    unit.handle(0.5, KvPulled("a", 0, None))
+    assert (unit.blocks.num_used, unit.blocks.num_named) == (0, 0)
+
+
+def test_room_is_made_of_what_is_nobodys_and_not_of_what_comes_before() -> None:
+    unit = answered(num_blocks=8)
+    run_other(unit, "x", 200, 1)  # Three blocks more that are named, and one that is free.
+    (pull,) = copying(unit, filled(3, 2))
+    unit.handle(0.4, KvPulled("a", 0, None))
+    (plan,) = prefill_plans(unit.handle(0.5, Prefill(asked("b", 350))))
+    assert (plan.chunks[0].start, plan.chunks[0].block_ids[3:5]) == (320, pull.into)
+
+
+def run_other(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> None:
+    """Another tenant's prompt, from its arrival until its lease is released."""
+    unit.handle(0.25, Prefill(asked(name, num_tokens, salt=b"bob")))
+    finish(unit, step_id, 0.25)
+    unit.handle(0.26, Release(name, 0))
+
+
+@pytest.mark.promise("room in free or cached blocks, beside what the next prompt needs?")
+def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
+    unit = answered(num_blocks=8)
+    unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # Four of seven blocks.
+    assert copying(unit, filled(3, 2)) == []
+    assert unit.blocks.num_named == 3
+    unit.handle(0.3, done(1, {0: 7}))
+    unit.handle(0.3, Release("x", 0))
+    unit = answered(num_blocks=8, num_requests_max=1)
+    unit.handle(0.25, Prefill(asked("x", 60, salt=b"bob")))
+    unit.handle(0.25, Prefill(asked("y", 250, salt=b"bob")))  # Its turn is next: it needs four.
+    assert copying(unit, filled(3, 3)) == []
+    assert len(copying(unit, filled(3, 2))) == 0
+    unit.handle(0.3, Release("y", 0))
+    assert len(copying(unit, filled(3, 2))) == 1
+
+
+@pytest.mark.promise(
+    "A prompt that goes on from what is being copied waits for it, a second at most; no other prompt does."
+)
+def test_a_prompt_that_goes_on_from_a_copy_waits_for_it_but_not_long() -> None:
+    unit = answered()
+    (pull,) = copying(unit, filled(3, 2), 0.3)
+    assert prefill_plans(unit.handle(0.4, Prefill(asked("b", 400)))) == []
+    (plan,) = prefill_plans(unit.handle(0.4, Prefill(asked("c", 250))))
+    assert plan.chunks[0].request_id == "c", "others do not"
+    finish(unit, 1, 0.45)
+    (plan,) = prefill_plans(unit.handle(0.5, KvPulled("a", 0, None)))
+    assert (plan.chunks[0].request_id, plan.chunks[0].start) == ("b", 320)
+    unit = answered()
+    copying(unit, filled(3, 2), 0.3)
+    effects = unit.handle(0.4, Prefill(asked("b", 400)))
+    assert prefill_plans(effects) == []
+    (plan,) = prefill_plans(unit.handle(0.3 + COPY_WAIT_S, Tick()))
+    assert (plan.chunks[0].request_id, plan.chunks[0].start) == ("b", 192)
+    finish(unit, 1, 1.5)
+    unit.handle(1.6, Release("b", 0))
+    effects = unit.handle(1.7, KvPulled("a", 0, None))
+    assert of(effects, Freed) == [Freed(pull.into)], "it was computed meanwhile"
+    assert (unit.blocks.num_used, unit.audit()) == (0, [])
+
+
+def test_the_unit_wakes_for_a_prompt_that_waits_for_a_copy() -> None:
+    unit = answered()
+    unit.handle(0.2, Tick())
+    effects = unit.handle(0.3, filled(3, 2))
+    assert of(effects, WakeAt)[-1] == WakeAt(0.3 + COPY_WAIT_S)
+
+
+def test_a_rank_that_has_the_text_copies_and_one_that_dies_takes_the_copy_with_it() -> None:
+    unit = leader(num_ranks=2, has_disk=False)
+    unit.handle(0.0, RankReset((), (0, 1), ("p", "q"), 1))
+    unit.handle(0.0, Prefill(asked("x", 250, salt=b"bob")))
+    unit.handle(0.0, Prefill(asked("a", 200)))
+    while unit._in_flight:
+        step = unit._in_flight[0]
+        drawn = {k: 7 for k, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
+        unit.handle(0.1, done(step.step_id, drawn))
+    unit.handle(0.2, Release("a", 0))
+    unit.handle(0.2, Release("x", 0))
+    rank = unit.blocks.prefixes(chain_of(3)).popitem()[0]
+    (pull,) = copying(unit, filled(3, 2))
+    assert pull.rank == rank
+    pools = ("", "q") if rank == 0 else ("p", "")
+    unit.handle(0.4, RankReset((rank,), (), pools, 2))
+    assert (unit.blocks.num_used, unit.audit()) == (0, [])
+    assert copying(unit, filled(3, 2)) == []
+
+
+def test_without_memory_nothing_is_copied() -> None:
+    assert copying(leader(keeps_blocks=False), filled(0, 2)) == []

@@ -235,13 +235,18 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
 
 @pytest.mark.parametrize("error", [None, "PeerLost: aborted"])
 @pytest.mark.parametrize("is_void", [False, True])
+@pytest.mark.parametrize("is_copied", [False, True])
 def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
-    error: str | None, *, is_void: bool
+    error: str | None, *, is_void: bool, is_copied: bool
 ) -> None:
     """As the leader goes, which alone knew that it is to be fetched again."""
     rank = formed_rank()
-    rank.handle(0.0, RankDo(ReadBlocks(1, bytes(16), (DiskLocation(2, 3),), (4,))))
-    rank.handle(0.0, BlocksRead(1, 1))
+    if is_copied:
+        rank.handle(0.0, RankDo(Pull("a", 0, LEASE, (3, 4))))
+        rank.handle(0.0, KvPulled("a", 0, None))
+    else:
+        rank.handle(0.0, RankDo(ReadBlocks(1, bytes(16), (DiskLocation(2, 3),), (4,))))
+        rank.handle(0.0, BlocksRead(1, 1))
     rank.handle(0.0, RankDo(Named(NamedBlocks((4,), bytes(NAME_BYTES), NO_NAME), 2)))
     rank.handle(0.0, RankStep(1, PrefillPlan(0, (), fetches=(4,))))
     (held,) = sent(rank.handle(0.0, RankWho("e1")), RankHeld)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.messages import KvLease, Pull, RankDo
+from hadal.core.messages import FRONT, Filled, KvLease, Pull, RankDo
 from hadal.runtime.transfer import grants as grants_module
 from hadal.runtime.transfer.grants import Grant, Grants
 
@@ -78,3 +78,14 @@ def test_a_lease_that_was_never_handed_on_is_not_searched_for_long(
     lease = lease_of(10**8, 1)
     assert grants.of(lease) == Grant()
     assert seen == [lease]
+
+
+def test_the_front_is_granted_nothing_and_whom_it_hands_a_lease_on_to_is() -> None:
+    decode, front, prefill = (Grants(SECRET, name) for name in ("decode-0", FRONT, "prefill-0"))
+    lease = lease_of(10, 2)
+    filled = Filled("decode-0", "r", 0, b"n" * 32, lease)
+    assert decode.to(FRONT, filled) == b""
+    prefill.keep(filled, front.to("prefill-0", filled))
+    found = prefill.of(lease)
+    assert decode.allows(found, "prefill-0", lease.source, lease.block_ids, lease.versions)
+    assert not decode.allows(found, "prefill-1", lease.source, lease.block_ids, lease.versions)
