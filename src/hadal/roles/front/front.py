@@ -158,18 +158,24 @@ class FrontFleet:
             return
         if isinstance(message, KeepUnit):
             unit.drain_by_s, unit.drain_number = None, 0
+        else:
+            unit.drain_number = message.number
+            if unit.drain_by_s is None:
+                unit.drain_by_s = now_s + message.timeout_s
+        self.drop_destinations(unit.fingerprint)
+
+    def drop_destinations(self, fingerprint: str) -> None:
+        """Where a decode unit is open, let no prompt go to one that drains. It has lost nothing yet:
+        another is chosen for it.
+        """
+        if not self._units.has_open_decode(fingerprint):
             return
-        unit.drain_number = message.number
-        if unit.drain_by_s is not None:
-            return
-        unit.drain_by_s = now_s + message.timeout_s
-        if not self._units.has_open_decode(unit.fingerprint):
-            return
-        # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
-        # them.
-        for record in self._requests.on_unit(unit.name):
-            if self._handover.drop_destination(record, unit.name):
-                self._out.append(Send(unit.name, Cancel(record.request_id, record.attempt)))
+        for unit in self._units.by_name.values():
+            if unit.drain_by_s is None or unit.fingerprint != fingerprint:
+                continue
+            for record in self._requests.on_unit(unit.name):
+                if self._handover.drop_destination(record, unit.name):
+                    self._out.append(Send(unit.name, Cancel(record.request_id, record.attempt)))
 
     def overdue(self, now_s: float) -> list[str]:
         """Draining units whose deadline has passed."""
@@ -942,6 +948,7 @@ class Front:
         if unit is not None:
             self._unit_down(now_s, message.unit, "restarted")
         self.units.add(message, now_s)
+        self.fleet.drop_destinations(self.units.fingerprint_of(message))
         self._choose_names()
         if message.held:
             self._send(message.unit, Resume((), is_last=True))
