@@ -214,7 +214,7 @@ class DecodeEngine:
     def __init__(
         self, pool: Pool, num_slots: int, accept: float = 0.7, pass_s: float | None = None
     ) -> None:
-        """`pass_s`: what a pass is said to take; None: what its step takes."""
+        """`pass_s`: what a pass is said to take; None: what `execute` is told."""
         self.num_tried = self.num_right = 0
         """Drafts that were compared with what was drawn, and those that were that."""
         self._pool = pool
@@ -232,9 +232,8 @@ class DecodeEngine:
         self._lost_slots.clear()
         self._num_failures = 0
 
-    def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
-        if self._pass_s is not None:
-            elapsed_s = plan.num_passes * self._pass_s
+    def execute(self, plan: DecodePlan, pass_s: float, error: str | None) -> StepDone:
+        elapsed_s = plan.num_passes * (pass_s if self._pass_s is None else self._pass_s)
         joining = {join.slot for join in plan.joins}
         was_lost = self._lost_slots.intersection(plan.leaves)
         self._lost_slots -= joining.union(plan.leaves)

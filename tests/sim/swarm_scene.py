@@ -223,9 +223,9 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         pass_s=Random(f"swarm passes {seed}").choice([None, None, 0.0007, 0.0002]),
     )
     scene = _with_other_weights(_pressed(scene, pressure), without)
-    if "drafts" not in on:
-        return scene
-    decode = msgspec.structs.replace(scene.config.decode, drafts=num_drafts)
+    decode = msgspec.structs.replace(
+        scene.config.decode, drafts=num_drafts if "drafts" in on else 0
+    )
     return replace(scene, config=msgspec.structs.replace(scene.config, decode=decode))
 
 
