@@ -211,15 +211,25 @@ class DecodeEngine:
     """
 
     def __init__(
-        self, pool: Pool, num_slots: int, accept: float = 0.7, pass_s: float | None = None
+        self,
+        pool: Pool,
+        num_slots: int,
+        accept: float = 0.7,
+        pass_s: float | None = None,
+        row_share: float = 0.0,
     ) -> None:
-        """`pass_s`: what a pass is said to take; None: what its step takes."""
+        """`pass_s`: what a pass is said to take; None: what its step takes. `row_share`: how much longer
+        each row makes it, as a part of that.
+        """
         self.num_tried = self.num_right = 0
         """Drafts that were compared with what was drawn, and those that were that."""
+        self.num_rested = 0
+        """Slots that steps did not compute, summed over steps."""
         self._pool = pool
         self._num_slots = num_slots
         self._accept = accept
         self._pass_s = pass_s
+        self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
         """Of a failed step: a plan that was made before the leader heard of it relies on them."""
@@ -269,9 +279,14 @@ class DecodeEngine:
             self._rows[slot].block_ids.append(block)
         self._verify()
         # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
-        made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows)}
+        resting = set(plan.resting)
+        assert resting <= self._rows.keys(), f"slots {sorted(resting)} rest and are not there"
+        assert resting.isdisjoint((*plan.second, *plan.publishes)), "a slot rests and is computed"
+        self.num_rested += len(resting)
+        made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows.keys() - resting)}
         for slot in list(made) * plan.num_passes:
             made[slot] += self._advance(self._rows[slot])
+        elapsed_s *= 1.0 + self._row_share * len(made)
         most = max(map(len, made.values()), default=0)
         keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
         tokens = [
@@ -282,8 +297,8 @@ class DecodeEngine:
             for row, (slot, token) in enumerate(zip(keys, tokens, strict=True))
             if self._rows[slot].join.sampling.num_logprobs >= 0
         }
-        for row in self._rows.values():
-            row.drafts = self._drafted(row, plan.num_drafts)
+        for slot in made:
+            self._rows[slot].drafts = self._drafted(self._rows[slot], plan.num_drafts)
         return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
 
     def _verify(self) -> None:
@@ -359,8 +374,9 @@ def engine_for(
     config: Deployment,
     draft_accept: float = 0.7,
     pass_s: float | None = None,
+    row_share: float = 0.0,
 ) -> PrefillEngine | DecodeEngine:
     """A rank's."""
     if role == PREFILL:
         return PrefillEngine(pool, config.chunk_tokens)
-    return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s)
+    return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s, row_share)

@@ -202,8 +202,8 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One rank's part of a decode unit's step as a difference to the step before: who leaves, who
     joins, which blocks were added. Slots are the rank's own.
 
-    Leaves are applied first, then joins, then grown blocks. Then every occupied slot makes a token in
-    each pass, and one more for each draft of the step before that turns out to be what is drawn.
+    Leaves are applied first, then joins, then grown blocks. Then every occupied slot that does not rest
+    makes a token in each pass, and one more for each of its drafts that turns out to be what is drawn.
     Every rank of the unit gets a plan with the same `step_id`, `schedule`, `num_passes` and
     `num_drafts`, with or without slots.
     """
@@ -215,7 +215,7 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """(slot, position in its block list, block id)"""
     schedule: str = "sequential"
     second: tuple[int, ...] = ()
-    """Occupied slots that form the second micro-batch; all others are the first."""
+    """Slots of the step that form the second micro-batch; all others are the first."""
     num_micro_batches: int = 1
     is_traced: bool = False
     publishes: tuple[int, ...] = ()
@@ -229,11 +229,15 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     disk cache.
     """
     num_drafts: int = 0
-    """How many tokens of each slot the MTP module drafts at the end of the step: the next one checks
-    them.
+    """How many tokens of each slot of the step the MTP module drafts at its end: the next step that
+    computes the slot checks them.
     """
     num_passes: int = 1
     """How many tokens of each slot are made one after another; 1 where drafts are checked or made."""
+    resting: tuple[int, ...] = ()
+    """Occupied slots that the step does not compute (policy/rows). They stay as they are: KV, sampler
+    and unchecked drafts.
+    """
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):

@@ -80,6 +80,7 @@ def make_leader(
         has_disk=bool(deployment.cache.folder),
         fingerprint=fingerprint,
         drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
+        promise=units.tenant_promise,
     )
 
 
