@@ -28,7 +28,10 @@ OPTIONS = with_keys(
     "sk-carol name=carol dollars_per_day=0.001",
     "sk-dave name=dave tokens_per_minute=40",
 )
-FIELDS = {"ledger": {"prices": PRICES}, "batches": {"max_lines": 40, "max_file_mb": 1}}
+FIELDS = {
+    "ledger": {"prices": PRICES},
+    "batches": {"max_lines": 40, "max_file_mb": 1, "max_running": 16},
+}
 ENDED = {"completed", "failed", "cancelled", "expired"}
 
 
@@ -254,7 +257,7 @@ def test_a_batch_that_cannot_be_is_refused(
 
 @LIVE
 def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
-    """Some of its lines are short, and the others are held."""
+    """More lines than run at once: some of them are short, and the others are held."""
     client = client_of(server)
     server.gate.hold(gate.DECODE, after=60)
     lines = [line(f"r{n}", ignore_eos=True, max_tokens=300 if n % 8 else 5) for n in range(40)]

@@ -212,15 +212,25 @@ class DecodeEngine:
     """
 
     def __init__(
-        self, pool: Pool, num_slots: int, accept: float = 0.7, pass_s: float | None = None
+        self,
+        pool: Pool,
+        num_slots: int,
+        accept: float = 0.7,
+        pass_s: float | None = None,
+        row_share: float = 0.0,
     ) -> None:
-        """`pass_s`: what a pass is said to take; None: what `execute` is told."""
+        """`pass_s`: what a pass is said to take; None: what `execute` is told. `row_share`: how much longer
+        each row makes it, as a part of that.
+        """
         self.num_tried = self.num_right = 0
         """Drafts that were compared with what was drawn, and those that were that."""
+        self.num_rested = 0
+        """Slots that steps did not compute, summed over steps."""
         self._pool = pool
         self._num_slots = num_slots
         self._accept = accept
         self._pass_s = pass_s
+        self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
         """Of a failed step: a plan that was made before the leader heard of it relies on them."""
@@ -269,17 +279,23 @@ class DecodeEngine:
             self._rows[slot].block_ids.append(block)
         self._verify()
         # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
-        made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows)}
+        resting = set(plan.resting)
+        assert resting <= self._rows.keys(), f"slots {sorted(resting)} rest and are not there"
+        assert resting.isdisjoint((*plan.second, *plan.publishes)), "a slot rests and is computed"
+        self.num_rested += len(resting)
+        made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows.keys() - resting)}
         drafts: Compared = ()
         for _ in range(plan.num_passes):
             checked, right = [], []
-            for slot, row in sorted(self._rows.items()):
-                tokens, num_checked = self._advance(row)
-                made[slot] += tokens
+            for slot, tokens in made.items():
+                row = self._rows[slot]
+                drawn, num_checked = self._advance(row)
+                tokens += drawn
                 checked.append(num_checked)
-                right.append(len(tokens) - 1)
+                right.append(len(drawn) - 1)
                 row.drafts = self._drafted(row, plan.num_drafts)
             drafts = summed((drafts, compared(np.array(checked), np.array(right))))
+        elapsed_s *= 1.0 + self._row_share * len(made)
         most = max(map(len, made.values()), default=0)
         keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
         values = [
@@ -367,8 +383,9 @@ def engine_for(
     config: Deployment,
     draft_accept: float = 0.7,
     pass_s: float | None = None,
+    row_share: float = 0.0,
 ) -> PrefillEngine | DecodeEngine:
     """A rank's."""
     if role == PREFILL:
         return PrefillEngine(pool, config.chunk_tokens)
-    return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s)
+    return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s, row_share)

@@ -24,6 +24,7 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.policy.admission import Refusal
 from hadal.policy.decode_balance import Arrival, Move, MoveTerms, RunningView
 from hadal.policy.experts.balance import Cluster, ExpertPlan
+from hadal.policy.fairness import is_batch
 from hadal.policy.prefill_balance import PrefillQueueView, StepCut, StepLimits
 from hadal.policy.routing import Prefix
 from hadal.policy.scaling import Decision, ScalingRules, ScalingView
@@ -75,9 +76,16 @@ def check_moves(
 
 
 def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_missing: int) -> None:
-    """The latest go, one at least stays, and no more go than are needed."""
-    by_arrival = [holder.slot for holder in sorted(holders, key=lambda holder: -holder.arrival)]
-    assert slots == by_arrival[: len(slots)], "the latest arrived go first"
+    """The latest of their tenants go, those of batches first, one at least stays, and no more go than
+    are needed.
+    """
+    by_arrival = sorted(holders, key=lambda holder: -holder.arrival)
+    kinds = [is_batch(next(one.tenant for one in holders if one.slot == slot)) for slot in slots]
+    assert kinds == sorted(kinds, reverse=True), "those of batches go first"
+    for tenant in {holder.tenant for holder in holders}:
+        own = [holder.slot for holder in by_arrival if holder.tenant == tenant]
+        gone = [slot for slot in slots if slot in own]
+        assert gone == own[: len(gone)], "the latest arrived go first"
     assert len(slots) < max(len(holders), 1), "nobody is left"
     blocks = {holder.slot: holder.num_blocks for holder in holders}
     # More go than are needed.

@@ -28,10 +28,10 @@ from tests.sim.fleet import FleetFaults
 from tests.sim.scenario import RANK_TIMEOUT_S
 from tests.sim.world import Faults
 
-PRESSURES = ("uneven", "tight", "hasty", "drafts")
+PRESSURES = ("uneven", "tight", "hasty", "drafts", "tenants")
 """Requests that have to move from rank to rank, or outgrow their rank; clients that leave while
-they are prefilled; and steps that check what the last ones drafted. Drawn by themselves, behind the
-others: without them a seed is what it was before they were thought of.
+they are prefilled; steps that check what the last ones drafted; and tenants whose rows take turns.
+Drawn by themselves, behind the others: without them a seed is what it was before they were thought of.
 """
 OTHER_WEIGHTS = "other weights"
 """Units give way to others whose KV they cannot use. Drawn as PRESSURES are."""
@@ -139,6 +139,8 @@ class Scene:
     """How often drafts are right."""
     pass_s: float | None
     """What a pass of a decode plan is said to take: where it is short, a plan has several."""
+    row_share: float = 0.0
+    """How much longer each row makes it: where it is much, rows of several tenants take turns."""
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
@@ -222,11 +224,22 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         draft_accept=draft_accept,
         pass_s=Random(f"swarm passes {seed}").choice([None, None, 0.0007, 0.0002]),
     )
-    scene = _with_other_weights(_pressed(scene, pressure), without)
+    scene = _with_other_weights(_pressed(_of_tenants(scene, without), pressure), without)
     decode = msgspec.structs.replace(
         scene.config.decode, drafts=num_drafts if "drafts" in on else 0
     )
     return replace(scene, config=msgspec.structs.replace(scene.config, decode=decode))
+
+
+def _of_tenants(scene: Scene, without: frozenset[str]) -> Scene:
+    """With several tenants, and steps that grow with their rows, in some scenes."""
+    random = Random(f"swarm tenants {scene.seed}")
+    share, promise = random.choice([0.05, 0.3, 1.0]), random.choice([1.0, 1.3, 2.0])
+    if random.random() > 0.5 or "tenants" in without:
+        return scene
+    decode = msgspec.structs.replace(scene.config.decode, tenant_promise=promise)
+    config = msgspec.structs.replace(scene.config, decode=decode)
+    return replace(scene, on=scene.on | {"tenants"}, config=config, row_share=share)
 
 
 def _with_other_weights(scene: Scene, without: frozenset[str]) -> Scene:

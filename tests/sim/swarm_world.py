@@ -30,6 +30,7 @@ from hadal.core.messages import (
 from hadal.core.seams import Deliver
 from hadal.gateway.accounting import Accounting
 from hadal.gateway.auth import Tenant, salt_of
+from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.ranks import RankedLeader
@@ -103,6 +104,7 @@ class SwarmWorld(FleetWorld):
             disk_faults=scene.disk_faults,
         )
         self.draft_accept, self.pass_s = scene.draft_accept, scene.pass_s
+        self.row_share = scene.row_share
         if OTHER_WEIGHTS in scene.on:
             self.fingerprints = (FINGERPRINT, OTHER)
         self._plan_troubles()
@@ -127,6 +129,8 @@ class SwarmWorld(FleetWorld):
             generation = msgspec.structs.replace(
                 generation, priority=random.choice([-1, 0, 0, 1, 5])
             )
+        if "tenants" in on:
+            generation = _of_a_tenant(self.scene, generation)
         num_choices = random.choice([1, 2, 3]) if "choices" in on else 1
         versions = [
             msgspec.structs.replace(
@@ -505,6 +509,7 @@ class SwarmWorld(FleetWorld):
             if isinstance(engine, DecodeEngine):
                 seen["drafts checked"] += engine.num_tried
                 seen["drafts right"] += engine.num_right
+                seen["rows that rested"] += engine.num_rested
         seen["preemptions"] = self.num_returned[PREEMPTED]
         seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:
@@ -513,3 +518,16 @@ class SwarmWorld(FleetWorld):
             seen["experts: replicas moved"] += leader.experts.num_replicas_moved
             seen["experts: given up"] += leader.experts.num_abandoned
         return +seen
+
+
+def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
+    """Return it as one of a tenant with many requests or few, or of a batch."""
+    random = Random(f"{scene.seed} tenant {generation.request_id}")
+    # A batch's that waits begins no more once the front drains.
+    batch = "c" if "shutdown" in scene.on else "c/batch"
+    tenant = random.choice(["a", "b", "b", "b", "c", batch])
+    weight = 2.0 if tenant == "b" and scene.seed % 3 == 0 else 1.0
+    # As the gateway has asked for a batch's room.
+    return msgspec.structs.replace(
+        generation, tenant=tenant, weight=weight, is_let_in=is_batch(tenant)
+    )

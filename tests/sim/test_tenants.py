@@ -1,15 +1,19 @@
-"""Two tenants in simulated time: what one sends at once costs the other next to nothing."""
+"""Two tenants in simulated time: what one sends at once, or as a batch, costs the other next to nothing,
+and a batch alone is as quick as requests.
+"""
 
 from __future__ import annotations
 
 import statistics
 
+import msgspec
 import pytest
 
 from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
+from hadal.policy.fairness import is_batch
 from tests.fresh import fresh
 from tests.sim.world import World
 
@@ -21,11 +25,12 @@ ANSWER_TOKENS = 30
 
 def generation(name: str, tenant: str, num_prompt: int, num_output: int) -> Generation:
     prompt = tuple(hash((name, position)) % 50 for position in range(num_prompt))
-    return Generation(name, prompt, (), num_output, (), 0, Sampling(), 0, tenant=tenant)
+    made = Generation(name, prompt, (), num_output, (), 0, Sampling(), 0, tenant=tenant)
+    # As the gateway has asked for a batch's room.
+    return msgspec.structs.replace(made, is_let_in=is_batch(tenant))
 
 
-def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[float]:
-    """Of the other tenant's requests, one after the other."""
+def world_of(seed: int, prefill_ranks: int = 1) -> World:
     config = Deployment(
         chunk_tokens=64,
         heartbeat_s=0.1,
@@ -35,7 +40,14 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         limits=LimitsConfig(max_queued=NUM_FLOOD, request_timeout_s=4000.0),
         cache=CacheConfig(memory=OFF),
     )
-    world = World(seed, config, max_context=10_000, pool_blocks=(80, 80), check_every=20)
+    return World(seed, config, max_context=10_000, pool_blocks=(80, 80), check_every=20)
+
+
+def times_s(
+    seed: int, *, is_flooded: bool, prefill_ranks: int = 1, flood_of: str = "flood"
+) -> list[float]:
+    """Of the other tenant's requests, one after the other."""
+    world = world_of(seed, prefill_ranks)
     begun_s: dict[str, float] = {}
 
     def ask() -> None:
@@ -45,7 +57,7 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
 
     def flood() -> None:
         for number in range(NUM_FLOOD):
-            world.submit(generation(f"flood-{number}", "flood", 20, 100), 100)
+            world.submit(generation(f"flood-{number}", flood_of, 20, 100), 100)
 
     taken_s: list[float] = []
     world.clock.at(0.4, ask)  # It is known: it was here before.
@@ -58,7 +70,7 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         world.clock.run(3000.0, lambda: ended(world, begun_s))
         taken_s.append(world.clock.now() - list(begun_s.values())[-1])
     # It floods no more.
-    assert not is_flooded or world.front.requests.num_queued_of("flood") > NUM_FLOOD // 2
+    assert not is_flooded or world.front.requests.num_queued_of(flood_of) > NUM_FLOOD // 2
     return taken_s
 
 
@@ -89,3 +101,29 @@ def test_1536_generations_cost_another_tenant_at_most_twice_its_time(
     flooded_s = times_s(seed, is_flooded=True, prefill_ranks=prefill_ranks)
     print("alone", alone_s, "flooded", statistics.mean(flooded_s), "worst", max(flooded_s))
     assert max(flooded_s) <= 2 * alone_s
+
+
+@pytest.mark.slow("a batch of 1,536 lines")
+def test_a_batch_costs_another_tenant_next_to_nothing() -> None:
+    alone_s = statistics.mean(times_s(0, is_flooded=False))
+    beside_s = times_s(0, is_flooded=True, flood_of="other/batch")
+    print("alone", alone_s, "beside", statistics.mean(beside_s), "worst", max(beside_s))
+    assert statistics.mean(beside_s) <= 1.25 * alone_s
+
+
+def test_a_batch_alone_takes_as_long_as_requests() -> None:
+    """Of 100 lines, on 16 slots."""
+
+    def end_s(tenant: str) -> float:
+        world = world_of(0)
+        for number in range(100):
+            world.submit_at(0.4, generation(f"r{number}", tenant, 20, 60), 60)
+        world.clock.run(0.5)
+        names = dict.fromkeys(world.clients, 0.0)
+        assert len(names) == 100
+        world.clock.run(3000.0, lambda: ended(world, names))
+        return world.clock.now()
+
+    batch_s, requests_s = end_s("a/batch"), end_s("a")
+    print("batch", batch_s, "requests", requests_s)
+    assert batch_s <= 1.1 * requests_s

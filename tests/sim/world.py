@@ -138,6 +138,7 @@ class World:
         self.draft_accept = 0.7
         """How often decode's drafts are right."""
         self.pass_s: float | None = None
+        self.row_share = 0.0
         """What a pass of decode is said to take; None: a step's time."""
         self.engines: list[PrefillEngine | DecodeEngine] = []
         """Of every life of a rank."""
@@ -298,7 +299,8 @@ class World:
         return role
 
     def _engine(self, role: str, pool: Pool) -> PrefillEngine | DecodeEngine:
-        self.engines.append(engine_for(role, pool, self.config, self.draft_accept, self.pass_s))
+        said = self.draft_accept, self.pass_s, self.row_share
+        self.engines.append(engine_for(role, pool, self.config, *said))
         return self.engines[-1]
 
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:

@@ -47,6 +47,8 @@ def _one_of(*names: str) -> Meta:
 Switch = Annotated[str, _one_of(AUTO, OFF)]
 LOCAL, RAY = "local", "ray"
 """Where units run."""
+TENANT_PROMISE = 2.0
+"""Default of `UnitsConfig.tenant_promise`; `python -m bench rows` prints what each value costs."""
 DRAFTS_MAX = 3
 DRAFTS_AUTO = 2
 """Most drafts where they are chosen by price: buffers have room for so many."""
@@ -122,6 +124,11 @@ class UnitsConfig(ConfigTable, frozen=True):
     """Decode: most tokens that the model's MTP module drafts a pass for each request, 0 to 3. "auto":
     as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right; 0 for a model
     without the module. No draft changes a token.
+    """
+    tenant_promise: Annotated[float, Meta(ge=1, le=1000)] = TENANT_PROMISE
+    """Decode: steps of the tenant with the fewest requests take at most so many times as long beside
+    others' requests as alone, and never longer than equal shares give; the others take turns. 1000: no
+    request takes turns.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""

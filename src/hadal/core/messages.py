@@ -358,6 +358,8 @@ class Decode(Message, frozen=True):
 
     generation: Generation
     lease: KvLease
+    service: float = 0.0
+    """Served to its tenant, over its weight (policy/fairness): the least is first where slots are short."""
 
 
 class Resume(Message, frozen=True):

@@ -203,8 +203,8 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One rank's part of a decode unit's step as a difference to the step before: who leaves, who
     joins, which blocks were added. Slots are the rank's own.
 
-    Leaves are applied first, then joins, then grown blocks. Then every occupied slot makes a token in
-    each pass, and one more for each draft of the step before that turns out to be what is drawn.
+    Leaves are applied first, then joins, then grown blocks. Then every occupied slot that does not rest
+    makes a token in each pass, and one more for each of its drafts that turns out to be what is drawn.
     Every rank of the unit gets a plan with the same `step_id`, `schedule`, `num_passes` and
     `num_drafts`, with or without slots.
     """
@@ -216,7 +216,7 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """(slot, position in its block list, block id)"""
     schedule: str = "sequential"
     second: tuple[int, ...] = ()
-    """Occupied slots that form the second micro-batch; all others are the first."""
+    """Slots of the step that form the second micro-batch; all others are the first."""
     num_micro_batches: int = 1
     is_traced: bool = False
     publishes: tuple[int, ...] = ()
@@ -230,12 +230,16 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     disk cache.
     """
     num_drafts: int = 0
-    """How many tokens of each slot the MTP module drafts at the end of the step: the next one checks
-    them.
+    """How many tokens of each slot of the step the MTP module drafts at its end: the next step that
+    computes the slot checks them.
     """
     num_passes: int = 1
     """Passes of the model that the step has, one after another. Each checks what the one before it
     drafted.
+    """
+    resting: tuple[int, ...] = ()
+    """Occupied slots that the step does not compute (policy/rows). They stay as they are: KV, sampler
+    and unchecked drafts.
     """
 
 

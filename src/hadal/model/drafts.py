@@ -42,7 +42,9 @@ class Drafter:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
         self.has_drafts = False
-        """False if no slot has a draft to check, so that a step without drafts looks at none."""
+        """False if no slot has a draft to check, so that a step without drafts looks at none. A slot
+        that rests keeps its drafts.
+        """
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
         """Positions whose entries are in the cache, from 0 on."""
@@ -72,6 +74,10 @@ class Drafter:
         self._num_written_S[slot] = position + (within > 0)
         self._tokens_SP[slot, within] = token
         self._hidden_SPD[slot, within] = 0.0
+
+    def leave(self, slot: int) -> None:
+        """Drop the slot's drafts."""
+        self.num_drafts_S[slot] = 0
 
     def checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> tuple[Ints, Ints]:
         """(drafts_NK, num_N): what was drafted for these slots, and how much of it the step checks:
@@ -121,7 +127,7 @@ class Drafter:
         passes, with rows or without.
         """
         self.num_drafts_S[slots_N] = 0
-        self.has_drafts = num_drafts > 0
+        self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())
         if num_drafts and self._table is not None and self._module.has_fused_step:
             recorder.begin(DRAFT)
             step = self._module.fused_step(len(slots_N), len(slots_N))

@@ -50,9 +50,9 @@ from hadal.tokens.grammars import Grammars
 # A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
 # once.
 #
-# The leader sends differences; from then on the rank advances every row by itself. Rows are packed
-# so that a step reads prefixes of the arrays; the order of rows means nothing. Shapes: B rows, M
-# blocks of a request.
+# The leader sends differences; from then on the rank advances every row by itself. Rows are packed,
+# those that rest in this step behind the others, so that a step reads prefixes of the arrays; else the
+# order of rows means nothing. Shapes: B rows of the step, M blocks of a request.
 
 
 class RankTable:
@@ -62,6 +62,7 @@ class RankTable:
         max_blocks = -(-max_positions // BLOCK_TOKENS)
         self._max_positions = max_positions
         self._row_of_slot: dict[int, int] = {}
+        self._num_resting = 0
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
@@ -70,19 +71,43 @@ class RankTable:
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
 
     def __len__(self) -> int:
-        return len(self._row_of_slot)
+        """Return the number of rows that the step computes."""
+        return len(self._row_of_slot) - self._num_resting
+
+    @property
+    def occupied(self) -> Collection[int]:
+        """All slots, those that rest included."""
+        return self._row_of_slot.keys()
 
     def leave(self, slot: int) -> None:
         """Remove a slot; one that is not there was cleared after a failed step."""
         row = self._row_of_slot.pop(slot, None)
         if row is None:
             return
-        last = len(self)  # The last row moves into the gap.
+        last = len(self._row_of_slot)  # The last row moves into the gap.
         if row != last:
-            arrays = self._slots, self._tokens, self._positions, self._rooms, self._blocks
-            for array in arrays:
+            for array in self._arrays:
                 array[row] = array[last]
             self._row_of_slot[int(self._slots[row])] = row
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self._slots, self._tokens, self._positions, self._rooms, self._blocks
+
+    def rest(self, resting: Collection[int]) -> None:
+        """Leave exactly these slots out of the next step. Raises ValueError for a slot that is not
+        occupied.
+        """
+        if not resting and not self._num_resting:
+            return
+        self._check_occupied(resting, "that rest")
+        num_rows, self._num_resting = len(self._row_of_slot), len(resting)
+        is_resting = np.zeros(num_rows, np.bool_)
+        is_resting[[self._row_of_slot[slot] for slot in resting]] = True
+        order = np.argsort(is_resting, kind="stable")
+        for array in self._arrays:
+            array[:num_rows] = array[order]
+        self._row_of_slot = {slot: row for row, slot in enumerate(self._slots[:num_rows].tolist())}
 
     def join(self, join: Join) -> None:
         """Add a slot, in place of what it held. Raises ValueError for one that does not fit the
@@ -96,7 +121,8 @@ class RankTable:
                 f" {self._max_positions} positions"
             )
         self.leave(join.slot)
-        row = self._row_of_slot[join.slot] = len(self)
+        row = len(self._row_of_slot)
+        self._row_of_slot[join.slot] = row
         self._slots[row] = join.slot
         self._tokens[row] = join.last_token
         self._positions[row] = join.num_tokens
@@ -121,6 +147,7 @@ class RankTable:
 
     def clear(self) -> None:
         self._row_of_slot.clear()
+        self._num_resting = 0
 
     @property
     def slots_B(self) -> np.ndarray:
@@ -147,21 +174,24 @@ class RankTable:
         return torch.from_numpy(self._blocks[: len(self), :num_blocks])
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not
-        occupied.
+        """Rows of the two micro-batches; `second` are slots of the step. Raises ValueError for one that
+        is not occupied.
         """
-        absent = sorted(slot for slot in second if slot not in self._row_of_slot)
-        if absent:
-            raise ValueError(f"slots {absent} of the second micro-batch are not occupied")
+        self._check_occupied(second, "of the second micro-batch")
         is_second = np.zeros(len(self), np.bool_)
         is_second[[self._row_of_slot[slot] for slot in second]] = True
         return np.flatnonzero(~is_second), np.flatnonzero(is_second)
+
+    def _check_occupied(self, slots: Collection[int], which: str) -> None:
+        absent = sorted(slot for slot in slots if slot not in self._row_of_slot)
+        if absent:
+            raise ValueError(f"slots {absent} {which} are not occupied")
 
     def _room(self, num_blocks: int) -> int:
         return min(num_blocks * BLOCK_TOKENS, self._max_positions)
 
     def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray) -> None:
-        """Every row got so many tokens; the last is what the next step feeds."""
+        """Every row of the step got so many tokens; the last is what the next step feeds."""
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
         positions = self._positions[:num_rows]
@@ -473,7 +503,7 @@ class ModelRunner:
         try:
             return self._decode_rows(plan, recorder)
         except Exception:
-            self._lost_slots = joining | set(table.slots_B.tolist())
+            self._lost_slots = joining | set(table.occupied)
             self._clear_table()
             raise
 
@@ -544,11 +574,14 @@ class ModelRunner:
         cannot be now, drafts will be worse and no token another.
         """
         table = self._table
+        table.rest(())
         if self._drafter is not None and len(table):
             try:
                 self._write_entries(np.arange(len(table)))
             except Exception as error:
                 log_failure("entries of the MTP module were not written", error)
+            for slot in table.occupied:
+                self._drafter.leave(slot)
         table.clear()
 
     def _fed(self) -> _Fed:
@@ -626,6 +659,8 @@ class ModelRunner:
         for slot in plan.leaves:
             table.leave(slot)
             sampler.leave(slot)
+            if self._drafter is not None:
+                self._drafter.leave(slot)
         for join in plan.joins:
             table.join(join)
             if join.is_pulled:
@@ -643,6 +678,7 @@ class ModelRunner:
                 self._drafter.join(join.slot, join.num_tokens, join.last_token)
         for slot, index, block_id in plan.grown:
             table.grow(slot, index, block_id)
+        table.rest(plan.resting)
 
     def _decode_logits(
         self, plan: DecodePlan, fed: _Fed, recorder: Recorder

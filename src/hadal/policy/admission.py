@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import RateLimits
+from hadal.policy.rows import BATCH_PROMISE, num_rows_within
 from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView, ValleyView
 
 Bools = NDArray[np.bool_]
@@ -26,15 +27,9 @@ HEADROOM_SHARE = 8
 """One request in so many is head-room: one more is prefilled ahead of a free slot, one more block
 is kept free for growth.
 """
-BATCH_SHARE = 2
-"""Batches have one of so many of the slots that are shared, while others have one less each."""
 VALLEY_S = 0.05
 """When a batch asks again."""
 NO_VALLEY = "no_valley"
-SLOWER = 1.6
-"""A request's steps in decode may take so many times as long beside others' as alone. Twice as long
-is what a tenant is promised from end to end: the rest is left to prefill and to the gateway.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +68,39 @@ def admit(view: AdmissionView) -> Refusal | None:
 
 
 def admit_batch(view: ValleyView) -> Refusal | None:
-    """None lets one more request of a batch in: into valleys of the load alone.
+    """None lets one more request of a batch in: it takes what others leave.
 
-    Others neither wait nor have all of prefill, and what batches hold of decode is so little that
-    those which come meanwhile have their slots and hardly slower steps.
+    It gives its slot up to the next request that finds none, and its rows rest where others' leave them no
+    time (policy/rows). Prefill cannot give a step up. So beside others' requests a batch never has all of
+    prefill, begins no more than have time in decode, though one, and leaves as many slots free as others
+    have: else each of their next requests would put one of a batch back.
     """
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
-    num_slots = view.num_slots_shared
+    num_others = view.num_placed - view.num_of_batches
+    num_most, is_prefill_free = num_placed_max(view.num_slots), view.num_prefill_ranks > 0
+    if num_others:
+        num_most = min(max(1, view.num_slots_beside), view.num_slots - 2 * num_others)
+        is_prefill_free = view.num_prefilling < view.num_prefill_ranks
     if (
         not view.num_waiting
-        and view.num_prefilling < view.num_prefill_ranks
-        and view.num_placed < num_slots
-        and view.num_of_batches < max(1, num_slots // BATCH_SHARE)
-        and view.num_blocks_used < view.num_blocks // BATCH_SHARE
+        and is_prefill_free
+        and view.num_of_batches < num_most
+        and view.num_blocks_used < view.num_blocks
     ):
         return None
     return Refusal(429, "others' requests leave no room for a batch's.", VALLEY_S, NO_VALLEY)
+
+
+def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num_slots: int) -> int:
+    """How many slots of a decode unit requests of batches may fill beside so many others, so that its
+    steps compute all of them (policy/rows). `line`: seconds of a step, and of each request of its busiest
+    rank; not measured where it is 0.
+    """
+    if line[1] <= 0.0 or not num_ranks:
+        return num_slots
+    num_alone = -(-num_others // num_ranks)
+    return num_ranks * (num_rows_within(line, BATCH_PROMISE, num_alone) - num_alone)
 
 
 def share_of(num_all: int, num_tenants: int) -> int:
@@ -136,18 +147,12 @@ def retry_after_s(num_queued: int, finished_per_s: float) -> float:
 def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     """Whether one more request may start its prefill, `num_blocks_needed` being what decode will
     hold for it.
+
+    A request that `has_place` waits for no slot here: when its prompt is prefilled, one of a tenant that
+    had more gives its slot up (policy/fairness).
     """
-    if view.num_requests >= num_placed_max(view.num_slots) or is_jammed(view):
-        return False
-    share = share_of(view.num_slots_shared, view.num_tenants)
-    if (
-        view.num_tenants_absent
-        and view.num_requests >= view.num_slots_shared
-        and view.num_of_tenant >= share
-        and (view.num_slots_shared < view.num_slots or view.num_waiting_of_tenant > share)
-    ):
-        # Another tenant's request that comes now shall not crawl beside these; nor shall those of
-        # one that floods be before it where it waits for a slot.
+    num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
+    if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):
         return False
     return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks
 
@@ -155,24 +160,6 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
 def is_jammed(view: DownstreamView) -> bool:
     """Whether prompts are prefilled faster than decode takes them."""
     return view.num_transferring > max(2 * num_ahead(view.num_slots), 2)
-
-
-def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float) -> int:
-    """How many slots of a decode unit tenants that have their share may fill while others may come.
-
-    A step takes step_s, and request_s more for each request of its busiest rank. The slots are so
-    many that beside them one request's steps take at most SLOWER times as long as alone. On a GPU,
-    whose steps hardly depend on how many requests are in them, these are all slots. On a CPU they
-    are few, which costs little, as batching gains little there. They are few, too, while nothing
-    was measured.
-    """
-    if step_s <= 0.0:
-        return max(1, num_slots // HEADROOM_SHARE)
-    if request_s <= 0.0:
-        return num_slots
-    return max(
-        1, min(num_slots, int(num_ranks * (SLOWER - 1.0) * (step_s + request_s) / request_s))
-    )
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:

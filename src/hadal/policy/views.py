@@ -128,15 +128,10 @@ class DownstreamView:
     num_blocks_used: int
     """Blocks those will hold in decode."""
     num_transferring: int
-    num_slots_shared: int = 0
-    """Slots that tenants which have their share may fill (policy/admission.shared_slots)."""
-    num_of_tenant: int = 0
-    """Requests of the tenant in question among those placed."""
-    num_tenants: int = 1
-    """Tenants that sent something lately, that one included."""
-    num_tenants_absent: int = 0
-    """Tenants among those who have nothing that waits now: their requests may come at any time."""
-    num_waiting_of_tenant: int = 0
+    has_place: bool = False
+    """Whether the tenant in question has fewer requests placed than another, over their weights, or
+    another's request was put back for the one that asks. False for a batch.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +162,10 @@ class ValleyView:
     num_prefilling: int
     """Prompts that are being computed."""
     num_prefill_ranks: int
-    num_slots_shared: int
-    """Slots of decode under which steps take hardly longer (policy/admission.shared_slots)."""
+    num_slots: int
+    """Requests all living decode units can work on at once."""
+    num_slots_beside: int
+    """Slots that batches may fill beside others' requests (policy/admission.slots_beside)."""
     num_blocks_used: int
     num_blocks: int
 

@@ -82,6 +82,7 @@ def make_leader(
         offers_blocks=deployment.cache.memory != OFF and not deployment.cluster.spans_hosts,
         fingerprint=fingerprint,
         drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
+        promise=units.tenant_promise,
     )
 
 

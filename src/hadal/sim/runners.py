@@ -275,6 +275,8 @@ class DecodeRunner:
         """Drafts of the last plan."""
         self._has_drafts = False
         """Whether any of those is above 0."""
+        self._is_computed: Bools = np.zeros(size, np.bool_)
+        """Slots of the step: taken, and not resting."""
         self._is_second: Bools = np.zeros(size, np.bool_)
         self._second: tuple[tuple[int, ...], ...] = ()
 
@@ -285,18 +287,22 @@ class DecodeRunner:
                 self._change(rank * self._num_slots, plan)
         if self._num_drafts_max:
             self._grow(plans)
+        np.copyto(self._is_computed, self.is_taken)
+        for rank, plan in enumerate(plans):
+            if plan.resting:
+                self._is_computed[rank * self._num_slots + np.array(plan.resting)] = False
         return _joined([self._pass(plans) for _ in range(plans[0].num_passes)])
 
     def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
-        """A token of each slot, and those that drafts bring."""
-        slots, num_drafts = np.flatnonzero(self.is_taken), plans[0].num_drafts
+        """A token of each slot of the step, and those that drafts bring."""
+        slots, num_drafts = np.flatnonzero(self._is_computed), plans[0].num_drafts
         assert num_drafts <= self._num_drafts_max, "a plan drafts more than was said"
         num_checked = self._num_checked(slots) if self._has_drafts else None
         self._length[slots] += 1
         is_in = self._halves(plans)
         num_tokens = None  # One of each slot, which takes less time to count.
         if num_checked is not None:
-            num_tokens = self.is_taken.astype(np.int64)
+            num_tokens = self._is_computed.astype(np.int64)
             num_tokens[slots] += num_checked
         batches = [self._micro_batch(half, num_tokens) for half in is_in]
         num_requests = slots.size / self._num_living
@@ -330,8 +336,8 @@ class DecodeRunner:
         if drawn.size > slots.size:
             self.work = self.work._replace(tokens=drawn.size)
         if num_drafts or self._has_drafts:
-            self._num_drafted[:] = num_drafts * self.is_taken
-            self._has_drafts = num_drafts > 0
+            self._num_drafted[slots] = num_drafts
+            self._has_drafts = bool(self._num_drafted[self.is_taken].any())
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
         # them.
         keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
@@ -426,14 +432,14 @@ class DecodeRunner:
     def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
         """Who is in which micro-batch."""
         if plans[0].num_micro_batches == 1:
-            return [self.is_taken]
+            return [self._is_computed]
         second = tuple(plan.second for plan in plans)
         if second != self._second:
             self._second = second
             self._is_second[:] = False
             for rank, slots in enumerate(second):
                 self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
-        return [self.is_taken & ~self._is_second, self.is_taken & self._is_second]
+        return [self._is_computed & ~self._is_second, self._is_computed & self._is_second]
 
     def _micro_batch(
         self, is_in: Bools, num_tokens: Ints | None, rank: int | None = None

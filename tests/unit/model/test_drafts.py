@@ -122,10 +122,17 @@ def replace_seed(sampling: Sampling, number: int) -> Sampling:
 
 
 def serve(
-    unit: Unit, seed: int, drafts: Iterator[int], *, preempted: float, num_tokens: int = NUM_TOKENS
+    unit: Unit,
+    seed: int,
+    drafts: Iterator[int],
+    *,
+    preempted: float,
+    rested: float = 0.0,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[Request]:
     """All requests with joins, leaves, cut prompts and growth; `drafts` says how many each plan
-    makes, which has one pass or some, `preempted` how often a request has to leave and come again.
+    makes, which has one pass or some, `preempted` how often a request has to leave and come again,
+    `rested` how often a plan does not compute it.
     """
     texts, rng, passes = (random.Random(seed + number) for number in range(3))
     requests = [Request(number, texts) for number in range(10)]
@@ -156,6 +163,7 @@ def serve(
             while len(request.blocks) < wanted:
                 request.blocks += unit.take(1)
                 grown.append((slot, len(request.blocks) - 1, request.blocks[-1]))
+        resting = tuple(slot for slot in running if rng.random() < rested)
         plan = DecodePlan(
             unit.num_steps,
             tuple(leaves),
@@ -163,11 +171,12 @@ def serve(
             tuple(grown),
             num_drafts=num_drafts,
             num_passes=num_passes,
+            resting=resting,
         )
         done = unit.run(plan)
         unit.num_steps += num_passes
         unit.num_tokens += len(done.tokens)
-        assert set(done.keys) == set(running)
+        assert set(done.keys) == running.keys() - set(resting)
         for row, (slot, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
             running[slot].output.append(token)
             running[slot].draws.append(done.draws.get(row))
@@ -239,6 +248,35 @@ def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: i
                 if not preempted:
                     assert request.draws[:length] == other.draws[:length], request.name
             assert unit.num_tokens / unit.num_steps > plain.num_tokens / plain.num_steps
+
+
+@pytest.mark.slow("five requests decoded three times")
+@pytest.mark.parametrize("seed", seeds(1, 1))
+def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
+    tiny: ModelWeights, seed: int
+) -> None:
+    print("seed", seed)
+    expected = serve(Unit(tiny, 0), seed, always(0), preempted=0.0)
+    for drafts, preempted in ((always(2), 0.0), (sometimes(seed), 0.02)):
+        unit = Unit(tiny, 3)
+        requests = serve(unit, seed, drafts, preempted=preempted, rested=0.4)
+        for request, other in zip(requests, expected, strict=True):
+            length = min(len(request.output), len(other.output))
+            assert length >= NUM_TOKENS
+            assert request.output[:length] == other.output[:length], request.name
+            if not preempted:
+                assert request.draws[:length] == other.draws[:length], request.name
+    # A plan without drafts of its own checks those of a request that rested when others' were made.
+    unit = Unit(tiny, 3)
+    texts = random.Random(seed)
+    joins = tuple(prefill(unit, Request(slot, texts), slot, random.Random(1)) for slot in range(2))
+    unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
+    drafter = unit.runner._drafter
+    assert drafter is not None
+    unit.run(DecodePlan(1, (), (), (), resting=(1,)))
+    assert (drafter.num_drafts_S[:2].tolist(), drafter.has_drafts) == ([0, 2], True)
+    unit.run(DecodePlan(2, (), (), ()))
+    assert (drafter.num_drafts_S[:2].tolist(), drafter.has_drafts) == ([0, 0], False)
 
 
 def test_a_draft_without_room_is_not_checked(tiny: ModelWeights) -> None:

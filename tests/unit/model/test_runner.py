@@ -51,14 +51,23 @@ class Bench:
         leaves: tuple[int, ...] = (),
         joins: tuple[Join, ...] = (),
         grown: tuple[tuple[int, int, int], ...] = (),
+        resting: tuple[int, ...] = (),
     ) -> StepDone:
-        return self.runner.execute(DecodePlan(next(self.steps), leaves, joins, grown))
+        plan = DecodePlan(next(self.steps), leaves, joins, grown, resting=resting)
+        return self.runner.execute(plan)
 
 
 def run_all(
-    bench: Bench, prompts: list[list[int]], sampling: list[Sampling], num_tokens: int, seed: int
+    bench: Bench,
+    prompts: list[list[int]],
+    sampling: list[Sampling],
+    num_tokens: int,
+    seed: int,
+    rested: float = 0.0,
 ) -> list[list[int]]:
-    """Serve all prompts with random joins, leaves, growth and preemptions; return every output."""
+    """Serve all prompts with random joins, leaves, growth and preemptions; return every output.
+    `rested`: how often a step leaves a slot out.
+    """
     rng = random.Random(seed)
     outputs: list[list[int]] = [[] for _ in prompts]
     waiting, running = list(range(len(prompts))), {}
@@ -120,9 +129,10 @@ def run_all(
             if position // BLOCK_TOKENS == len(blocks[i]):
                 blocks[i] += bench.take(1)
                 grown.append((slot, len(blocks[i]) - 1, blocks[i][-1]))
-        done = bench.decode(tuple(leaves), tuple(joins), tuple(grown))
+        resting = tuple(slot for slot in running if rested and rng.random() < rested)
+        done = bench.decode(tuple(leaves), tuple(joins), tuple(grown), resting)
         assert done.error is None, done.error
-        assert sorted(done.keys) == sorted(running)
+        assert sorted(done.keys) == sorted(running.keys() - set(resting))
         for slot, token in zip(done.keys, done.tokens, strict=True):
             outputs[running[slot]].append(token)
     return [output[:num_tokens] for output in outputs]
@@ -154,8 +164,11 @@ def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
         )
         for i in range(6)
     ]
-    first, second = (run_all(Bench(plain), prompts, sampling, 40, seed) for seed in (0, 1))
-    assert first == second
+    first, second, third = (
+        run_all(Bench(plain), prompts, sampling, 40, seed, rested)
+        for seed, rested in ((0, 0.0), (1, 0.0), (2, 0.4))
+    )
+    assert first == second == third
     assert len({tuple(output) for output in first}) == 6
 
 

@@ -18,7 +18,7 @@ from hadal.policy.admission import (
     refuse_lengths,
     retry_after_s,
     share_of,
-    shared_slots,
+    slots_beside,
 )
 from hadal.policy.views import AdmissionView, DownstreamView, ValleyView
 
@@ -108,37 +108,22 @@ def test_prefill_waits_while_many_transfer() -> None:
     assert not may_prefill(downstream(8, 0, 5), 1)
 
 
-def test_a_tenant_with_its_share_leaves_room_where_another_would_crawl() -> None:
-    def view(
-        requests: int,
-        of_tenant: int,
-        used: int = 0,
-        absent: int = 1,
-        shared: int = 12,
-        waiting: int = 9,
-    ) -> DownstreamView:
-        return DownstreamView(16, 100, requests, used, 0, shared, of_tenant, 2, absent, waiting)
-
-    assert may_prefill(view(11, 11), 1)
-    assert not may_prefill(view(12, 12), 1)
-    assert may_prefill(view(12, 12, absent=0), 1), "alone, or where all wait, it takes all"
-    assert may_prefill(view(15, 5), 1), "whoever has less than a share takes what is left"
-    assert may_prefill(view(15, 15, shared=16), 1), "on a GPU it takes all: room is taken back"
-    assert not may_prefill(view(16, 16, shared=16), 1), "but is not before others for a slot"
-    assert may_prefill(view(16, 16, shared=16, waiting=8), 1), "unless it is no flood"
-    assert may_prefill(view(8, 8, used=75), 25), "and all blocks"
-    assert not may_prefill(view(8, 8, used=75), 26)
-    assert may_prefill(view(8, 5, used=75), 1)
+def test_nothing_is_kept_for_a_tenant_and_one_with_fewer_waits_for_no_slot() -> None:
+    assert may_prefill(downstream(17), 1), "a tenant takes all, whoever else was there"
+    full = replace(downstream(18), has_place=True)
+    assert may_prefill(full, 1)
+    assert may_prefill(replace(full, num_requests=33), 1)
+    assert not may_prefill(replace(full, num_requests=34), 1), "as many again as there are slots"
+    assert not may_prefill(replace(full, num_blocks_used=100), 1), "blocks are given back first"
+    assert may_prefill(replace(full, num_transferring=5), 1)
 
 
-def test_slots_that_several_tenants_fill_are_few_where_a_step_grows_with_them() -> None:
-    assert shared_slots(64, 1, 0.0, 0.0) == 8, "nothing is known"
-    assert shared_slots(64, 1, 0.020, 0.0) == 64
-    assert shared_slots(64, 1, 0.020, 0.00001) == 64, "a GPU's steps"
-    # A CPU's: with six beside it, one takes 17 ms, not 11.
-    assert shared_slots(64, 1, 0.010, 0.001) == 6
-    assert shared_slots(128, 2, 0.010, 0.001) == 13, "each rank steps with its own"
-    assert shared_slots(64, 1, 0.001, 0.010) == shared_slots(1, 1, 0.0, 0.0) == 1
+def test_a_batch_fills_beside_others_as_many_slots_as_steps_compute() -> None:
+    assert slots_beside((0.0, 0.0), 1, 2, 64) == 64, "nothing was measured"
+    assert slots_beside((0.03, 0.00002), 1, 2, 64) > 64, "a GPU's steps"
+    # A step of two takes 2.9 ms, and may take 3.19 ms; of twenty 11.9 and 13.09 ms.
+    assert [slots_beside((0.0019, 0.0005), 1, num, 64) for num in (2, 20)] == [0, 2]
+    assert slots_beside((0.0019, 0.0005), 2, 40, 64) == 4, "each rank steps with its own"
 
 
 def test_no_decode_unit_no_prefill() -> None:
@@ -159,27 +144,32 @@ VALLEY = ValleyView(
     num_of_batches=1,
     num_prefilling=0,
     num_prefill_ranks=1,
-    num_slots_shared=8,
+    num_slots=8,
+    num_slots_beside=8,
     num_blocks_used=40,
     num_blocks=100,
 )
 
 
 @pytest.mark.promise(
-    "A line begins only where nobody else waits, prefill has a rank to spare, and batches"
-    " hold less than half of the slots"
+    "A line begins only where nobody else waits, a slot and blocks are free, and prefill has a rank to"
+    " spare, or none of others' requests"
 )
-def test_a_batch_goes_into_valleys_alone() -> None:
+def test_a_batch_takes_what_others_leave() -> None:
     assert admit_batch(VALLEY) is None
-    assert admit_batch(replace(VALLEY, num_placed=0, num_of_batches=0, num_slots_shared=1)) is None
+    assert admit_batch(replace(VALLEY, num_placed=8, num_of_batches=8, num_prefilling=8)) is None
+    assert admit_batch(replace(VALLEY, num_placed=5, num_of_batches=3)) is None
+    assert admit_batch(replace(VALLEY, num_placed=2, num_of_batches=0, num_slots_beside=0)) is None
     busier: dict[str, Any]
     for busier in (
         {"num_waiting": 1},
-        {"num_placed": 8},
-        {"num_of_batches": 4},
+        {"num_placed": 9, "num_of_batches": 9},
+        {"num_placed": 6, "num_of_batches": 4},
+        {"num_slots_beside": 0},
         {"num_prefilling": 1},
-        {"num_slots_shared": 0},
-        {"num_blocks_used": 50},
+        {"num_placed": 0, "num_of_batches": 0, "num_slots": 0},
+        {"num_placed": 0, "num_of_batches": 0, "num_prefill_ranks": 0},
+        {"num_blocks_used": 100},
     ):
         refusal = admit_batch(replace(VALLEY, **busier))
         assert refusal is not None, busier

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from hadal.core.balance import AUTO, KV, REQUESTS, balance_of
-from hadal.core.config import DECODE
+from hadal.core.config import DECODE, TENANT_PROMISE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
@@ -60,7 +61,9 @@ from hadal.core.seams import (
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
+from hadal.policy.fairness import is_batch
 from hadal.policy.passes import passes_of
+from hadal.policy.rows import resting_rows
 from hadal.roles.decode.slots import AnswerCache, DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
@@ -85,73 +88,61 @@ from hadal.roles.unit.unit import (
 # Decides nothing and changes nothing.
 
 
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """Slots of the unit that a step treats unlike the others; `second` has the ranks' own, by rank."""
+
+    leaves: Sequence[int] = ()
+    joins: Sequence[tuple[int, Join]] = ()
+    grown: Sequence[tuple[int, int, int]] = ()
+    """(slot, position in its block list, block id)"""
+    publishes: Sequence[int] = ()
+    resting: Sequence[int] = ()
+    second: tuple[tuple[int, ...], ...] | None = None
+
+
 def make_plans(
-    step_id: int,
-    num_ranks: int,
-    per_rank: int,
-    leaves: Sequence[int],
-    joins: Sequence[tuple[int, Join]],
-    grown: Sequence[tuple[int, int, int]],
-    publishes: Sequence[int],
-    choice: ScheduleChoice,
-    second: tuple[tuple[int, ...], ...] | None,
-    *,
-    is_traced: bool,
-    publishes_full: bool,
-    num_drafts: int,
-    num_passes: int,
+    same: DecodePlan, num_ranks: int, per_rank: int, news: StepNews
 ) -> tuple[DecodePlan, ...]:
-    """The step's plans, one for each rank, with the ranks' own slots; `second` is by rank already."""
-    rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
+    """The step's plans, one for each rank, with the ranks' own slots. `same`: the plan of a rank without
+    news.
+    """
+    rank_leaves = _by_rank(news.leaves, per_rank)
+    rank_publishes = _by_rank(news.publishes, per_rank)
+    rank_resting = _by_rank(news.resting, per_rank)
     rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
     rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    rank_publishes: defaultdict[int, list[int]] = defaultdict(list)
-    for slot in leaves:
-        rank_leaves[slot // per_rank].append(slot % per_rank)
-    for slot, join in joins:
+    for slot, join in news.joins:
         rank_joins[slot // per_rank].append(join)
-    joining = {
-        slot for slot, _ in joins
-    }  # With the grown block already: they go on at the rank that they never left.
-    for slot, position, block_id in grown:
+    # With the grown block already: they go on at the rank that they never left.
+    joining = {slot for slot, _ in news.joins}
+    for slot, position, block_id in news.grown:
         if slot not in joining:
             rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
-    for slot in publishes:
-        rank_publishes[slot // per_rank].append(slot % per_rank)
     # Most ranks of a large unit have no news, and one plan says it for all of them.
-    same = DecodePlan(
-        step_id,
-        (),
-        (),
-        (),
-        choice.schedule,
-        (),
-        choice.num_micro_batches,
-        is_traced,
-        publishes_full=publishes_full,
-        num_drafts=num_drafts,
-        num_passes=num_passes,
-    )
     plans = [same] * num_ranks
-    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes}
-    if second is not None:
-        news.update(rank for rank, slots in enumerate(second) if slots)
-    for rank in news:
-        plans[rank] = DecodePlan(
-            step_id,
-            tuple(rank_leaves.get(rank, ())),
-            tuple(rank_joins.get(rank, ())),
-            tuple(rank_grown.get(rank, ())),
-            choice.schedule,
-            second[rank] if second is not None else (),
-            choice.num_micro_batches,
-            is_traced,
-            tuple(rank_publishes.get(rank, ())),
-            publishes_full=publishes_full,
-            num_drafts=num_drafts,
-            num_passes=num_passes,
+    ranks = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *rank_resting}
+    if news.second is not None:
+        ranks.update(rank for rank, slots in enumerate(news.second) if slots)
+    for rank in ranks:
+        plans[rank] = msgspec.structs.replace(
+            same,
+            leaves=tuple(rank_leaves.get(rank, ())),
+            joins=tuple(rank_joins.get(rank, ())),
+            grown=tuple(rank_grown.get(rank, ())),
+            second=news.second[rank] if news.second is not None else (),
+            publishes=tuple(rank_publishes.get(rank, ())),
+            resting=tuple(rank_resting.get(rank, ())),
         )
     return tuple(plans)
+
+
+def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
+    """Return the ranks' own slots of the unit's."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for slot in slots:
+        found[slot // per_rank].append(slot % per_rank)
+    return found
 
 
 def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
@@ -359,8 +350,8 @@ class DecodeArrivals:
 
     # ---- slots ----
     def fill_slots(self) -> None:
-        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to
-        pull their KV.
+        """Give slots and blocks to those who wait, in the turns of their tenants, and start to pull their
+        KV: what of a flood is prefilled ahead of a slot keeps no other tenant waiting.
         """
         self._fill_slots()
         self._is_full = bool(self.waiting)
@@ -374,6 +365,7 @@ class DecodeArrivals:
                 if key in self._slots.key_to_slot:
                     break
                 ready.append(decode)
+            ready.sort(key=lambda decode: (is_batch(decode.generation.tenant), decode.service))
             for slot in self._slots.assign(ready):
                 self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
             if not self.waiting or not ready or not self._make_room():
@@ -479,7 +471,7 @@ class _DecodeStep:
     num_requests: int
     """On the rank that has most of them."""
     num_drafts: tuple[int, int]
-    """Of each slot: what the plan before made, and what this one makes."""
+    """Of each slot: what is there to check at most, and what this plan makes."""
 
 
 class DecodeLeader:
@@ -491,6 +483,7 @@ class DecodeLeader:
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
     heard. `pool_name`: see PrefillLeader. `has_disk`: blocks are written to a disk cache; `offers_blocks`:
     else prefill is offered them. `fingerprint`: see UnitUp. `drafts`: how many are made; None: none.
+    `promise`: see UnitsConfig.tenant_promise.
     """
 
     def __init__(
@@ -516,6 +509,7 @@ class DecodeLeader:
         offers_blocks: bool = False,
         fingerprint: str = "",
         drafts: DraftChooser | None = None,
+        promise: float = TENANT_PROMISE,
     ) -> None:
         drafts = DraftChooser(0) if drafts is None else drafts
         self._out: list[Effect] = []
@@ -550,17 +544,17 @@ class DecodeLeader:
         self._unit = unit
         self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
-        self._drafts = drafts
-        self._num_drafts = 0
-        """Drafts that the last plan makes of each slot."""
+        self._drafts, self._promise = drafts, promise
         self._next_drafts: int | None = None
-        """The same of the next one, where it was chosen and its blocks are not there yet."""
-        self._drafted: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
-        """Slots that the last plan computes."""
+        """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
+        self._drafted: Ints = np.zeros(self.slots.table.num_slots, np.int64)
+        """Drafts that the last plan which computes a slot makes of it, [slots]."""
         self._second: tuple[tuple[int, ...], ...] | None = None
-        """Slots of the second micro-batch, by rank; kept while nobody joins or leaves: all grow
-        alike.
+        """Slots of the second micro-batch, by rank; kept while the same slots are computed and nobody
+        joins: all grow alike.
         """
+        self._halved: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
+        """Slots that a plan computed when `_second` was chosen."""
         self._reporter = UnitReporter(
             unit,
             DECODE,
@@ -699,7 +693,7 @@ class DecodeLeader:
             num_void += step.computed * step.num_passes
         self._in_flight.clear()
         self._second = None
-        self._num_drafts, self._drafted = 0, np.zeros_like(self._drafted)
+        self._drafted[:] = 0
         self._next_drafts = None
         self.scheduler.reset()
         self._tracer.reset()
@@ -832,74 +826,92 @@ class DecodeLeader:
 
     # ---- what goes to the Runner ----
     def _plan(self) -> None:
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-            table, moving, step_id = self.table, self.slots.moving, self._num_plans
-            table.state[table.at_max_tokens()] = SlotState.CLOSING
-            moving.call_off_late(step_id)
-            if SlotState.ACTIVE not in table.state and SlotState.READY not in table.state:
-                self.slots.is_starved = False
-                return
-            num_requests = self._num_requests_of_most()
-            if self._next_drafts is None:
-                self._next_drafts = self._drafts.choose(num_requests)
-            num_drafts = self._next_drafts
-            num_passes = self._num_passes(num_drafts)
-            # Checked are the drafts of the pass before, and the last pass makes more behind them.
-            num_more = num_passes - 1 + num_passes * self._num_drafts + num_drafts
-            grown = self.slots.grow(self._done_step_id, num_more)
-            if grown is None:
-                return
-            self._next_drafts = None
-            publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
-            # One that moves stands still for some plans, and its blocks were counted for one token.
-            num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
-            leaves, joins = self._change_rows()
-            ready = [slot for slot, _ in joins]
-            moving.joined(ready, step_id)
-            num_checked = self._num_checked(ready, num_passes)
-            computed = table.advance(step_id, num_checked, num_passes)
-            num_checked *= computed
-            moving.depart(publishes)
-            self._in_flight.append(
-                _DecodeStep(
-                    step_id,
-                    computed,
-                    int(np.count_nonzero(computed)),
-                    num_passes,
-                    num_checked,
-                    num_requests,
-                    (self._num_drafts, num_drafts),
-                )
-            )
-            self._num_plans += 1
-            self._num_drafts, self._drafted = num_drafts, computed
-            self._reporter.num_drafts = num_drafts
-            work = self._work(computed, num_checked)
-            choice = self.scheduler.choose(step_id, work)
-            if choice.num_micro_batches == 1:
-                self._second = None
-            elif self._second is None or joins or leaves:
-                self._second = self._split(computed)
-            is_traced = self._trace(step_id, choice, work)
-            self._out.append(
-                Execute(
-                    make_plans(
-                        step_id,
-                        self.blocks.num_ranks,
-                        self.slots.per_rank,
-                        leaves,
-                        joins,
-                        grown,
-                        publishes,
-                        choice,
-                        self._second,
-                        is_traced=is_traced,
-                        publishes_full=self.slots.cache.is_on,
-                        num_drafts=num_drafts,
-                        num_passes=num_passes,
-                    )
-                )
-            )
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self._plan_next():
+            pass
+
+    def _plan_next(self) -> bool:
+        """Make the next plan; False if there is nothing to compute, or blocks are missing for it."""
+        table, moving, step_id = self.table, self.slots.moving, self._num_plans
+        table.state[table.at_max_tokens()] = SlotState.CLOSING
+        moving.call_off_late(step_id)
+        if not table.in_next().any():
+            self.slots.is_starved = False
+            return False
+        self._choose_resting(step_id)
+        computed = table.computed_next()
+        num_requests = int(computed.reshape(-1, self.slots.per_rank).sum(axis=1).max())
+        if self._next_drafts is None:
+            self._next_drafts = self._drafts.choose(num_requests)
+        is_known = computed & (table.state == SlotState.ACTIVE)
+        num_drafts, num_before = self._next_drafts, int(self._drafted[is_known].max(initial=0))
+        num_passes = self._num_passes(num_requests, num_drafts, num_before)
+        # Checked are the drafts that its slots have, and behind them those of each of its passes.
+        num_more = num_passes - 1 + num_before + num_passes * num_drafts
+        grown = self.slots.grow(self._done_step_id, num_more)
+        if grown is None:
+            return False
+        self._next_drafts = None
+        publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
+        # One that moves stands still for some plans, and its blocks were counted for one token.
+        num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
+        leaves, joins = self._change_rows()
+        ready = [slot for slot, _ in joins]
+        moving.joined(ready, step_id)
+        self._drafted[ready] = 0  # Their first step has only the token that they came with.
+        num_checked = self._num_checked(num_passes, num_drafts)
+        computed = table.advance(step_id, num_checked, num_passes)
+        num_checked *= computed
+        resting = np.flatnonzero(table.rests & (table.state == SlotState.ACTIVE)).tolist()
+        moving.depart(publishes)
+        self._num_plans += 1
+        step = _DecodeStep(
+            step_id,
+            computed,
+            int(np.count_nonzero(computed)),
+            num_passes,
+            num_checked,
+            num_requests,
+            (num_before, num_drafts),
+        )
+        self._in_flight.append(step)
+        self._drafted[computed] = self._reporter.num_drafts = num_drafts
+        self._execute(step, StepNews(leaves, joins, grown, publishes, resting))
+        return True
+
+    def _execute(self, step: _DecodeStep, news: StepNews) -> None:
+        """Send a step's plans to the ranks."""
+        work = self._work(step.computed, step.num_checked)
+        choice = self.scheduler.choose(step.step_id, work)
+        if choice.num_micro_batches == 1:
+            self._second = None
+        elif self._second is None or not np.array_equal(self._halved, step.computed) or news.joins:
+            self._second, self._halved = self._split(step.computed), step.computed
+        same = DecodePlan(
+            step.step_id,
+            (),
+            (),
+            (),
+            choice.schedule,
+            (),
+            choice.num_micro_batches,
+            self._trace(step.step_id, choice, work),
+            publishes_full=self.slots.cache.is_on,
+            num_drafts=step.num_drafts[1],
+            num_passes=step.num_passes,
+        )
+        plans = make_plans(
+            same, self.blocks.num_ranks, self.slots.per_rank, replace(news, second=self._second)
+        )
+        self._out.append(Execute(plans))
+
+    def _choose_resting(self, step_id: int) -> None:
+        """Choose the slots that plan `step_id` leaves out (policy/rows)."""
+        table = self.table
+        slots, rows = table.rows(self.slots.per_rank)
+        rests = resting_rows(rows, self._line.line, self._promise, step_id)
+        table.rests[:] = False
+        if rests is not None:
+            table.rests[slots] = rests
 
     def _change_rows(self) -> tuple[list[int], list[tuple[int, Join]]]:
         """Take those out of the Runner's table that are done there, and put those in that are ready."""
@@ -909,30 +921,26 @@ class DecodeLeader:
         ready = table.slots_in(SlotState.READY).tolist()
         joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
         table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
+        table.turn[ready] = table.turn.max() + 1 + np.arange(len(ready))
         return leaves, joins
 
-    def _num_checked(self, ready: Sequence[int], num_passes: int) -> Ints:
-        """How many drafts of each slot the next plan may check, these slots' requests joining it with
-        the token that they came with. What has no room is not checked: of a slot further on even
-        less.
+    def _num_checked(self, num_passes: int, num_drafts: int) -> Ints:
+        """How many drafts of each slot the next plan may check: those that the slot has, and in each
+        further pass those of the pass before. What has no room is not checked: of a slot further on
+        even less.
         """
         room = np.maximum(self.table.room - 1 - self.table.length, 0)
-        num_with_drafts = self._drafted + num_passes - 1
-        num_with_drafts[ready] = num_passes - 1
-        num_checked: Ints = num_with_drafts * np.minimum(self._num_drafts, room)
+        num_checked: Ints = np.minimum(self._drafted, room)
+        num_checked += (num_passes - 1) * np.minimum(num_drafts, room)
         return num_checked
 
-    def _num_passes(self, num_drafts: int) -> int:
+    def _num_passes(self, num_requests: int, num_drafts: int, num_before: int) -> int:
         """Passes of the next plan; one if it is traced, or drafts another number than it checks."""
-        if num_drafts != self._num_drafts or self._tracer.is_wanted:
+        if num_drafts != num_before or self._tracer.is_wanted:
             return 1
-        return passes_of(self._reporter.meter.step_ms / 1e3)
-
-    def _num_requests_of_most(self) -> int:
-        """Requests of the next plan on the rank that has most of them."""
-        state = self.table.state
-        is_in = (state == SlotState.ACTIVE) | (state == SlotState.READY)
-        return int(is_in.reshape(-1, self.slots.per_rank).sum(axis=1).max())
+        # The last steps may have been short because most rows rested.
+        step_s, row_s = self._line.line
+        return passes_of(max(self._reporter.meter.step_ms / 1e3, step_s + num_requests * row_s))
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""

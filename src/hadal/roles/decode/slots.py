@@ -325,7 +325,9 @@ class DecodeMoving:
         has computed it.
         """
         table, shape = self._table, (-1, self._per_rank)
-        may_move = (table.state == SlotState.ACTIVE) & ~table.is_muted & ~table.is_preempted
+        # A plan publishes the KV of what moves, and has to compute it.
+        may_move = (table.state == SlotState.ACTIVE) & ~table.rests
+        may_move &= ~table.is_muted & ~table.is_preempted
         may_move &= table.max_tokens - table.output_index >= terms.num_tokens_left_min
         may_move &= next_step_id - table.moved_step_id >= terms.gain_steps
         for key in (

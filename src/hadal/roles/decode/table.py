@@ -11,6 +11,9 @@ A request that changes its rank has two slots for a while (roles/decode/slots):
     source   ACTIVE --depart--> MOVING --KvPulled--> FREE        (called off, or the copy failed: READY or ACTIVE)
     target   FREE --reserve--> RESERVED --last plan of the source done--> FILLING --KvPulled--> READY (else FREE)
 
+An ACTIVE or READY slot may rest in the next plan: it is in the Runner's table and is not computed
+(policy/rows).
+
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
 while two are in flight. A plan that checks drafts gives one token or more: counted is the one that
@@ -30,10 +33,13 @@ from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
 from hadal.core.plans import HeldKv
+from hadal.policy.fairness import is_batch
+from hadal.policy.rows import RowsView, requeued
 from hadal.roles.unit.unit import needs_output
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 States = NDArray[np.int8]
 _NEVER = -(1 << 40)
 
@@ -114,7 +120,19 @@ class DecodeTable:
         self.room: Ints = np.zeros(num_slots, np.int64)
         """Positions that fit into those blocks."""
         self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
-        """The last emitted plan that computes the slot."""
+        """The last emitted plan that computes the slot, or in which it rests."""
+        self.rests: Bools = np.zeros(num_slots, np.bool_)
+        """Whether the slot rests in the next plan. Means nothing where none would compute it."""
+        self.turn: Ints = np.zeros(num_slots, np.int64)
+        """Its place in the queue of rows: the smallest is computed next (policy/rows). It means nothing
+        before the slot is ACTIVE.
+        """
+        self.tenant: Ints = np.zeros(num_slots, np.int64)
+        """Number of its tenant."""
+        self.weight: Floats = np.ones(num_slots)
+        """Weight of its tenant."""
+        self.is_batch: Bools = np.zeros(num_slots, np.bool_)
+        self._tenant_to_number: dict[str, int] = {}
         self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
         """The plan with which it last began to move; negative: never."""
         self.left_step_id: Ints = np.full(num_slots, -1, np.int64)
@@ -165,6 +183,9 @@ class DecodeTable:
         ] = 0
         self.num_unsure[slot] = 0
         self.attempt_id[slot] = 0
+        tenants, name = self._tenant_to_number, generation.tenant
+        self.tenant[slot] = tenants.setdefault(name, len(tenants))
+        self.weight[slot], self.is_batch[slot] = generation.weight, is_batch(name)
         self.occupants[slot] = Occupant(generation, lease, arrival)
         return slot
 
@@ -238,6 +259,10 @@ class DecodeTable:
             self.min_tokens,
             self.stop_ids,
             self.last_token,
+            self.turn,
+            self.tenant,
+            self.weight,
+            self.is_batch,
             self.moved_step_id,
             self.left_step_id,
             self.tail,
@@ -281,12 +306,31 @@ class DecodeTable:
         self.room[slot] += BLOCK_TOKENS
         return len(self.block_ids[slot]) - 1
 
+    def in_next(self) -> Bools:
+        """Return the slots that the next plan computes or in which they rest."""
+        is_in: Bools = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
+        return is_in
+
+    def computed_next(self) -> Bools:
+        """Return the slots that the next plan computes."""
+        return self.in_next() & ~self.rests
+
+    def rows(self, per_rank: int) -> tuple[Ints, RowsView]:
+        """Return the slots that the next plan may compute, and how policy/rows sees them."""
+        slots = np.flatnonzero(self.in_next())
+        # One that comes passes no row of its tenant.
+        is_ready = self.state[slots] == SlotState.READY
+        turns = np.where(is_ready, self.turn.max() + 1 + slots, self.turn[slots])
+        return slots, RowsView(
+            slots // per_rank, self.tenant[slots], self.weight[slots], self.is_batch[slots], turns
+        )
+
     def needing_block(self, num_more: int = 0) -> Ints:
         """Slots of the next plan that would write beyond their blocks, were all unsure tokens to
         come; and where it may write so many `num_more` positions for drafts, though none that the
         request's last token is behind.
         """
-        computed = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
+        computed = self.computed_next()
         num_written = self.length + self.num_unsure + num_more + 1
         num_wanted = self.length - self.output_index + self.max_tokens
         return np.flatnonzero(computed & (np.minimum(num_written, num_wanted) > self.room))
@@ -303,21 +347,24 @@ class DecodeTable:
         """Return how many passes the next plan may have, 1 or more: its slots have blocks for them, and
         tokens left, if all of so many drafts are right in each.
         """
-        is_in = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
         left = np.minimum(self.max_tokens - self.output_index, self.room - self.length)
-        fewest = int((left - self.num_unsure)[is_in].min(initial=1 << 30))
+        fewest = int((left - self.num_unsure)[self.computed_next()].min(initial=1 << 30))
         return max(1, fewest // (1 + num_drafts))
 
     def advance(self, step_id: int, num_checked: Ints | int = 0, num_passes: int = 1) -> Bools:
-        """Count so many more tokens for every active slot, which `num_checked` of its drafts may
-        follow. Return which slots those are.
+        """Count so many more tokens for every active slot that does not rest, which `num_checked` of its
+        drafts may follow. Return which slots those are.
         """
         active: Bools = self.state == SlotState.ACTIVE
-        self.length += num_passes * active
-        self.output_index += num_passes * active
-        self.num_unsure += num_checked * active
+        computed = active & ~self.rests
+        self.length += num_passes * computed
+        self.output_index += num_passes * computed
+        self.num_unsure += num_checked * computed
+        # A slot that rests keeps its blocks just as long: its rank has it in the table.
         self.last_step_id[active] = step_id
-        return active
+        if (active & self.rests).any():  # Else all keep their order.
+            self.turn = requeued(self.turn, computed)
+        return computed
 
     def settle(self, num_checked: Ints, slots: Ints, num_more: Ints) -> None:
         """A plan is done that checked so many drafts of every slot: of these slots, `num_more`

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ from hadal.core.plans import NO_TOKEN, NOT_FINITE, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import Refusal, admit, admit_batch, is_jammed, refuse_lengths
+from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
 from hadal.policy.fairness import (
     INPUT_COST,
     OUTPUT_COST,
@@ -642,9 +642,9 @@ class Front:
             ):
                 return  # Nobody waits for it, and nobody is behind it who does.
             chosen = self._choose_prefill(record)
-            if self._give_way(now_s, record, is_stuck=chosen is None):
-                continue
             if chosen is None:
+                if self._give_way(now_s, record):
+                    continue
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Transition.PLACE)
             unit, record.num_cached = chosen
@@ -654,36 +654,53 @@ class Front:
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
-    def _give_way(self, now_s: float, record: Record, *, is_stuck: bool) -> bool:
-        """Put others' requests back for one that somebody waits for: those of batches without which it
-        could start (`is_stuck`: it cannot), else one of a tenant that had more. False: none has to.
+    def _give_way(self, now_s: float, record: Record) -> bool:
+        """Put others' requests back for one that somebody waits for and that cannot start: those of
+        batches without which it could, else one of a tenant that had more. False: none has to.
         """
         tenant = record.generation.tenant
         if is_batch(tenant) or not self.requests.has_others_placed(tenant):
             return False
-        view = self.routing.downstream(record)
-        if not is_stuck and view.num_requests < view.num_slots:
-            return False  # A slot is free for it.
-        giving = self.routing.in_the_way(record) if is_stuck else []
-        # What is on its way to decode is not helped by others' room.
-        if not giving and not is_jammed(view):
-            one = self._beyond_share(now_s, record)
+        giving = self.routing.in_the_way(record)
+        is_enough = record.num_blocks_taken >= blocks_for(record.num_tokens + 1)
+        if not giving and not is_enough:
+            one = self._beyond_share(now_s, record, lambda r: r.fingerprint == record.fingerprint)
             giving = [] if one is None else [one]
         for one in giving:
-            self._let_go(one)
+            self._put_back(one)
             record.num_blocks_taken += one.num_blocks
-            self._requeue(one)
-            self.totals.gave_way += 1
         return bool(giving)
 
-    def _beyond_share(self, now_s: float, record: Record) -> Record | None:
-        """The request that another tenant has to give back for this one, which takes no more than
-        it needs.
+    def _take_slot(self, now_s: float, record: Record, unit: Unit) -> None:
+        """Put a running request back for one that is prefilled, if the unit's slots are all taken: the
+        latest of batches, else one of a tenant that had more. Its slot is free two steps later.
         """
-        if record.num_blocks_taken >= blocks_for(record.num_tokens + 1):
-            return None
+        tenant, requests = record.generation.tenant, self.requests
+        if unit.num_requests <= unit.num_requests_max or is_batch(tenant):
+            return
+
+        def is_running(other: Record) -> bool:
+            return other.state is State.DECODING and other.decode_unit == unit.name
+
+        one = next(filter(is_running, reversed(requests.placed_of_batches())), None)
+        if one is None and requests.has_others_placed(tenant):
+            one = self._beyond_share(now_s, record, is_running)
+        if one is not None:
+            self._put_back(one)
+
+    def _put_back(self, record: Record) -> None:
+        self._let_go(record)
+        self._requeue(record)
+        self.totals.gave_way += 1
+
+    def _beyond_share(
+        self, now_s: float, record: Record, may_go: Callable[[Record], bool]
+    ) -> Record | None:
+        """The request that another tenant has to give back for this one."""
         requests, totals = self.requests, self.totals
         asking = requests.tenant_view(record.generation.tenant)
+        if record.state is not State.QUEUED:
+            asking = replace(asking, num_placed=asking.num_placed - 1)
         others = [
             requests.tenant_view(tenant)
             for tenant in requests.tenant_to_placed
@@ -693,7 +710,7 @@ class Front:
         cost = INPUT_COST * len(record.generation.prompt) + OUTPUT_COST * tokens_each
         ends_per_step = self._finished.per_s(now_s) * self.units.decode_step_s()
         tenant = choose_to_give_way(asking, others, cost / record.share_weight, ends_per_step)
-        return None if tenant is None else requests.last_of(tenant, record.fingerprint)
+        return None if tenant is None else requests.last_of(tenant, may_go)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
         """Bind a request to the first fingerprint under which a prefill unit takes it now."""
@@ -760,7 +777,9 @@ class Front:
             return
         attempt_id = self.requests.running.enter(record)
         generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
-        self._send(unit, Decode(generation, done.lease))
+        self._take_slot(now_s, record, self.units.by_name[unit])
+        service = self.requests.counters[generation.tenant]
+        self._send(unit, Decode(generation, done.lease, service))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
         """Tokens of the prompt that the first token cost no work for; a retry's are nobody's
@@ -1007,7 +1026,6 @@ class Front:
     # ---- time ----
     def _tick(self, now_s: float) -> None:
         self.tenants.tick(now_s)
-        self.requests.forget_tenants(now_s)
         for record in self.requests.overdue(now_s):
             timeout_s = self._config.limits.request_timeout_s
             if record.state is State.QUEUED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush, merge
@@ -421,8 +421,6 @@ def _as_if_one_by_one(
     return gap[places], is_over[places]
 
 
-LATELY_S = 120.0
-"""A tenant that sent something within this time is expected to send more."""
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 """States in which a unit works, or will, for the request."""
 _OWNED: dict[tuple[bool, bool], frozenset[str]] = {
@@ -463,8 +461,6 @@ class FrontRequests:
     """How many of a tenant's requests units work on, of all fingerprints."""
     counters: ServiceCounters = field(default_factory=ServiceCounters)
     """What tenants were served: by it they take turns."""
-    tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
-    """When a tenant's last request came, those of LATELY_S."""
     tenant_to_open: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests there are."""
     _tenant_to_weight: dict[str, float] = field(default_factory=dict)
@@ -506,17 +502,15 @@ class FrontRequests:
         """Whether units work on requests of any other tenant, batches' among them."""
         return len(self.tenant_to_placed) > (tenant in self.tenant_to_placed)
 
-    def last_of(self, tenant: str, fingerprint: str) -> Record | None:
-        """The last in its order of a tenant's requests that units work on under a fingerprint, its
-        first of all apart.
+    def last_of(self, tenant: str, may_go: Callable[[Record], bool]) -> Record | None:
+        """The last in its order of a tenant's requests that units work on and that may go, its first
+        of all apart.
         """
         placed = sorted(
             (record for record in self.placed() if record.generation.tenant == tenant),
             key=lambda record: record.queue_key,
         )
-        return next(
-            (record for record in reversed(placed[1:]) if record.fingerprint == fingerprint), None
-        )
+        return next((record for record in reversed(placed[1:]) if may_go(record)), None)
 
     def tenant_view(self, tenant: str) -> TenantView:
         """What policy/fairness sees of a tenant that has requests here."""
@@ -536,14 +530,15 @@ class FrontRequests:
         """How many tenants have requests that wait, this one counted in any case."""
         return len({name for name in self._tenant_to_queue if not is_batch(name)} | {tenant})
 
-    def num_tenants_lately(self, tenant: str) -> int:
-        """How many tenants sent something lately or wait, this one counted in any case."""
-        waiting = {name for name in self._tenant_to_queue if not is_batch(name)}
-        return len(self.tenant_to_seen_s.keys() | waiting | {tenant})
-
-    def num_tenants_absent(self, tenant: str) -> int:
-        """How many others sent something lately of whom nobody waits now."""
-        return len(self.tenant_to_seen_s.keys() - self._tenant_to_queue.keys() - {tenant})
+    def has_fewer(self, tenant: str, fingerprint: str) -> bool:
+        """Whether a tenant has fewer requests placed under a fingerprint than another, over their
+        weights. A batch never has.
+        """
+        placed, weights = self.placed_under(fingerprint).tenant_to_num, self._tenant_to_weight
+        if is_batch(tenant):
+            return False
+        held = placed[tenant] / weights.get(tenant, 1.0)
+        return any(num / weights[other] > held for other, num in placed.items())
 
     def add(self, generation: Generation, timeout_s: float, *, keeps_text: bool = True) -> Record:
         """A new request, queued behind all whose turn is before its own (policy/admission).
@@ -566,23 +561,7 @@ class FrontRequests:
         self.tenant_to_open[generation.tenant] += 1
         self._tenant_to_weight[generation.tenant] = generation.weight
         self._enqueue(record)
-        self._saw(generation.tenant, generation.arrived_s)
         return record
-
-    def _saw(self, tenant: str, now_s: float) -> None:
-        """A tenant sent something. Those seen last are last. A batch makes room for others, not
-        others for it.
-        """
-        if is_batch(tenant):
-            return
-        self.tenant_to_seen_s.pop(tenant, None)
-        self.tenant_to_seen_s[tenant] = now_s
-
-    def forget_tenants(self, now_s: float) -> None:
-        """Those that sent nothing lately are absent no more."""
-        seen_s = self.tenant_to_seen_s
-        while seen_s and seen_s[first := next(iter(seen_s))] < now_s - LATELY_S:
-            del seen_s[first]
 
     def move(self, record: Record, move: Transition) -> None:
         """Walk the life's table; raises InvariantError for a move that cannot happen. An ended

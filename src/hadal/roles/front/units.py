@@ -30,7 +30,7 @@ from hadal.core.messages import (
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
-from hadal.policy.admission import may_prefill, num_placed_max, shared_slots
+from hadal.policy.admission import may_prefill, num_placed_max, slots_beside
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView, ValleyView
 from hadal.roles.front.requests import FrontRequests, Record
@@ -232,11 +232,11 @@ def _decode_view(unit: Unit) -> DecodeUnitView:
     )
 
 
-def _shared_slots(unit: Unit) -> int:
-    load = unit.load
+def _slots_beside(unit: Unit, num_others: int) -> int:
+    load, num_slots = unit.load, unit.num_requests_max
     if load is None:
-        return shared_slots(unit.num_requests_max, 1, 0.0, 0.0)
-    return shared_slots(unit.num_requests_max, load.num_ranks, load.step_s, load.token_s)
+        return num_slots
+    return slots_beside((load.step_s, load.token_s), load.num_ranks, num_others, num_slots)
 
 
 def _prefill_view(unit: Unit) -> PrefillUnitView:
@@ -517,10 +517,6 @@ class FrontUnits:
         num_requests: int,
         num_blocks_used: int,
         num_transferring: int,
-        num_of_tenant: int = 0,
-        num_tenants: int = 1,
-        num_tenants_absent: int = 0,
-        num_waiting_of_tenant: int = 0,
     ) -> DownstreamView:
         """The decode units of a fingerprint, with what is bound to it. One that drains or has no
         leader has room for what it holds and for nothing else.
@@ -532,11 +528,6 @@ class FrontUnits:
             num_requests,
             num_blocks_used,
             num_transferring,
-            sum(_shared_slots(unit) for unit in units if unit.is_open) if num_tenants_absent else 0,
-            num_of_tenant,
-            num_tenants,
-            num_tenants_absent,
-            num_waiting_of_tenant,
         )
 
     def check(self, placed: Sequence[Record]) -> list[str]:
@@ -696,6 +687,7 @@ class RequestRouting:
         """What a batch's next request would lie beside."""
         requests, prefill = self.requests, self.units.of_role(PREFILL)
         decode = [unit for unit in self.units.of_role(DECODE) if unit.is_open]
+        num_others = requests.num_placed - requests.num_placed_of_batches
         return ValleyView(
             is_draining,
             requests.num_waiting,
@@ -703,7 +695,8 @@ class RequestRouting:
             requests.num_placed_of_batches,
             requests.counts[State.PREFILLING],
             sum(unit.num_ranks for unit in prefill if unit.is_open),
-            sum(_shared_slots(unit) for unit in decode),
+            sum(unit.num_requests_max for unit in decode),
+            sum(_slots_beside(unit, num_others // len(decode)) for unit in decode),
             requests.num_blocks_placed,
             sum(unit.num_blocks for unit in decode),
         )
@@ -777,7 +770,8 @@ class RequestRouting:
         that has already; None if it waits.
         """
         num_tokens, fingerprint = record.num_tokens, record.fingerprint
-        if not self._may_prefill(num_tokens, record.generation.tenant, fingerprint):
+        tenant, has_place = record.generation.tenant, record.num_blocks_taken > 0
+        if not self._may_prefill(num_tokens, tenant, fingerprint, has_place=has_place):
             return None
         unit_to_cached: dict[str, int] = {}
         if record.generation.chain:
@@ -818,32 +812,36 @@ class RequestRouting:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
-    def downstream(self, record: Record) -> DownstreamView:
-        """The decode units of its fingerprint, as its tenant stands to them."""
-        return self._downstream(record.generation.tenant, record.fingerprint)
-
     def _may_prefill(
-        self, num_tokens: int, tenant: str, fingerprint: str, without: Sequence[Record] = ()
+        self,
+        num_tokens: int,
+        tenant: str,
+        fingerprint: str,
+        without: Sequence[Record] = (),
+        *,
+        has_place: bool = False,
     ) -> bool:
         if self.requests.num_placed - len(without) >= self.limits.max_running:
             return False
         if not self.units.has_open_decode(fingerprint):
             return False
-        view = self._downstream(tenant, fingerprint, without)
+        view = self._downstream(tenant, fingerprint, without, has_place=has_place)
         return may_prefill(view, blocks_for(num_tokens + 1))
 
     def _downstream(
-        self, tenant: str, fingerprint: str, without: Sequence[Record] = ()
+        self,
+        tenant: str,
+        fingerprint: str,
+        without: Sequence[Record] = (),
+        *,
+        has_place: bool = False,
     ) -> DownstreamView:
         requests, placed = self.requests, self.requests.placed_under(fingerprint)
         left = [one for one in without if one.fingerprint == fingerprint]
-        return self.units.downstream(
+        view = self.units.downstream(
             fingerprint,
             placed.num_requests - len(left),
             placed.num_blocks - sum(one.num_blocks for one in left),
             placed.num_transferring - sum(one.state is State.TRANSFERRING for one in left),
-            placed.tenant_to_num[tenant],
-            requests.num_tenants_lately(tenant),
-            requests.num_tenants_absent(tenant),
-            requests.num_queued_of(tenant),
         )
+        return replace(view, has_place=has_place or requests.has_fewer(tenant, fingerprint))

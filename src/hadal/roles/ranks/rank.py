@@ -84,7 +84,7 @@ from hadal.roles.ranks.pools import named_blocks, names_of
 # What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with
 # what an old one led.
 #
-#     join   the attempt's KV is in these blocks    grown  and in this one    step  one position more for all who joined
+#     join   the attempt's KV is in these blocks    grown  and in this one    step  positions more for all who joined
 #     leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
 #
 # Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
@@ -148,7 +148,7 @@ class RankHoldings:
             attempt_id = self._slot_to_attempt_id[slot]
             self._attempt_id_to_kv[attempt_id].block_ids.append(block_id)
             self._block_to_attempt_id[block_id] = attempt_id
-        self._num_written += 1 + self._num_drafts
+        self._num_written += plan.num_passes + self._num_drafts
         self._num_drafts = plan.num_drafts
 
     def stepped(self, *, has_run: bool) -> None:

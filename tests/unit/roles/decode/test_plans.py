@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from msgspec.structs import replace
 
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
-from hadal.roles.decode.leader import make_plans, step_balance
-from hadal.roles.unit.schedule import ScheduleChoice
+from hadal.roles.decode.leader import StepNews, make_plans, step_balance
 
 
 def test_every_rank_gets_its_own_slots() -> None:
     join = Join(1, (3,), 9, 1, 1, Sampling())
-    choice = ScheduleChoice("sequential", 2, ())
-    plans = make_plans(
-        7,
-        2,
-        4,
-        [0, 6],
-        [(5, join)],
-        [(2, 1, 8), (5, 0, 3)],
-        [3],
-        choice,
-        ((1,), (2,)),
-        is_traced=True,
-        publishes_full=True,
-        num_drafts=2,
-        num_passes=3,
+    same = DecodePlan(
+        7, (), (), (), "sequential", (), 2, True, publishes_full=True, num_drafts=2, num_passes=3
     )
-    same: dict[str, Any] = {"publishes_full": True, "num_drafts": 2, "num_passes": 3}
-    assert plans == (
-        DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,), **same),
+    second = ((1,), (2,), (), ())
+    news = StepNews([0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], [2, 7, 9], second)
+    assert make_plans(same, 4, 4, news) == (
+        replace(same, leaves=(0,), grown=((2, 1, 8),), second=(1,), publishes=(3,), resting=(2,)),
         # The join has its grown block already.
-        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, (), **same),
+        replace(same, leaves=(2,), joins=(join,), second=(2,), resting=(3,)),
+        replace(same, resting=(1,)),
+        same,
     )
 
 

@@ -610,8 +610,8 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
 
 
 @pytest.mark.promise(
-    "A line begins only where nobody else waits, prefill has a rank to spare, and batches"
-    " hold less than half of the slots"
+    "A line begins only where nobody else waits, a slot and blocks are free, and prefill has a rank to"
+    " spare, or none of others' requests"
 )
 def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     made = front(max_running=1)
@@ -694,6 +694,51 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
     ok(made)
 
 
+def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
+    """A front whose decode unit has a slot for so many; one more of the tenant is prefilled ahead."""
+    made = front(units=False, burst_tokens=100_000)
+    made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
+    made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, num_slots))
+    for name in ("b", "x0"):  # Both tenants were served something.
+        made.handle(0.0, of_tenant(name, "y" if name == "b" else tenant))
+        made.handle(0.0, first_token(name, finish="length"))
+    for number in range(num_slots + num_ahead + 1):
+        made.handle(0.0, of_tenant(f"a{number}", tenant))
+    for number in range(num_slots + num_ahead):
+        made.handle(0.1, first_token(f"a{number}"))
+    for number in range(num_slots):
+        made.handle(0.2, Pulled("decode-0", f"a{number}", 0))
+        for index in range(1, 10):
+            made.handle(0.2, tokens(made, f"a{number}", index))
+    return made
+
+
+@pytest.mark.parametrize("tenant", ["x", "x/batch"])
+def test_one_that_is_prefilled_takes_the_slot_of_a_tenant_that_had_more(tenant: str) -> None:
+    """Nothing is put back before its KV is there, nor what waits for a slot behind it anyway."""
+    made = full_of(tenant)
+    effects = made.handle(0.4, of_tenant("c", "y"))
+    assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]
+    assert sent(effects, Cancel) == []
+    effects = made.handle(0.5, first_token("c"))
+    messages = [one.message for one in of(effects, Send) if one.to == "decode-0"]
+    assert messages[0] == Cancel("a3", 0), "the latest that has a slot"
+    assert isinstance(messages[1], Decode)
+    assert messages[1].generation.request_id == "c"
+    assert (made.totals.gave_way, made.requests.by_id["a3"].num_retries) == (1, 0)
+    assert made.requests.by_id["a4"].state == "transferring"
+    ok(made)
+
+
+def test_no_slot_is_taken_where_one_is_free_or_for_a_batch() -> None:
+    made = full_of("x", num_ahead=-1)
+    for name, tenant in (("c", "y"), ("d", "y/batch")):
+        made.handle(0.4, of_tenant(name, tenant))
+        made.handle(0.5, first_token(name))
+    assert made.totals.gave_way == 0
+    ok(made)
+
+
 def test_the_first_request_of_a_tenant_never_gives_way() -> None:
     made = front(burst_tokens=100_000, max_running=1)
     made.handle(0.0, of_tenant("b0", "y"))
@@ -726,6 +771,5 @@ def test_a_batch_takes_nothing_of_its_tenants_share_or_quota_of_requests() -> No
     assert made.refusal(0.1, "x", 1, 10) is None
     made.handle(0.1, of_tenant("a", "x"))
     assert made.requests.by_id["a"].state == "prefilling"
-    assert made.requests.num_tenants_absent("y") == 1, "the tenant, and not its batch"
     assert made.requests.num_placed_of_batches == 1
     ok(made)

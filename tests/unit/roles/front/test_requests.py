@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.request import State, Transition
-from hadal.roles.front.requests import LATELY_S, FrontRequests, Placed, Record
+from hadal.roles.front.requests import FrontRequests, Placed, Record
 from tests.unit.roles.driving import generation
 
 
@@ -62,7 +62,8 @@ def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
         record.prefill_unit = "prefill-0"
     assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
     assert membership.check() == []
-    assert (membership.num_tenants_absent("a"), membership.num_tenants_absent("c")) == (1, 2)
+    assert [membership.has_fewer(tenant, "") for tenant in ("a", "b", "c")] == [False, True, True]
+    assert not membership.has_fewer("c/batch", "")
     membership.move(membership.by_id["b0"], Transition.CANCEL)
     assert membership.tenant_to_placed == {"a": 4, "b": 1}
 
@@ -86,16 +87,6 @@ def test_an_answer_counts_as_service_too() -> None:
     found = membership.next_queued(2.0)
     assert found is not None
     assert found.request_id == "a1"
-
-
-def test_a_tenant_that_sends_nothing_for_long_is_not_expected() -> None:
-    membership = FrontRequests()
-    of_tenant(membership, "a0", "a", 0.0)
-    of_tenant(membership, "b0", "b", LATELY_S)
-    of_tenant(membership, "c0", "c", LATELY_S + 1.0)
-    membership.forget_tenants(LATELY_S + 1.0)
-    assert list(membership.tenant_to_seen_s) == ["b", "c"]
-    assert (membership.num_tenants_lately("c"), membership.num_tenants_absent("c")) == (3, 0)
 
 
 def test_one_that_backs_off_is_passed_over_until_then() -> None:

@@ -58,6 +58,13 @@ def test_kv_grows_with_every_step_and_stays_when_its_request_leaves() -> None:
     assert made.held() == Held((HeldKv(70, (4, 5), 102, 100), HeldKv(71, (6, 9), 14, 10)), {})
 
 
+def test_kv_grows_by_all_passes_of_a_plan_and_may_be_less_where_a_slot_rests() -> None:
+    made = holdings(plan(0, join(0, 70, (4, 5), 100)))
+    made.step(DecodePlan(1, (), (), (), num_passes=8))
+    made.step(DecodePlan(2, (), (), (), resting=(0,)))
+    assert made.held().kv == (HeldKv(70, (4, 5), 110, 100),), "positions that may be valid"
+
+
 def test_a_slot_may_be_anothers_while_the_first_ones_kv_is_still_there() -> None:
     made = holdings(
         plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2)
