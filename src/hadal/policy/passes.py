@@ -10,7 +10,7 @@ Passes are not seen from outside but in time: who joins, leaves or is cancelled 
 
 from __future__ import annotations
 
-PLAN_S = 0.003
+PLAN_S = 0.008
 """So long a plan of several passes lasts at most: several times what a leader on a busy core takes for
 one (LOG, 2026-11-29, served as fast as the engine).
 """

@@ -547,6 +547,8 @@ class DecodeLeader:
         self._drafts, self._promise = drafts, promise
         self._next_drafts: int | None = None
         """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
+        self._num_requests_done = 1
+        """On the rank that had most of them in the last step that was done."""
         self._drafted: Ints = np.zeros(self.slots.table.num_slots, np.int64)
         """Drafts that the last plan which computes a slot makes of it, [slots]."""
         self._second: tuple[tuple[int, ...], ...] | None = None
@@ -718,6 +720,7 @@ class DecodeLeader:
         self._reporter.meter.done(pass_s)
         self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
         self._line.add(step.num_requests, pass_s)
+        self._num_requests_done = max(1, step.num_requests)
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, of_one_pass(done.op_times, step.num_passes))
@@ -938,9 +941,9 @@ class DecodeLeader:
         """Passes of the next plan; one if it is traced, or drafts another number than it checks."""
         if num_drafts != num_before or self._tracer.is_wanted:
             return 1
-        # The last steps may have been short because most rows rested.
-        step_s, row_s = self._line.line
-        return passes_of(max(self._reporter.meter.step_ms / 1e3, step_s + num_requests * row_s))
+        # The last step may have been short because most rows rested.
+        growth = max(1.0, num_requests / self._num_requests_done)
+        return passes_of(growth * self._reporter.meter.step_ms / 1e3)
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
