@@ -173,7 +173,7 @@ def automatic(rank: Rank, batch: int, chooser: DraftChooser) -> tuple[float, lis
         return chosen[-1]
 
     def done(checked: int, drafts: int, step: StepDone) -> None:
-        chooser.done(batch, checked, drafts, step.elapsed_s, step.drafts)
+        chooser.done(batch, checked, drafts, [step.elapsed_s], step.drafts)
 
     rate, texts = rank.decode(choose, done=done)
     rank.check(texts)

@@ -12,6 +12,7 @@ and then, for a few steps: often at first, seldom once that changes nothing. Kno
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, sqrt
 
@@ -135,7 +136,9 @@ class DraftChooser:
         self._last = 0
         self._num_steps = 0
         self._probe: tuple[int, int] = (0, 0)
-        """What is tried, and for how many more plans."""
+        """What is tried, and for how many more steps."""
+        self._is_trying = False
+        """Whether that was chosen last."""
         self._probe_steps = 0
         self._probe_drafts = [0, 0]
         """Tried and right in this trial."""
@@ -151,6 +154,7 @@ class DraftChooser:
             if tried > self._last and self._probe_steps < PROBE_STEPS_MAX:
                 num_left = PROBE_STEPS
             self._probe_drafts = [0, 0]
+        self._is_trying = num_left > 0
         if num_left:
             self._probe = tried, num_left - 1
             self._probe_steps += 1
@@ -163,16 +167,31 @@ class DraftChooser:
         self._last = size.chosen
         return size.chosen
 
+    @property
+    def num_steps_left(self) -> int:
+        """How many steps, the next one included, make as many drafts as was chosen last."""
+        return 1 + self._probe[1] if self._is_trying else PERIOD
+
+    def repeated(self, num_requests: int, num_more: int) -> None:
+        """The plan that was chosen for last makes so many steps more, of the same number."""
+        self._num_steps += num_more
+        if self._is_trying:
+            tried, num_left = self._probe
+            self._probe = tried, max(0, num_left - num_more)
+            self._probe_steps += num_more
+        else:
+            self._size(num_requests).num_steps += num_more
+
     def done(
         self,
         num_requests: int,
         num_checked: int,
         num_drafts: int,
-        seconds: float,
+        seconds: Sequence[float],
         drafts: Compared,
     ) -> None:
-        """A step is done that checked so many drafts of every request and made as many anew as
-        `num_drafts` says, in passes of so many seconds.
+        """Steps are done that checked so many drafts of every request and made as many anew as
+        `num_drafts` says. `seconds`: of each; `drafts`: of all of them.
         """
         for place, share in enumerate(self._shares):
             tried, right = drafts[place] if place < len(drafts) else (0, 0)
@@ -186,7 +205,8 @@ class DraftChooser:
         if self._is_fixed or num_checked != num_drafts or not num_requests:
             return  # Neither the one nor the other: it says nothing of either.
         size = self._size(num_requests)
-        size.add(num_drafts, seconds)
+        for each_s in seconds:
+            size.add(num_drafts, each_s)
         best = max(range(1 + self.num_max), key=lambda num: self._rate(size, num))
         if self._rate(size, best) > (1.0 + HYSTERESIS) * self._rate(size, size.chosen):
             size.chosen = best

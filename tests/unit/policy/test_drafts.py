@@ -35,7 +35,7 @@ class Machine:
                 while num_right[request] < self._checked and self.random.random() < right:
                     num_right[request] += 1
             seen = compared(np.full(requests, self._checked), np.array(num_right))
-            chooser.done(requests, self._checked, drafts, seconds, seen)
+            chooser.done(requests, self._checked, drafts, [seconds], seen)
             self._checked = drafts
             self.time_s += seconds
             self.num_tokens += requests + sum(num_right)
@@ -106,7 +106,7 @@ def test_a_fixed_number_is_always_made() -> None:
     assert {chooser.choose(number) for number in range(50)} == {3}
     none = DraftChooser(0)
     assert {none.choose(number) for number in range(50)} == {0}
-    none.done(1, 0, 0, 0.1, ())
+    none.done(1, 0, 0, [0.1], ())
 
 
 def test_sizes_are_learned_apart() -> None:
@@ -123,8 +123,8 @@ def test_sizes_are_learned_apart() -> None:
 
 def test_what_was_tried_and_right_is_counted_by_place() -> None:
     chooser = DraftChooser(2)
-    chooser.done(4, 2, 2, 0.1, ((4, 3), (3, 1)))
-    chooser.done(4, 2, 0, 0.1, ((4, 2), (2, 2)))
+    chooser.done(4, 2, 2, [0.1], ((4, 3), (3, 1)))
+    chooser.done(4, 2, 0, [0.1], ((4, 2), (2, 2)))
     assert (chooser.num_tried, chooser.num_right) == ([8, 5], [5, 3])
     assert 1.0 < chooser.tokens(1) < chooser.tokens(2) < 3.0
 
@@ -137,10 +137,25 @@ def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() 
         checked, made = under_way[-4], under_way[-3]
         seconds = (1.0, 1.1, 1.9)[checked]
         seen = compared(np.array([checked]), np.array([min(checked, 1)]))
-        chooser.done(1, checked, made, seconds, seen)
+        chooser.done(1, checked, made, [seconds], seen)
     last_trial = [1, *under_way[3:], 1]
     lengths = [
         len(run) for run in "".join(map(str, last_trial)).replace("0", "1").split("1") if run
     ]
     assert lengths
     assert max(lengths) <= PROBE_STEPS
+
+
+def test_a_trial_lasts_as_many_steps_in_plans_of_several() -> None:
+    """A plan of several steps repeats what was chosen, and a trial ends with its last step."""
+    chooser, made = DraftChooser(1), []
+    while len(made) < 400:
+        drafts = chooser.choose(1)
+        steps = min(8, chooser.num_steps_left)
+        chooser.repeated(1, steps - 1)
+        made += [drafts] * steps
+        nothing = compared(np.array([drafts]), np.array([0]))
+        chooser.done(1, drafts, drafts, [1.0 + 0.1 * drafts] * steps, nothing)
+    trials = [len(run) for run in "".join(map(str, made)).split("0") if run]
+    assert trials
+    assert set(trials) == {PROBE_STEPS}

@@ -725,7 +725,8 @@ class DecodeLeader:
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, of_one_pass(done.op_times, step.num_passes))
         if done.error is None:
-            self._drafts.done(step.num_requests, *step.num_drafts, pass_s, done.drafts)
+            seconds = [pass_s] * step.num_passes
+            self._drafts.done(step.num_requests, *step.num_drafts, seconds, done.drafts)
             self._reporter.drafts_tried = self._drafts.num_tried
             self._reporter.drafts_accepted = self._drafts.num_right
             self._take_tokens(step, done)
@@ -861,6 +862,7 @@ class DecodeLeader:
         ready = [slot for slot, _ in joins]
         moving.joined(ready, step_id)
         self._drafted[ready] = 0  # Their first step has only the token that they came with.
+        self._drafts.repeated(num_requests, num_passes - 1)
         num_checked = self._num_checked(num_passes, num_drafts)
         computed = table.advance(step_id, num_checked, num_passes)
         num_checked *= computed
@@ -943,7 +945,8 @@ class DecodeLeader:
             return 1
         # The last step may have been short because most rows rested.
         growth = max(1.0, num_requests / self._num_requests_done)
-        return passes_of(growth * self._reporter.meter.step_ms / 1e3)
+        wanted = passes_of(growth * self._reporter.meter.step_ms / 1e3)
+        return min(wanted, self._drafts.num_steps_left)
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
