@@ -182,13 +182,12 @@ def folder_of(model: str) -> Path:
 def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
     """Yield what can be measured here on a model."""
     folder = folder_of(model)
-    # The bare engine drafts nothing.
-    plainly = partial(hadal_server, folder, threads, "drafts = 0")
-    yield Pair("hadal", hadal(folder, threads), plainly)
+    yield Pair("hadal", hadal(folder, threads), partial(hadal_server, folder, threads))
     if model == "hadal-tiny":
-        yield Pair("hadal, drafts", None, partial(hadal_server, folder, threads))
+        drafting = partial(hadal_server, folder, threads, 'drafts = "auto"')
+        yield Pair("hadal, drafts", None, drafting)
     if checkout is not None:
-        old = partial(plainly, checkout=checkout)
+        old = partial(hadal_server, folder, threads, checkout=checkout)
         yield Pair("old", hadal(folder, threads, "old", checkout=checkout), old)
     if model == "hadal-tiny":
         plain, kind, dtype = shipped_model_fp32(), "f32", "float32"

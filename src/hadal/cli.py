@@ -96,7 +96,7 @@ def main(
             "what would run where, in how much memory; starts nothing",
         ),
         ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk, over restarts"),
-        ("hadal serve --drafts 0", "without drafts of the model's MTP module"),
+        ("hadal serve --drafts auto", "check drafts of the model's MTP module where that pays"),
         ("hadal serve --gateways 2", "two processes take requests, on one port"),
         (
             "hadal serve --host 0.0.0.0 --api-keys-file keys.txt",
@@ -195,7 +195,7 @@ def serve(
             help=(
                 "Tokens that the model's MTP module drafts a pass: 0 to 3, or auto, up to 2, as many"
                 " as pay."
-                " No draft changes a token. [dim]auto[/dim]"
+                " No draft changes a token. [dim]0[/dim]"
             )
         ),
     ] = None,

@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 120.0
 
 SMALL: dict[str, Any] = {
     "prefill": {"threads": 1, "kv_memory_mb": 64},
-    "decode": {"threads": 1, "kv_memory_mb": 64, "drafts": 0},
+    "decode": {"threads": 1, "kv_memory_mb": 64},
 }
 """What every server of the tests has unless a test says otherwise."""
 RANKED: dict[str, Any] = {
@@ -42,7 +42,6 @@ RANKED: dict[str, Any] = {
         "kv_memory_mb": 32,
         "max_requests": 8,
         "redundant_experts": 32,
-        "drafts": 0,
     },
 }
 """Units of many ranks. A step that a gate holds, or that a busy machine stretches, is not broken off."""

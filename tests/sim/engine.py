@@ -202,6 +202,8 @@ class _Row:
     index: int
     drafts: list[int] = field(default_factory=list)
     """What the last plan drafted behind `last_token`."""
+    has_ended: bool = False
+    """It drew a stop id, and is computed no more."""
 
 
 class DecodeEngine:
@@ -289,10 +291,13 @@ class DecodeEngine:
             checked, right = [], []
             for slot, tokens in made.items():
                 row = self._rows[slot]
+                if row.has_ended:
+                    continue
                 drawn, num_checked = self._advance(row)
                 tokens += drawn
                 checked.append(num_checked)
                 right.append(len(drawn) - 1)
+                row.has_ended = any(token in row.join.stop_ids for token in drawn)
                 row.drafts = self._drafted(row, plan.num_drafts)
             drafts = summed((drafts, compared(np.array(checked), np.array(right))))
         elapsed_s *= 1.0 + self._row_share * len(made)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import msgspec
-
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS, Generation
 from hadal.core.plans import Sampling
@@ -19,15 +17,14 @@ ENDLESS = LimitsConfig(max_retries=10_000, request_timeout_s=4000.0)
 
 
 def deployment(**fields: Any) -> Deployment:
-    """Return a deployment that notices losses soon, tries again without end, and makes no drafts."""
+    """Return a deployment that notices losses soon and tries again without end."""
     common: dict[str, Any] = {
         "heartbeat_s": 0.1,
         "unit_timeout_s": 2 * RANK_TIMEOUT_S,
         "rank_timeout_s": RANK_TIMEOUT_S,
         "limits": ENDLESS,
     }
-    made = Deployment(**common | fields)
-    return msgspec.structs.replace(made, decode=msgspec.structs.replace(made.decode, drafts=0))
+    return Deployment(**common | fields)
 
 
 def words(random: Random, num: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def overloaded_world(random: Random, seed: int, priority: int) -> World:
         heartbeat_s=0.1,
         unit_timeout_s=5.0,
         prefill=UnitsConfig(ranks=2, max_requests=4),
-        decode=UnitsConfig(max_requests=4, drafts=0),
+        decode=UnitsConfig(max_requests=4),
         limits=LimitsConfig(max_queued=10_000, max_retries=10_000, request_timeout_s=4000.0),
         cache=CacheConfig(memory=OFF),
     )

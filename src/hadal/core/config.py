@@ -120,7 +120,7 @@ class UnitsConfig(ConfigTable, frozen=True):
     "no_moves" only places, "off" goes by counts alone. "turns", in both: round-robin, to compare
     with.
     """
-    drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = AUTO
+    drafts: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=DRAFTS_MAX)] = 0
     """Decode: most tokens that the model's MTP module drafts a pass for each request, 0 to 3. "auto":
     as many of 0, 1 and 2 as pay, by measured times and by how often drafts are right; 0 for a model
     without the module. No draft changes a token.
@@ -463,10 +463,15 @@ class Deployment(ConfigTable, frozen=True):
                 "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
                 " 'turns'."
             )
-        if self.prefill.drafts not in (0, AUTO):
+        if self.prefill.drafts:
             raise ConfigError(
                 f"prefill.drafts is {shown(self.prefill.drafts)}; drafts are made in decode. Set"
                 " decode.drafts."
+            )
+        if self.prefill.tenant_promise != TENANT_PROMISE:
+            raise ConfigError(
+                f"prefill.tenant_promise is {self.prefill.tenant_promise}; it is about steps of"
+                " decode. Set decode.tenant_promise."
             )
         if self.cluster.spans_hosts:
             _check_cluster(self)

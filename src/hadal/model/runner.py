@@ -63,12 +63,22 @@ class RankTable:
         self._max_positions = max_positions
         self._row_of_slot: dict[int, int] = {}
         self._num_resting = 0
+        self._ended: set[int] = set()
+        """Slots that drew a stop id: nobody wants what would come behind it."""
+        self._stop_ids = np.full((max_slots, 1), -1, np.int64)
+        """By slot; -1 is no token."""
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
         self._rooms = np.zeros(max_slots, np.int64)
         # What was never set is the scratch block: a step past the last block harms nobody.
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
+
+    def note_ends(self, slots_N: np.ndarray, tokens_N: np.ndarray) -> bool:
+        """These slots drew these tokens. Return whether one of them was a stop id."""
+        is_stop_N = (self._stop_ids[slots_N] == tokens_N[:, None]).any(axis=1)
+        self._ended.update(slots_N[is_stop_N].tolist())
+        return bool(is_stop_N.any())
 
     def __len__(self) -> int:
         """Return the number of rows that the step computes."""
@@ -81,6 +91,7 @@ class RankTable:
 
     def leave(self, slot: int) -> None:
         """Remove a slot; one that is not there was cleared after a failed step."""
+        self._ended.discard(slot)
         row = self._row_of_slot.pop(slot, None)
         if row is None:
             return
@@ -95,12 +106,13 @@ class RankTable:
         return self._slots, self._tokens, self._positions, self._rooms, self._blocks
 
     def rest(self, resting: Collection[int]) -> None:
-        """Leave exactly these slots out of the next step. Raises ValueError for a slot that is not
-        occupied.
+        """Leave exactly these slots, and those that have ended, out of the next step. Raises ValueError
+        for a slot that is not occupied.
         """
-        if not resting and not self._num_resting:
+        if not resting and not self._num_resting and not self._ended:
             return
         self._check_occupied(resting, "that rest")
+        resting = self._ended.union(resting)
         num_rows, self._num_resting = len(self._row_of_slot), len(resting)
         is_resting = np.zeros(num_rows, np.bool_)
         is_resting[[self._row_of_slot[slot] for slot in resting]] = True
@@ -129,6 +141,11 @@ class RankTable:
         self._blocks[row] = SCRATCH_BLOCK
         self._blocks[row, : len(join.block_ids)] = join.block_ids
         self._rooms[row] = self._room(len(join.block_ids))
+        missing = len(join.stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[join.slot] = -1
+        self._stop_ids[join.slot, : len(join.stop_ids)] = join.stop_ids
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
         """Give a slot another block."""
@@ -147,6 +164,7 @@ class RankTable:
 
     def clear(self) -> None:
         self._row_of_slot.clear()
+        self._ended.clear()
         self._num_resting = 0
 
     @property
@@ -178,8 +196,9 @@ class RankTable:
         is not occupied.
         """
         self._check_occupied(second, "of the second micro-batch")
-        is_second = np.zeros(len(self), np.bool_)
+        is_second = np.zeros(len(self._row_of_slot), np.bool_)
         is_second[[self._row_of_slot[slot] for slot in second]] = True
+        is_second = is_second[: len(self)]  # One that ended rests.
         return np.flatnonzero(~is_second), np.flatnonzero(is_second)
 
     def _check_occupied(self, slots: Collection[int], which: str) -> None:
@@ -519,7 +538,14 @@ class ModelRunner:
             self._is_prepared = True
         if not len(table) and self._membership is None:
             return [], _NOTHING
-        passes = [self._pass(plan, recorder) for _ in range(plan.num_passes)]
+        passes = []
+        for _ in range(plan.num_passes):
+            if not len(table) and self._membership is None:
+                break
+            slots_N, drawn = self._pass(plan, recorder)
+            passes.append((slots_N, drawn))
+            if table.note_ends(slots_N, drawn.tokens):
+                table.rest(plan.resting)
         slots = [slot for slots_N, _ in passes for slot in slots_N.tolist()]
         return slots, joined([drawn for _, drawn in passes])
 

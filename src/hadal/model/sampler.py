@@ -60,13 +60,15 @@ class Drawn:
 
 
 def joined(passes: Sequence[Drawn]) -> Drawn:
-    """Return what was drawn one after another as one step's."""
+    """Return what passes drew one after another as one step's; `num_B` and `rows` are those of each
+    pass.
+    """
     if len(passes) == 1:
         return passes[0]
     ahead = np.cumsum([0, *(len(each.tokens) for each in passes)]).tolist()
     return Drawn(
         np.concatenate([each.tokens for each in passes]),
-        sum((each.num_B for each in passes[1:]), passes[0].num_B),
+        np.concatenate([each.num_B for each in passes]),
         np.concatenate([each.rows for each in passes]),
         {
             first + index: draw

@@ -290,7 +290,7 @@ def _with_drafts(deployment: Deployment, config: ModelConfig, why: str) -> Deplo
 def _drafts_warnings(
     asked: int | str, deployment: Deployment, config: ModelConfig, why: str
 ) -> tuple[str, ...]:
-    if not asked or deployment.decode.drafts or not config.num_nextn_predict_layers:
+    if not asked or deployment.decode.drafts:
         return ()
     return (f"no drafts are made: the model has no MTP module, {_why_no_module(config, why)}.",)
 

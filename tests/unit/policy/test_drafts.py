@@ -155,7 +155,7 @@ def test_a_trial_lasts_as_many_steps_in_plans_of_several() -> None:
         chooser.repeated(1, steps - 1)
         made += [drafts] * steps
         nothing = compared(np.array([drafts]), np.array([0]))
-        chooser.done(1, drafts, drafts, [1.0 + 0.1 * drafts] * steps, nothing)
+        chooser.done(1, drafts, drafts, [1.0 + drafts] * steps, nothing)
     trials = [len(run) for run in "".join(map(str, made)).split("0") if run]
     assert trials
     assert set(trials) == {PROBE_STEPS}

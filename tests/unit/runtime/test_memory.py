@@ -124,8 +124,7 @@ def test_a_module_that_drafts_is_counted() -> None:
 def test_pools_are_what_the_memory_holds() -> None:
     config = read_model_config(model_folder(""))
     plan = plan_memory(
-        Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2, drafts=0)),
-        config,
+        Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2)), config
     )
     assert plan.block_bytes == block_bytes(config)
     assert plan.prefill.kv_blocks == 100 * 2**20 // plan.block_bytes
@@ -200,23 +199,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 )
 def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     config = read_model_config(model_folder(""))
-    plain = Deployment(device="cpu", decode=UnitsConfig(drafts=0))
-    whole = plan_memory(plain, config)
+    whole = plan_memory(Deployment(device="cpu"), config)
     split = plan_memory(
-        Deployment(device="cpu", decode=UnitsConfig(ranks=4, redundant_experts=32, drafts=0)),
-        config,
+        Deployment(device="cpu", decode=UnitsConfig(ranks=4, redundant_experts=32)), config
     )
     assert split.decode.num_slots == 72
     assert split.decode.fixed_bytes == whole.decode.fixed_bytes
     assert split.decode.expert_bytes == whole.decode.expert_bytes * 72 // 256
     assert whole.weight_bytes == whole.decode.weight_bytes == split.weight_bytes, "mapped once"
     assert 1.0 < whole.weight_bytes / whole.num_parameters < 2.0
-    in_fp32 = plan_memory(plain, config, "F32")
+    in_fp32 = plan_memory(Deployment(device="cpu"), config, "F32")
     assert in_fp32.weight_bytes == in_fp32.decode.weight_bytes == 4 * whole.num_parameters
     odd = dataclasses.replace(config, weight_block_size=(64, 128))
     for converted in (
-        plan_memory(plain, config, is_plain=True),
-        plan_memory(plain, odd, "F8_E4M3"),
+        plan_memory(Deployment(device="cpu"), config, is_plain=True),
+        plan_memory(Deployment(device="cpu"), odd, "F8_E4M3"),
     ):
         assert converted.weight_bytes == 2 * 4 * whole.num_parameters, "each rank's own, in FP32"
     assert whole.decode.comm_bytes == 0 < split.decode.comm_bytes
@@ -230,8 +227,7 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
     config = read_model_config(model_folder(""))
 
     def decode(**fields: Any) -> RankMemory:
-        units = UnitsConfig(drafts=0, **fields)
-        return plan_memory(Deployment(device="cpu", decode=units), config).decode
+        return plan_memory(Deployment(device="cpu", decode=UnitsConfig(**fields)), config).decode
 
     moving, fixed = (
         decode(ranks=4, redundant_experts=32),
@@ -258,7 +254,7 @@ def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
 
 def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConfig) -> None:
     """Half of the experts of two nodes are on one of them: no GPU holds them all."""
-    units = UnitsConfig(ranks=16, ranks_per_node=8, drafts=0)
+    units = UnitsConfig(ranks=16, ranks_per_node=8)
     asked = Deployment(device="cuda", prefill=units, decode=units)
     whole = plan_memory(asked, v3).prefill
     assert whole.spare_bytes == whole.expert_bytes

@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 def resolved_of(num_ranks: int, transport: str) -> Resolved:
     units = UnitsConfig(ranks=num_ranks, kv_blocks=4, max_requests=2, threads=1)
-    decode = UnitsConfig(kv_blocks=4, drafts=0)
+    decode = UnitsConfig(kv_blocks=4)
     return plan(
         Deployment(device="cpu", transport=transport, chunk_tokens=64, prefill=units, decode=decode)
     )

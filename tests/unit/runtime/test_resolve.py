@@ -77,6 +77,8 @@ def test_drafts_need_a_module_in_the_files(model: Path) -> None:
 def test_prefill_makes_no_drafts() -> None:
     with pytest.raises(ConfigError, match=r"decode\.drafts"):
         Deployment(prefill=UnitsConfig(drafts=1))
+    with pytest.raises(ConfigError, match=r"decode\.tenant_promise"):
+        Deployment(prefill=UnitsConfig(tenant_promise=3.0))
     for wrong in (4, -1, "some"):
         with pytest.raises(ConfigError, match="drafts"):
             UnitsConfig(drafts=wrong)

@@ -5,7 +5,7 @@ Two plans are in flight, and where passes are short a plan has several (policy/p
 never waits for one. The price: a stop id is noticed one plan late.
 
     plan k     | A B C |                     result k: B drew its stop id
-    plan k+1   | A B C |  was emitted already; B's token of it is dropped
+    plan k+1   | A - C |  was emitted already with B in it; B's rank leaves it out
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
 A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
@@ -742,7 +742,7 @@ class DecodeLeader:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
-        ahead, num_drawn = self._ordered(slots, len(values), step)
+        ahead, num_drawn = self._ordered(slots, values, step)
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
@@ -753,7 +753,7 @@ class DecodeLeader:
         is_end = is_stop | (index + 1 >= table.max_tokens[slots])
         # Nobody gets what is drawn for a request that is gone, or behind a request's last token.
         is_kept = ~table.is_muted[slots]
-        if len(slots) > step.num_computed:
+        if ahead.any():
             num_kept = np.full(table.num_slots, len(slots))
             np.minimum.at(num_kept, slots[is_end], ahead[is_end] + 1)
             is_kept &= ahead < num_kept[slots]
@@ -785,15 +785,18 @@ class DecodeLeader:
         self.slots.end(slots[ends])
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
 
-    def _ordered(self, slots: Ints, num_values: int, step: _DecodeStep) -> tuple[Ints, Ints]:
+    def _ordered(self, slots: Ints, values: Ints, step: _DecodeStep) -> tuple[Ints, Ints]:
         """How many tokens of its slot stand before each of a step's tokens, and how many every slot
         drew, [slots]. Raises InvariantError if that is not what the step's plan asked for.
         """
         num_drawn = np.bincount(slots, minlength=self.table.num_slots)
-        fewest = step.computed * step.num_passes
-        most = fewest + step.computed * step.num_checked
+        most = step.computed * (step.num_passes + step.num_checked)
+        # A rank computes no more of a request that drew a stop id.
+        has_ended = self.table.is_muted.copy()
+        has_ended[slots[self.table.draws_stop(slots, values)]] = True
+        fewest = (step.computed & ~has_ended) * step.num_passes
         if (
-            num_values != len(slots)
+            len(values) != len(slots)
             or len(num_drawn) != len(most)
             or (num_drawn < fewest).any()
             or (num_drawn > most).any()
@@ -801,7 +804,7 @@ class DecodeLeader:
             raise InvariantError(
                 f"{self._unit}: step {step.step_id} drew for {slots.tolist()}, not its plan's slots."
             )
-        if len(slots) == step.num_computed:
+        if num_drawn.max(initial=0) <= 1:
             return np.zeros(len(slots), np.int64), num_drawn
         order = np.argsort(slots, kind="stable")
         firsts = np.cumsum(num_drawn) - num_drawn
