@@ -287,6 +287,7 @@ class DecodeEngine:
         self.num_rested += len(resting)
         made: dict[int, list[int]] = {slot: [] for slot in sorted(self._rows.keys() - resting)}
         drafts: Compared = ()
+        took_s, pass_s = 0.0, elapsed_s / plan.num_passes
         for _ in range(plan.num_passes):
             checked, right = [], []
             for slot, tokens in made.items():
@@ -299,8 +300,8 @@ class DecodeEngine:
                 right.append(len(drawn) - 1)
                 row.has_ended = any(token in row.join.stop_ids for token in drawn)
                 row.drafts = self._drafted(row, plan.num_drafts)
+            took_s += pass_s * (1.0 + self._row_share * len(checked)) * bool(checked)
             drafts = summed((drafts, compared(np.array(checked), np.array(right))))
-        elapsed_s *= 1.0 + self._row_share * len(made)
         most = max(map(len, made.values()), default=0)
         keys = [slot for turn in range(most) for slot in made if turn < len(made[slot])]
         values = [
@@ -313,7 +314,7 @@ class DecodeEngine:
         }
         self.num_tried += sum(tried for tried, _ in drafts)
         self.num_right += sum(right for _, right in drafts)
-        return StepDone(plan.step_id, tuple(keys), tuple(values), draws, elapsed_s, drafts=drafts)
+        return StepDone(plan.step_id, tuple(keys), tuple(values), draws, took_s, drafts=drafts)
 
     def _verify(self) -> None:
         """Every request has a slot of the rank, and its blocks for itself."""

@@ -444,7 +444,7 @@ class UnitReport(Message, frozen=True):
     """Prefill: prompt tokens not yet computed. Decode: 0."""
     num_steps: int = 0
     step_ms: float = 0.0
-    """Smoothed duration of a step in the Runner."""
+    """Smoothed duration of a step in the Runner, all passes of the model in it."""
     overhead_ms: float = 0.0
     """Smoothed time per step that the Runner stood idle though work was there: scheduling and
     messages.
@@ -458,7 +458,7 @@ class UnitReport(Message, frozen=True):
     num_blocks_request: int = 0
     """Usable blocks of its largest living rank: what one request can hold at most."""
     token_s: float = 0.0
-    """Measured: seconds that a token takes on its rank; in decode, that a request adds to a step.
+    """Measured: seconds that a token takes on its rank; in decode, that a request adds to a pass.
     0: not known yet.
     """
     pair_s: float = 0.0
@@ -479,7 +479,7 @@ class UnitReport(Message, frozen=True):
     idle_s: float = 0.0
     """Seconds since the unit last had anything to do: what was measured of its steps is as old."""
     step_s: float = 0.0
-    """Decode, measured: seconds that a step takes besides what its requests add. 0: not known
+    """Decode, measured: seconds that a pass takes besides what its requests add. 0: not known
     yet.
     """
     num_drafts: int = 0

@@ -243,6 +243,13 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
 
+def num_positions(num_passes: int, num_before: int, num_drafts: int) -> int:
+    """Return how many positions of a slot a step may write at most: its first pass checks `num_before`
+    drafts, and each further one the `num_drafts` of the pass before.
+    """
+    return num_passes + num_before + (num_passes - 1) * num_drafts
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """A living rank of a unit and where its peers reach it."""
 

@@ -153,7 +153,7 @@ class KernelTeam:
         count = range(1, torch.get_num_threads())
         self.threads = tuple(library.hadal_team_thread(self._handle, index) for index in count)
 
-    def tell_pinned(self, is_pinned: bool) -> None:
+    def set_pinned(self, is_pinned: bool) -> None:
         self._library.hadal_team_pinned(self._handle, is_pinned)
 
 

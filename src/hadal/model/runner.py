@@ -36,6 +36,7 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
+from hadal.core.stops import StopIds
 from hadal.model.batch import PrefillBatch, take
 from hadal.model.deepseek import DeepseekV3, Rows
 from hadal.model.drafts import Drafter, PromptTails
@@ -50,9 +51,9 @@ from hadal.tokens.grammars import Grammars
 # A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
 # once.
 #
-# The leader sends differences; from then on the rank advances every row by itself. Rows are packed,
-# those that rest in this step behind the others, so that a step reads prefixes of the arrays; else the
-# order of rows means nothing. Shapes: B rows of the step, M blocks of a request.
+# The leader sends differences; from then on the rank advances every row that it computes by itself. Rows
+# are packed, behind them those that rest in this step or drew a stop id, so that a step reads prefixes of
+# the arrays; else the order of rows means nothing. Shapes: B rows of the step, M blocks of a request.
 
 
 class RankTable:
@@ -65,8 +66,7 @@ class RankTable:
         self._num_resting = 0
         self._ended: set[int] = set()
         """Slots that drew a stop id: nobody wants what would come behind it."""
-        self._stop_ids = np.full((max_slots, 1), -1, np.int64)
-        """By slot; -1 is no token."""
+        self._stops = StopIds(max_slots)
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
@@ -76,7 +76,7 @@ class RankTable:
 
     def note_ends(self, slots_N: np.ndarray, tokens_N: np.ndarray) -> bool:
         """These slots drew these tokens. Return whether one of them was a stop id."""
-        is_stop_N = (self._stop_ids[slots_N] == tokens_N[:, None]).any(axis=1)
+        is_stop_N = self._stops.are_drawn(slots_N, tokens_N)
         self._ended.update(slots_N[is_stop_N].tolist())
         return bool(is_stop_N.any())
 
@@ -141,11 +141,7 @@ class RankTable:
         self._blocks[row] = SCRATCH_BLOCK
         self._blocks[row, : len(join.block_ids)] = join.block_ids
         self._rooms[row] = self._room(len(join.block_ids))
-        missing = len(join.stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[join.slot] = -1
-        self._stop_ids[join.slot, : len(join.stop_ids)] = join.stop_ids
+        self._stops.set(join.slot, join.stop_ids)
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
         """Give a slot another block."""
@@ -601,9 +597,10 @@ class ModelRunner:
         """
         table = self._table
         table.rest(())
-        if self._drafter is not None and len(table):
+        if self._drafter is not None:
             try:
-                self._write_entries(np.arange(len(table)))
+                if len(table):
+                    self._write_entries(np.arange(len(table)))
             except Exception as error:
                 log_failure("entries of the MTP module were not written", error)
             for slot in table.occupied:

@@ -151,7 +151,7 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     A request that `has_place` waits for no slot here: when its prompt is prefilled, one of a tenant that
     had more gives its slot up (policy/fairness).
     """
-    num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
+    num_most = num_placed_max(view.num_slots) + num_ahead(view.num_slots) * view.has_place
     if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):
         return False
     return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks

@@ -168,12 +168,12 @@ class DraftChooser:
         return size.chosen
 
     @property
-    def num_steps_left(self) -> int:
-        """How many steps, the next one included, make as many drafts as was chosen last."""
+    def num_passes_left(self) -> int:
+        """How many passes, the next one included, make as many drafts as was chosen last."""
         return 1 + self._probe[1] if self._is_trying else PERIOD
 
     def repeated(self, num_requests: int, num_more: int) -> None:
-        """The plan that was chosen for last makes so many steps more, of the same number."""
+        """The plan that was chosen for last has so many passes more, with the same number of drafts."""
         self._num_steps += num_more
         if self._is_trying:
             tried, num_left = self._probe
@@ -190,8 +190,8 @@ class DraftChooser:
         seconds: Sequence[float],
         drafts: Compared,
     ) -> None:
-        """Steps are done that checked so many drafts of every request and made as many anew as
-        `num_drafts` says. `seconds`: of each; `drafts`: of all of them.
+        """A step is done whose passes checked so many drafts of every request and made as many anew as
+        `num_drafts` says. `seconds`: of each pass, none where they were not measured; `drafts`: of all.
         """
         for place, share in enumerate(self._shares):
             tried, right = drafts[place] if place < len(drafts) else (0, 0)

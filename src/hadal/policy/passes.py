@@ -5,14 +5,14 @@
     plan of four        rank   | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
                         leader   |  plan  |    |  plan  |
 
-Passes are not seen from outside but in time: who joins, leaves or is cancelled does so between plans.
+Passes are not seen from outside but in time: requests join, leave or are cancelled between plans.
 """
 
 from __future__ import annotations
 
 PLAN_S = 0.008
-"""So long a plan of several passes lasts at most: several times what a leader on a busy core takes for
-one (LOG, 2026-11-29, served as fast as the engine).
+"""Longest plan of several passes, seconds: several times what a leader on a busy core takes for one (LOG,
+2026-11-29, served as fast as the engine).
 """
 PASSES_MAX = 8
 """More bring no more speed, and what ends in a plan computes to the plan's end."""

@@ -24,8 +24,8 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def allowed_cores(thread: int = 0) -> tuple[int, ...]:
-    """Return the logical cores that a thread may use, of each physical core one first; empty where
-    nobody knows. `thread`: its number (proc(5)); 0: the calling one.
+    """Return the logical cores that a thread may use, of each physical core one first; empty if
+    unknown. `thread`: its number (proc(5)); 0: the calling one.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()

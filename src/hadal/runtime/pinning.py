@@ -41,8 +41,8 @@ class Team(Protocol):
     def threads(self) -> Sequence[int]:
         """The numbers of its threads but the caller (proc(5))."""
 
-    def tell_pinned(self, is_pinned: bool) -> None:
-        """Tell it whether each of its threads has a core of its own."""
+    def set_pinned(self, is_pinned: bool) -> None:
+        """Say whether each of its threads has a core of its own."""
 
 
 class PinnedTeam:
@@ -97,7 +97,7 @@ class PinnedTeam:
             self._free_started()
 
     def _pin(self, now_s: float, is_measured: bool) -> None:
-        """Bind each thread to a core, if there is one for each and the kernel says who waits."""
+        """Bind each thread to a core, if there is one for each and the kernel reports waiting times."""
         cores = self._choose(self._allowed) if is_measured else ()
         if len(cores) < len(self._threads):
             self._let_go(now_s)
@@ -137,7 +137,7 @@ class PinnedTeam:
     def _tell(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
         if self._team is not None:
-            self._team.tell_pinned(is_pinned)
+            self._team.set_pinned(is_pinned)
 
     def _share_taken(self, now_s: float) -> float | None:
         """Return the largest share of the time since the last look in which a thread waited for a

@@ -128,7 +128,11 @@ class Worker(Generic[J, R]):
     def _run(self) -> None:
         if self._in_background:
             lower_priority()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._results.append(error)
+            self._wake()
         while (job := self._next()) is not None:
             result: R | BaseException | None
             try:

@@ -151,7 +151,7 @@ def test_a_trial_lasts_as_many_steps_in_plans_of_several() -> None:
     chooser, made = DraftChooser(1), []
     while len(made) < 400:
         drafts = chooser.choose(1)
-        steps = min(8, chooser.num_steps_left)
+        steps = min(8, chooser.num_passes_left)
         chooser.repeated(1, steps - 1)
         made += [drafts] * steps
         nothing = compared(np.array([drafts]), np.array([0]))

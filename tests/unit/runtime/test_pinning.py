@@ -37,7 +37,7 @@ class Computing:
     def threads(self) -> tuple[int, ...]:
         return (self.member,)
 
-    def tell_pinned(self, is_pinned: bool) -> None:
+    def set_pinned(self, is_pinned: bool) -> None:
         self.told.append(is_pinned)
 
     # What a test does.

@@ -1,8 +1,7 @@
-"""The decode unit's leader: pulls prefilled KV in, and makes one token a step for every request it
-holds.
+"""The decode unit's leader: pulls prefilled KV in, and steps the requests that it holds.
 
 Two plans are in flight, and where passes are short a plan has several (policy/passes), so that the Runner
-never waits for one. The price: a stop id is noticed one plan late.
+never waits for one. So the leader hears of a stop id one plan late, the rank at once.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A - C |  was emitted already with B in it; B's rank leaves it out
@@ -46,7 +45,15 @@ from hadal.core.messages import (
     Tokens,
     TraceRequest,
 )
-from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled, OpTime, StepDone
+from hadal.core.plans import (
+    BlocksStored,
+    DecodePlan,
+    Join,
+    KvPulled,
+    OpTime,
+    StepDone,
+    num_positions,
+)
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     DiskNews,
@@ -75,6 +82,7 @@ from hadal.roles.unit.unit import (
     STOP,
     BalanceMeter,
     LineMeter,
+    StepMeter,
     Tracer,
     UnitReporter,
     given_back,
@@ -482,8 +490,8 @@ class DecodeLeader:
     rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
     steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
     heard. `pool_name`: see PrefillLeader. `has_disk`: blocks are written to a disk cache; `offers_blocks`:
-    else prefill is offered them. `fingerprint`: see UnitUp. `drafts`: how many are made; None: none.
-    `promise`: see UnitsConfig.tenant_promise.
+    without one, prefill is offered the blocks that answers fill. `fingerprint`: see UnitUp. `drafts`: how
+    many are made; None: none. `promise`: see UnitsConfig.tenant_promise.
     """
 
     def __init__(
@@ -547,6 +555,8 @@ class DecodeLeader:
         self._drafts, self._promise = drafts, promise
         self._next_drafts: int | None = None
         """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
+        self._passes = StepMeter()
+        """Of passes of the model, those of whole steps."""
         self._num_requests_done = 1
         """On the rank that had most of them in the last step that was done."""
         self._drafted: Ints = np.zeros(self.slots.table.num_slots, np.int64)
@@ -716,27 +726,43 @@ class DecodeLeader:
                 f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
             )
         step = self._in_flight.popleft()
-        pass_s = done.elapsed_s / step.num_passes
-        self._reporter.meter.done(pass_s)
+        self._reporter.meter.done(done.elapsed_s)
         self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
-        self._line.add(step.num_requests, pass_s)
-        self._num_requests_done = max(1, step.num_requests)
-        self._reporter.step_s, request_s = self._line.line
-        self._reporter.rates_s = (request_s, 0.0)
-        self.scheduler.done(done.step_id, of_one_pass(done.op_times, step.num_passes))
         if done.error is None:
-            seconds = [pass_s] * step.num_passes
-            self._drafts.done(step.num_requests, *step.num_drafts, seconds, done.drafts)
-            self._reporter.drafts_tried = self._drafts.num_tried
-            self._reporter.drafts_accepted = self._drafts.num_right
+            self._learn(step, done)
             self._take_tokens(step, done)
         else:
+            self.scheduler.done(done.step_id, ())
             self._fail(done.error)
             self.table.settle(step.num_checked, _NO_SLOTS, _NO_SLOTS)
         for slot in self.table.releasable(done.step_id).tolist():
             self.slots.vacate(slot)
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done)
+
+    def _learn(self, step: _DecodeStep, done: StepDone) -> None:
+        """Note what a pass took and how often drafts were right. A step with requests that drew a stop
+        id computed less than was planned, and tells only the latter.
+        """
+        num_drawn = np.bincount(np.asarray(done.keys, np.int64), minlength=self.table.num_slots)
+        is_whole = bool((num_drawn[: self.table.num_slots][step.computed] >= step.num_passes).all())
+        seconds: list[float] = []
+        op_times: tuple[OpTime, ...] = ()
+        if is_whole:
+            pass_s = done.elapsed_s / step.num_passes
+            seconds, op_times = (
+                [pass_s] * step.num_passes,
+                of_one_pass(done.op_times, step.num_passes),
+            )
+            self._passes.done(pass_s)
+            self._line.add(step.num_requests, pass_s)
+            self._num_requests_done = max(1, step.num_requests)
+            self._reporter.step_s, request_s = self._line.line
+            self._reporter.rates_s = (request_s, 0.0)
+        self.scheduler.done(done.step_id, op_times)
+        self._drafts.done(step.num_requests, *step.num_drafts, seconds, done.drafts)
+        self._reporter.drafts_tried = self._drafts.num_tried
+        self._reporter.drafts_accepted = self._drafts.num_right
 
     def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
@@ -749,7 +775,7 @@ class DecodeLeader:
         index = table.output_index[slots] - step.num_passes + ahead
         for later in self._in_flight:
             index -= later.num_passes * later.computed[slots]
-        is_stop = table.draws_stop(slots, values) & (index >= table.min_tokens[slots])
+        is_stop = table.stops.are_drawn(slots, values) & (index >= table.min_tokens[slots])
         is_end = is_stop | (index + 1 >= table.max_tokens[slots])
         # Nobody gets what is drawn for a request that is gone, or behind a request's last token.
         is_kept = ~table.is_muted[slots]
@@ -793,7 +819,7 @@ class DecodeLeader:
         most = step.computed * (step.num_passes + step.num_checked)
         # A rank computes no more of a request that drew a stop id.
         has_ended = self.table.is_muted.copy()
-        has_ended[slots[self.table.draws_stop(slots, values)]] = True
+        has_ended[slots[self.table.stops.are_drawn(slots, values)]] = True
         fewest = (step.computed & ~has_ended) * step.num_passes
         if (
             len(values) != len(slots)
@@ -852,11 +878,13 @@ class DecodeLeader:
         is_known = computed & (table.state == SlotState.ACTIVE)
         num_drafts, num_before = self._next_drafts, int(self._drafted[is_known].max(initial=0))
         num_passes = self._num_passes(num_requests, num_drafts, num_before)
-        # Checked are the drafts that its slots have, and behind them those of each of its passes.
-        num_more = num_passes - 1 + num_before + num_passes * num_drafts
+        # One position is sure, and behind the last pass come the drafts that it makes.
+        num_more = num_positions(num_passes, num_before, num_drafts) - 1 + num_drafts
         grown = self.slots.grow(self._done_step_id, num_more)
         if grown is None:
             return False
+        if not table.computed_next().any():  # All that were to be computed made room for others.
+            return self._plan_next()
         self._next_drafts = None
         publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
         # One that moves stands still for some plans, and its blocks were counted for one token.
@@ -888,7 +916,8 @@ class DecodeLeader:
 
     def _execute(self, step: _DecodeStep, news: StepNews) -> None:
         """Send a step's plans to the ranks."""
-        work = self._work(step.computed, step.num_checked)
+        # A pass of several checks what one pass drafts.
+        work = self._work(step.computed, np.minimum(step.num_checked, max(step.num_drafts)))
         choice = self.scheduler.choose(step.step_id, work)
         if choice.num_micro_batches == 1:
             self._second = None
@@ -948,8 +977,8 @@ class DecodeLeader:
             return 1
         # The last step may have been short because most rows rested.
         growth = max(1.0, num_requests / self._num_requests_done)
-        wanted = passes_of(growth * self._reporter.meter.step_ms / 1e3)
-        return min(wanted, self._drafts.num_steps_left)
+        wanted = passes_of(growth * self._passes.step_ms / 1e3)
+        return min(wanted, self._drafts.num_passes_left)
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
@@ -959,7 +988,7 @@ class DecodeLeader:
         active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
         kv_s = rates.pair_s * float(self.table.length[active].sum()) / num_living
         request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
-        return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
+        return terms_of(kv_s, request_s, self._passes.step_ms / 1e3, self._known_terms)
 
     def _work(self, computed: Bools, num_checked: Ints) -> Ints:
         """[R, 2] tokens of a plan, its drafts among them, and the positions that they attend to:

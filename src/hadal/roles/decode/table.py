@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
 from hadal.core.plans import HeldKv
+from hadal.core.stops import StopIds
 from hadal.policy.fairness import is_batch
 from hadal.policy.rows import RowsView, requeued
 from hadal.roles.unit.unit import needs_output
@@ -114,7 +115,7 @@ class DecodeTable:
         """The attempt id by which the front knows its tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
-        self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
+        self.stops = StopIds(num_slots)
         """Padded with -1; grows to the longest list seen."""
         self.block_ids: list[list[int]] = [[] for _ in range(num_slots)]
         self.room: Ints = np.zeros(num_slots, np.int64)
@@ -202,7 +203,7 @@ class DecodeTable:
         self.attempt_id[slot] = generation.attempt_id
         self.max_tokens[slot] = generation.max_tokens
         self.min_tokens[slot] = generation.min_tokens
-        self._set_stop_ids(slot, generation.stop_ids)
+        self.stops.set(slot, generation.stop_ids)
         self.last_token[slot] = generation.output[-1]
         if needs_output(generation.sampling):
             self.outputs[slot] = list(generation.output)
@@ -257,7 +258,6 @@ class DecodeTable:
             self.attempt_id,
             self.max_tokens,
             self.min_tokens,
-            self.stop_ids,
             self.last_token,
             self.turn,
             self.tenant,
@@ -269,13 +269,7 @@ class DecodeTable:
             self.is_named,
         ):
             array[target] = array[source]
-
-    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        self.stops.copy(source, target)
 
     def vacate(self, slot: int) -> None:
         """Free a slot. The Runner may still list it: the next plan says that it leaves."""
@@ -367,21 +361,12 @@ class DecodeTable:
         return computed
 
     def settle(self, num_checked: Ints, slots: Ints, num_more: Ints) -> None:
-        """A plan is done that checked so many drafts of every slot: of these slots, `num_more`
-        tokens came beside the first.
+        """A plan is done that checked so many drafts of every slot: of these slots, `num_more` tokens
+        came beside those that were counted. It is negative where a stop id came before them.
         """
         self.num_unsure -= num_checked
         self.length[slots] += num_more
         self.output_index[slots] += num_more
-
-    def draws_stop(self, slots: Ints, values: Ints) -> Bools:
-        """Which of these slots drew a stop id of theirs. A column at a time: most requests have one
-        or two.
-        """
-        found: Bools = np.zeros(slots.size, np.bool_)
-        for stop_ids in self.stop_ids.T:
-            found |= stop_ids[slots] == values
-        return found
 
     def deliver(self, slots: Ints, values: Ints) -> None:
         """Note the tokens that these slots' requests got, those of one slot in their order."""
@@ -392,7 +377,7 @@ class DecodeTable:
                     self.outputs[slot].append(value)
 
     def roll_back(self, num_void: Ints) -> None:
-        """Undo the last plans, `num_void` of which computed each slot: back to the last token
+        """Undo the last plans, which counted `num_void` tokens of each slot: back to the last token
         delivered.
 
         The Runner's table is empty. What was being computed, or closed only because a void plan

@@ -179,8 +179,8 @@ class Unit:
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     tokens_step: float = 1.0
-    """Decode: tokens that a step draws for a request, smoothed; more than 1 where it verifies
-    drafts.
+    """Decode: tokens that a step draws for a request, smoothed; more than 1 where it has several passes
+    or drafts are right.
     """
     load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
@@ -696,7 +696,7 @@ class RequestRouting:
             requests.counts[State.PREFILLING],
             sum(unit.num_ranks for unit in prefill if unit.is_open),
             sum(unit.num_requests_max for unit in decode),
-            sum(_slots_beside(unit, num_others // len(decode)) for unit in decode),
+            sum(_slots_beside(unit, -(-num_others // len(decode))) for unit in decode),
             requests.num_blocks_placed,
             sum(unit.num_blocks for unit in decode),
         )

@@ -63,6 +63,7 @@ from hadal.core.plans import (
     StagePlan,
     StepDone,
     StepPlan,
+    num_positions,
 )
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
@@ -148,7 +149,7 @@ class RankHoldings:
             attempt_id = self._slot_to_attempt_id[slot]
             self._attempt_id_to_kv[attempt_id].block_ids.append(block_id)
             self._block_to_attempt_id[block_id] = attempt_id
-        self._num_written += plan.num_passes + self._num_drafts
+        self._num_written += num_positions(plan.num_passes, self._num_drafts, plan.num_drafts)
         self._num_drafts = plan.num_drafts
 
     def stepped(self, *, has_run: bool) -> None:

@@ -148,6 +148,20 @@ def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time()
     assert unit.audit() == []
 
 
+def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
+    """Its rank made one pass of eight, and none of the next step."""
+    unit = decode_leader()
+    occupant(unit, "a", stop_ids=(7,), max_tokens=40)
+    unit.handle(0.1, short(0, 1))
+    unit.handle(0.2, short(1, 1))
+    line, passes = unit._line.line, unit._passes.step_ms
+    effects = unit.handle(0.3, StepDone(2, (0,), (7,), {}, 0.0002))
+    assert drawn(effects)[-1][3] == "stop"
+    unit.handle(0.4, StepDone(3, (), (), {}, 0.0))
+    assert (unit._line.line, unit._passes.step_ms) == (line, passes)
+    assert unit.audit() == []
+
+
 def test_tokens_behind_a_stop_id_in_a_plan_are_dropped() -> None:
     unit = decode_leader()
     occupant(unit, "a", stop_ids=(7,), max_tokens=40)

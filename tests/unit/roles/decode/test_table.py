@@ -38,14 +38,6 @@ def test_one_that_is_still_pulling_needs_nothing() -> None:
     assert table_with(64, 1).needing_block().size == 0
 
 
-def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
-    table = table_with(stop_ids=(1, 2, 3))
-    assert table.stop_ids.shape == (4, 3)
-    table.vacate(0)
-    occupant(table, decode("b", stop_ids=(9,)), 1, (3,))
-    assert table.stop_ids[0].tolist() == [9, -1, -1]
-
-
 def test_check_sees_what_does_not_agree() -> None:
     for spoil in (
         lambda table: table.occupants.__setitem__(0, None),
@@ -82,8 +74,9 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     table.vacate(0)
     found = (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2]))
     assert found == (72, 3, 5)
-    found = (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2))
-    assert found == ([3, 4], {2: [0, 5]}, True)
+    is_stop = table.stops.are_drawn(np.array([2, 2, 2]), np.array([3, 4, 5]))
+    found = (is_stop.tolist(), table.outputs, table.is_as_pulled(2))
+    assert found == ([True, True, False], {2: [0, 5]}, True)
     assert (table.state[2], table.occupant(2).lease, table.check()) == (SlotState.READY, lease, [])
     found = (table.tail[2, :3].tolist(), table.is_named[2], table.names[2])
     assert found == ([9, 8, 7], True, b"n")

@@ -65,6 +65,15 @@ def test_kv_grows_by_all_passes_of_a_plan_and_may_be_less_where_a_slot_rests() -
     assert made.held().kv == (HeldKv(70, (4, 5), 110, 100),), "positions that may be valid"
 
 
+def test_kv_grows_by_all_that_passes_may_write_of_right_drafts() -> None:
+    made = holdings(
+        DecodePlan(0, (), (join(0, 70, (4, 5), 100),), (), num_drafts=2),
+        DecodePlan(1, (), (), (), num_drafts=2, num_passes=4),
+    )
+    # One, then four passes that check two drafts each.
+    assert made.held().kv[0].num_tokens == 100 + 1 + 4 * (1 + 2)
+
+
 def test_a_slot_may_be_anothers_while_the_first_ones_kv_is_still_there() -> None:
     made = holdings(
         plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2)
