@@ -2,8 +2,9 @@
 
 Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back.
 `may_prefill`: prefill starts only what decode can take soon, as prefilled KV that waits under a
-lease is memory that works for nobody. `fits_decode`: a decode unit takes a request only if a block
-is left for the others to grow.
+lease is memory that works for nobody; and what a tenant with less than others sends, up to as many
+again as there are slots, as those others give slots up. `fits_decode`: a decode unit takes a request
+only if a block is left for the others to grow.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     A request that `has_place` waits for no slot here: when its prompt is prefilled, one of a tenant that
     had more gives its slot up (policy/fairness).
     """
-    num_most = num_placed_max(view.num_slots) + num_ahead(view.num_slots) * view.has_place
+    num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
     if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):
         return False
     return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks

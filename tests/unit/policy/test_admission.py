@@ -112,8 +112,8 @@ def test_nothing_is_kept_for_a_tenant_and_one_with_fewer_waits_for_no_slot() -> 
     assert may_prefill(downstream(17), 1), "a tenant takes all, whoever else was there"
     full = replace(downstream(18), has_place=True)
     assert may_prefill(full, 1)
-    assert may_prefill(replace(full, num_requests=19), 1)
-    assert not may_prefill(replace(full, num_requests=20), 1), "as many more as run ahead of slots"
+    assert may_prefill(replace(full, num_requests=33), 1)
+    assert not may_prefill(replace(full, num_requests=34), 1), "as many again as there are slots"
     assert not may_prefill(replace(full, num_blocks_used=100), 1), "blocks are given back first"
     assert may_prefill(replace(full, num_transferring=5), 1)
 
