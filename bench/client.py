@@ -39,8 +39,12 @@ class Stream:
         return span / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
-async def stream(address: tuple[str, int], path: str, body: Mapping[str, Any]) -> Stream:
-    """Send a request with `stream` and its usage asked for, and read the answer to its end."""
+async def stream(
+    address: tuple[str, int], path: str, body: Mapping[str, Any], key: str = ""
+) -> Stream:
+    """Send a request with `stream` and its usage asked for, and read the answer to its end. `key`: of
+    its tenant; empty: none.
+    """
     result = Stream()
     content = json.dumps(
         {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -49,6 +53,8 @@ async def stream(address: tuple[str, int], path: str, body: Mapping[str, Any]) -
         f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type:"
         " application/json\r\nConnection: close\r\n"
     )
+    if key:
+        head += f"Authorization: Bearer {key}\r\n"
     result.started_s = time.perf_counter()
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*address, limit=1 << 20)

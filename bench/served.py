@@ -196,10 +196,10 @@ def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
         plain = stored_model(model, "bf16", MODELS / f"{model}-bf16")
         kind, dtype = "q8_0", "bfloat16"
     if LLAMA_BENCH.exists() and LLAMA_SERVER.exists():
-        engine = llama(f"llama.cpp {kind}", plain, threads, kind)
+        engine = llama(f"llama.cpp {kind}", plain, str(threads), kind)
         yield Pair(engine.name, engine, partial(llama_server, plain, kind, threads))
     if (VLLM_VENV / ".ok").exists():
-        engine = vllm("vllm", plain, threads, dtype, quick=False)
+        engine = vllm("vllm", plain, str(threads), dtype, quick=False)
         yield Pair(engine.name, engine, partial(vllm_server, plain, dtype, threads))
 
 
