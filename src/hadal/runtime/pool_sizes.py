@@ -62,22 +62,22 @@ def pool_blocks(
         room is not None and deployment.device == "cpu" and not deployment.cluster.spans_hosts
     )
     found: dict[str, int] = {}
-    role_to_most: dict[str, int] = {}
-    role_to_block_bytes = {}
+    role_to_blocks_max: dict[str, int] = {}
+    role_to_bytes = {}  # Of a block in each pool of the role.
     for role in ROLES:
         units = units_of(deployment, role)
-        role_to_block_bytes[role] = block_bytes * deployment.num_units_max(role) * units.ranks
+        role_to_bytes[role] = block_bytes * deployment.num_units_max(role) * units.ranks
         if units.kv_blocks:
             found[role] = units.kv_blocks
         elif units.kv_memory_mb == AUTO and is_shared:
             contexts = NUM_SCRATCH_BLOCKS + units.max_requests * context_blocks
-            role_to_most[role] = min(contexts, MOST_BYTES // block_bytes)
+            role_to_blocks_max[role] = min(contexts, MOST_BYTES // block_bytes)
         else:
             pool_mb = FIXED_MB if isinstance(units.kv_memory_mb, str) else units.kv_memory_mb
             found[role] = max(pool_mb * 2**20 // block_bytes, least)
-    if room is None or not role_to_most:
+    if room is None or not role_to_blocks_max:
         return found
-    named_bytes = sum(blocks * role_to_block_bytes[role] for role, blocks in found.items())
+    named_bytes = sum(blocks * role_to_bytes[role] for role, blocks in found.items())
     left_bytes = _rounded(
         min(
             (room.free_bytes - beside_bytes - named_bytes) // MEMORY_PARTS,
@@ -85,11 +85,13 @@ def pool_blocks(
         )
     )
     # The role that can use least comes first, so that the other one has what it leaves.
-    roles = sorted(role_to_most, key=lambda role: role_to_most[role] * role_to_block_bytes[role])
+    roles = sorted(
+        role_to_blocks_max, key=lambda role: role_to_blocks_max[role] * role_to_bytes[role]
+    )
     for num_others, role in zip(reversed(range(len(roles))), roles, strict=True):
-        share = left_bytes // (1 + num_others) // role_to_block_bytes[role]
-        found[role] = max(min(share, role_to_most[role]), least)
-        left_bytes -= found[role] * role_to_block_bytes[role]
+        share = left_bytes // (1 + num_others) // role_to_bytes[role]
+        found[role] = max(min(share, role_to_blocks_max[role]), least)
+        left_bytes -= found[role] * role_to_bytes[role]
     return found
 
 

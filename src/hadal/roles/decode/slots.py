@@ -763,12 +763,13 @@ class DecodeSlots:
         self.is_starved = False
 
     # ---- growing ----
-    def grow(self, done_step_id: int, num_drafts: int = 0) -> list[tuple[int, int, int]] | None:
+    def grow(self, done_step_id: int, num_more: int = 0) -> list[tuple[int, int, int]] | None:
         """Give a block to every slot that needs one for the next plan; None if one of them has to
-        wait for it. For positions of drafts, too, where there are blocks to spare.
+        wait for it. For so many positions more, of further passes and drafts, where there are blocks to
+        spare.
         """
-        needing = self.table.needing_block(num_drafts)
-        if num_drafts and self._is_short(needing):
+        needing = self.table.needing_block(num_more)
+        if num_more and self._is_short(needing):
             needing = self.table.needing_block()
         is_short = self._is_short(needing)
         if is_short:

@@ -321,8 +321,8 @@ class DecodeTable:
 
     def needing_block(self, num_more: int = 0) -> Ints:
         """Slots of the next plan that would write beyond their blocks, were all unsure tokens to
-        come; and where it may write so many `num_more` positions for drafts, though none that the
-        request's last token is behind.
+        come; and where it may write so many `num_more` positions for further passes and drafts,
+        though none that the request's last token is behind.
         """
         computed = self.computed_next()
         num_written = self.length + self.num_unsure + num_more + 1
