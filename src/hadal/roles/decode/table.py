@@ -16,8 +16,8 @@ An ACTIVE or READY slot may rest in the next plan: it is in the Runner's table a
 
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
-while two are in flight. A plan that checks drafts gives one token or more: counted is the one that
-is sure, and beside it what may come more. A slot stays CLOSING, with its blocks, until the last plan that computes it
+while two are in flight. A plan gives one token a pass, or more where it checks drafts: counted are
+those that are sure, and beside them what may come more. A slot stays CLOSING, with its blocks, until the last plan that computes it
 is done: only then may somebody else write there. So does one that is FILLING, or EARLY or PULLING
 with a copy under way, until that has ended, whatever became of its request. Knows neither messages
 nor the allocator.
@@ -108,7 +108,7 @@ class DecodeTable:
         position, or one up to `num_unsure` further on.
         """
         self.num_unsure: Ints = np.zeros(num_slots, np.int64)
-        """Drafts that the plans in flight check: tokens that may come beside one a plan."""
+        """Drafts that the plans in flight check: tokens that may come beside one a pass."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
         """Index in the output of the first token that the next plan draws, at least."""
         self.attempt_id: Ints = np.zeros(num_slots, np.int64)
