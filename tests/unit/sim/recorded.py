@@ -91,11 +91,13 @@ class Runner:
         for slot, _, _ in plan.grown:
             self._room[slot] += BLOCK_TOKENS
         keys = []
-        for slot, room in sorted(self._room.items()):
-            num_checked = min(self._num_drafts, room - 1) if slot in drafted else 0
-            num_drawn = 1 + self._rng.randint(0, max(0, num_checked))
-            self._room[slot] -= num_drawn
-            keys += [slot] * num_drawn
+        for slot in sorted(self._room.keys() - set(plan.resting)):
+            for number in range(plan.num_passes):
+                num_drafts = plan.num_drafts if number else self._num_drafts * (slot in drafted)
+                num_checked = min(num_drafts, self._room[slot] - 1)
+                num_drawn = 1 + self._rng.randint(0, max(0, num_checked))
+                self._room[slot] -= num_drawn
+                keys += [slot] * num_drawn
         self._num_drafts = plan.num_drafts
         return StepDone(plan.step_id, tuple(keys), (0,) * len(keys), {}, elapsed_s)
 

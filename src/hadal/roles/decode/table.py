@@ -17,10 +17,10 @@ An ACTIVE or READY slot may rest in the next plan: it is in the Runner's table a
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
 while two are in flight. A plan gives one token a pass, or more where it checks drafts: counted are
-those that are sure, and beside them what may come more. A slot stays CLOSING, with its blocks, until the last plan that computes it
-is done: only then may somebody else write there. So does one that is FILLING, or EARLY or PULLING
-with a copy under way, until that has ended, whatever became of its request. Knows neither messages
-nor the allocator.
+those that are sure, and beside them what may come more. A slot stays CLOSING, with its blocks,
+until the last plan that computes it is done: only then may somebody else write there. So does one
+that is FILLING, or EARLY or PULLING with a copy under way, until that has ended, whatever became of
+its request. Knows neither messages nor the allocator.
 """
 
 from __future__ import annotations
