@@ -26,7 +26,7 @@ log = logging.getLogger("hadal.pinning")
 LOOK_S = 0.25
 """How often a process looks whether its threads get their cores."""
 TAKEN = 0.3
-"""Share of the time in which a thread could run and may not, from which on its core is taken."""
+"""Share of the time in which a thread could run that it waits, from which on its core is taken."""
 FREE_S, FREE_MAX_S = 0.25, 64.0
 """How long threads are let go, at first, and at most where each look finds their cores taken: another
 unit's prompt takes them for a moment, other programs for long.
@@ -65,9 +65,8 @@ class PinnedTeam:
         self._is_pinned = False
         self._next_s = 0.0
         self._free_s = FREE_S
-        self._looked_s = 0.0
-        self._waited_ns: dict[int, int] = {}
-        """How long each thread had waited for a core, at the last look."""
+        self._seen_ns: dict[int, tuple[int, int]] = {}
+        """How long each thread had run, and waited for a core, at the last look."""
 
     def enter(self, now_s: float) -> None:
         """The calling thread computes from now on."""
@@ -86,7 +85,7 @@ class PinnedTeam:
     def _look(self, now_s: float) -> None:
         self._next_s = now_s + LOOK_S
         allowed = allowed_cores(self._maker)
-        share = self._share_taken(now_s)
+        share = self._share_taken()
         if not self._is_pinned or allowed != self._allowed:
             self._allowed = allowed
             self._pin(now_s, share is not None)
@@ -139,17 +138,19 @@ class PinnedTeam:
         if self._team is not None:
             self._team.set_pinned(is_pinned)
 
-    def _share_taken(self, now_s: float) -> float | None:
-        """Return the largest share of the time since the last look in which a thread waited for a
-        core; None where the kernel does not count that.
+    def _share_taken(self) -> float | None:
+        """Return the largest share in which a thread waited for a core, of the time since the last look
+        in which it could run; None where the kernel does not count that.
         """
-        elapsed_s, self._looked_s = now_s - self._looked_s, now_s
-        most_ns = 0
+        most = 0.0
         for thread in self._threads:
             try:
-                waited_ns = int((_TASKS / str(thread) / "schedstat").read_text().split()[1])
-            except (OSError, ValueError, IndexError):
+                text = (_TASKS / str(thread) / "schedstat").read_text()
+                ran_ns, waited_ns = map(int, text.split()[:2])
+            except (OSError, ValueError):
                 return None
-            most_ns = max(most_ns, waited_ns - self._waited_ns.get(thread, waited_ns))
-            self._waited_ns[thread] = waited_ns
-        return most_ns / 1e9 / elapsed_s if elapsed_s > 0.0 else 0.0
+            before_ran_ns, before_waited_ns = self._seen_ns.get(thread, (ran_ns, waited_ns))
+            self._seen_ns[thread] = ran_ns, waited_ns
+            waited_ns, ran_ns = waited_ns - before_waited_ns, ran_ns - before_ran_ns
+            most = max(most, waited_ns / max(1, waited_ns + ran_ns))
+        return most
