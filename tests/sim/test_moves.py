@@ -15,12 +15,12 @@ from hadal.core.messages import AnyMessage, UnitReport
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import STALL_STEPS_MAX
 from tests.fresh import seeds
-from tests.levels import FULL, MORE
+from tests.levels import MORE
 from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
-PAIR_SEEDS = range(10 if FULL else 6) if MORE else (3, 5)
+PAIR_SEEDS = range(20) if MORE else (3, 5)
 """Of worlds with moves and without; those two in which moves are worth most."""
 
 

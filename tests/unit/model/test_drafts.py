@@ -269,7 +269,7 @@ def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
                 assert request.draws[:length] == other.draws[:length], request.name
     # A plan without drafts of its own checks those of a request that rested when others' were made.
     unit = Unit(tiny, 3)
-    texts = random.Random(seed)
+    texts = random.Random(0)  # Requests that have room for drafts, and do not end at once.
     joins = tuple(prefill(unit, Request(slot, texts), slot, random.Random(1)) for slot in range(2))
     unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
     drafter = unit.runner._drafter
