@@ -1,7 +1,9 @@
-"""What became of a step's drafts, by their place behind the token that was there.
+"""What became of a step's drafts, by their place behind the last token.
 
-a slot's drafts    d1 d2 d3        compared are those behind right ones
-drawn              d1 d2 x         d1 and d2 right, d3 wrong
+    a slot's drafts    d1 d2 d3
+    drawn              d1 d2 x         d1 and d2 are right, d3 is wrong
+
+A draft behind a wrong one is not compared.
 """
 
 from __future__ import annotations

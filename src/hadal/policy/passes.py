@@ -15,7 +15,7 @@ PLAN_S = 0.008
 2026-11-29, served as fast as the engine).
 """
 PASSES_MAX = 8
-"""More bring no more speed, and what ends in a plan computes to the plan's end."""
+"""More bring no more speed."""
 
 
 def passes_of(pass_s: float) -> int:

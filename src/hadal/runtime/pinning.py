@@ -25,12 +25,12 @@ log = logging.getLogger("hadal.pinning")
 
 LOOK_S = 0.25
 """How often a process looks whether its threads get their cores."""
-TAKEN = 0.3
-"""Share of the time in which a thread could run that it waits, from which on its core is taken."""
-FREE_S, FREE_MAX_S = 0.25, 64.0
-"""How long threads are let go, at first, and at most where each look finds their cores taken: another
-unit's prompt takes them for a moment, other programs for long.
+TAKEN = 0.8
+"""Share of the time in which a thread could run that it waits, from which on its core is taken: its
+own process makes it wait up to .7 of it, a spinning one .85 to .95.
 """
+FREE_S, FREE_MAX_S = 2.0, 64.0
+"""How long threads are let go, at first, and at most where each look finds their cores taken."""
 _TASKS = Path("/proc/self/task")
 
 

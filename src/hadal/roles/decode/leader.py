@@ -472,7 +472,6 @@ class _DecodeStep:
     step_id: int
     computed: Bools
     """Whether the plan computes a slot, [slots]."""
-    num_computed: int
     num_passes: int
     num_checked: Ints
     """Drafts of each slot that it checks at most, [slots]."""
@@ -729,7 +728,6 @@ class DecodeLeader:
         self._reporter.meter.done(done.elapsed_s)
         self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
         if done.error is None:
-            self._learn(step, done)
             self._take_tokens(step, done)
         else:
             self.scheduler.done(done.step_id, ())
@@ -740,20 +738,16 @@ class DecodeLeader:
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done)
 
-    def _learn(self, step: _DecodeStep, done: StepDone) -> None:
-        """Note what a pass took and how often drafts were right. A step with requests that drew a stop
-        id computed less than was planned, and tells only the latter.
+    def _learn(self, step: _DecodeStep, done: StepDone, *, is_whole: bool) -> None:
+        """Note what a pass took and how often drafts were right. A step that `is_whole` False computed
+        less than was planned, as requests drew stop ids, and tells only the latter.
         """
-        num_drawn = np.bincount(np.asarray(done.keys, np.int64), minlength=self.table.num_slots)
-        is_whole = bool((num_drawn[: self.table.num_slots][step.computed] >= step.num_passes).all())
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()
         if is_whole:
             pass_s = done.elapsed_s / step.num_passes
-            seconds, op_times = (
-                [pass_s] * step.num_passes,
-                of_one_pass(done.op_times, step.num_passes),
-            )
+            seconds = [pass_s] * step.num_passes
+            op_times = of_one_pass(done.op_times, step.num_passes)
             self._passes.done(pass_s)
             self._line.add(step.num_requests, pass_s)
             self._num_requests_done = max(1, step.num_requests)
@@ -769,6 +763,8 @@ class DecodeLeader:
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
         ahead, num_drawn = self._ordered(slots, values, step)
+        is_whole = bool((num_drawn[step.computed] >= step.num_passes).all())
+        self._learn(step, done, is_whole=is_whole)
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
@@ -903,7 +899,6 @@ class DecodeLeader:
         step = _DecodeStep(
             step_id,
             computed,
-            int(np.count_nonzero(computed)),
             num_passes,
             num_checked,
             num_requests,
@@ -1006,7 +1001,7 @@ class DecodeLeader:
         is_traced = self._tracer.is_wanted
         if is_traced:
             step = self._in_flight[-1]
-            num_tokens = step.num_computed + int(step.num_checked.sum())
+            num_tokens = int(np.count_nonzero(step.computed)) + int(step.num_checked.sum())
             self._tracer.planned(
                 step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
             )

@@ -116,7 +116,6 @@ class DecodeTable:
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stops = StopIds(num_slots)
-        """Padded with -1; grows to the longest list seen."""
         self.block_ids: list[list[int]] = [[] for _ in range(num_slots)]
         self.room: Ints = np.zeros(num_slots, np.int64)
         """Positions that fit into those blocks."""
