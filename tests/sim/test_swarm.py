@@ -22,8 +22,9 @@ from hadal.core.plans import KvPulled
 from hadal.core.seams import Effect, Send
 from hadal.kv.names import extend
 from hadal.policy.views import DecodeRanksView, DecodeUnitView
+from hadal.roles.decode.answers import DecodeCache
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import DecodeCache, DecodeMoving, DecodeSlots
+from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.prefill.cache import PrefillCache
@@ -175,7 +176,7 @@ def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FrontUnits, "decode_views", of_all)
     monkeypatch.setattr(FrontUnits, "check", lambda self, placed: [])
-    monkeypatch.setattr("hadal.roles.decode.leader.has_other_weights", lambda *_: False)
+    monkeypatch.setattr("hadal.roles.decode.arrivals.has_other_weights", lambda *_: False)
 
 
 def void_copies_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,19 +17,16 @@ the front wants to go on. Knows nothing of other units.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 
-from hadal.core.balance import AUTO, KV, REQUESTS, balance_of
+from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, TENANT_PROMISE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
-    BLOCK_TOKENS,
     Audit,
     AuditRequest,
     Cancel,
@@ -37,9 +34,7 @@ from hadal.core.messages import (
     ExpertsRequest,
     FrontUp,
     Key,
-    KvLease,
     PullEarly,
-    Pulled,
     Resume,
     Stop,
     Tokens,
@@ -60,21 +55,21 @@ from hadal.core.seams import (
     Effect,
     Event,
     Execute,
-    Pull,
     RankReset,
     Send,
     Tick,
 )
-from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
-from hadal.policy.fairness import is_batch
 from hadal.policy.passes import passes_of
 from hadal.policy.rows import resting_rows
-from hadal.roles.decode.slots import AnswerCache, DecodeSlots
+from hadal.roles.decode.answers import AnswerCache
+from hadal.roles.decode.arrivals import DecodeArrivals
+from hadal.roles.decode.plans import StepNews, join_of, make_plans, of_one_pass, step_balance
+from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.reasons import OTHER_WEIGHTS, PULL_FAILED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.reasons import RANK_LOST, void
 from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import (
@@ -86,383 +81,7 @@ from hadal.roles.unit.unit import (
     Tracer,
     UnitReporter,
     given_back,
-    has_other_weights,
-    has_penalty,
 )
-
-# The decode unit's plans as they leave the leader: a step's changes by the unit's slots in, one
-# plan a rank out.
-#
-# Decides nothing and changes nothing.
-
-
-@dataclass(frozen=True, slots=True)
-class StepNews:
-    """Slots of the unit that a step treats unlike the others; `second` has the ranks' own, by rank."""
-
-    leaves: Sequence[int] = ()
-    joins: Sequence[tuple[int, Join]] = ()
-    grown: Sequence[tuple[int, int, int]] = ()
-    """(slot, position in its block list, block id)"""
-    publishes: Sequence[int] = ()
-    resting: Sequence[int] = ()
-    second: tuple[tuple[int, ...], ...] | None = None
-
-
-def make_plans(
-    same: DecodePlan, num_ranks: int, per_rank: int, news: StepNews
-) -> tuple[DecodePlan, ...]:
-    """The step's plans, one for each rank, with the ranks' own slots. `same`: the plan of a rank without
-    news.
-    """
-    rank_leaves = _by_rank(news.leaves, per_rank)
-    rank_publishes = _by_rank(news.publishes, per_rank)
-    rank_resting = _by_rank(news.resting, per_rank)
-    rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
-    rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for slot, join in news.joins:
-        rank_joins[slot // per_rank].append(join)
-    # With the grown block already: they go on at the rank that they never left.
-    joining = {slot for slot, _ in news.joins}
-    for slot, position, block_id in news.grown:
-        if slot not in joining:
-            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
-    # Most ranks of a large unit have no news, and one plan says it for all of them.
-    plans = [same] * num_ranks
-    ranks = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *rank_resting}
-    if news.second is not None:
-        ranks.update(rank for rank, slots in enumerate(news.second) if slots)
-    for rank in ranks:
-        plans[rank] = msgspec.structs.replace(
-            same,
-            leaves=tuple(rank_leaves.get(rank, ())),
-            joins=tuple(rank_joins.get(rank, ())),
-            grown=tuple(rank_grown.get(rank, ())),
-            second=news.second[rank] if news.second is not None else (),
-            publishes=tuple(rank_publishes.get(rank, ())),
-            resting=tuple(rank_resting.get(rank, ())),
-        )
-    return tuple(plans)
-
-
-def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
-    """Return the ranks' own slots of the unit's."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for slot in slots:
-        found[slot // per_rank].append(slot % per_rank)
-    return found
-
-
-def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
-    """How a slot enters its rank's table: from the last token delivered, the first time
-    prefill's.
-    """
-    generation = table.occupant(slot).generation
-    prompt, output = (
-        generation.prompt if has_penalty(generation.sampling) else (),
-        table.outputs.get(slot, ()),
-    )
-    return Join(
-        slot % per_rank,
-        table.blocks_of(slot),
-        int(table.length[slot]),
-        int(table.last_token[slot]),
-        int(table.output_index[slot]),
-        generation.sampling,
-        prompt=prompt,
-        output=tuple(output),
-        attempt_id=int(table.attempt_id[slot]),
-        stop_ids=generation.stop_ids,
-        min_tokens=generation.min_tokens,
-        is_pulled=table.is_as_pulled(slot),
-    )
-
-
-def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ...]:
-    """Return the times of a step of so many passes as if it had one."""
-    if num_passes == 1:
-        return tuple(op_times)
-    return tuple(
-        OpTime(each.op, max(1, each.count // num_passes), each.seconds / num_passes)
-        for each in op_times
-    )
-
-
-def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
-    """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without
-    work.
-    """
-    requests, positions = work_R2[np.array(living, np.int64)].T.tolist()
-    return balance_of({KV: positions, REQUESTS: requests})
-
-
-# Requests on their way into a decode unit: who waits for a slot, and whose KV is being pulled.
-#
-#     prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
-#     hints         PullEarly PullEarly          Decode
-#     here            a slot,  pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
-#
-# A hint takes a slot only if nobody waits whose prompt is prefilled, and room for the whole prompt
-# is there; otherwise it is ignored. The slot goes, without a word, when a request in decode needs
-# the blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time:
-# Decode then finds what it would have found without any hint. Blocks that a lease names are
-# complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.
-#
-# Knows neither plans nor tokens.
-
-
-class DecodeArrivals:
-    """`out` is the leader's list of effects, which this appends to."""
-
-    def __init__(
-        self,
-        unit: str,
-        slots: DecodeSlots,
-        pools: RankPools,
-        *,
-        num_waiting_max: int,
-        lease_s: float,
-        out: list[Effect],
-        fingerprint: str = "",
-    ) -> None:
-        self.waiting: dict[Key, Decode] = {}
-        """Prefilled, in the order in which they came."""
-        self._unit = unit
-        self._slots = slots
-        self._table = slots.table
-        self._pools = pools
-        self._num_waiting_max = num_waiting_max
-        self._lease_s = lease_s
-        self._out = out
-        self._fingerprint = fingerprint
-        self._is_full = False
-        """Whether not all who waited had a slot, when they were last looked at."""
-        self._deadlines: dict[Key, float] = {}
-        """Slots that are EARLY, and of some that were; the earliest first."""
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        return next(iter(self._deadlines.values()), None)
-
-    # ---- what comes from the front ----
-    def accept(self, decode: Decode) -> None:
-        """A request whose prompt is prefilled: it goes on in the slot that a hint took, or waits
-        for one.
-        """
-        generation, lease = decode.generation, decode.lease
-        key = (generation.request_id, generation.attempt)
-        slot = self._slots.key_to_slot.get(key)
-        is_early = slot is not None and self._table.state[slot] == SlotState.EARLY
-        if (
-            key in self.waiting
-            or key in self._slots.moving.arriving
-            or (slot is not None and not is_early)
-        ):
-            return  # The same message twice.
-        num_known = len(generation.prompt) + len(generation.output)
-        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(
-            lease.num_tokens
-        )
-        problem = None
-        if has_other_weights(generation, self._fingerprint):
-            problem = OTHER_WEIGHTS
-        elif not fits or not generation.output:
-            problem = (
-                f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known}"
-                " known tokens"
-            )
-        elif self._is_too_long(decode):
-            problem = f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens"
-        elif slot is not None and not self._table.is_muted[slot]:
-            self._go_on(slot, decode)
-            return
-        elif (
-            len(self.waiting) >= self._num_waiting_max + self._num_slots_left
-            or not self._pools.num_living
-        ):
-            problem = QUEUE_FULL
-        if problem is None:
-            self.waiting[key] = decode
-            return
-        if slot is not None:
-            self._let_go(slot)
-        self._out.append(given_back(self._unit, key, problem))
-
-    def hint(self, now_s: float, hint: PullEarly) -> None:
-        """Some of a prompt is prefilled: take a slot for it if that harms nobody, and begin to
-        pull.
-        """
-        generation, table = hint.generation, self._table
-        key = (generation.request_id, generation.attempt)
-        slot = self._slots.key_to_slot.get(key)
-        if slot is None:
-            if (
-                self.waiting
-                or has_other_weights(generation, self._fingerprint)
-                or key in self._slots.moving.arriving
-                or self._slots.is_starved
-                or self._is_too_long(hint)
-            ):
-                return
-            if not self._pools.num_living or not (placed := self._slots.assign([hint])):
-                return
-            slot = placed[0]
-        elif table.state[slot] != SlotState.EARLY:
-            return  # Decode overtook it.
-        elif _num_full(hint.lease) > _num_full(table.occupant(slot).lease):
-            table.set_lease(slot, hint.lease)
-        self._deadlines.pop(key, None)  # The newest is the last.
-        self._deadlines[key] = now_s + self._lease_s
-        self._pull(slot)
-
-    @property
-    def _num_slots_left(self) -> int:
-        """Slots for those who come now: they are not queued, even where nobody may be. None while
-        others wait, for then blocks are short.
-        """
-        if self._is_full or self._slots.is_starved:
-            return 0
-        return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
-
-    def _is_too_long(self, message: Decode | PullEarly) -> bool:
-        generation = message.generation
-        num_positions = len(generation.prompt) + generation.max_tokens - 1
-        return blocks_for(num_positions) > self._table.num_blocks_max
-
-    def cancel(self, key: Key) -> None:
-        """Nobody waits for it any more; its slot is its owner's affair."""
-        self.waiting.pop(key, None)
-        self._deadlines.pop(key, None)
-
-    def clear(self) -> None:
-        """All who wait belong to a front that is gone."""
-        self.waiting.clear()
-        self._deadlines.clear()
-
-    def refuse_all(self) -> None:
-        """No rank lives. Another unit may have room; this one has none for long."""
-        for key in self.waiting:
-            self._out.append(given_back(self._unit, key, QUEUE_FULL))
-        self.waiting.clear()
-
-    def expire(self, now_s: float) -> None:
-        """Give up slots whose prompts were not heard of for too long."""
-        while self._deadlines:
-            key, deadline_s = next(iter(self._deadlines.items()))
-            if deadline_s > now_s:
-                return
-            del self._deadlines[key]
-            slot = self._slots.key_to_slot.get(key)
-            if slot is not None and self._table.state[slot] == SlotState.EARLY:
-                self._let_go(slot)
-
-    # ---- slots ----
-    def fill_slots(self) -> None:
-        """Give slots and blocks to those who wait, in the turns of their tenants, and start to pull their
-        KV: what of a flood is prefilled ahead of a slot keeps no other tenant waiting.
-        """
-        self._fill_slots()
-        self._is_full = bool(self.waiting)
-
-    def _fill_slots(self) -> None:
-        while self.waiting:
-            # One whose earlier slot is still being written waits for that, and so do those behind
-            # it.
-            ready = []
-            for key, decode in self.waiting.items():
-                if key in self._slots.key_to_slot:
-                    break
-                ready.append(decode)
-            ready.sort(key=lambda decode: (is_batch(decode.generation.tenant), decode.service))
-            for slot in self._slots.assign(ready):
-                self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
-            if not self.waiting or not ready or not self._make_room():
-                return
-
-    def _make_room(self) -> bool:
-        """Take what can be spared for the first who waits: one who is prefilled goes before those
-        who are not. Whether there is more room now.
-        """
-        slots = self._slots
-        has_slot = any(slots.num_free_slots(rank) for rank in self._pools.living)
-        if has_slot:  # Then it is blocks that are short.
-            num_freed = sum(
-                slots.cache.stores.give_up(rank, self._pools.num_usable)
-                for rank in self._pools.living
-            )
-            if num_freed:
-                return True
-        early = [slot for rank in self._pools.living for slot in slots.early_of(rank)]
-        if not early or any(self._table.is_muted[slot] for slot in early):
-            # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
-            return False
-        latest = max(early, key=lambda slot: self._table.occupant(slot).arrival)
-        self._let_go(latest)
-        return bool(self._table.state[latest] == SlotState.FREE)
-
-    def _let_go(self, slot: int) -> None:
-        self._slots.close(slot, -1)  # No plan ever had it.
-
-    # ---- pulls ----
-    def _go_on(self, slot: int, decode: Decode) -> None:
-        """A slot's prompt is prefilled: pull what is not here yet."""
-        table = self._table
-        self._deadlines.pop(table.occupant(slot).key, None)
-        table.prefilled(slot, decode.generation, decode.lease)
-        self._slots.cache.placed(slot)
-        self._pull(slot)
-
-    def _pull(self, slot: int) -> None:
-        """Copy what the lease has and is not here, one copy at a time."""
-        table = self._table
-        if table.num_pulling[slot]:
-            return
-        occupant, is_whole = table.occupant(slot), table.state[slot] == SlotState.PULLING
-        lease, first = occupant.lease, int(table.num_pulled[slot])
-        end = len(lease.block_ids) if is_whole else _num_full(lease)
-        if end > first:
-            table.num_pulling[slot] = end - first
-            num_tokens = min(lease.num_tokens, end * BLOCK_TOKENS) - first * BLOCK_TOKENS
-            part = KvLease(
-                lease.source, lease.block_ids[first:end], lease.versions[first:end], num_tokens
-            )
-            into = table.blocks_of(slot)[first:end]
-            self._out.append(Pull(*occupant.key, part, into, slot // self._slots.per_rank))
-        elif is_whole:
-            table.state[slot] = SlotState.READY
-            self._out.append(Send("front", Pulled(self._unit, *occupant.key)))
-
-    def pulled(self, pulled: KvPulled) -> None:
-        """A copy from another unit ended."""
-        key, table = (pulled.request_id, pulled.attempt), self._table
-        slot = self._slots.key_to_slot.get(key)
-        if slot is None or not table.num_pulling[slot]:
-            raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
-        num_blocks = int(table.num_pulled[slot] + table.num_pulling[slot])
-        # Of a request that is prefilled, the copy of the rest is its last: the one before it only
-        # had a part.
-        is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(
-            table.occupant(slot).lease.block_ids
-        )
-        table.num_pulling[slot] = 0
-        if table.is_muted[slot] or table.is_preempted[slot]:
-            self._slots.vacate(slot)
-        elif pulled.error is None:
-            table.num_pulled[slot] = num_blocks
-            self._pull(slot)
-        elif is_last:
-            reason = f"{PULL_FAILED}: {pulled.error}"
-            self._out.append(given_back(self._unit, key, reason))
-            table.is_muted[slot] = True
-            self._slots.vacate(slot)
-        elif table.state[slot] == SlotState.PULLING:
-            self._pull(slot)
-
-
-def _num_full(lease: KvLease) -> int:
-    """Blocks of it that are complete, whatever else it names."""
-    return min(lease.num_tokens // BLOCK_TOKENS, len(lease.block_ids))
-
 
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -739,8 +358,8 @@ class DecodeLeader:
         self._out += self._tracer.done(done)
 
     def _learn(self, step: _DecodeStep, done: StepDone, *, is_whole: bool) -> None:
-        """Note what a pass took and how often drafts were right. A step that `is_whole` False computed
-        less than was planned, as requests drew stop ids, and tells only the latter.
+        """Note what a pass took and how often drafts were right. `is_whole`: all was computed that was
+        planned. Where requests drew stop ids it was not, and the step tells only the latter.
         """
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()

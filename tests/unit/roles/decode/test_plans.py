@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
-from hadal.roles.decode.leader import StepNews, make_plans, step_balance
+from hadal.roles.decode.plans import StepNews, make_plans, step_balance
 
 
 def test_every_rank_gets_its_own_slots() -> None:

@@ -1,0 +1,119 @@
+"""The decode unit's plans as they leave the leader: a step's changes by the unit's slots in, one
+plan a rank out.
+
+Decides nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from hadal.core.balance import KV, REQUESTS, balance_of
+from hadal.core.plans import DecodePlan, Join, OpTime
+from hadal.roles.decode.table import DecodeTable, Ints
+from hadal.roles.unit.unit import has_penalty
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """Slots of the unit that a step treats unlike the others; `second` has the ranks' own, by rank."""
+
+    leaves: Sequence[int] = ()
+    joins: Sequence[tuple[int, Join]] = ()
+    grown: Sequence[tuple[int, int, int]] = ()
+    """(slot, position in its block list, block id)"""
+    publishes: Sequence[int] = ()
+    resting: Sequence[int] = ()
+    second: tuple[tuple[int, ...], ...] | None = None
+
+
+def make_plans(
+    same: DecodePlan, num_ranks: int, per_rank: int, news: StepNews
+) -> tuple[DecodePlan, ...]:
+    """The step's plans, one for each rank, with the ranks' own slots. `same`: the plan of a rank without
+    news.
+    """
+    rank_leaves = _by_rank(news.leaves, per_rank)
+    rank_publishes = _by_rank(news.publishes, per_rank)
+    rank_resting = _by_rank(news.resting, per_rank)
+    rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
+    rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for slot, join in news.joins:
+        rank_joins[slot // per_rank].append(join)
+    # With the grown block already: they go on at the rank that they never left.
+    joining = {slot for slot, _ in news.joins}
+    for slot, position, block_id in news.grown:
+        if slot not in joining:
+            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
+    # Most ranks of a large unit have no news, and one plan says it for all of them.
+    plans = [same] * num_ranks
+    ranks = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *rank_resting}
+    if news.second is not None:
+        ranks.update(rank for rank, slots in enumerate(news.second) if slots)
+    for rank in ranks:
+        plans[rank] = msgspec.structs.replace(
+            same,
+            leaves=tuple(rank_leaves.get(rank, ())),
+            joins=tuple(rank_joins.get(rank, ())),
+            grown=tuple(rank_grown.get(rank, ())),
+            second=news.second[rank] if news.second is not None else (),
+            publishes=tuple(rank_publishes.get(rank, ())),
+            resting=tuple(rank_resting.get(rank, ())),
+        )
+    return tuple(plans)
+
+
+def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
+    """Return the ranks' own slots of the unit's."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for slot in slots:
+        found[slot // per_rank].append(slot % per_rank)
+    return found
+
+
+def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
+    """How a slot enters its rank's table: from the last token delivered, the first time
+    prefill's.
+    """
+    generation = table.occupant(slot).generation
+    prompt, output = (
+        generation.prompt if has_penalty(generation.sampling) else (),
+        table.outputs.get(slot, ()),
+    )
+    return Join(
+        slot % per_rank,
+        table.blocks_of(slot),
+        int(table.length[slot]),
+        int(table.last_token[slot]),
+        int(table.output_index[slot]),
+        generation.sampling,
+        prompt=prompt,
+        output=tuple(output),
+        attempt_id=int(table.attempt_id[slot]),
+        stop_ids=generation.stop_ids,
+        min_tokens=generation.min_tokens,
+        is_pulled=table.is_as_pulled(slot),
+    )
+
+
+def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ...]:
+    """Return the times of a step of so many passes as if it had one."""
+    if num_passes == 1:
+        return tuple(op_times)
+    return tuple(
+        OpTime(each.op, max(1, each.count // num_passes), each.seconds / num_passes)
+        for each in op_times
+    )
+
+
+def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
+    """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without
+    work.
+    """
+    requests, positions = work_R2[np.array(living, np.int64)].T.tolist()
+    return balance_of({KV: positions, REQUESTS: requests})
