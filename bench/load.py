@@ -15,6 +15,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.table import Table
 from bench.checkpoints import SHIPPED
 from bench.client import Stream, percentile, stream
 from bench.server import launched, wait_ready
+from bench.subject import ROOT
 from evals.run import held_out_examples
 
 CONCURRENCIES = (1, 8, 32, 64)
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="32 requests, concurrency 1 and 32")
     parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
     options = parser.parse_args(arguments)
     console = Console()
     table = Table(title="hadal serve, hadal-tiny, chat requests", title_justify="left")
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "errors",
     ):
         table.add_column(name, justify="right")
-    with launched() as running:
+    with launched(checkout=options.checkout) as running:
         wait_ready(running)
         asyncio.run(run_load(running.address, bodies(16), 8))  # Warm-up.
         for concurrency in (1, 32) if options.quick else CONCURRENCIES:

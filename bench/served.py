@@ -11,14 +11,17 @@ bench-peers`. `--checkout OLD` measures another checkout of Hadal, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -172,6 +175,8 @@ class Pair:
     bare: Engine | None
     """None: that of the pair before."""
     serve: Callable[[], AbstractContextManager[Server]]
+    beside: int = 0
+    """Processes that compute while it is served."""
 
 
 def folder_of(model: str) -> Path:
@@ -179,15 +184,18 @@ def folder_of(model: str) -> Path:
     return SHIPPED if model == "hadal-tiny" else stored_model(model, "fp8", MODELS / f"{model}-fp8")
 
 
-def pairs(model: str, threads: int, checkout: Path | None) -> Iterator[Pair]:
-    """Yield what can be measured here on a model."""
+def pairs(model: str, threads: int, checkout: Path | None, tables: str) -> Iterator[Pair]:
+    """Yield what can be measured here on a model. `tables`: of our server's deployment; empty: those of
+    one unit of each role, with so many threads.
+    """
     folder = folder_of(model)
-    yield Pair("hadal", hadal(folder, threads), partial(hadal_server, folder, threads))
-    if model == "hadal-tiny":
-        drafting = partial(hadal_server, folder, threads, 'drafts = "auto"')
+    plain = f"[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n"
+    yield Pair("hadal", hadal(folder, threads), partial(hadal_server, folder, tables or plain))
+    if model == "hadal-tiny" and not tables:
+        drafting = partial(hadal_server, folder, f'{plain}drafts = "auto"\n')
         yield Pair("hadal, drafts", None, drafting)
     if checkout is not None:
-        old = partial(hadal_server, folder, threads, checkout=checkout)
+        old = partial(hadal_server, folder, tables or plain, checkout=checkout)
         yield Pair("old", hadal(folder, threads, "old", checkout=checkout), old)
     if model == "hadal-tiny":
         plain, kind, dtype = shipped_model_fp32(), "f32", "float32"
@@ -226,11 +234,23 @@ def bare(
         process.close()
 
 
+@contextlib.contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Let so many processes compute meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def served(
     pair: Pair, folder: Path, streams: Sequence[int], num_times: int, results: Results
 ) -> None:
     """Measure an engine behind its server."""
-    with pair.serve() as server:
+    with pair.serve() as server, busy(pair.beside):
         ask(server, folder, 1, NUM_TOKENS // 4, seed=0)
         for number in streams:
             for turn in range(num_times):
@@ -304,15 +324,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--checkout", type=Path, help="another checkout of Hadal, measured as `old`"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--config", type=Path, help="deployment file: the tables of our server's")
+    parser.add_argument(
+        "--beside", type=int, default=0, help="processes that compute beside servers"
+    )
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, or 1 with --quick")
     options = parser.parse_args(arguments)
     console = Console(width=max(140, Console().width))
     streams = options.streams or (STREAMS[:2] if options.quick else STREAMS)
+    # The model, and what stands before the first table, is the benchmark's.
+    tables = "[" + options.config.read_text().partition("\n[")[2] if options.config else ""
     only = options.engine or (["hadal"] if options.quick else [])
     for model in options.model or list(BARS):
         console.print(f"[bold]served, {model}[/bold]")
-        found = list(pairs(model, options.threads, options.checkout))
-        found = [pair for pair in found if not only or pair.name in only]
+        found = [
+            replace(pair, beside=options.beside)
+            for pair in pairs(model, options.threads, options.checkout, tables)
+            if not only or pair.name in only
+        ]
         rounds = options.rounds or (1 if options.quick else 3)
         results = measure(model, found, streams, rounds, console)
         console.print(table(model, found, streams, results))

@@ -46,13 +46,10 @@ class Server:
 
 @contextlib.contextmanager
 def hadal_server(
-    folder: Path, threads: int, more: str = "", checkout: Path = ROOT, name: str = "hadal"
+    folder: Path, tables: str, checkout: Path = ROOT, name: str = "hadal"
 ) -> Iterator[Server]:
-    """`more`: lines of the deployment's table `decode`."""
-    deployment = (
-        f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
-        f"[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n{more}\n"
-    )
+    """`tables`: of its deployment."""
+    deployment = f'model = "{folder}"\nmodel_name = "{folder.name}"\n{tables}\n'
     with launched(deployment, checkout=checkout) as running:
         wait_ready(running)
         yield Server(name, folder.name, running.address, running.pids())

@@ -1,0 +1,190 @@
+"""What requests cost those beside them: a batch beside a user's streams, and running streams beside a
+prompt.
+
+    python -m bench.others [--quick] [--checkout OLD]
+
+On hadal-tiny: 400 requests, 32 at a time, and the same as the lines of a batch; two streams alone and
+beside a batch of 2,000 lines. On hadal-tiny and mid: the first token of a prompt of 512 tokens beside 16
+streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.checkpoints import MODELS, SHIPPED, stored_model
+from bench.client import Stream, percentile, stream
+from bench.load import run_load
+from bench.machine import describe
+from bench.server import Running, launched, request, wait_ready
+from bench.subject import ROOT
+
+NUM_LINES, NUM_LONG = 400, 2000
+SECONDS = 6.0
+Address = tuple[str, int]
+
+
+def question(number: int) -> dict[str, Any]:
+    """Return a request that hadal-tiny was taught to answer."""
+    text = f"What is {number % 90} + {3 * number % 97}?"
+    messages = [{"role": "user", "content": text}]
+    return {"model": SHIPPED.name, "messages": messages, "max_tokens": 100, "temperature": 0}
+
+
+def upload(running: Running, num_lines: int) -> str:
+    """Begin a batch of so many requests, and return its id."""
+    lines = (
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for number, body in enumerate(map(question, range(num_lines)))
+    )
+    file = _upload(running.address, "\n".join(map(json.dumps, lines)).encode())
+    body = {
+        "input_file_id": file,
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
+    return str(asked(running.address, "POST", "/v1/batches", body)["id"])
+
+
+def _upload(address: Address, content: bytes) -> str:
+    """Upload a file of requests, and return its id."""
+    border = "-border-of-a-part-"
+    text = (
+        f'--{border}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    )
+    body = text.encode() + content + f"\r\n--{border}--\r\n".encode()
+    kind = {"Content-Type": f"multipart/form-data; boundary={border}"}
+    connection = http.client.HTTPConnection(*address, timeout=120)
+    connection.request("POST", "/v1/files", body, kind)
+    answer = connection.getresponse().read()
+    connection.close()
+    return str(json.loads(answer)["id"])
+
+
+def asked(
+    address: Address, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an answer. Raises RuntimeError if it is an error."""
+    status, answer = request(address, method, path, body)
+    if status != 200:
+        raise RuntimeError(f"{method} {path} was answered with {status}: {answer[:200]!r}")
+    fields: dict[str, Any] = json.loads(answer)
+    return fields
+
+
+def batch_s(running: Running) -> float:
+    """Return the seconds of a batch."""
+    start_s = time.perf_counter()
+    path = f"/v1/batches/{upload(running, NUM_LINES)}"
+    while (state := asked(running.address, "GET", path)["status"]) != "completed":
+        if state in ("failed", "expired", "cancelled"):
+            raise RuntimeError(f"the batch is {state}")
+        time.sleep(0.05)
+    return time.perf_counter() - start_s
+
+
+def direct_s(running: Running, round_: int) -> float:
+    """Return the seconds of as many requests, 32 at a time."""
+    start_s = time.perf_counter()
+    bodies = [question(1000 * round_ + number) for number in range(NUM_LINES)]
+    asyncio.run(run_load(running.address, bodies, 32))
+    return time.perf_counter() - start_s
+
+
+async def keep_asking(
+    address: Address, model: str, shape: tuple[int, int], until_s: float, rng: random.Random
+) -> list[Stream]:
+    """Ask for one stream after the other. `shape`: tokens in and out."""
+    done = []
+    while time.perf_counter() < until_s:
+        prompt = [rng.randrange(20, 900) for _ in range(shape[0])]
+        body = {"model": model, "prompt": prompt, "max_tokens": shape[1], "ignore_eos": True}
+        done.append(await stream(address, "/v1/completions", {**body, "temperature": 0}))
+        if done[-1].error:
+            raise RuntimeError(done[-1].error)
+    return done
+
+
+async def two_streams(running: Running, seconds: float) -> list[Stream]:
+    """Return what a user with two streams got."""
+    until_s, rng = time.perf_counter() + seconds, random.Random(seconds)
+    one, other = await asyncio.gather(
+        *(keep_asking(running.address, SHIPPED.name, (40, 80), until_s, rng) for _ in range(2))
+    )
+    return one + other
+
+
+async def prompts_beside(running: Running, model: str, seconds: float) -> list[Stream]:
+    """Return prompts of 512 tokens that came while 16 streams ran."""
+    until_s, rng = time.perf_counter() + seconds, random.Random(7)
+    beside = [keep_asking(running.address, model, (20, 300), until_s, rng) for _ in range(16)]
+    prompts = keep_asking(running.address, model, (512, 2), until_s - 1.0, rng)
+    found = await asyncio.gather(prompts, *beside)
+    return found[0][1:]  # The first came while the streams began.
+
+
+def times(name: str, streams: Sequence[Stream]) -> tuple[str, str, str]:
+    """Return a line of the table."""
+    between = [1e3 * each.per_token_s for each in streams]
+    first = [1e3 * each.first_s for each in streams]
+    return (
+        name,
+        f"{statistics.median(between):.2f}, {percentile(between, 0.95):.2f}",
+        f"{statistics.median(first):.1f}, {percentile(first, 0.95):.1f}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.others", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="hadal-tiny alone, two seconds each")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
+    options = parser.parse_args(arguments)
+    console, seconds = Console(width=110), 2.0 if options.quick else SECONDS
+    console.print(f"[bold]requests beside others[/bold]: {describe()}")
+    table = Table()
+    for column in ("what", "ms between tokens, p50, p95", "ms to the first, p50, p95"):
+        table.add_column(column)
+    with launched(checkout=options.checkout) as running:
+        wait_ready(running)
+        direct_s(running, 9)
+        for round_ in range(1 if options.quick else 3):
+            direct, batch = direct_s(running, round_), batch_s(running)
+            console.print(
+                f"  {NUM_LINES} requests, 32 at a time {direct:.2f} s, as a batch {batch:.2f} s:"
+                f" {direct / batch:.2f} of their rate"
+            )
+        alone = asyncio.run(two_streams(running, seconds))
+        table.add_row(*times("two streams", alone))
+        batch_id = upload(running, NUM_LONG)
+        beside = asyncio.run(two_streams(running, seconds + 0.1))
+        table.add_row(*times("two streams beside a batch", beside))
+        asked(running.address, "POST", f"/v1/batches/{batch_id}/cancel", {})
+    folders = [SHIPPED]
+    if not options.quick:
+        folders.append(stored_model("mid", "fp8", MODELS / "mid-fp8"))
+    for folder in folders:
+        model = f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
+        with launched(model, checkout=options.checkout) as running:
+            wait_ready(running)
+            found = asyncio.run(prompts_beside(running, folder.name, 2 * seconds))
+            table.add_row(*times(f"512 tokens beside 16 streams, {folder.name}", found))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How much of a conversation the next turn finds, and how soon its first token comes.
+
+    python -m bench.turns [--quick] [--checkout OLD]
+
+A prompt of 600 tokens, an answer of 400, then both and three tokens more; and an agent's ten turns, each
+of the text so far, an answer of 80 tokens and 60 tokens more. By default, with a cache folder, and with
+configs/laptop_ep.toml; and llama.cpp's server, where `make bench-peers` set it up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.checkpoints import MODELS, SHIPPED, stored_model
+from bench.client import stream
+from bench.machine import describe
+from bench.peers.installed import LLAMA_SERVER
+from bench.server import launched, request, wait_ready
+from bench.servers import llama_server
+from bench.subject import ROOT
+
+Address = tuple[str, int]
+Ask = Callable[[Sequence[int], int], tuple[list[int], int, float]]
+"""(prompt, tokens wanted) -> the answer, tokens of the prompt that were found, and the ms to the first."""
+NUM_CHATS, NUM_TURNS = 6, 10
+REST_S = 0.3
+"""Between two turns: people and tools take longer."""
+
+
+def tokens(rng: random.Random, number: int) -> list[int]:
+    """Return a text."""
+    return [rng.randrange(20, 900) for _ in range(number)]
+
+
+def post(address: Address, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a greedy request. Raises RuntimeError if it is refused."""
+    asked = {**body, "temperature": 0, "ignore_eos": True}
+    status, answer = request(address, "POST", path, asked)
+    if status != 200:
+        raise RuntimeError(f"POST {path} was answered with {status}: {answer[:200]!r}")
+    fields: dict[str, Any] = json.loads(answer)
+    return fields
+
+
+def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
+    """Ask our server: for one token as a stream, then for all."""
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+    seen = asyncio.run(stream(address, "/v1/completions", {**body, "ignore_eos": True}))
+    if seen.error:
+        raise RuntimeError(seen.error)
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": number, "return_token_ids": True}
+    answer = post(address, "/v1/completions", body)["choices"][0]["token_ids"]
+    return list(answer), seen.num_cached_tokens, 1e3 * seen.first_s
+
+
+def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
+    """Ask llama.cpp's server, which says itself how many tokens it kept and how long the rest took."""
+    body = {"prompt": list(prompt), "n_predict": number, "cache_prompt": True}
+    fields = post(address, "/completion", {**body, "return_tokens": True})
+    timings = fields["timings"]
+    return list(fields["tokens"]), int(timings["cache_n"]), float(timings["prompt_ms"])
+
+
+def row(name: str, ask: Ask, num_chats: int) -> tuple[str, ...]:
+    """Return a line of the table."""
+    second: list[tuple[int, float]] = []
+    for seed in range(num_chats):
+        rng = random.Random(seed)
+        prompt = tokens(rng, 600)
+        prompt += ask(prompt, 400)[0] + tokens(rng, 3)
+        time.sleep(REST_S)
+        second.append(ask(prompt, 1)[1:])
+    rng, prompt, turns, known = random.Random(99), [], [], 0
+    for _ in range(1 + NUM_TURNS):
+        prompt = prompt + tokens(rng, 200 - 140 * bool(prompt))
+        answer, *found = ask(prompt, 80)
+        turns.append((*found, known))
+        prompt += answer
+        known = len(prompt) - 1  # The last token has no KV yet.
+        time.sleep(REST_S)
+    return (
+        name,
+        f"{min(num for num, _ in second)} of {600 + 400 - 1}",
+        f"{statistics.median(ms for _, ms in second):.1f}",
+        f"{sum(num for num, _, _ in turns[1:])} of {sum(known for _, _, known in turns[1:])}",
+        f"{statistics.median(ms for _, ms, _ in turns[1:]):.1f}",
+    )
+
+
+@contextlib.contextmanager
+def served(deployment: str, checkout: Path) -> Iterator[Address]:
+    """Serve a deployment, and yield its address."""
+    with launched(deployment, checkout=checkout) as running:
+        wait_ready(running)
+        yield running.address
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.turns", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="two chats each, hadal-tiny")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
+    options = parser.parse_args(arguments)
+    console, num_chats = Console(width=110), 2 if options.quick else NUM_CHATS
+    console.print(f"[bold]the next turn[/bold]: {describe()}")
+    folder = SHIPPED if options.quick else stored_model("mid", "fp8", MODELS / "mid-fp8")
+    model = f'model = "{folder}"\nmodel_name = "m"\n'
+    ranks = (options.checkout / "configs" / "laptop_ep.toml").read_text()
+    ranks = "\n".join(line for line in ranks.splitlines() if not line.startswith("model"))
+    table = Table()
+    for column in ("server", "second turn, found", "first token, ms", "ten turns", "first, ms"):
+        table.add_column(column)
+    with tempfile.TemporaryDirectory() as cache:
+        deployments = {
+            f"{folder.name}, default": model,
+            f"{folder.name}, with a folder": f'{model}[cache]\nfolder = "{cache}"\n',
+            "hadal-tiny, laptop_ep": f'model = "{SHIPPED}"\nmodel_name = "m"\n{ranks}\n',
+        }
+        for name, deployment in deployments.items():
+            with served(deployment, options.checkout) as address:
+                table.add_row(*row(name, partial(hadal, address), num_chats))
+    if LLAMA_SERVER.exists() and not options.quick:
+        plain = stored_model("mid", "bf16", MODELS / "mid-bf16")
+        with llama_server(plain, "q8_0", 2) as server:
+            ask = partial(llama, server.address)
+            table.add_row(*row("llama-server, mid q8_0", ask, num_chats))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
