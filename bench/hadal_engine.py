@@ -34,7 +34,7 @@ CHUNK_TOKENS = Deployment().chunk_tokens
 
 
 def _bind(threads: int) -> None:
-    """Place the caller's threads as a server places those that compute."""
+    """Bind the caller's kernel team to cores, as a server does."""
     made: Queue[PinnedTeam] = Queue()
 
     def look() -> None:

@@ -50,7 +50,7 @@ async def keep_open(running: Running, model: str, key: str, until_s: float) -> l
 async def run(
     running: Running, model: str, tenants: dict[str, int], seconds: float
 ) -> dict[str, list[Stream]]:
-    """Return what each tenant's streams were, so many of each at once."""
+    """Return each tenant's finished streams. `tenants`: key -> streams at once."""
     until_s = time.perf_counter() + seconds
     keys = [key for key, number in tenants.items() for _ in range(number)]
     found = await asyncio.gather(*(keep_open(running, model, key, until_s) for key in keys))

@@ -2,8 +2,8 @@
 
 A live unit moves experts and requests where seconds gained exceed seconds spent. Both are measured on
 this machine, so whether anything moves depends on how busy it is. Here experts cost so much in a step
-that every sure gain pays, loads are counted as often as a prefill unit counts them, and moves of
-requests are judged by the terms of an unmeasured unit. Loads, placements, installations and moves are
+that every gain pays, gains by chance included, loads are counted as often as a prefill unit counts them, and
+moves of requests are judged by the terms of an unmeasured unit. Loads, placements, installations and moves are
 the server's own.
 
     start_server(environment=eager.ENVIRONMENT)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hadal.policy.decode_balance import MoveTerms
@@ -25,6 +26,8 @@ VARIABLE = "HADAL_TEST_EAGER"
 ENVIRONMENT: Mapping[str, str] = {VARIABLE: "1"}
 _GROWING_S = 1.0
 """Seconds of one MoE layer's experts in a step."""
+EAGER_TERMS = replace(PREFILL_TERMS, num_sigmas=0.0, gain_min=0.0, rest_intervals=1)
+"""Any gain is enough, whether or not it may be chance, and a layer is looked at again at once."""
 
 
 def install() -> None:
@@ -40,5 +43,5 @@ def install() -> None:
         return known
 
     ExpertBalancer.plan = plan_eagerly  # type: ignore[method-assign]
-    experts.ExpertTerms = lambda: PREFILL_TERMS  # type: ignore[misc, assignment]
+    experts.ExpertTerms = lambda: EAGER_TERMS  # type: ignore[misc, assignment]
     leader.terms_of = known_terms  # type: ignore[attr-defined]

@@ -152,8 +152,7 @@ VALLEY = ValleyView(
 
 
 @pytest.mark.promise(
-    "A line begins only where nobody else waits, a slot and blocks are free, and prefill has a rank to"
-    " spare, or none of others' requests"
+    "A line starts if no other request waits, and a slot, blocks and a prefill rank are free."
 )
 def test_a_batch_takes_what_others_leave() -> None:
     assert admit_batch(VALLEY) is None

@@ -132,6 +132,15 @@ def short(step_id: int, passes: int, first: int = 5, seconds: float = 0.0002) ->
     )
 
 
+def in_short_passes() -> DecodeLeader:
+    """Return a leader of one request that 7 ends, whose plans have all passes from step 2 on."""
+    unit = decode_leader()
+    occupant(unit, "a", stop_ids=(7,), max_tokens=40)
+    unit.handle(0.1, short(0, 1))
+    unit.handle(0.2, short(1, 1))
+    return unit
+
+
 def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time() -> None:
     unit = decode_leader()
     plans = occupant(unit, "a", max_tokens=2 + 1 + PASSES_MAX + 3)
@@ -150,10 +159,7 @@ def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time()
 
 def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
     """Its rank made one pass of eight, and none of the next step."""
-    unit = decode_leader()
-    occupant(unit, "a", stop_ids=(7,), max_tokens=40)
-    unit.handle(0.1, short(0, 1))
-    unit.handle(0.2, short(1, 1))
+    unit = in_short_passes()
     line, passes = unit._line.line, unit._passes.step_ms
     effects = unit.handle(0.3, StepDone(2, (0,), (7,), {}, 0.0002))
     assert drawn(effects)[-1][3] == "stop"
@@ -163,10 +169,7 @@ def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
 
 
 def test_tokens_behind_a_stop_id_in_a_plan_are_dropped() -> None:
-    unit = decode_leader()
-    occupant(unit, "a", stop_ids=(7,), max_tokens=40)
-    unit.handle(0.1, short(0, 1))
-    unit.handle(0.2, short(1, 1))
+    unit = in_short_passes()
     effects = unit.handle(0.3, short(2, PASSES_MAX, 5))
     assert [row[2:] for row in drawn(effects)] == [(5, None), (6, None), (7, "stop")]
     unit.handle(0.4, short(3, PASSES_MAX))

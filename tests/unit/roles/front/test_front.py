@@ -610,8 +610,7 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
 
 
 @pytest.mark.promise(
-    "A line begins only where nobody else waits, a slot and blocks are free, and prefill has a rank to"
-    " spare, or none of others' requests"
+    "A line starts if no other request waits, and a slot, blocks and a prefill rank are free."
 )
 def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     made = front(max_running=1)

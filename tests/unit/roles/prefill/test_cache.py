@@ -547,7 +547,7 @@ def run_other(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> 
     unit.handle(0.26, Release(name, 0))
 
 
-@pytest.mark.promise("room in free or cached blocks, beside what the next prompt needs?")
+@pytest.mark.promise("enough free or evictable blocks, beside the next prompt's?")
 def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
     unit = answered(num_blocks=8)
     unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # Four of seven blocks.
