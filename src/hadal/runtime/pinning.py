@@ -6,7 +6,7 @@
 A team's threads wait for each other dozens of times in a step (kernels/cpu/team.h). Two of them on one
 core take turns, and the kernel moves neither, as both sleep often: a step then takes twice as long
 beside a core that is idle. But where others work on these cores, a bound thread waits for them. So it
-is let go then, for a while that doubles each time, and goes where the kernel puts it.
+is let go then, and goes where the kernel puts it, until they work less.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hadal.runtime.core_use import CoreUse
 from hadal.runtime.cores import allowed_cores
 
 log = logging.getLogger("hadal.pinning")
 
-LOOK_S = 0.25
-"""How often a process looks whether its threads get their cores."""
-TAKEN = 0.8
-"""Share of the time in which a thread could run that it waits, from which on its core is taken: its
-own process makes it wait up to .7 of it, a spinning one .85 to .95.
+LOOK_S = 0.5
+"""How often a process looks who uses the cores of its threads."""
+TAKEN = 0.4
+"""Share of the cores' time that other processes use, above which threads run anywhere. Of two cores it
+is .15 beside 32 long answers, .5 beside 8 short chats or two spinning processes.
 """
-FREE_S, FREE_MAX_S = 2.0, 64.0
-"""How long threads are let go, at first, and at most where each look finds their cores taken."""
 _TASKS = Path("/proc/self/task")
 
 
@@ -64,9 +63,7 @@ class PinnedTeam:
         self._allowed: tuple[int, ...] = ()
         self._is_pinned = False
         self._next_s = 0.0
-        self._free_s = FREE_S
-        self._seen_ns: dict[int, tuple[int, int]] = {}
-        """How long each thread had run, and waited for a core, at the last look."""
+        self._use = CoreUse()
 
     def enter(self, now_s: float) -> None:
         """The calling thread computes from now on."""
@@ -85,40 +82,35 @@ class PinnedTeam:
     def _look(self, now_s: float) -> None:
         self._next_s = now_s + LOOK_S
         allowed = allowed_cores(self._maker)
-        share = self._share_taken()
-        if not self._is_pinned or allowed != self._allowed:
-            self._allowed = allowed
-            self._pin(now_s, share is not None)
-        elif share is None or share > TAKEN:
-            self._let_go(now_s)
+        cores = self._choose(allowed)[: len(self._threads)]
+        taken = self._use.by_others(now_s, cores) if len(cores) == len(self._threads) else None
+        is_changed, self._allowed = allowed != self._allowed, allowed
+        if taken is None or taken > TAKEN:
+            self._let_go()
+        elif not self._is_pinned or is_changed:
+            self._pin(cores)
         else:
-            self._free_s = FREE_S
             self._free_started()
 
-    def _pin(self, now_s: float, is_measured: bool) -> None:
-        """Bind each thread to a core, if there is one for each and the kernel reports waiting times."""
-        cores = self._choose(self._allowed) if is_measured else ()
-        if len(cores) < len(self._threads):
-            self._let_go(now_s)
-            return
+    def _pin(self, cores: Sequence[int]) -> None:
+        """Bind each thread to a core, if the kernel lets it."""
         try:
-            for thread, core in zip(self._threads, cores, strict=False):
+            for thread, core in zip(self._threads, cores, strict=True):
                 os.sched_setaffinity(thread, {core})
         except OSError as error:  # Forbidden here, or other cores may be used by now.
             log.debug("threads cannot be bound to cores %s: %s", cores, error)
-            self._let_go(now_s)
+            self._let_go()
             return
         log.debug("computes on cores %s", cores)
         self._tell(True)
 
-    def _let_go(self, now_s: float) -> None:
-        """Let the threads run anywhere, for longer than the last time."""
+    def _let_go(self) -> None:
+        """Let the threads run anywhere."""
         for thread in self._threads:
             self._set_free(thread)
+        if self._is_pinned:
+            log.debug("computes on any core")
         self._tell(False)
-        self._next_s = now_s + self._free_s
-        log.debug("computes on any core for %g s", self._free_s)
-        self._free_s = min(2 * self._free_s, FREE_MAX_S)
 
     def _free_started(self) -> None:
         """Let those threads run anywhere that a bound one started: they begin on its core."""
@@ -137,20 +129,3 @@ class PinnedTeam:
         self._is_pinned = is_pinned
         if self._team is not None:
             self._team.set_pinned(is_pinned)
-
-    def _share_taken(self) -> float | None:
-        """Return the largest share in which a thread waited for a core, of the time since the last look
-        in which it could run; None where the kernel does not count that.
-        """
-        most = 0.0
-        for thread in self._threads:
-            try:
-                text = (_TASKS / str(thread) / "schedstat").read_text()
-                ran_ns, waited_ns = map(int, text.split()[:2])
-            except (OSError, ValueError):
-                return None
-            before_ran_ns, before_waited_ns = self._seen_ns.get(thread, (ran_ns, waited_ns))
-            self._seen_ns[thread] = ran_ns, waited_ns
-            waited_ns, ran_ns = waited_ns - before_waited_ns, ran_ns - before_ran_ns
-            most = max(most, waited_ns / max(1, waited_ns + ran_ns))
-        return most

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
 from hadal.runtime import pinning
+from hadal.runtime.core_use import CoreUse
 from hadal.runtime.cores import allowed_cores
-from hadal.runtime.pinning import FREE_S, LOOK_S, PinnedTeam
+from hadal.runtime.pinning import LOOK_S, TAKEN, PinnedTeam
 
 two_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="threads need two cores to be bound"
@@ -19,12 +20,13 @@ two_cores = pytest.mark.skipif(
 
 
 class Computing:
-    """A team of two threads, whose waits a test writes; this one's maker is the test's thread."""
+    """A team of two threads on cores that others use as a test says; its maker is the test's thread."""
 
-    def __init__(self, tasks: Path) -> None:
+    def __init__(self) -> None:
         self.told: list[bool] = []
         self.member = 0
-        self._tasks, self._is_over = tasks, threading.Event()
+        self.taken: float | None = 0.0
+        self._is_over = threading.Event()
         self.pinned = PinnedTeam(lambda allowed: allowed[:2], lambda: self)
         self._begun = threading.Semaphore(0)
         self._running = [threading.Thread(target=target) for target in (self._work, self._call)]
@@ -41,11 +43,6 @@ class Computing:
         self.told.append(is_pinned)
 
     # What a test does.
-    def wait(self, waited_s: float) -> None:
-        """Both threads waited so long for a core in all."""
-        for thread in self._each:
-            self._write(thread, waited_s)
-
     @property
     def may_use(self) -> list[set[int]]:
         return [os.sched_getaffinity(thread) for thread in self._each]
@@ -59,55 +56,45 @@ class Computing:
     def _each(self) -> tuple[int, int]:
         return self.caller, self.member
 
-    def _write(self, thread: int, waited_s: float) -> None:
-        (self._tasks / str(thread)).mkdir(exist_ok=True)
-        (self._tasks / str(thread) / "schedstat").write_text(f"5 {int(1e9 * waited_s)} 7\n")
-
     def _work(self) -> None:
         self.member = threading.get_native_id()
-        self._write(self.member, 0.0)
         self._begun.release()
         self._is_over.wait(60.0)
 
     def _call(self) -> None:
         self.caller = threading.get_native_id()
-        self._write(self.caller, 0.0)
         self.pinned.enter(0.0)
         self._begun.release()
         self._is_over.wait(60.0)
 
 
 @pytest.fixture
-def computing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Computing]:
-    monkeypatch.setattr(pinning, "_TASKS", tmp_path)
-    made = Computing(tmp_path)
-    yield made
-    made.end()
+def computing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Computing]:
+    made: list[Computing] = []
+    monkeypatch.setattr(
+        CoreUse, "by_others", lambda use, now_s, cores: made[0].taken if made else 0.0
+    )
+    made.append(Computing())
+    yield made[0]
+    made[0].end()
 
 
 @two_cores
-def test_threads_get_a_core_each_and_give_way_for_ever_longer(computing: Computing) -> None:
+def test_threads_have_a_core_each_while_others_leave_them(computing: Computing) -> None:
     here = allowed_cores()
-    each = [{core} for core in here[:2]]
+    each, anywhere = [{core} for core in here[:2]], [set(here)] * 2
     assert (computing.may_use, computing.told) == (each, [True])
-    now_s, waited_s, free_s = 0.0, 0.0, []
-    for _ in range(3):
-        now_s, waited_s = now_s + LOOK_S, waited_s + 0.5 * LOOK_S
-        computing.wait(waited_s)
-        computing.pinned.look(now_s)
-        assert computing.may_use == [set(here)] * 2
-        began_s = now_s
-        while computing.may_use != each:
-            now_s += LOOK_S
-            computing.pinned.look(now_s)
-        free_s.append(now_s - began_s)
-    assert free_s == [FREE_S, 2 * FREE_S, 4 * FREE_S]
-    assert computing.told == [True, False] * 3 + [True]
-    now_s += LOOK_S
-    computing.pinned.look(now_s)  # Nothing was waited for: all is as at first.
-    computing.wait(waited_s + 0.5 * LOOK_S)
-    computing.pinned.look(now_s + LOOK_S)
-    computing.pinned.look(now_s + LOOK_S + FREE_S)
+    shares = (TAKEN, TAKEN + 0.01, 1.0, TAKEN + 0.01, TAKEN, 0.0)
+    for number, computing.taken in enumerate(shares, start=1):
+        computing.pinned.look(LOOK_S * number)
+        assert computing.may_use == (anywhere if computing.taken > TAKEN else each)
+    assert [told for told, before in pairwise([*computing.told, None]) if told != before] == [
+        True,
+        False,
+        True,
+    ]
+    computing.taken = 1.0
+    computing.pinned.look(LOOK_S * (len(shares) + 0.5))  # It is not time yet.
     assert computing.may_use == each
 
 
@@ -120,29 +107,22 @@ def test_threads_of_a_process_whose_cores_change_are_placed_anew(
     computing.pinned.look(LOOK_S)
     assert (computing.may_use, computing.told[-1]) == ([{here[0]}] * 2, False)
     monkeypatch.setattr(pinning, "allowed_cores", lambda thread: here[::-1])
-    computing.pinned.look(LOOK_S + FREE_S)
+    computing.pinned.look(2 * LOOK_S)
     assert (computing.may_use, computing.told[-1]) == ([{core} for core in here[::-1][:2]], True)
 
 
 @two_cores
-@pytest.mark.parametrize("gone", ["cores", "schedstat"])
-def test_where_threads_cannot_be_bound_they_run_anywhere_and_it_is_tried_seldom(
-    computing: Computing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: str
+@pytest.mark.parametrize("gone", ["cores", "counters"])
+def test_where_threads_cannot_be_bound_they_run_anywhere(
+    computing: Computing, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
-    here, asked = allowed_cores(), []
-
-    def allowed(thread: int) -> tuple[int, ...]:
-        asked.append(thread)
-        return here if gone == "schedstat" else (4000, 4001)
-
-    monkeypatch.setattr(pinning, "allowed_cores", allowed)
-    if gone == "schedstat":
-        monkeypatch.setattr(pinning, "_TASKS", tmp_path / "none")
-    computing.pinned.look(LOOK_S)
-    assert computing.told[-1] is False
-    for number in range(1, 200):
+    if gone == "cores":
+        monkeypatch.setattr(pinning, "allowed_cores", lambda thread: (4000, 4001))
+    else:
+        computing.taken = None
+    for number in range(1, 5):
         computing.pinned.look(LOOK_S * number)
-    assert len(asked) < 10
+        assert computing.told[-1] is False
     assert computing.told.count(True) == 1
 
 
@@ -153,7 +133,6 @@ def test_a_thread_that_a_bound_one_started_runs_anywhere(computing: Computing) -
     born_bound.start()
     thread, here = born_bound.native_id or 0, allowed_cores()
     os.sched_setaffinity(thread, {here[0]})
-    (pinning._TASKS / str(thread)).mkdir()
     computing.pinned.look(LOOK_S)
     assert os.sched_getaffinity(thread) == set(here)
     started.set()

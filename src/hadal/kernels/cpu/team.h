@@ -6,8 +6,8 @@
 // than cores), a spin only steals the core that the missing member needs, so it ends after kSpinMicroseconds and the
 // member sleeps on the barrier's word (a futex on Linux). And a call whose caller mostly slept would have been faster
 // alone, so the next ones are done by the caller alone, for a time that doubles while the cores stay taken (measured
-// with both cores busy: 2.4 ms a step became 0.1 ms). Members that are pinned to a core each (runtime/cores) cannot
-// take each other's: they spin for longer, and whoever pinned them sees when others want these cores.
+// with both cores busy: 2.4 ms a step became 0.1 ms). Members that have a core each (runtime/pinning) cannot take each
+// other's, and spin for longer.
 //
 // Nothing here may depend on the number of members but time: every kernel gives the same bits for one member as for
 // many. Not fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
@@ -112,7 +112,7 @@ class Team {
     template <class F>
     void run(const F& f) {
         const auto start = Clock::now();
-        active_ = start < alone_until_ && spin_.load(std::memory_order_relaxed) == kSpinMicroseconds ? 1 : count_;
+        active_ = start < alone_until_ ? 1 : count_;
         slept_ = {};
         job_ = [](const void* context, const Member& member) { (*static_cast<const F*>(context))(member); };
         context_ = &f;
@@ -122,7 +122,7 @@ class Team {
         }
         job_(context_, Member{this, 0, active_});
         barrier(0);
-        if (active_ > 1 && spin_.load(std::memory_order_relaxed) == kSpinMicroseconds) judge(start);
+        if (active_ > 1) judge(start);
     }
 
     void barrier(int index) {
