@@ -1,0 +1,106 @@
+"""What a token costs the gateway, by the module that computes: microseconds of a core.
+
+    python -m bench.gateway_parts [--model mid] [--streams 32] [--checkout OLD]
+
+Streams run together; meanwhile py-spy (of the test tools) looks at the gateway 500 times a second. A look
+counts for the innermost of our modules on the stack, so the kernel's send counts for the one that writes;
+"event loop" is what none of ours called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import cpu_seconds, describe, tree_of
+from bench.served import FIRST_LOOK_S, LOOK_S, Answer, begin, folder_of, look_until, settle
+from bench.servers import Server, hadal_server
+from bench.subject import ROOT, prompts
+from hadal.core.model_config import read_model_config
+
+NUM_TOKENS = {"hadal-tiny": 2000, "mid": 300}
+LOOKED_S, RATE = 3, 500
+LOOP = "event loop"
+_OURS = re.compile(r"hadal/([\w/]+)\.py")
+
+
+def looks(pid: int, folder: Path) -> Counter[str]:
+    """Return how many looks found the process in each module. Raises CalledProcessError."""
+    raw = folder / "looks"
+    spy = [
+        str(Path(sys.executable).parent / "py-spy"),
+        "record",
+        "--format",
+        "raw",
+        "--nonblocking",
+    ]
+    options = ["--pid", str(pid), "--rate", str(RATE), "--duration", str(LOOKED_S)]
+    subprocess.run([*spy, *options, "--output", str(raw)], check=True, capture_output=True)
+    found: Counter[str] = Counter()
+    for line in raw.read_text().splitlines():
+        stack, count = line.rsplit(" ", 1)
+        ours = _OURS.findall(stack)
+        found[ours[-1] if ours else LOOP] += int(count)
+    return found
+
+
+def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> Mapping[str, float]:
+    """Return the microseconds a token of each module, and of all under the name ''."""
+    vocab_size, pid = read_model_config(folder).vocab_size, server.roots["gateway"]
+    parts: list[Counter[str]] = []
+    settle(server)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+        answers = [
+            Answer(stack.enter_context(begin(server, prompt, num_tokens)))
+            for prompt in prompts(num_streams, 64, vocab_size, 0)
+        ]
+        look_until(lambda: all(each.first_s for each in answers), answers, FIRST_LOOK_S)
+        watching = threading.Thread(target=lambda: parts.append(looks(pid, Path(scratch))))
+        before_s, num_before = cpu_seconds(tree_of(pid)), sum(each.num_events for each in answers)
+        watching.start()
+        look_until(lambda: not watching.is_alive(), answers, LOOK_S)
+        used_s = cpu_seconds(tree_of(pid)) - before_s
+        num = sum(each.num_events for each in answers) - num_before
+        if any(each.ended_s for each in answers):
+            raise RuntimeError("an answer ended too early: ask for more tokens")
+    found, all_us = parts[0], 1e6 * used_s / num
+    num_looks = sum(found.values())
+    return {"": all_us, **{part: all_us * n / num_looks for part, n in found.most_common()}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gateway_parts", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument("--model", action="append", choices=list(NUM_TOKENS), help="default: both")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
+    options = parser.parse_args(arguments)
+    console = Console()
+    console.print(f"[bold]a token's cost to the gateway[/bold]: {describe()}")
+    threads = "[prefill]\nthreads = 2\n[decode]\nthreads = 2\n"
+    for model in options.model or list(NUM_TOKENS):
+        folder = folder_of(model)
+        with hadal_server(folder, threads, checkout=options.checkout) as server:
+            parts = measure(server, folder, options.streams, NUM_TOKENS[model])
+        table = Table(title=f"{model}, {options.streams} streams", title_justify="left")
+        table.add_column("part")
+        table.add_column("us a token", justify="right")
+        for part, cost_us in parts.items():
+            table.add_row(part or "all", f"{cost_us:.1f}")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
