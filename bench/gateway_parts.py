@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -35,9 +34,8 @@ LOOP = "event loop"
 _OURS = re.compile(r"hadal/([\w/]+)\.py")
 
 
-def looks(pid: int, folder: Path) -> Counter[str]:
-    """Return how many looks found the process in each module. Raises CalledProcessError."""
-    raw = folder / "looks"
+def look(pid: int, raw: Path) -> subprocess.Popen[bytes]:
+    """Begin to look at a process."""
     spy = [
         str(Path(sys.executable).parent / "py-spy"),
         "record",
@@ -46,7 +44,12 @@ def looks(pid: int, folder: Path) -> Counter[str]:
         "--nonblocking",
     ]
     options = ["--pid", str(pid), "--rate", str(RATE), "--duration", str(LOOKED_S)]
-    subprocess.run([*spy, *options, "--output", str(raw)], check=True, capture_output=True)
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen([*spy, *options, "--output", str(raw)], stdout=quiet, stderr=quiet)
+
+
+def counted(raw: Path) -> Counter[str]:
+    """Return how many looks found the process in each module."""
     found: Counter[str] = Counter()
     for line in raw.read_text().splitlines():
         stack, count = line.rsplit(" ", 1)
@@ -56,9 +59,10 @@ def looks(pid: int, folder: Path) -> Counter[str]:
 
 
 def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> Mapping[str, float]:
-    """Return the microseconds a token of each module, and of all under the name ''."""
+    """Return the microseconds a token of each module, and of all under the name ''. Raises
+    RuntimeError.
+    """
     vocab_size, pid = read_model_config(folder).vocab_size, server.roots["gateway"]
-    parts: list[Counter[str]] = []
     settle(server)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         answers = [
@@ -66,16 +70,19 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
             for prompt in prompts(num_streams, 64, vocab_size, 0)
         ]
         look_until(lambda: all(each.first_s for each in answers), answers, FIRST_LOOK_S)
-        watching = threading.Thread(target=lambda: parts.append(looks(pid, Path(scratch))))
         before_s, num_before = cpu_seconds(tree_of(pid)), sum(each.num_events for each in answers)
-        watching.start()
-        look_until(lambda: not watching.is_alive(), answers, LOOK_S)
+        spy = look(pid, Path(scratch) / "looks")
+        look_until(lambda: spy.poll() is not None, answers, LOOK_S)
         used_s = cpu_seconds(tree_of(pid)) - before_s
         num = sum(each.num_events for each in answers) - num_before
+        if spy.returncode:
+            raise RuntimeError(
+                f"py-spy ended with {spy.returncode}: may it look at processes here?"
+            )
         if any(each.ended_s for each in answers):
             raise RuntimeError("an answer ended too early: ask for more tokens")
-    found, all_us = parts[0], 1e6 * used_s / num
-    num_looks = sum(found.values())
+        found = counted(Path(scratch) / "looks")
+    all_us, num_looks = 1e6 * used_s / num, sum(found.values())
     return {"": all_us, **{part: all_us * n / num_looks for part, n in found.most_common()}}
 
 
