@@ -70,17 +70,23 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
             for prompt in prompts(num_streams, 64, vocab_size, 0)
         ]
         look_until(lambda: all(each.first_s for each in answers), answers, FIRST_LOOK_S)
-        before_s, num_before = cpu_seconds(tree_of(pid)), sum(each.num_events for each in answers)
+        before_s, num_before = cpu_seconds(tree_of(pid)), [each.num_events for each in answers]
         spy = look(pid, Path(scratch) / "looks")
         look_until(lambda: spy.poll() is not None, answers, LOOK_S)
         used_s = cpu_seconds(tree_of(pid)) - before_s
-        num = sum(each.num_events for each in answers) - num_before
+        num_after = [each.num_events for each in answers]
         if spy.returncode:
             raise RuntimeError(
                 f"py-spy ended with {spy.returncode}: may it look at processes here?"
             )
         if any(each.ended_s for each in answers):
             raise RuntimeError("an answer ended too early: ask for more tokens")
+        look_until(lambda: all(each.ended_s for each in answers), answers, LOOK_S)
+        # An event has the tokens of several passes.
+        num = sum(
+            (after - before) * num_tokens / each.num_events
+            for each, before, after in zip(answers, num_before, num_after, strict=True)
+        )
         found = counted(Path(scratch) / "looks")
     all_us, num_looks = 1e6 * used_s / num, sum(found.values())
     return {"": all_us, **{part: all_us * n / num_looks for part, n in found.most_common()}}
