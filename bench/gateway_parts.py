@@ -4,8 +4,8 @@
 
 Streams run together. What the gateway takes is measured first; then py-spy (of the test tools) looks at it
 200 times a second, and says which module has which share. A look counts for the innermost of our
-modules on the stack, so the kernel's send counts for the one that writes;
-"event loop" is what none of ours called.
+modules on the stack, so the kernel's send counts for the module that writes. "event loop": none of our
+modules is on the stack.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def question(number: int) -> dict[str, Any]:
 
 
 def upload(running: Running, num_lines: int) -> str:
-    """Begin a batch of so many requests, and return its id."""
+    """Start a batch of `num_lines` requests and return its id."""
     lines = (
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number, body in enumerate(map(question, range(num_lines)))

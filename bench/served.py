@@ -58,7 +58,7 @@ BARS = {
 LOOK_S, FIRST_LOOK_S = 0.005, 0.001
 TIMEOUT_S = 300.0
 SETTLE_S, REST_S, RESTING = 30.0, 2.0, 0.1
-"""A server rests whose processes kept less than a tenth of a core busy for two seconds."""
+"""A server rests when its processes together used less than a tenth of a core for two seconds."""
 _EVENT, _END = b"data: {", b"data: [DONE]"
 
 
@@ -188,7 +188,7 @@ def folder_of(model: str) -> Path:
 
 def pairs(model: str, threads: int, checkout: Path | None, tables: str) -> Iterator[Pair]:
     """Yield what can be measured here on a model. `tables`: of our server's deployment; empty: those of
-    one unit of each role, with so many threads.
+    one unit of each role, with `threads` threads.
     """
     folder = folder_of(model)
     plain = f"[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n"
@@ -238,7 +238,7 @@ def bare(
 
 @contextlib.contextmanager
 def busy(number: int) -> Iterator[None]:
-    """Let so many processes compute meanwhile."""
+    """Run `number` processes that compute all the time."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield

@@ -86,7 +86,8 @@ class PinnedTeam:
         taken = self._use.by_others(now_s, cores) if len(cores) == len(self._threads) else None
         is_changed, self._allowed = allowed != self._allowed, allowed
         if taken is None or taken > TAKEN:
-            self._let_go()
+            if self._is_pinned or is_changed:
+                self._let_go()
         elif not self._is_pinned or is_changed:
             self._pin(cores)
         else:
@@ -108,8 +109,7 @@ class PinnedTeam:
         """Let the threads run anywhere."""
         for thread in self._threads:
             self._set_free(thread)
-        if self._is_pinned:
-            log.debug("computes on any core")
+        log.debug("computes on any core")
         self._tell(False)
 
     def _free_started(self) -> None:

@@ -179,6 +179,9 @@ def serve(
         unit.num_steps += 1
         unit.drafts = summed((unit.drafts, done.drafts))
         assert set(done.keys) == running.keys() - set(resting)
+        if STOP_ID not in done.tokens:
+            num_right = sum(right for _, right in done.drafts)
+            assert len(done.tokens) == num_passes * len(set(done.keys)) + num_right
         for row, (slot, token) in enumerate(zip(done.keys, done.tokens, strict=True)):
             running[slot].output.append(token)
             running[slot].draws.append(done.draws.get(row))

@@ -152,7 +152,8 @@ VALLEY = ValleyView(
 
 
 @pytest.mark.promise(
-    "A line starts if no other request waits, and a slot, blocks and a prefill rank are free."
+    "A line starts if no other request waits, a slot and blocks are free, and prefill has a free rank or"
+    " works for batches alone."
 )
 def test_a_batch_takes_what_others_leave() -> None:
     assert admit_batch(VALLEY) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 
@@ -88,11 +87,7 @@ def test_threads_have_a_core_each_while_others_leave_them(computing: Computing) 
     for number, computing.taken in enumerate(shares, start=1):
         computing.pinned.look(LOOK_S * number)
         assert computing.may_use == (anywhere if computing.taken > TAKEN else each)
-    assert [told for told, before in pairwise([*computing.told, None]) if told != before] == [
-        True,
-        False,
-        True,
-    ]
+    assert computing.told == [True, False, True]
     computing.taken = 1.0
     computing.pinned.look(LOOK_S * (len(shares) + 0.5))  # It is not time yet.
     assert computing.may_use == each

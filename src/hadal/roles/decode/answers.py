@@ -3,12 +3,11 @@
     with a disk cache   a block is full --> it is written there
     else, on one host   the request ends --> its blocks stay, named, in this pool; Filled: prefill copies them
 
-A block is full when its last position was written by a step that is done and whose request still
-wanted its token; then the table has all of its tokens. What the plans in flight have done since
-is not known, so a step that failed or is void names nothing. While a block waits to be written,
-or is, it has one more owner (roles/unit/disk_stores): its request may end, move or be preempted
-meanwhile. One that prefill is to copy has none: it may make room for a request at any time, and
-its version then tells the reader.
+A block is full once a completed step has written its last position and the request still wanted the
+token; then the table has all of its tokens. A step that failed or is void names nothing, because it is
+not known what it wrote. A block that waits for the disk has one more owner (roles/unit/disk_stores),
+so its request may end, move or be preempted meanwhile. A block that prefill is to copy has no owner: it
+can be evicted at any time, and its version tells the reader.
 
 Prefill has named and stored what is full of the prompt. Knows no files.
 """
@@ -43,7 +42,7 @@ class DecodeCache:
         self, table: DecodeTable, pools: RankPools, per_rank: int, answers: AnswerCache
     ) -> None:
         self.stores = DiskStores(pools, holds=True)
-        """Nobody else keeps a block when its request ends."""
+        """It owns blocks until they are written, as their requests may end before."""
         self.is_on = bool(answers.fingerprint)
         self._has_disk = answers.has_disk
         self._root = root_of(answers.fingerprint.encode())
@@ -78,9 +77,10 @@ class DecodeCache:
         table.names[slot] = chain
 
     def delivered(self, slots: Ints, values: Ints, lengths: Ints) -> None:
-        """A step is done that wrote the last of so many positions of these slots, each once, and
-        drew `values` behind them, all of whose tokens were delivered: name the blocks that it
-        filled, queue them, and note the new tokens.
+        """Name and queue the blocks that a completed step filled, and note its tokens.
+
+        Each slot stands once. Its request now has `lengths` positions of KV, and `values` is the token
+        drawn behind them. The clients got all of these tokens.
         """
         self._name_filled(slots, lengths)
         self._table.tail[slots, lengths % BLOCK_TOKENS] = values

@@ -1,14 +1,14 @@
-"""Requests on their way into a decode unit: who waits for a slot, and whose KV is being pulled.
+"""Requests on their way into a decode unit: they wait for a slot, and their KV is pulled.
 
     prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
     hints         PullEarly PullEarly          Decode
     here            a slot,  pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
 
-A hint takes a slot only if nobody waits whose prompt is prefilled, and room for the whole prompt
-is there; otherwise it is ignored. The slot goes, without a word, when a request in decode needs
-the blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time:
-Decode then finds what it would have found without any hint. Blocks that a lease names are
-complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.
+A hint takes a slot only if no prefilled request waits and there is room for the whole prompt; otherwise
+it is ignored. The slot is freed, without a message, when a request in decode needs the blocks, when
+a prefilled request waits, and when no further hint came within the time of a lease. Decode then finds
+what it would have found without a hint. Blocks that a lease names are complete, so each is pulled once;
+a copy that failed is made again, with Decode at the latest.
 
 Knows neither plans nor tokens.
 """
@@ -163,7 +163,7 @@ class DecodeArrivals:
         self.waiting.clear()
 
     def expire(self, now_s: float) -> None:
-        """Give up slots whose prompts were not heard of for too long."""
+        """Free the slots of prompts that sent no hint for too long."""
         while self._deadlines:
             key, deadline_s = next(iter(self._deadlines.items()))
             if deadline_s > now_s:

@@ -102,7 +102,7 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
 
 
 def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ...]:
-    """Return the times of a step of so many passes as if it had one."""
+    """Return the times of one pass out of those of a step of `num_passes`."""
     if num_passes == 1:
         return tuple(op_times)
     return tuple(

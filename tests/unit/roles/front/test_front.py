@@ -610,7 +610,8 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
 
 
 @pytest.mark.promise(
-    "A line starts if no other request waits, and a slot, blocks and a prefill rank are free."
+    "A line starts if no other request waits, a slot and blocks are free, and prefill has a free rank or"
+    " works for batches alone."
 )
 def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     made = front(max_running=1)
