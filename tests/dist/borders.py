@@ -1,14 +1,16 @@
 """Whether two answers may differ. The logits of a request that is computed anew differ in their last bits.
-A draw beside the border of two tokens may then fall on its other side.
+A draw beside the border of two tokens may then fall on its other side. Where two experts score nearly
+the same, the last bits choose between them, and the border itself moves by a hundredth.
 
-    body --the gateway's own code--> what ranks are asked --the plain loop--> logits of the common beginning
-    --bias, penalties, mask, temperature--> the tokens within EDGE of the draw
+    body --the gateway's own code--> what ranks are asked --the plain loop, exact and with NOISE-->
+    logits of the common beginning --bias, penalties, mask, temperature--> the tokens within EDGE of the draw
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from hadal.tokens.table import read_token_table
 
 EDGE = 1e-4
 """Of the cumulative distribution. Kernels and the plain loop differ in about a tenth of it."""
+NOISE, NUM_NOISY = 1e-5, 16
+"""Of what enters experts and their router, relative: about what rounding does; and how often it is drawn."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -71,34 +75,46 @@ def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generati
 
 def _near(folder: Path, generation: Generation, output: list[int]) -> set[int]:
     """Return the tokens that a draw behind `output` gives within EDGE of its number."""
-    weights, table = _weights(folder), read_token_table(folder)
+    table = read_token_table(folder)
     ids = torch.tensor([*generation.prompt, *output])
-    logits_1V = forward(weights, ids, no_latents(weights))[0][-1:]
-    sampler = Sampler(
-        1, logits_1V.shape[1], grammars=Grammars(lambda: table, len(table.token_bytes))
-    )
-    sampler.join(
-        0,
-        generation.sampling,
-        len(output),
-        prompt=generation.prompt,
-        output=output,
-        stop_ids=generation.stop_ids,
-        min_tokens=generation.min_tokens,
-    )
-    slots_B, one_B = np.zeros(1, np.int64), np.ones(1, np.int64)
-    masks = sampler.wait(slots_B, one_B, one_B)
-    logits_1V = adjust(logits_1V, slots_B, sampler._table)
-    if masks is not None:
-        logits_1V = allowed(logits_1V, masks)
-    slot_B = sampler._slots
-    p_1V = kept(logits_1V, slot_B)
-    (number,) = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64)).tolist()
-    shifted = (number + shift for shift in (-EDGE, 0.0, EDGE))
-    return {
-        int(pick(p_1V, torch.tensor([min(max(each, 0.0), 1.0)], dtype=torch.float64))[0])
-        for each in shifted
-    }
+    exact = _weights(folder)
+    found: set[int] = set()
+    for weights in (exact, *(_noisy(exact, seed) for seed in range(NUM_NOISY))):
+        logits_1V = forward(weights, ids, no_latents(weights))[0][-1:]
+        sampler = Sampler(
+            1, logits_1V.shape[1], grammars=Grammars(lambda: table, len(table.token_bytes))
+        )
+        sampler.join(
+            0,
+            generation.sampling,
+            len(output),
+            prompt=generation.prompt,
+            output=output,
+            stop_ids=generation.stop_ids,
+            min_tokens=generation.min_tokens,
+        )
+        slots_B, one_B = np.zeros(1, np.int64), np.ones(1, np.int64)
+        masks = sampler.wait(slots_B, one_B, one_B)
+        logits_1V = adjust(logits_1V, slots_B, sampler._table)
+        if masks is not None:
+            logits_1V = allowed(logits_1V, masks)
+        slot_B = sampler._slots
+        p_1V = kept(logits_1V, slot_B)
+        (number,) = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64)).tolist()
+        for shift in (-EDGE, 0.0, EDGE):
+            draw = torch.tensor([min(max(number + shift, 0.0), 1.0)], dtype=torch.float64)
+            found.add(int(pick(p_1V, draw)[0]))
+    return found
+
+
+def _noisy(weights: ModelWeights, seed: int) -> ModelWeights:
+    random = torch.Generator().manual_seed(seed)
+
+    def moved(norm_D: torch.Tensor) -> torch.Tensor:
+        return norm_D * (1 + NOISE * torch.randn(norm_D.shape, generator=random))
+
+    layers = [replace(one, ffn_norm_D=moved(one.ffn_norm_D)) for one in weights.layers]
+    return replace(weights, layers=layers)
 
 
 @cache

@@ -19,6 +19,7 @@ import functools
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ class Gate:
     def hold(self, kind: int, after: int = 0) -> None:
         """Let each unit of a kind run `after` steps more, then hold it before the next."""
         self._set(kind, after)
+
+    def stepping(self, kind: int, condition: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a condition to wait for, each look at which lets one step through: however late
+        something comes, few steps are done until then.
+        """
+
+        def look() -> bool:
+            self.hold(kind, after=1)
+            return condition()
+
+        return look
 
     def open(self) -> None:
         """Let all units go on."""

@@ -15,15 +15,16 @@ import jsonschema
 import pytest
 
 from hadal.runtime.resolve import model_folder
+from tests.dist import gate
 from tests.dist.answers import PROMPT, Asked, ask_all, events_of
 from tests.dist.oracle import FULL
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.dist.test_drafts import what_came
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
-from tests.schemas import SCHEMAS, closed
+from tests.schemas import INTEGER, SCHEMAS, STRING, closed
 from tests.unit.gateway.test_tools import BOS
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, wait_for
 
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
@@ -133,12 +134,45 @@ def test_a_rank_and_a_leader_that_are_killed(
 
 @SERVED
 @pytest.mark.timeout(900)
-def test_preemption(borrow: StartServer, asked: Asked) -> None:
-    server = borrow(
+def test_preemption(borrow: StartServer, server: Server) -> None:
+    """Each of four answers fills four blocks, two are under way before a step is done, and the pool has
+    five.
+    """
+    schemas = [
+        {**STRING, "minLength": MAX_TOKENS},
+        {"type": "array", "items": INTEGER, "minItems": MAX_TOKENS},
+    ]
+    bodies = [
+        {
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "seed": fresh().randrange(2**31),
+            **DRAWN,
+            "return_token_ids": True,
+            "response_format": response_format(schema),
+        }
+        for schema in schemas
+        for prompt in PROMPTS[:2]
+    ]
+    long = Asked(COMPLETIONS, bodies, what_came, model_folder(""))
+    long.ask(server)
+    small = borrow(
         decode={"kv_blocks": 5, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
     )
-    asked.assert_same(server)
-    assert metric(server, "hadal_preemptions_total") > 0
+    small.gate.hold(gate.DECODE)
+
+    def was_preempted() -> bool:
+        return metric(small, "hadal_preemptions_total") > 0
+
+    async def fill() -> None:
+        await wait_for(
+            lambda: metric(small, "hadal_generations_now", 'state="decoding"') > 1,
+            "two are decoded, and both need three blocks more",
+        )
+        await wait_for(small.gate.stepping(gate.DECODE, was_preempted), "one is put back")
+        small.gate.open()
+
+    long.assert_same(small, fill)
 
 
 def chat(server: Server, body: dict[str, Any], content: str = PROMPT) -> dict[str, Any]:

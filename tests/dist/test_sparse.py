@@ -152,18 +152,19 @@ def test_preemption(borrow: StartServer, folder_of_model: Path, cases: list[Case
         model=str(folder_of_model), decode={"kv_blocks": 1 + NUM_BLOCKS, "kv_memory_mb": 0}
     )
 
+    def was_preempted() -> bool:
+        return metric(server, "hadal_preemptions_total") > 0
+
     async def fill() -> None:
         server.gate.hold(gate.DECODE)
         await wait_for(
             lambda: metric(server, "hadal_generations_now", 'state="decoding"') > 1,
             "two are decoded, and both need a block more",
         )
+        await wait_for(server.gate.stepping(gate.DECODE, was_preempted), "one is put back")
         server.gate.open()
 
     outputs = asyncio.run(
         complete_all(server.url, server.model, growing, max_tokens=MAX_TOKENS, while_running=fill)
     )
     assert differences(growing, outputs) == []
-    assert metric(server, "hadal_preemptions_total") > 0, (
-        "the pool was large enough; this test shows nothing"
-    )
