@@ -134,7 +134,6 @@ class DecodeStep:
             weights, cache_PLSD, shape, weights.norm_D, module, weights.layers, num_threads
         )
 
-    @torch.inference_mode()
     def __call__(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
         """Write each token's entries at its position, return the logits [B, V] for the next.
 
@@ -368,6 +367,8 @@ class _Step:
         self._shape = shape
         self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
+        self._logits = [self.logits_BV[:num_rows] for num_rows in range(shape.max_batch + 1)]
+        """Views by number of rows: to make one lets the GIL go, which a step would then wait for."""
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
         handle = lib.hadal_step_new(
@@ -394,7 +395,7 @@ class _Step:
         """Return the logits [num_full, V] of the first rows. Raises ValueError if a value is out of
         range.
         """
-        logits_BV = self.logits_BV[:num_full]
+        logits_BV = self._logits[num_full]
         if len(tokens_T) == 0:
             return logits_BV
         tokens_T, positions_T = (

@@ -7,6 +7,7 @@ A row's token is bit-equal whatever the batch and the number of threads.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hadal.kernels import library
@@ -28,7 +29,8 @@ def sample(
     lib = library.load()
     if lib is None or logits_RV.device.type != "cpu":
         return twin.sample(logits_RV, slots_B, num_B, fed_R, table, masks)
-    logits_RV = logits_RV.float()
+    if logits_RV.dtype is not torch.float32:
+        logits_RV = logits_RV.float()
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
     num_rows, vocabulary = logits_RV.shape

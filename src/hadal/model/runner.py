@@ -183,9 +183,9 @@ class RankTable:
         return self._rooms[: len(self)]
 
     def table_BM(self, last_position: int) -> Tensor:
-        """The rows' blocks, int32, M as wide as this position needs; a view."""
+        """Return the rows' blocks, int32, side by side, M as wide as this position needs."""
         num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
-        return torch.from_numpy(self._blocks[: len(self), :num_blocks])
+        return torch.from_numpy(np.ascontiguousarray(self._blocks[: len(self), :num_blocks]))
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the two micro-batches; `second` are slots of the step. Raises ValueError for one that
@@ -703,15 +703,19 @@ class ModelRunner:
             table.grow(slot, index, block_id)
         table.rest(plan.resting)
 
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return it on the model's device. Every op of torch lets the GIL go: none on a CPU."""
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
     def _decode_logits(
         self, plan: DecodePlan, fed: _Fed, recorder: Recorder
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of the step's rows, and with drafts their hidden states [R, D]."""
         table_BM = self._table.table_BM(int(fed.positions_R.max(initial=0)))
         is_plain = len(fed.of_R) == len(self._table)
-        table_RM = (table_BM if is_plain else take(table_BM, fed.of_R)).to(self._device)
-        tokens_R = torch.from_numpy(fed.tokens_R).to(self._device)
-        positions_R = torch.from_numpy(fed.positions_R).to(self._device)
+        table_RM = self._placed(table_BM if is_plain else take(table_BM, fed.of_R))
+        tokens_R = self._placed(torch.from_numpy(fed.tokens_R))
+        positions_R = self._placed(torch.from_numpy(fed.positions_R))
         has_drafts = self._drafter is not None
         if plan.num_micro_batches == 1 and self._model.has_fused_step:
             recorder.begin("step")
