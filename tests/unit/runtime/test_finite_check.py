@@ -31,7 +31,10 @@ def test_matrices(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.Monkey
     pauses: list[None] = []
     write(tmp_path, dtype, 1.0, 0)
     assert first_not_finite(tmp_path, ["a", "b", "c"], lambda: pauses.append(None)) == ""
-    assert len(pauses) > 3
+    assert len(pauses) >= 2
+    pauses.clear()
+    assert first_not_finite(tmp_path, ["a", "c"], lambda: pauses.append(None)) == ""
+    assert not pauses  # Small matrices are one piece together.
     values = [float("nan")] if dtype == torch.float8_e4m3fn else [float("nan"), float("-inf")]
     for value in values:
         for at in (0, 1500, 2999):
