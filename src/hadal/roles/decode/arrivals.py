@@ -190,7 +190,9 @@ class DecodeArrivals:
                 if key in self._slots.key_to_slot:
                     break
                 ready.append(decode)
-            ready.sort(key=lambda decode: (is_batch(decode.generation.tenant), decode.service))
+            # A tenant's latest message says what it was served by now, the others what it was then.
+            service = {decode.generation.tenant: decode.service for decode in ready}
+            ready.sort(key=lambda decode: _turn(decode.generation.tenant, service))
             for slot in self._slots.assign(ready):
                 self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
             if not self.waiting or not ready or not self._make_room():
@@ -274,6 +276,10 @@ class DecodeArrivals:
             self._slots.vacate(slot)
         elif table.state[slot] == SlotState.PULLING:
             self._pull(slot)
+
+
+def _turn(tenant: str, service: dict[str, float]) -> tuple[bool, float]:
+    return is_batch(tenant), service[tenant]
 
 
 def _num_full(lease: KvLease) -> int:

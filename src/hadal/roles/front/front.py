@@ -777,9 +777,10 @@ class Front:
             return
         attempt_id = self.requests.running.enter(record)
         generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
-        self._take_slot(now_s, record, self.units.by_name[unit])
         service = self.requests.counters[generation.tenant]
         self._send(unit, Decode(generation, done.lease, service))
+        # Behind it: a slot that is free at once would go to another that waits there.
+        self._take_slot(now_s, record, self.units.by_name[unit])
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
         """Tokens of the prompt that the first token cost no work for; a retry's are nobody's

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from hadal.core.messages import Cancel, Decode, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, StepDone
 from hadal.core.seams import Effect, Execute, Freed, Pull, RankReset
-from hadal.policy.drafts import DraftChooser
 from hadal.policy.rows import BATCH_STEPS
 from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of
@@ -110,9 +109,7 @@ def test_a_batch_rests_from_the_next_plan_on_when_another_comes() -> None:
 
 
 def test_drafts_of_a_row_that_rests_are_checked_when_it_is_computed() -> None:
-    unit = Unit(
-        [("a", "x"), ("b", "y"), ("c", "y"), ("d", "y")], drafts=DraftChooser(2, is_fixed=True)
-    )
+    unit = Unit([("a", "x"), ("b", "y"), ("c", "y"), ("d", "y")], drafts=2)
     for _ in range(12):  # The leader raises if a slot draws more than its plan may.
         unit.step(num_right=2)
     # The first plan of a row has no draft to check, and each plan after it gives three tokens.
@@ -158,6 +155,16 @@ def test_of_those_that_are_prefilled_the_tenant_served_least_is_first_and_batche
         leader.handle(0.1, KvPulled(key[0], 0, "gone"))
         order.append(next(iter(leader.slots.key_to_slot))[0])
     assert order == ["d", "c", "e", "b"]
+
+
+def test_a_tenant_was_served_what_its_latest_message_says() -> None:
+    """One that waits longer was sent when its tenant had been served less."""
+    leader = decode_leader(40, num_slots=1)
+    leader.handle(0.0, of_tenant("a", "x"))
+    for name, tenant, service in (("b", "x", 5.0), ("c", "x", 91.0), ("d", "z", 10.0)):
+        leader.handle(0.0, of_tenant(name, tenant, service))
+    leader.handle(0.1, KvPulled("a", 0, "gone"))
+    assert [name for name, _ in leader.slots.key_to_slot] == ["d"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

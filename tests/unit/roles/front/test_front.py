@@ -722,9 +722,10 @@ def test_one_that_is_prefilled_takes_the_slot_of_a_tenant_that_had_more(tenant: 
     assert sent(effects, Cancel) == []
     effects = made.handle(0.5, first_token("c"))
     messages = [one.message for one in of(effects, Send) if one.to == "decode-0"]
-    assert messages[0] == Cancel("a3", 0), "the latest that has a slot"
-    assert isinstance(messages[1], Decode)
-    assert messages[1].generation.request_id == "c"
+    # The slot may be free as soon as Cancel is there: by then the one it is for waits.
+    assert isinstance(messages[0], Decode)
+    assert messages[0].generation.request_id == "c"
+    assert messages[1] == Cancel("a3", 0), "the latest that has a slot"
     assert (made.totals.gave_way, made.requests.by_id["a3"].num_retries) == (1, 0)
     assert made.requests.by_id["a4"].state == "transferring"
     ok(made)
