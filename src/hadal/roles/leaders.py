@@ -7,13 +7,12 @@ The leader of ranks in processes of their own is made around this one (roles/ran
 
 from __future__ import annotations
 
-from hadal.core.balance import AUTO, OFF
+from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, Deployment, UnitsConfig, num_drafts_max, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.kv.disk_index import BlockIndex
 from hadal.perf.shapes import num_moe_layers
-from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 
@@ -35,55 +34,11 @@ def make_leader(
     its KV (kv/names). `index`: what a prefill unit knows to be on disk; None: nothing until it
     hears.
     """
-    units = units_of(deployment, role)
     if role == PREFILL:
         return PrefillLeader(
-            unit,
-            epoch,
-            pool_name,
-            units.kv_blocks,
-            chunk_tokens=deployment.chunk_tokens,
-            num_requests_max=units.max_requests,
-            num_waiting_max=units.max_waiting,
-            lease_s=deployment.lease_s,
-            heartbeat_s=deployment.heartbeat_s,
-            num_ranks=units.ranks,
-            overlap=units.overlap,
-            min_split_tokens=units.min_split_tokens,
-            num_layers=config.num_hidden_layers,
-            num_moe_layers=num_moe_layers(config),
-            request_balance=units.request_balance,
-            keeps_blocks=deployment.cache.memory != OFF,
-            has_disk=bool(deployment.cache.folder),
-            recompute=deployment.cache.recompute,
-            early_pull=deployment.early_pull,
-            burst=deployment.limits.burst_tokens,
-            reports_names=units.ranks > 1,
-            index=index,
-            fingerprint=fingerprint,
+            unit, epoch, deployment, config, pool_name, fingerprint=fingerprint, index=index
         )
-    return DecodeLeader(
-        unit,
-        epoch,
-        units.kv_blocks,
-        num_slots=units.max_requests,
-        num_waiting_max=units.max_waiting,
-        max_context=config.max_position_embeddings,
-        heartbeat_s=deployment.heartbeat_s,
-        num_ranks=units.ranks,
-        overlap=units.overlap,
-        min_split_tokens=units.min_split_tokens,
-        num_layers=config.num_hidden_layers,
-        num_moe_layers=num_moe_layers(config),
-        request_balance=units.request_balance,
-        lease_s=deployment.lease_s,
-        pool_name=pool_name,
-        has_disk=bool(deployment.cache.folder),
-        offers_blocks=deployment.cache.memory != OFF and not deployment.cluster.spans_hosts,
-        fingerprint=fingerprint,
-        drafts=DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO),
-        promise=units.tenant_promise,
-    )
+    return DecodeLeader(unit, epoch, deployment, config, pool_name, fingerprint=fingerprint)
 
 
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:

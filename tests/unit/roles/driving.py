@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from hadal.core.balance import AUTO, OFF
+from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Decode, Generation, KvLease, Prefill
+from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
+from hadal.runtime.resolve import model_folder
 from tests.columns import attempt_id_of
 
 T = TypeVar("T")
@@ -40,29 +45,87 @@ def generation(
     )
 
 
+MODEL = replace(
+    read_model_config(model_folder("")), max_position_embeddings=1000, num_hidden_layers=0
+)
+_UNITS = {
+    "num_blocks": "kv_blocks",
+    "num_ranks": "ranks",
+    "num_slots": "max_requests",
+    "num_requests_max": "max_requests",
+    "num_waiting_max": "max_waiting",
+    "overlap": "overlap",
+    "min_split_tokens": "min_split_tokens",
+    "request_balance": "request_balance",
+    "promise": "tenant_promise",
+    "drafts": "drafts",
+}
+"""Option -> field of the unit's table."""
+
+
+def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, ModelConfig]:
+    """Return a deployment and a model with these options, which are taken out of `options`."""
+    units = {_UNITS[name]: options.pop(name) for name in [*options] if name in _UNITS}
+    num_layers, num_moe_layers = options.pop("num_layers", 0), options.pop("num_moe_layers", 0)
+    config = replace(
+        MODEL,
+        max_position_embeddings=options.pop("max_context", 1000),
+        num_hidden_layers=num_layers,
+        first_k_dense_replace=num_layers - num_moe_layers,
+    )
+    keeps = (
+        options.pop("keeps_blocks", True)
+        if role == PREFILL
+        else options.pop("offers_blocks", False)
+    )
+    cache = CacheConfig(
+        folder="/kv" * options.pop("has_disk", False),
+        memory=AUTO if keeps else OFF,
+        recompute=options.pop("recompute", AUTO),
+    )
+    names = ("chunk_tokens", "lease_s", "heartbeat_s", "early_pull")
+    fields = {name: options.pop(name) for name in names if name in options}
+    if "heartbeat_s" in fields:  # 0: at each event.
+        fields |= {"heartbeat_s": max(fields["heartbeat_s"], 1e-300), "unit_timeout_s": 1e6}
+    limits = LimitsConfig(burst_tokens=options.pop("burst", 0))
+    deployment = Deployment(
+        model="m",
+        cache=cache,
+        limits=limits,
+        **{role: UnitsConfig(**units)},
+        **{"early_pull": OFF} | fields,
+    )
+    return deployment, config
+
+
 def decode_leader(num_blocks: int = 17, num_ranks: int = 1, **options: Any) -> DecodeLeader:
     """A leader that has not started."""
     fields: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "num_ranks": num_ranks,
         "num_slots": 4,
         "num_waiting_max": 4,
-        "max_context": 1000,
+        "lease_s": 30.0,
         "heartbeat_s": 0.5,
+        **options,
     }
-    return DecodeLeader("decode-0", "e1", num_blocks, num_ranks=num_ranks, **fields | options)
+    return DecodeLeader("decode-0", "e1", *deployment_of(DECODE, fields), **fields)
 
 
 def prefill_leader(num_blocks: int = 9, num_ranks: int = 1, **options: Any) -> PrefillLeader:
     """A leader that has not started."""
-    pool = "pool" if num_ranks == 1 else ""
     fields: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "num_ranks": num_ranks,
         "chunk_tokens": 64,
         "num_requests_max": 4,
         "num_waiting_max": 4,
         "lease_s": 2.0,
         "heartbeat_s": 0.5,
-        "num_ranks": num_ranks,
+        **options,
     }
-    return PrefillLeader("prefill-0", "e1", pool, num_blocks, **fields | options)
+    pool = "pool" if num_ranks == 1 else ""
+    return PrefillLeader("prefill-0", "e1", *deployment_of(PREFILL, fields), pool, **fields)
 
 
 def sent(effects: Iterable[Effect], kind: type[T]) -> list[T]:

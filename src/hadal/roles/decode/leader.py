@@ -23,8 +23,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from hadal.core.balance import AUTO
-from hadal.core.config import DECODE, TENANT_PROMISE
+from hadal.core.balance import AUTO, OFF
+from hadal.core.config import DECODE, Deployment, num_drafts_max
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
@@ -40,6 +40,7 @@ from hadal.core.messages import (
     Tokens,
     TraceRequest,
 )
+from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     BlocksStored,
     DecodePlan,
@@ -59,6 +60,7 @@ from hadal.core.seams import (
     Send,
     Tick,
 )
+from hadal.perf.shapes import num_moe_layers
 from hadal.policy.decode_balance import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
 from hadal.policy.passes import passes_of
@@ -70,7 +72,6 @@ from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import RANK_LOST, void
-from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import (
     LENGTH,
@@ -101,52 +102,35 @@ class _DecodeStep:
 
 
 class DecodeLeader:
-    """`max_context` is the longest prompt and output together; it bounds a request's list of
-    blocks.
-
-    `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
-    rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
-    steps do not say it better. `lease_s`: how long a slot is kept for a prompt of which nothing is
-    heard. `pool_name`: see PrefillLeader. `has_disk`: blocks are written to a disk cache; `offers_blocks`:
-    without one, prefill is offered the blocks that answers fill. `fingerprint`: see UnitUp. `drafts`: how
-    many are made; None: none. `promise`: see UnitsConfig.tenant_promise.
-    """
+    """Keys of StepDone are rank * slots of a rank + the rank's slot."""
 
     def __init__(
         self,
         unit: str,
         epoch: str,
-        num_blocks: int,
-        *,
-        num_slots: int,
-        num_waiting_max: int,
-        max_context: int,
-        heartbeat_s: float,
-        num_ranks: int = 1,
-        overlap: str = AUTO_OVERLAP,
-        min_split_tokens: int = 32,
-        num_layers: int = 0,
-        num_moe_layers: int = 0,
-        request_balance: str = AUTO,
-        terms: MoveTerms | None = None,
-        lease_s: float = 30.0,
+        deployment: Deployment,
+        config: ModelConfig,
         pool_name: str = "",
-        has_disk: bool = False,
-        offers_blocks: bool = False,
+        *,
         fingerprint: str = "",
-        drafts: DraftChooser | None = None,
-        promise: float = TENANT_PROMISE,
+        terms: MoveTerms | None = None,
     ) -> None:
-        drafts = DraftChooser(0) if drafts is None else drafts
+        """`pool_name`, `fingerprint`: see PrefillLeader. `terms`: when a move pays, as far as measured
+        steps do not say it better.
+        """
+        units, cache = deployment.decode, deployment.cache
+        drafts = DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO)
+        has_disk = bool(cache.folder)
+        offers_blocks = cache.memory != OFF and not deployment.cluster.spans_hosts
         self._out: list[Effect] = []
-        self.blocks = RankPools(num_blocks, num_ranks, pool_name)
+        self.blocks = RankPools(units.kv_blocks, units.ranks, pool_name)
         self.slots = DecodeSlots(
             self.blocks,
-            num_slots,
-            max_context,
+            units.max_requests,
+            config.max_position_embeddings,
             unit,
             self._out,
-            request_balance=request_balance,
+            request_balance=units.request_balance,
             answers=AnswerCache(fingerprint if has_disk or offers_blocks else "", has_disk),
             num_drafts_max=drafts.num_max,
         )
@@ -154,23 +138,23 @@ class DecodeLeader:
             unit,
             self.slots,
             self.blocks,
-            num_waiting_max=num_waiting_max,
-            lease_s=lease_s,
+            num_waiting_max=units.max_waiting,
+            lease_s=deployment.lease_s,
             out=self._out,
             fingerprint=fingerprint,
         )
         self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
-            num_ranks,
-            overlap,
-            min_split_tokens,
-            num_layers=num_layers,
-            num_moe_layers=num_moe_layers,
+            units.ranks,
+            units.overlap,
+            units.min_split_tokens,
+            num_layers=config.num_hidden_layers,
+            num_moe_layers=num_moe_layers(config),
         )
         self._unit = unit
         self._in_flight: deque[_DecodeStep] = deque()
         self._num_plans = 0
-        self._drafts, self._promise = drafts, promise
+        self._drafts, self._promise = drafts, units.tenant_promise
         self._next_drafts: int | None = None
         """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
         self._passes = StepMeter()
@@ -190,8 +174,8 @@ class DecodeLeader:
             DECODE,
             epoch,
             self.blocks,
-            num_slots,
-            heartbeat_s,
+            units.max_requests,
+            deployment.heartbeat_s,
             self.slots.cache.totals,
             held=lambda: self.slots.held.attempt_ids,
             fingerprint=fingerprint,

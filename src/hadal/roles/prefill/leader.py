@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from hadal.core.balance import AUTO, OFF, TURNS
-from hadal.core.config import PREFILL
+from hadal.core.config import PREFILL, Deployment
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
@@ -39,6 +39,7 @@ from hadal.core.messages import (
     TraceRequest,
     text_of,
 )
+from hadal.core.model_config import ModelConfig
 from hadal.core.plans import BlocksRead, BlocksStored, Draw, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
@@ -52,6 +53,7 @@ from hadal.core.seams import (
 )
 from hadal.kv.blocks import HeldLease, Leases, blocks_for
 from hadal.kv.disk_index import BlockIndex
+from hadal.perf.shapes import num_moe_layers
 from hadal.policy.fairness import ServiceCounters, in_turns
 from hadal.roles.prefill.cache import PrefillCache
 from hadal.roles.prefill.prompts import (
@@ -64,7 +66,6 @@ from hadal.roles.prefill.prompts import (
 )
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, OTHER_WEIGHTS, QUEUE_FULL, RANK_LOST, TOO_LONG, void
-from hadal.roles.unit.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.unit import (
     BalanceMeter,
@@ -86,86 +87,63 @@ class _PrefillStep:
 
 
 class PrefillLeader:
-    """`pool_name` names a single rank's pool for those who pull from it, and must be new at every
-    start of the unit.
-
-    `num_blocks`, `chunk_tokens` and `num_requests_max` are those of one rank. Keys of StepDone
-    number the chunks of all ranks' plans one after another, a rank's second micro-batch behind its
-    first.
+    """Keys of StepDone number the chunks of all ranks' plans one after another, a rank's second
+    micro-batch behind its first.
     """
 
     def __init__(
         self,
         unit: str,
         epoch: str,
-        pool_name: str,
-        num_blocks: int,
+        deployment: Deployment,
+        config: ModelConfig,
+        pool_name: str = "",
         *,
-        chunk_tokens: int,
-        num_requests_max: int,
-        num_waiting_max: int,
-        lease_s: float,
-        heartbeat_s: float,
-        num_ranks: int = 1,
-        overlap: str = AUTO_OVERLAP,
-        min_split_tokens: int = 32,
-        num_layers: int = 0,
-        num_moe_layers: int = 0,
-        request_balance: str = AUTO,
-        keeps_blocks: bool = True,
-        has_disk: bool = False,
-        recompute: str = AUTO,
-        early_pull: str = OFF,
-        burst: float = 0.0,
-        reports_names: bool = False,
-        index: BlockIndex | None = None,
         fingerprint: str = "",
+        index: BlockIndex | None = None,
     ) -> None:
-        """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
-        `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode hears of
-        blocks before their prompt is done. `burst`: see ServiceCounters. `reports_names`: ranks
-        hear what is named on them. `index`: what is known to be on disk; None: nothing yet. `fingerprint`: see UnitUp.
+        """`pool_name`: the pool of a unit that is one process, new at every start; ranks bring their own.
+        `fingerprint`: of its KV (UnitUp). `index`: blocks that are known to be on disk; None: none yet.
         """
-        if chunk_tokens < 1:
-            raise ValueError(
-                f"chunk_tokens is {chunk_tokens}; a step must compute at least one token."
-            )
+        units, cache = deployment.prefill, deployment.cache
         self._out: list[Effect] = []
-        self.blocks = RankPools(num_blocks, num_ranks, pool_name, reports_names=reports_names)
+        self.blocks = RankPools(
+            units.kv_blocks, units.ranks, pool_name, reports_names=units.ranks > 1
+        )
         self.cache = PrefillCache(
             unit,
             epoch,
             self.blocks,
             self._out,
-            keeps=keeps_blocks,
-            has_disk=has_disk,
-            recompute=recompute,
+            keeps=cache.memory != OFF,
+            has_disk=bool(cache.folder),
+            recompute=cache.recompute,
             index=index,
         )
         self.leases = Leases()
         self.scheduler = StepScheduler(
-            num_ranks,
-            overlap,
-            min_split_tokens,
-            num_layers=num_layers,
-            num_moe_layers=num_moe_layers,
+            units.ranks,
+            units.overlap,
+            units.min_split_tokens,
+            num_layers=config.num_hidden_layers,
+            num_moe_layers=num_moe_layers(config),
         )
         self._unit = unit
         self._fingerprint = fingerprint
-        self._chunk_tokens = chunk_tokens
-        self._num_requests_max = num_requests_max
-        self._num_waiting_max = num_waiting_max
-        self._lease_s = lease_s
-        self._is_pulled_early = early_pull == AUTO
+        self._chunk_tokens = deployment.chunk_tokens
+        self._num_requests_max = units.max_requests
+        self._num_waiting_max = units.max_waiting
+        self._lease_s = deployment.lease_s
+        self._is_pulled_early = deployment.early_pull == AUTO
         # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
         # faster.
-        self._is_by_cost = request_balance == AUTO and num_ranks > 1
-        self._is_in_turn = request_balance == TURNS
+        self._is_by_cost = units.request_balance == AUTO and units.ranks > 1
+        self._is_in_turn = units.request_balance == TURNS
         self._waiting: dict[Key, PrefillAttempt] = {}
         """Prompts that wait, in the order of their turns; tenants take turns beyond that."""
         self._tenant_to_num_waiting: Counter[str] = Counter()
         """A tenant of whom nobody waits is not in it."""
-        self._counters = ServiceCounters(burst)
+        self._counters = ServiceCounters(deployment.limits.burst_tokens)
         """Tokens of prompts that began here."""
         self._num_arrived = 0
         self._started: dict[Key, PrefillAttempt] = {}
@@ -178,8 +156,8 @@ class PrefillLeader:
             PREFILL,
             epoch,
             self.blocks,
-            num_requests_max,
-            heartbeat_s,
+            units.max_requests,
+            deployment.heartbeat_s,
             self.cache.totals,
             fingerprint=fingerprint,
         )

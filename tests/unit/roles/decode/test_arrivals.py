@@ -22,7 +22,6 @@ from hadal.core.messages import (
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
-from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from tests.fresh import seeds
@@ -362,7 +361,7 @@ def test_random_hints_lose_no_token_and_leak_nothing(seed: int) -> None:
         lease_s=random.choice([0.05, 30.0]),
         has_disk=True,
         fingerprint=FINGERPRINT,
-        drafts=DraftChooser(random.choice([0, 2]), is_fixed=True),
+        drafts=random.choice([0, 2]),
     )
     world = DecodeWorld(random, unit, num_ranks)
     world.reset(set(), set(range(num_ranks)))

@@ -356,10 +356,10 @@ def test_a_lost_rank_takes_its_stores_with_it() -> None:
 
 
 def test_load_tells_the_counts() -> None:
-    drive = Drive(leader(heartbeat_s=0.0), request("a", 120))
+    drive = Drive(leader(), request("a", 120))
     drive.run(9)
     drive.answer(drive.stores[0])
-    (load,) = sent(drive.feed(Tick()), UnitReport)
+    (load,) = sent(drive.unit.handle(200.0, Tick()), UnitReport)
     assert load.cache == counted(stored=1, on_disk=1)
 
 

@@ -11,7 +11,6 @@ from hadal.core.messages import FrontUp, Returned, Trace, TraceRequest, UnitRepo
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
-from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.leader import DecodeLeader
 from tests.fresh import seeds
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
@@ -64,7 +63,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(
         lease_s=random.choice([0.05, 30.0]),
         has_disk=random.choice([True, False]),
         fingerprint=FINGERPRINT,
-        drafts=DraftChooser(num_drafts, is_fixed=random.random() < 0.5),
+        drafts=num_drafts if random.random() < 0.5 else "auto",
     )
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
