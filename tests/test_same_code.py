@@ -35,7 +35,7 @@ SIMULATOR = (
     "hadal.sim.world.world",
     "hadal.sim.day.fluid",
     "hadal.sim.day.cache",
-    "hadal.sim.replay.replay",
+    "hadal.sim.replay",
     "hadal.commands.simulate",
 )
 """What simulates. A module that is not there yet is left out."""

@@ -207,9 +207,9 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
     assert statuses[200] > 0
     server.stop()
     report = replayed(read_recordings(folder / "recorded"))
-    assert report.outside["Quotas"] >= 1
-    assert report.outside["Spent"] == 1
-    assert report.outside["Charged"] >= statuses[200]
+    assert report.events["Quotas"] >= 1
+    assert report.events["Spent"] == 1
+    assert report.events["Charged"] >= statuses[200]
 
 
 NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12

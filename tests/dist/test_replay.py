@@ -18,25 +18,17 @@ from typer.testing import CliRunner
 from evals.run import held_out_examples
 from hadal.cli import app
 from hadal.commands.replay import make_role
-from hadal.roles.ranks.rank import RankProgress
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
-from hadal.sim.replay.replay import ReplayReport, replay
+from hadal.sim.replay import ReplayReport, replay
 from tests.dist.serving import Server, StartServer, kill_at_work
 from tests.dist.test_load import load
 from tests.fresh import fresh
 from tests.levels import FULL
-from tests.unit.sim.recorded import replay_alone
 from tests.waiting import join
 
 NUM_REQUESTS, NUM_AFTER = (1000, 40) if FULL else (30, 10)
 CONCURRENCY = 32
-FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
-"""What clients and a signal do. All else has to come of what the roles themselves say and ask
-for.
-"""
-OF_THE_HOST = {"Sighting", "DiskNews"}
-"""What the supervisor sees of a process that is late, and what a disk holds."""
 
 
 def run_load(server: Server, num_requests: int) -> None:
@@ -52,10 +44,6 @@ def run_load(server: Server, num_requests: int) -> None:
 
 
 def check(recordings: list[Recording]) -> ReplayReport:
-    """Every role alone, then all of them together."""
-    for recording in recordings:
-        difference = replay_alone(recording, make_role)
-        assert difference is None, str(difference)
     report = replay(recordings, make_role)
     assert report.difference is None, str(report.difference)
     assert report.num_calls == report.num_recorded
@@ -74,8 +62,7 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
     server.stop()
     report = check(read_recordings(folder))
     assert report.num_processes == 3
-    assert set(report.outside) <= FROM_OUTSIDE | OF_THE_HOST
-    assert report.outside["Submit"] == NUM_REQUESTS
+    assert report.events["Submit"] == NUM_REQUESTS
     assert report.decisions["Prefill"] >= NUM_REQUESTS
     assert report.decisions["Execute"] > 50
     assert report.decisions["Deliver"] > NUM_REQUESTS
@@ -108,10 +95,7 @@ def test_also_where_processes_died(start_server: StartServer, folder: Path) -> N
     server.stop()
     report = check(read_recordings(folder / "rec"))
     assert report.num_processes >= 1 + 2 + 2 + 3  # The gateway, units, leaders, ranks.
-    deaths = {"UnitDown", "LeaderDown"}
-    assert all(report.outside[name] for name in deaths)  # The supervisor saw them die.
-    # Of a rank's own compute thread, its process alone knows how far it is.
-    of_ranks = {RankProgress.__name__}
-    assert set(report.outside) <= FROM_OUTSIDE | deaths | OF_THE_HOST | of_ranks
+    # The supervisor saw them die.
+    assert all(report.events[name] for name in ("UnitDown", "LeaderDown"))
     assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0

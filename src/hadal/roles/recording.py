@@ -3,11 +3,8 @@ answered.
 
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
-A role is a function of what it heard and when, so this is all it takes to live the same life again.
-Times are those of the host's monotone clock, which all processes of a host share, and no two hosts
-(`Opening.clock`). Its readings are whole nanoseconds, and `ns_of` gets them back out of a float, so
-a time and a recorded delay make the very time that was read. Files are read and written elsewhere
-(runtime/recorder).
+A role is a function of its events and their times, so a recording suffices to decide everything again.
+Times are those of the host's monotonic clock. runtime/recorder reads and writes the files.
 """
 
 from __future__ import annotations
@@ -89,8 +86,6 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     """Its name on the wire."""
     made: Made
     deployment: Deployment
-    clock: str = ""
-    """The clock that its times are of: equal where processes read the same one."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -181,16 +176,3 @@ def _frames(data: bytes) -> Sequence[bytes]:
             break
         bodies.append(data[at - length : at])
     return bodies
-
-
-def ns_of(time_s: float) -> int:
-    """Whole nanoseconds, in exact arithmetic: a reading of a clock that counts them comes back from
-    `seconds_of`.
-    """
-    numerator, denominator = time_s.as_integer_ratio()
-    return (2 * numerator * 1_000_000_000 + denominator) // (2 * denominator)
-
-
-def seconds_of(time_ns: int) -> float:
-    """The reading that a clock which counts nanoseconds gives: `ns_of` backwards."""
-    return time_ns / 1e9

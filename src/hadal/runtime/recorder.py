@@ -31,7 +31,6 @@ from hadal.roles.recording import (
     parse,
 )
 from hadal.runtime.process.private import open_private
-from hadal.runtime.process.process import clock_id
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
         batches=msgspec.structs.replace(deployment.batches, url=""),
     )
     tape = Tape(partial(_append, _open(Path(folder), process)))
-    tape.write(Opening(VERSION, run_id, process, made, deployment, clock_id()))
+    tape.write(Opening(VERSION, run_id, process, made, deployment))
     # On the object itself: it stays what it is to everybody who has more to ask of it than these
     # two.
     for name in ("start", "handle"):
@@ -151,11 +150,5 @@ def read_recordings(folder: Path) -> list[Recording]:
     if len({recording.opening.run_id for recording in recordings}) > 1:
         raise RecordingError(
             f"{folder} holds recordings of several runs: give each a folder of its own."
-        )
-    num_clocks = len({recording.opening.clock for recording in recordings})
-    if num_clocks > 1:
-        raise RecordingError(
-            f"{folder} holds recordings of {num_clocks} hosts, whose clocks do not tell the same time:"
-            " give each host's a folder of its own, and replay one at a time."
         )
     return sorted(recordings, key=lambda r: (r.process, r.calls[0].now_s if r.calls else 0.0))

@@ -142,13 +142,3 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     (tmp_path / "b.rec").write_bytes(b"\0\0\0\x01x")
     with pytest.raises(RecordingError, match=r"b\.rec: it is no recording"):
         read_recordings(tmp_path)
-
-
-def test_recordings_of_several_hosts_are_not_of_one_time(tmp_path: Path) -> None:
-    for clock in ("boot-1", "boot-2"):
-        opening = Opening(VERSION, "a", "front", MadeFleet(0.0), DEPLOYMENT, clock)
-        (tmp_path / f"{clock}.rec").write_bytes(frame(opening) + frame(Call(5.0, (), ())))
-    with pytest.raises(RecordingError, match="of 2 hosts, whose clocks do not tell the same time"):
-        read_recordings(tmp_path)
-    (tmp_path / "boot-2.rec").unlink()
-    assert len(read_recordings(tmp_path)) == 1

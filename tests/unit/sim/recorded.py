@@ -29,7 +29,6 @@ from hadal.roles.recording import (
     parse,
 )
 from hadal.runtime.recorder import Tape
-from hadal.sim.replay.relived import Difference, Life, MakeRole
 from hadal.sim.world.process import Process, SimClock
 
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
@@ -37,19 +36,6 @@ UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
 DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UNITS, drafts="auto"))
 """Its decode units draft as many tokens as pay."""
-
-
-def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None:
-    """Let a fresh role hear what one process heard; the first answer that differs."""
-    life = Life(
-        recording,
-        make_role(recording.opening),
-        recording.calls[0].now_s if recording.calls else 0.0,
-    )
-    for call in recording.calls:
-        if (difference := life.call(call.now_s, *call.events)) is not None:
-            return difference
-    return None
 
 
 class Recorded:

@@ -78,26 +78,8 @@ class LiveClock:
         return time.monotonic()
 
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_TIME_NAMESPACE = "/proc/self/ns/time"
-
-
-def clock_id() -> str:
-    """Names the clock that LiveClock reads: the same in all processes of a host, another on another
-    host, after a boot and in another time namespace.
-    """
-    boot = namespace = ""
-    with contextlib.suppress(OSError):
-        boot = _BOOT.read_text(encoding="ascii").strip()
-    with contextlib.suppress(OSError):
-        namespace = os.readlink(_TIME_NAMESPACE)
-    return f"{boot or socket.gethostname()} {namespace}".strip()
-
-
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
-"""The model or the configuration cannot work: starting again would not help."""
 EXIT_STUCK = 70
 """A step took longer than its deadline."""
 EXIT_FATAL = 71

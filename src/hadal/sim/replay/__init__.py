@@ -1,1 +1,0 @@
-"""A recorded run of live roles, lived and decided again."""
