@@ -4,7 +4,6 @@ is public is shared.
 What a tenant sees of another's requests would be hits, or the time that they save. The names of
 blocks are salted by tenant, so a prompt that another tenant has in the cache is no hit, and makes
 exactly the work of a prompt that nobody sent before: the counts of both are the same.
-`python -m bench.cache_tenants` measures the times.
 """
 
 from __future__ import annotations

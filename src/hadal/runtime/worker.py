@@ -29,7 +29,7 @@ SHARE = 0.1
 """Share of one core that background work may take. A rank's step waits for its slowest peer, so
 what one rank loses all lose, and ranks that share cores stage side by side: at a quarter, four of
 them on two cores made steps 1.5 times as long (bench/balance_live). A tenth of a core still moves
-an expert of 44 MB several times a second (bench/staging).
+an expert of 44 MB several times a second (LOG.md).
 """
 MIN_REST_S = 0.001
 """Shorter rests are put off until they add up: waking takes a good part of it."""
