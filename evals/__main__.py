@@ -9,9 +9,9 @@ import typer
 from httpx import HTTPError
 
 from evals.run import run
-from hadal.cli import EXIT_CONFIG
 from hadal.commands.address import URL, server_url
 from hadal.commands.examples import examples
+from hadal.core.errors import EXIT_CONFIG
 
 app = typer.Typer(
     add_completion=False,

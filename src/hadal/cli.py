@@ -18,6 +18,7 @@ from hadal import __version__
 from hadal.commands.address import URL, server_url, server_url_or_none
 from hadal.commands.bench import EPILOG as BENCH_EPILOG
 from hadal.commands.bench import bench
+from hadal.commands.errors import Commands
 from hadal.commands.examples import examples
 from hadal.commands.keys import FILE_VARIABLE
 from hadal.commands.keys import app as keys_app
@@ -29,9 +30,8 @@ from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.balance import OFF
 from hadal.core.config import Deployment, read_deployment
-from hadal.core.errors import ConfigError, HadalError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 
-EXIT_CONFIG = 2
 PLAN_SLO = "ttft=2s,tpot=50ms"
 SIMULATE_PRESET = "deepseek-day"
 COMPLETE_VARIABLE = "_HADAL_COMPLETE"
@@ -42,6 +42,7 @@ _Tables = dict[str, dict[str, Any]]
 # Typer's own options for it would stand in every help; `hadal completion` prints the same.
 completion_init()
 app = typer.Typer(
+    cls=Commands,
     help=(
         "DeepSeek-V3/R1's inference system, whole, in Python. Start with `hadal serve`, then `hadal"
         " chat`."
@@ -249,7 +250,8 @@ def serve(
     }
     given = api_key or [], api_keys_file, open_to_network
     if dry_run:
-        sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
+        _dry_run(config, overrides, tables, (log_level, log_format), given)
+        return
     from hadal.runtime.process.forks import Forks, environment
 
     forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
@@ -420,17 +422,13 @@ def trace(
     """Trace live steps of a running server's unit: what was computed, what travelled, how much of
     that was hidden.
     """
-    from hadal.gateway.trace import TraceError, describe, fetch, write
+    from hadal.gateway.trace import describe, fetch, write
     from hadal.progress import Bar
 
-    try:
-        with Bar("hadal trace") as bar:
-            bar.update(f"waiting for {steps} steps of {unit}, which come with requests")
-            reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
-        written = write(reply, output)
-    except TraceError as error:
-        typer.echo(f"hadal trace: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    with Bar("hadal trace") as bar:
+        bar.update(f"waiting for {steps} steps of {unit}, which come with requests")
+        reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
+    written = write(reply, output)
     typer.echo(describe(reply, shutil.get_terminal_size().columns))
     typer.echo(f"Written to {written}; open it at ui.perfetto.dev.")
 
@@ -455,13 +453,8 @@ def status(
     and why, what is wrong.
     """
     from hadal.commands.status import find, print_status
-    from hadal.core.errors import ConfigError
 
-    try:
-        found = find(run_folder)
-    except ConfigError as error:
-        typer.echo(f"hadal status: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    found = find(run_folder)
     sys.exit(print_status(found, as_json=as_json))
 
 
@@ -489,13 +482,9 @@ def rollout(
 ) -> None:
     """Replace the units of a running server, one after the other, while it serves."""
     from hadal.commands.rollout import roll_out
-    from hadal.core.errors import ConfigError
 
     try:
         sys.exit(roll_out(run_folder, model, is_waited=is_waited))
-    except ConfigError as error:
-        typer.echo(f"hadal rollout: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
     except KeyboardInterrupt:
         typer.echo("hadal rollout: it goes on; `hadal status` says how far it is.", err=True)
         sys.exit(130)
@@ -525,13 +514,9 @@ def logs(
 ) -> None:
     """Print what a running server's processes wrote last."""
     from hadal.commands.status import find, print_logs
-    from hadal.core.errors import ConfigError
 
     try:
         print_logs(find(run_folder), name, lines, is_followed=is_followed)
-    except ConfigError as error:
-        typer.echo(f"hadal logs: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(0)
 
@@ -619,23 +604,19 @@ def balance(
     """
     from hadal.commands.balance import plan_text
 
-    try:
-        text = plan_text(
-            loads,
-            current,
-            ranks,
-            nodes,
-            expert_slots,
-            is_json=as_json,
-            mode=mode,
-            num_groups=groups,
-            target=target,
-            max_moves=max_moves,
-            weighted=weighted,
-        )
-    except ValueError as error:
-        typer.echo(f"hadal balance: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    text = plan_text(
+        loads,
+        current,
+        ranks,
+        nodes,
+        expert_slots,
+        is_json=as_json,
+        mode=mode,
+        num_groups=groups,
+        target=target,
+        max_moves=max_moves,
+        weighted=weighted,
+    )
     typer.echo(text)
 
 
@@ -752,37 +733,33 @@ def simulate(
     """
     from hadal.commands.simulate import SimulateOptions, read_study, run, study_toml
 
-    try:
-        study = read_study(
-            preset,
-            config,
-            {
-                "hardware": hardware,
-                "gpu_hour_usd": gpu_hour_usd,
-                "prices": prices,
-                "cache.disk_pb": cache_pb,
-                "seed": seed,
-                "window.seconds": window,
-            },
-        )
-        if print_config:
-            typer.echo(study_toml(study), nl=False)
-            return
-        if frames is not None:
-            from hadal.commands.frames import PEAK_UNIX_S, world_frames
-            from hadal.gateway.frames import write_frames
+    study = read_study(
+        preset,
+        config,
+        {
+            "hardware": hardware,
+            "gpu_hour_usd": gpu_hour_usd,
+            "prices": prices,
+            "cache.disk_pb": cache_pb,
+            "seed": seed,
+            "window.seconds": window,
+        },
+    )
+    if print_config:
+        typer.echo(study_toml(study), nl=False)
+        return
+    if frames is not None:
+        from hadal.commands.frames import PEAK_UNIX_S, world_frames
+        from hadal.gateway.frames import write_frames
 
-            write_frames(frames, world_frames(study, PEAK_UNIX_S))
-            typer.echo(f"Written: {frames}. Look at it with: hadal console --frames {frames}")
-            return
-        run(
-            SimulateOptions(
-                study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json
-            )
+        write_frames(frames, world_frames(study, PEAK_UNIX_S))
+        typer.echo(f"Written: {frames}. Look at it with: hadal console --frames {frames}")
+        return
+    run(
+        SimulateOptions(
+            study, out, "" if no_windows else hours or "0-23", not no_what_ifs, jobs, as_json
         )
-    except (HadalError, ValueError) as error:
-        typer.echo(f"hadal simulate: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    )
 
 
 app.command(epilog=REPLAY_EPILOG)(replay)
@@ -823,22 +800,18 @@ def console(
     ] = False,
 ) -> None:
     """Serve the pages: a chat with a running server, and its console."""
-    try:
-        from hadal.commands.status import find
-        from hadal.console.process import serve_alone
-        from hadal.core.handshake import is_near
+    from hadal.commands.status import find
+    from hadal.console.process import serve_alone
+    from hadal.core.handshake import is_near
 
-        if not is_near(host) and not open_to_network:
-            raise ConfigError(
-                f"--host is {host}, and the pages ask for no key: who reaches it would see what the"
-                " console shows. --open-to-network serves them all the same."
-            )
-        is_here = frames is None and not url
-        folder = find(run_folder).folder if is_here else None
-        serve_alone(folder, frames, url, host, port, lambda pages: typer.echo(f"{pages}/console"))
-    except ConfigError as error:
-        typer.echo(f"hadal console: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    if not is_near(host) and not open_to_network:
+        raise ConfigError(
+            f"--host is {host}, and the pages ask for no key: who reaches it would see what the"
+            " console shows. --open-to-network serves them all the same."
+        )
+    is_here = frames is None and not url
+    folder = find(run_folder).folder if is_here else None
+    serve_alone(folder, frames, url, host, port, lambda pages: typer.echo(f"{pages}/console"))
 
 
 @app.command(
@@ -939,29 +912,25 @@ def plan(
     if example_traffic:
         typer.echo(EXAMPLE, nl=False)
         return
-    try:
-        run(
-            PlanOptions(
-                traffic,
-                slo,
-                hardware,
-                tuple(price or ()),
-                mtp_tokens,
-                mtp_accept,
-                experts,
-                static,
-                start,
-                0 if no_verify else verify,
-                top,
-                out,
-                model,
-                seed,
-                as_json,
-            )
+    run(
+        PlanOptions(
+            traffic,
+            slo,
+            hardware,
+            tuple(price or ()),
+            mtp_tokens,
+            mtp_accept,
+            experts,
+            static,
+            start,
+            0 if no_verify else verify,
+            top,
+            out,
+            model,
+            seed,
+            as_json,
         )
-    except ValueError as error:
-        typer.echo(f"hadal plan: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    )
 
 
 def _dry_run(
@@ -970,26 +939,21 @@ def _dry_run(
     tables: _Tables,
     log: tuple[str, str],
     keys: tuple[list[str], Path | None, bool],
-) -> int:
-    """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
+) -> None:
+    """Print the plan. Raises ConfigError for one that no machine can run."""
     from hadal.commands.served import read_served_text
     from hadal.runtime.banner import print_plan
     from hadal.runtime.process.logs import check_log
     from hadal.runtime.resolve import has_tokenizer, plan, why_not_run
 
-    try:
-        check_log(*log)
-        resolved = plan(_deployment(config, overrides, tables))
-        _keys_for(resolved.deployment, *keys)
-        folder = Path(resolved.deployment.model)
-        # A folder of a config.json alone can be planned, one of weights is to be served.
-        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
-            read_served_text(folder, resolved.deployment.accept_config)
-    except ConfigError as error:
-        typer.echo(f"hadal serve: {error}", err=True)
-        return EXIT_CONFIG
+    check_log(*log)
+    resolved = plan(_deployment(config, overrides, tables))
+    _keys_for(resolved.deployment, *keys)
+    folder = Path(resolved.deployment.model)
+    # A folder of a config.json alone can be planned, one of weights is to be served.
+    if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
+        read_served_text(folder, resolved.deployment.accept_config)
     print_plan(resolved, why_not_run(resolved))
-    return 0
 
 
 def _deployment(

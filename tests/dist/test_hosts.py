@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hadal.core.errors import EXIT_CONFIG
 from hadal.runtime.launch import EXIT_GAVE_UP
-from hadal.runtime.process.process import EXIT_CONFIG
 from tests.dist.conftest import StartServer
 from tests.dist.gate import DECODE
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts

@@ -14,8 +14,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from hadal.cli import EXIT_CONFIG, app
+from hadal.cli import app
 from hadal.core.config import Deployment
+from hadal.core.errors import EXIT_CONFIG
 from hadal.runtime.pool_sizes import Room
 from hadal.runtime.resolve import plan
 from tests.needs import leave_out

@@ -13,12 +13,11 @@ import typer
 
 from hadal.commands.address import URL, server_url
 from hadal.commands.examples import examples
-from hadal.core.errors import ConfigError, HadalError
+from hadal.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hadal.commands.bench_load import Level
 
-EXIT_CONFIG = 2
 EPILOG = examples(
     ("hadal bench", "the server on this machine, with 1, 4 and 16 requests at once"),
     (
@@ -135,39 +134,34 @@ def bench(
     from hadal.commands.bench_run import BenchOptions, run
     from hadal.commands.bench_values import parse_promises
 
-    try:
-        if endpoint not in ("chat", "completions"):
-            raise ConfigError(f"--endpoint is {endpoint!r}; chat or completions is needed.")
-        found = read_trace(trace, scale) if trace is not None else None
-        asked = BenchOptions(
-            Target(
-                url.rstrip("/").removesuffix("/v1") + "/v1",
-                model,
-                api_key,
-                endpoint,
-                timeout_s=timeout,
-            ),
-            Texts(0, num_shared=shared, part_tokens=max(1, round(512 * scale))),
-            LoadPlan(
-                duration,
-                requests or sys.maxsize,
-                parse_lengths(tokens_in, "--input"),
-                parse_lengths(tokens_out, "--output"),
-                found,
-            ),
-            tuple(_levels(rate, concurrency, speed if found is not None else None)),
-            warm_up,
-            parse_promises(slo),
-            seed,
-            out,
-            as_json,
-            {"input": tokens_in, "output": tokens_out, "trace": str(trace) if trace else None},
-        )
-        code = run(asked)
-    except (HadalError, ValueError) as error:
-        typer.echo(f"hadal bench: {error}", err=True)
-        code = EXIT_CONFIG
-    sys.exit(code)
+    if endpoint not in ("chat", "completions"):
+        raise ConfigError(f"--endpoint is {endpoint!r}; chat or completions is needed.")
+    found = read_trace(trace, scale) if trace is not None else None
+    asked = BenchOptions(
+        Target(
+            url.rstrip("/").removesuffix("/v1") + "/v1",
+            model,
+            api_key,
+            endpoint,
+            timeout_s=timeout,
+        ),
+        Texts(0, num_shared=shared, part_tokens=max(1, round(512 * scale))),
+        LoadPlan(
+            duration,
+            requests or sys.maxsize,
+            parse_lengths(tokens_in, "--input"),
+            parse_lengths(tokens_out, "--output"),
+            found,
+        ),
+        tuple(_levels(rate, concurrency, speed if found is not None else None)),
+        warm_up,
+        parse_promises(slo),
+        seed,
+        out,
+        as_json,
+        {"input": tokens_in, "output": tokens_out, "trace": str(trace) if trace else None},
+    )
+    sys.exit(run(asked))
 
 
 def _levels(rate: str, concurrency: str, speed: float | None) -> list[Level]:

@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
+from hadal.commands.errors import Commands
 from hadal.commands.examples import examples
 
-EXIT_CONFIG = 2
 KEY_BYTES = 32
 PREFIX = "sk-hadal-"
 FILE_VARIABLE = "HADAL_API_KEYS_FILE"
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="API keys of a keys file: make, list and take them back, also while a server uses it.",
@@ -64,28 +65,22 @@ def add(
     from hadal.gateway.keys import add_line
 
     key = f"{PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
-    try:
-        for one in model or ():
-            if not one or len(one.split()) != 1 or "," in one:
-                raise ConfigError(f"--model is {one[:70]!r}; a name without blanks is needed.")
-        for one in right or ():
-            if one not in RIGHTS:
-                raise ConfigError(
-                    f"--right is {one[:70]!r}; there are {' and '.join(sorted(RIGHTS))}."
-                )
-        values: list[tuple[str, Any]] = [
-            ("name", check_name("the name", name)),
-            *([("weight", f"{weight:g}")] if weight != 1.0 else []),
-            *([("tokens_per_minute", tokens_per_minute)] if tokens_per_minute else []),
-            *([("requests", requests)] if requests else []),
-            *([("dollars_per_day", dollars_per_day)] if dollars_per_day else []),
-            *(("model", one) for one in model or ()),
-        ]
-        words = [hashed(key), *(f"{field}={value}" for field, value in values), *(right or ())]
-        was_revoked = add_line(file, " ".join(words))
-    except ConfigError as error:
-        typer.echo(f"hadal keys add: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    for one in model or ():
+        if not one or len(one.split()) != 1 or "," in one:
+            raise ConfigError(f"--model is {one[:70]!r}; a name without blanks is needed.")
+    for one in right or ():
+        if one not in RIGHTS:
+            raise ConfigError(f"--right is {one[:70]!r}; there are {' and '.join(sorted(RIGHTS))}.")
+    values: list[tuple[str, Any]] = [
+        ("name", check_name("the name", name)),
+        *([("weight", f"{weight:g}")] if weight != 1.0 else []),
+        *([("tokens_per_minute", tokens_per_minute)] if tokens_per_minute else []),
+        *([("requests", requests)] if requests else []),
+        *([("dollars_per_day", dollars_per_day)] if dollars_per_day else []),
+        *(("model", one) for one in model or ()),
+    ]
+    words = [hashed(key), *(f"{field}={value}" for field, value in values), *(right or ())]
+    was_revoked = add_line(file, " ".join(words))
     if was_revoked:
         typer.echo(
             f"{name} was revoked before. What that tenant left (files, batches, kept responses) belongs"
@@ -102,7 +97,6 @@ def list_keys(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Print the tenants of the file, their quotas and rights; no key is shown."""
-    from hadal.core.errors import ConfigError
     from hadal.gateway.auth import Tenant, parse_key
     from hadal.gateway.keys import read_lines
     from hadal.stats.prices import PICO_PER_MICRO
@@ -120,11 +114,7 @@ def list_keys(
             "rights": sorted(tenant.rights),
         }
 
-    try:
-        tenants = [fields(parse_key(line)[1]) for line in read_lines(file)]
-    except ConfigError as error:
-        typer.echo(f"hadal keys list: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    tenants = [fields(parse_key(line)[1]) for line in read_lines(file)]
     if as_json:
         typer.echo(json.dumps(tenants, indent=2))
         return
@@ -151,14 +141,9 @@ def revoke(
     file: _File = _FILE,
 ) -> None:
     """Take a tenant's key out of the file, which servers look at once a second."""
-    from hadal.core.errors import ConfigError
     from hadal.gateway.keys import remove_name
 
-    try:
-        remove_name(file, name)
-    except ConfigError as error:
-        typer.echo(f"hadal keys revoke: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    remove_name(file, name)
     typer.echo(
         f"The key of {name} is taken out of {file}. A server that follows this file lets it in no"
         " more within some three seconds."
@@ -185,31 +170,23 @@ def forget(
     """Delete the files and batches of a tenant that was revoked. A server may run meanwhile. The responses
     that it keeps are in its memory until it ends.
     """
-    from hadal.core.errors import ConfigError, HadalError
+    from hadal.core.errors import ConfigError
     from hadal.gateway.keys import names_in
     from hadal.runtime.batches import BatchStore, batches_url
     from hadal.runtime.ledger.store import file_of
 
-    try:
-        if file.exists() and name in names_in(file):
-            typer.echo(
-                f"hadal keys forget: {name} has a key. Take it back first: hadal keys revoke {name}.",
-                err=True,
-            )
-            sys.exit(EXIT_CONFIG)
-        url = batches_url(store, ledger, port)
-        path = file_of(url) if url else None
-        if not url or (path is not None and not path.exists()):
-            raise ConfigError(
-                f"no batches are kept at {path or 'any place'}; name theirs with --batches, --ledger or"
-                " --port."
-            )
-        batches = BatchStore(url)
-        num_files, num_batches, num_left = batches.forget_tenant(name)
-        batches.close()
-    except HadalError as error:
-        typer.echo(f"hadal keys forget: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    if file.exists() and name in names_in(file):
+        raise ConfigError(f"{name} has a key. Take it back first: hadal keys revoke {name}.")
+    url = batches_url(store, ledger, port)
+    path = file_of(url) if url else None
+    if not url or (path is not None and not path.exists()):
+        raise ConfigError(
+            f"no batches are kept at {path or 'any place'}; name theirs with --batches, --ledger or"
+            " --port."
+        )
+    batches = BatchStore(url)
+    num_files, num_batches, num_left = batches.forget_tenant(name)
+    batches.close()
     typer.echo(f"{num_files} files and {num_batches} batches of {name} are deleted.")
     if num_left:
         typer.echo(f"{num_left} batches have not ended. Run this once more when they have.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hadal.core.model_config import ModelConfig
     from hadal.runtime.memory import MemoryPlan, StoredWeights
 
-EXIT_NOT_SERVED, EXIT_CONFIG = 1, 2
+EXIT_NOT_SERVED = 1
 EPILOG = examples(
     ("hadal model", "the model that ships with Hadal"),
     ("hadal model ~/models/Moonlight-16B-A3B-Instruct", "a Hugging Face folder"),
@@ -68,7 +68,6 @@ def model(
     """Say what a model's folder holds: which model, parameters, bytes, KV of a token, chat template,
     and which deployment would serve it. The exit code is 0 if `hadal serve` would start.
     """
-    from hadal.core.errors import ConfigError
     from hadal.core.model_config import check_accepted, read_model_config, unknown_keys
     from hadal.runtime.memory import stored_weights
     from hadal.runtime.resolve import available_bytes, model_folder
@@ -76,19 +75,15 @@ def model(
     accepted = tuple(accept_config or ())
     if memory_gb is not None and math.isnan(memory_gb):
         raise typer.BadParameter("a number is needed.", param_hint="--memory-gb")
-    try:
-        check_accepted(accepted)
-        path = model_folder(folder)
-        config = read_model_config(path, accepted)
-        unknown = unknown_keys(path, accepted)
-        stored = stored_weights(path)
-        memory_bytes = available_bytes() if memory_gb is None else int(memory_gb * 1e9)
-        fits = list(_fits(path, accepted, memory_bytes, is_here=memory_gb is None))
-        why = why_not_served(path, accepted, None if memory_gb is None else memory_bytes)
-        served = _served_text(path, accepted)
-    except ConfigError as error:
-        typer.echo(f"hadal model: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    check_accepted(accepted)
+    path = model_folder(folder)
+    config = read_model_config(path, accepted)
+    unknown = unknown_keys(path, accepted)
+    stored = stored_weights(path)
+    memory_bytes = available_bytes() if memory_gb is None else int(memory_gb * 1e9)
+    fits = list(_fits(path, accepted, memory_bytes, is_here=memory_gb is None))
+    why = why_not_served(path, accepted, None if memory_gb is None else memory_bytes)
+    served = _served_text(path, accepted)
     if as_json:
         found = _as_json(path, config, stored, memory_bytes, fits)
         found |= {"unknown_keys": unknown, "chat": None if served is None else asdict(served)}

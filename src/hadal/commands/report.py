@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hadal.commands.day_values import duration
-from hadal.core.errors import HadalError
+from hadal.core.errors import ConfigError
 from hadal.runtime.ledger.store import LedgerWindow, Store, ledger_url, shown
 from hadal.stats.ledger import LedgerError
 from hadal.stats.prices import BUCKET_S, HOUR_S, ModelPrices, price_list
@@ -273,7 +272,6 @@ def _zone(utc_offset_s: int) -> str:
     return f"UTC{sign}{hours}" + (f":{rest // 60:02}" if rest else "") if utc_offset_s else "UTC"
 
 
-EXIT_CONFIG = 2
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _MAX_S = 3660 * _UNITS_S["d"]
 """Ten years, hour by hour."""
@@ -295,37 +293,28 @@ def run(
     replace those charged. `has_uses`: by tenant, with whose the GPUs' time was.
     """
     if has_uses and by not in (HOUR, TENANT):
-        print(
-            f"hadal report: --tenant is by tenant, not by {by!r}; leave one out.", file=sys.stderr
-        )
-        return EXIT_CONFIG
+        raise ConfigError(f"--tenant is by tenant, not by {by!r}; leave one out.")
     by = TENANT if has_uses else by
     now_s = time.time() if now_s is None else now_s
     offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S
     to_us = int(now_s * 1e6) + 1
-    try:
-        from_us = to_us - seconds_of(last) * 1_000_000
-        model_prices = ModelPrices(price_list(prices)) if prices else None
-        url = ledger_url(ledger)
-        if not url:
-            raise LedgerError(
-                "the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER."
-            )
-        window = read(url, from_us, to_us, by, offset_s, has_spans=has_uses)
-        tally = window.tally.priced(model_prices) if model_prices else window.tally
-        made = report(
-            tally,
-            window.nodes,
-            from_us,
-            to_us,
-            by=by,
-            utc_offset_s=offset_s,
-            details=window.details,
-            spans=window.spans,
-        )
-    except (HadalError, ValueError) as error:
-        print(f"hadal report: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+    from_us = to_us - seconds_of(last) * 1_000_000
+    model_prices = ModelPrices(price_list(prices)) if prices else None
+    url = ledger_url(ledger)
+    if not url:
+        raise LedgerError("the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER.")
+    window = read(url, from_us, to_us, by, offset_s, has_spans=has_uses)
+    tally = window.tally.priced(model_prices) if model_prices else window.tally
+    made = report(
+        tally,
+        window.nodes,
+        from_us,
+        to_us,
+        by=by,
+        utc_offset_s=offset_s,
+        details=window.details,
+        spans=window.spans,
+    )
     if as_json:
         echo(json.dumps(made.as_json(), indent=2))
         return 0

@@ -5,7 +5,6 @@ is called.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from hadal.perf.explain import StepPrice
     from hadal.perf.step import StepModel
 
-EXIT_CONFIG = 2
 EPILOG = examples(
     (
         "hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800",
@@ -132,39 +130,35 @@ def step(
         "--mtp-accept": mtp_accept,
     }
     prefill_only = {"--tokens": tokens, "--prompt": prompt, "--cached": cached}
-    try:
-        _check_options(phase, {"decode": decode_only, "prefill": prefill_only})
-        num_ranks = ep if ep is not None else 144 if phase == "decode" else 32
-        model = StepModel(
-            num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
-        )
+    _check_options(phase, {"decode": decode_only, "prefill": prefill_only})
+    num_ranks = ep if ep is not None else 144 if phase == "decode" else 32
+    model = StepModel(
+        num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
+    )
 
-        def priced(imbalance: float | None) -> StepPrice:
-            if phase == "decode":
-                return model.decode(
-                    _or(batch, 88.0),
-                    _or(kv, 4989.0),
-                    mtp_tokens or 0,
-                    plan,
-                    mtp_accept=_or(mtp_accept, MTP_ACCEPT),
-                    expert_imbalance=imbalance,
-                    attention_imbalance=attention_imbalance,
-                )
-            return model.prefill(
-                _or(tokens, 16384.0),
-                _or(prompt, 4096.0),
-                cached or 0.0,
+    def priced(imbalance: float | None) -> StepPrice:
+        if phase == "decode":
+            return model.decode(
+                _or(batch, 88.0),
+                _or(kv, 4989.0),
+                mtp_tokens or 0,
                 plan,
+                mtp_accept=_or(mtp_accept, MTP_ACCEPT),
                 expert_imbalance=imbalance,
                 attention_imbalance=attention_imbalance,
             )
+        return model.prefill(
+            _or(tokens, 16384.0),
+            _or(prompt, 4096.0),
+            cached or 0.0,
+            plan,
+            expert_imbalance=imbalance,
+            attention_imbalance=attention_imbalance,
+        )
 
-        price, balanced = priced(expert_imbalance), priced(1.0)
-        if trace is not None:
-            _write_trace(price, f"{phase} EP{num_ranks} {hardware}", trace)
-    except ValueError as error:
-        typer.echo(f"hadal step: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    price, balanced = priced(expert_imbalance), priced(1.0)
+    if trace is not None:
+        _write_trace(price, f"{phase} EP{num_ranks} {hardware}", trace)
     if as_json:
         typer.echo(json.dumps(as_object(price, balanced)))
         return

@@ -34,14 +34,13 @@ from hadal.console.feed import Feed, LiveSource, RecordedSource
 from hadal.console.page import add_console
 from hadal.console.shell import STATIC, add_assets
 from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
 from hadal.gateway.edge import Edge
 from hadal.gateway.frames import read_frames
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     LISTEN_FD,
     add_life_arguments,
     enter_child,

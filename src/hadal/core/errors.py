@@ -2,6 +2,8 @@
 to a status.
 """
 
+EXIT_CONFIG = 2
+"""Exit code where the model or the configuration cannot work: starting again would not help."""
 _MAX_CHARS = 1000
 """Most characters of what is said of a mistake: it may quote a file."""
 

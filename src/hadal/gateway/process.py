@@ -26,7 +26,7 @@ import uvicorn
 import uvloop
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
-from hadal.core.errors import ConfigError, HadalError
+from hadal.core.errors import EXIT_CONFIG, ConfigError, HadalError
 from hadal.core.facts import RequestFact
 from hadal.core.messages import FRONT
 from hadal.gateway.accounting import HEARTBEAT_S, Accounting
@@ -52,7 +52,6 @@ from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.runtime.process.child import read_status, wrong_nodes
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     EXIT_FATAL,
     HAS_SERVED,
     LISTEN_FD,

@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import AGENT_BEAT_S
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import (
     SUPERVISOR,
     Address,
@@ -62,7 +62,6 @@ from hadal.runtime.process.forks import (
 )
 from hadal.runtime.process.logs import start_log
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     EXIT_LEASE,
     FOLDER_PREFIX,
     Run,

@@ -21,7 +21,7 @@ import msgspec
 
 from hadal.comm.mesh.link import refused_here
 from hadal.core.cache import DiskLocation
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import Refused, UnitReport
 from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
@@ -44,7 +44,7 @@ from hadal.core.seams import (
 )
 from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam
-from hadal.runtime.process.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
+from hadal.runtime.process.process import EXIT_FATAL, EXIT_STUCK
 from hadal.runtime.transfer.kv import Copier, KvTransfer
 from hadal.runtime.transfer.pool import KvPool
 from hadal.runtime.wire import ZmqWire

@@ -33,7 +33,7 @@ import msgspec
 
 from hadal.core.balance import OFF
 from hadal.core.config import ROLES, Deployment
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages import (
     FRONT,
@@ -85,7 +85,6 @@ from hadal.runtime.process.forks import (
 from hadal.runtime.process.logs import LOGS_FOLDER, TEXT, KeptHandler, KeptLines, about
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     FOLDER_PREFIX,
     HAS_SERVED,
     LISTEN_FD,

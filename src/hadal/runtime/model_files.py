@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hadal.core.errors import CheckpointError
-from hadal.runtime.process.process import EXIT_CONFIG, Run
+from hadal.core.errors import EXIT_CONFIG, CheckpointError
+from hadal.runtime.process.process import Run
 from hadal.runtime.resolve import digest_of_model
 
 log = logging.getLogger(__name__)

@@ -56,14 +56,13 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hadal.core.config import units_of
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
 from hadal.runtime.nodes import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     EXIT_LEASE,
     Run,
     add_life_arguments,

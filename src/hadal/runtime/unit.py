@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import units_of
-from hadal.core.errors import ConfigError
+from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import RankDone, UnitReport
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
@@ -28,7 +28,6 @@ from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.logs import tell_doing
 from hadal.runtime.process.process import (
-    EXIT_CONFIG,
     LiveClock,
     Run,
     enter_unit,

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hadal.cli import EXIT_CONFIG, app
+from hadal.cli import app
 from hadal.commands.balance import cluster_of, loads_of, placement_of
+from hadal.core.errors import EXIT_CONFIG
 
 
 def run(loads: Path, *more: str, ranks: int = 4, slots: int = 6) -> tuple[int, str]:

@@ -72,8 +72,7 @@ def test_the_same(recordings: list[Recording], tmp_path: Path) -> None:
     "exit code 0: every decision the same, in the same order; 1: which was the first that is not"
 )
 @pytest.mark.promise(
-    "the recorded ones, byte for byte, or the replay ends and "
-    "names the difference"
+    "the recorded ones, byte for byte, or the replay ends and names the difference"
 )
 def test_different(recordings: list[Recording], tmp_path: Path) -> None:
     first = recordings[-1]

@@ -83,8 +83,7 @@ def test_measures(recordings: list[Recording]) -> None:
 
 
 @pytest.mark.promise(
-    "the recorded ones, byte for byte, or the replay ends and "
-    "names the difference"
+    "the recorded ones, byte for byte, or the replay ends and names the difference"
 )
 def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
@@ -139,8 +138,7 @@ def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
 
 
 @pytest.mark.promise(
-    "the recorded ones, byte for byte, or the replay ends and "
-    "names the difference"
+    "the recorded ones, byte for byte, or the replay ends and names the difference"
 )
 def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
     """The live front says it did not send a Prefill, which this one sends."""
