@@ -2,8 +2,8 @@
 
     python -m bench.early_pull [--tokens 4096] [--mbit 1000] [--rounds 5]
 
-Prefill and decode run on two hosts: network namespaces on one machine, with a Ray node each and a link
-of so many Mbit/s (tests/dist/hosts.py; needs root). Both deployments run all the while and are asked in
+Prefill and decode run on two hosts: network namespaces on one machine, with a Ray node each and a limited
+link (tests/dist/hosts.py; needs root). Both deployments run all the while and are asked in
 turn.
 """
 
@@ -26,18 +26,21 @@ from bench.subject import prompts
 from hadal.core.model_config import read_model_config
 from tests.dist.hosts import Hosts, why_no_hosts
 
+NUM_TOKENS = 8
+"""Tokens of an answer."""
+
 
 def ask(deployed: Deployed, model: Path, num_tokens: int) -> Stream:
     """Send one random prompt. Raises RuntimeError if the answer fails."""
     vocab_size = read_model_config(model).vocab_size
     (prompt,) = prompts(1, num_tokens, vocab_size, seed=secrets.randbits(30))
-    body = {"model": model.name, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+    body = {"model": model.name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     host, _, port = deployed.url.removeprefix("http://").partition(":")
     one = deployed.host.call(
         lambda: asyncio.run(stream((host, int(port)), "/v1/completions", body))
     )
-    if one.error:
-        raise RuntimeError(one.error)
+    if one.error or len(one.piece_times_s) < NUM_TOKENS:
+        raise RuntimeError(one.error or "tokens came together")
     return one
 
 
@@ -60,7 +63,7 @@ def main() -> None:
         for host in hosts:
             host.label = f"hadal={'auto' if host.number < 2 else 'off'}"
             host.shape("tbf", "rate", f"{options.mbit}mbit", "burst", "1mb", "latency", "100ms")
-        hosts.start_ray(1, 1, 1, 1)
+        hosts.start_ray(2, 2, 2, 2)
         deployed = {}
         for number, early_pull in ((0, "auto"), (2, "off")):
             folder = Path(name) / early_pull
@@ -72,7 +75,7 @@ def main() -> None:
                 "early_pull": early_pull,
                 "cluster": {**hosts.cluster, "label": hosts[number].label},
             }
-            server = hosts.serve(folder, f"serve-{early_pull}", number, **tables)
+            server = hosts.serve(folder, f"serve{early_pull}", number, **tables)
             stack.enter_context(ready(hosts, server, number))
             deployed[early_pull] = Deployed(hosts[number], server.url)
         for turn in range(-1, options.rounds):

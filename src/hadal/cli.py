@@ -250,8 +250,7 @@ def serve(
     }
     given = api_key or [], api_keys_file, open_to_network
     if dry_run:
-        _dry_run(config, overrides, tables, (log_level, log_format), given)
-        return
+        sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
     from hadal.runtime.process.forks import Forks, environment
 
     forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
@@ -377,17 +376,15 @@ def report(
     """
     from hadal.commands.report import run
 
-    sys.exit(
-        run(
-            last=last,
-            by=by,
-            as_json=as_json,
-            ledger=ledger,
-            prices=prices,
-            is_utc=utc,
-            has_uses=tenant,
-            echo=typer.echo,
-        )
+    run(
+        last=last,
+        by=by,
+        as_json=as_json,
+        ledger=ledger,
+        prices=prices,
+        is_utc=utc,
+        has_uses=tenant,
+        echo=typer.echo,
     )
 
 
@@ -939,21 +936,26 @@ def _dry_run(
     tables: _Tables,
     log: tuple[str, str],
     keys: tuple[list[str], Path | None, bool],
-) -> None:
-    """Print the plan. Raises ConfigError for one that no machine can run."""
+) -> int:
+    """Print the plan. Return the exit code: 0, or EXIT_CONFIG if no machine can run it."""
     from hadal.commands.served import read_served_text
     from hadal.runtime.banner import print_plan
     from hadal.runtime.process.logs import check_log
     from hadal.runtime.resolve import has_tokenizer, plan, why_not_run
 
-    check_log(*log)
-    resolved = plan(_deployment(config, overrides, tables))
-    _keys_for(resolved.deployment, *keys)
-    folder = Path(resolved.deployment.model)
-    # A folder of a config.json alone can be planned, one of weights is to be served.
-    if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
-        read_served_text(folder, resolved.deployment.accept_config)
+    try:
+        check_log(*log)
+        resolved = plan(_deployment(config, overrides, tables))
+        _keys_for(resolved.deployment, *keys)
+        folder = Path(resolved.deployment.model)
+        # A folder of a config.json alone can be planned, one of weights is to be served.
+        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
+            read_served_text(folder, resolved.deployment.accept_config)
+    except ConfigError as error:
+        typer.echo(f"hadal serve: {error}", err=True)
+        return EXIT_CONFIG
     print_plan(resolved, why_not_run(resolved))
+    return 0
 
 
 def _deployment(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,9 +33,9 @@ from hadal.tokens.grammars import Grammars
 from hadal.tokens.table import read_token_table
 
 EDGE = 1e-4
-"""Of the cumulative distribution. Kernels and the plain loop differ in about a tenth of it."""
+"""Share of the cumulative distribution. Kernels and the plain loop differ by about a tenth of it."""
 NOISE, NUM_NOISY = 1e-5, 16
-"""Of what enters experts and their router, relative: about what rounding does; and how often it is drawn."""
+"""Relative noise on the input of experts and their router, about as much as rounding makes; its draws."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -49,8 +50,10 @@ def beside_a_border(
             if one["token_ids"] != other["token_ids"]:
                 return False
             continue
-        near = _near(folder, _generations(folder, path, body)[number], one["token_ids"][:at])
-        if not set(pairs[at]) <= near:
+        generation = _generations(folder, path, body)[number]
+        if not any(
+            set(pairs[at]) <= near for near in _near(folder, generation, one["token_ids"][:at])
+        ):
             return False
     return True
 
@@ -73,38 +76,48 @@ def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generati
     return [choice.generation for choice in asyncio.run(begin()).choices]
 
 
-def _near(folder: Path, generation: Generation, output: list[int]) -> set[int]:
-    """Return the tokens that a draw behind `output` gives within EDGE of its number."""
+def _near(folder: Path, generation: Generation, output: list[int]) -> Iterator[set[int]]:
+    """Yield the tokens that a draw behind `output` gives within EDGE of its number: for exact weights, then
+    also for those with noise.
+    """
+    exact, found = _weights(folder), set[int]()
+    for seed in range(-1, NUM_NOISY):
+        weights = exact if seed < 0 else _noisy(exact, seed)
+        found |= _drawn(folder, weights, generation, output)
+        yield found
+
+
+def _drawn(
+    folder: Path, weights: ModelWeights, generation: Generation, output: list[int]
+) -> set[int]:
     table = read_token_table(folder)
     ids = torch.tensor([*generation.prompt, *output])
-    exact = _weights(folder)
-    found: set[int] = set()
-    for weights in (exact, *(_noisy(exact, seed) for seed in range(NUM_NOISY))):
-        logits_1V = forward(weights, ids, no_latents(weights))[0][-1:]
-        sampler = Sampler(
-            1, logits_1V.shape[1], grammars=Grammars(lambda: table, len(table.token_bytes))
-        )
-        sampler.join(
-            0,
-            generation.sampling,
-            len(output),
-            prompt=generation.prompt,
-            output=output,
-            stop_ids=generation.stop_ids,
-            min_tokens=generation.min_tokens,
-        )
-        slots_B, one_B = np.zeros(1, np.int64), np.ones(1, np.int64)
-        masks = sampler.wait(slots_B, one_B, one_B)
-        logits_1V = adjust(logits_1V, slots_B, sampler._table)
-        if masks is not None:
-            logits_1V = allowed(logits_1V, masks)
-        slot_B = sampler._slots
-        p_1V = kept(logits_1V, slot_B)
-        (number,) = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64)).tolist()
-        for shift in (-EDGE, 0.0, EDGE):
-            draw = torch.tensor([min(max(number + shift, 0.0), 1.0)], dtype=torch.float64)
-            found.add(int(pick(p_1V, draw)[0]))
-    return found
+    logits_1V = forward(weights, ids, no_latents(weights))[0][-1:]
+    sampler = Sampler(
+        1, logits_1V.shape[1], grammars=Grammars(lambda: table, len(table.token_bytes))
+    )
+    sampler.join(
+        0,
+        generation.sampling,
+        len(output),
+        prompt=generation.prompt,
+        output=output,
+        stop_ids=generation.stop_ids,
+        min_tokens=generation.min_tokens,
+    )
+    slots_B, one_B = np.zeros(1, np.int64), np.ones(1, np.int64)
+    masks = sampler.wait(slots_B, one_B, one_B)
+    logits_1V = adjust(logits_1V, slots_B, sampler._table)
+    if masks is not None:
+        logits_1V = allowed(logits_1V, masks)
+    slot_B = sampler._slots
+    p_1V = kept(logits_1V, slot_B)
+    (number,) = uniform(slot_B["seed"], slot_B["index"].astype(np.uint64)).tolist()
+    shifted = (number + shift for shift in (-EDGE, 0.0, EDGE))
+    return {
+        int(pick(p_1V, torch.tensor([min(max(each, 0.0), 1.0)], dtype=torch.float64))[0])
+        for each in shifted
+    }
 
 
 def _noisy(weights: ModelWeights, seed: int) -> ModelWeights:

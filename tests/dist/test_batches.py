@@ -294,6 +294,8 @@ def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
     wait_until(lambda: num_now('state="decoding"') >= len(lines), "its lines are decoded")
     with ThreadPoolExecutor(5) as pool:
         asking = [pool.submit(ask, n) for n in range(5)]
+        num = len(lines) + len(asking)
+        wait_until(lambda: num_now('state="decoding"') >= num, "others are decoded beside them")
         wait_until(server.gate.stepping(gate.DECODE, are_answered), "others are answered")
     assert client.batches.retrieve(batch_id).request_counts.completed == 0
     server.gate.open()

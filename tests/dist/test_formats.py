@@ -135,8 +135,8 @@ def test_a_rank_and_a_leader_that_are_killed(
 @SERVED
 @pytest.mark.timeout(900)
 def test_preemption(borrow: StartServer, server: Server) -> None:
-    """Each of four answers fills four blocks, two are under way before a step is done, and the pool has
-    five.
+    """Each of four answers needs four blocks, two are decoded before a step is done, and the pool has four
+    beside the scratch block.
     """
     schemas = [
         {**STRING, "minLength": MAX_TOKENS},
@@ -156,13 +156,16 @@ def test_preemption(borrow: StartServer, server: Server) -> None:
     ]
     long = Asked(COMPLETIONS, bodies, what_came, model_folder(""))
     long.ask(server)
+    assert all(one["finish_reason"] == "length" for choices in long.answers for one in choices)
     small = borrow(
         decode={"kv_blocks": 5, "kv_memory_mb": 0}, prefill={"kv_blocks": 40, "kv_memory_mb": 0}
     )
     small.gate.hold(gate.DECODE)
 
+    before = metric(small, "hadal_preemptions_total")
+
     def was_preempted() -> bool:
-        return metric(small, "hadal_preemptions_total") > 0
+        return metric(small, "hadal_preemptions_total") > before
 
     async def fill() -> None:
         await wait_for(

@@ -1,26 +1,35 @@
-"""Errors of commands: one line on stderr and an exit code, the same for all of them."""
+"""Errors of commands: a message on stderr and an exit code, the same for all of them."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from hadal.core.errors import EXIT_CONFIG, HadalError
+from hadal.core.errors import EXIT_CONFIG, HadalError, InvariantError
+
+_CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "step"}
+"""Commands whose formulas raise a plain ValueError for options that cannot be."""
 
 
 class Commands(TyperGroup):
-    """Commands whose HadalError or ValueError ends them with EXIT_CONFIG: a user can mend what it says."""
+    """Command group: a HadalError prints its message and ends the command with EXIT_CONFIG.
+
+    A bug keeps its traceback: InvariantError, other errors, and all of `serve`, which reports its
+    ConfigError itself.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the line names."""
         try:
             return super().invoke(ctx)
         except (HadalError, ValueError) as error:
-            logging.getLogger("hadal").debug("", exc_info=True)
-            names = [ctx.invoked_subcommand or ""]
+            name = ctx.invoked_subcommand or ""
+            is_expected = isinstance(error, HadalError) or name in _CHECK_VALUES
+            if name == "serve" or isinstance(error, InvariantError) or not is_expected:
+                raise
+            names = [name]
             while ctx.parent is not None:
                 names.insert(0, ctx.info_name or "")
                 ctx = ctx.parent

@@ -288,8 +288,8 @@ def run(
     has_uses: bool = False,
     echo: Callable[[str], object] = print,
     now_s: float | None = None,
-) -> int:
-    """Print the report of the last so many hours; returns the exit code. `prices` other than ""
+) -> None:
+    """Print the report of the last hours. `prices` other than ""
     replace those charged. `has_uses`: by tenant, with whose the GPUs' time was.
     """
     if has_uses and by not in (HOUR, TENANT):
@@ -317,13 +317,12 @@ def run(
     )
     if as_json:
         echo(json.dumps(made.as_json(), indent=2))
-        return 0
+        return
     console = Console()
     console.print(render(made, f"What was served in the last {last}"))
     if not made.total.counts.num_requests:
         console.print(_why_empty(window, offset_s))
     console.print(f"[dim]Ledger: {escape(shown(url))}[/dim]", highlight=False)
-    return 0
 
 
 def read(

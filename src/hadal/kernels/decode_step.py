@@ -368,7 +368,7 @@ class _Step:
         self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
         self._logits = [self.logits_BV[:num_rows] for num_rows in range(shape.max_batch + 1)]
-        """Views by number of rows: to make one lets the GIL go, which a step would then wait for."""
+        """Views by number of rows. Slicing releases the GIL, and the step would wait to get it back."""
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
         handle = lib.hadal_step_new(

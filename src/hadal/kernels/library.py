@@ -269,7 +269,7 @@ def check_array(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike
 
 def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same whole numbers, contiguous on the CPU; the very tensor where it already is."""
-    # Each op of torch lets the GIL go, and a step then waits for it: none where nothing is to be done.
+    # Each torch op releases the GIL, and the step waits to get it back.
     if tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
     return tensor.to(device="cpu", dtype=dtype).contiguous()

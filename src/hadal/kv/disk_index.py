@@ -1,9 +1,8 @@
 """What a leader can find on disk: names of blocks to their locations, as runtime/store/view reports
 them.
 
-A name and its location take about 150 bytes (LOG.md): millions of blocks fit beside the leader's other
-state. Knows nothing of files, and not whether a location still holds what
-it held: whoever reads it verifies that.
+A name and its location take about 180 bytes (LOG.md), so millions of blocks fit beside the leader's
+other state. Knows nothing of files. A location may hold another block by now: readers verify it.
 """
 
 from __future__ import annotations

@@ -704,7 +704,7 @@ class ModelRunner:
         table.rest(plan.resting)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """Return it on the model's device. Every op of torch lets the GIL go: none on a CPU."""
+        """Return it on the model's device. On a CPU no torch op is called: each releases the GIL."""
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _decode_logits(

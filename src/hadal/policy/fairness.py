@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from hadal.policy.views import TenantView
 
@@ -107,6 +107,12 @@ class ServiceCounters:
         self._tenant_to_service[tenant] = self[tenant] + cost
 
 
+class Services(Protocol):
+    """What each tenant was served, over its weight: ServiceCounters, or values of one moment."""
+
+    def __getitem__(self, tenant: str, /) -> float: ...
+
+
 class Claim(NamedTuple):
     """What one that waits asks for."""
 
@@ -126,7 +132,7 @@ def turn_of(tenant: str, service: float, num_held: int, first: S) -> tuple[bool,
 def in_turns(
     waiting: Iterable[T],
     claim_of: Callable[[T], Claim],
-    counters: ServiceCounters,
+    services: Services,
     tenant_to_held: Mapping[str, int],
 ) -> Iterator[T]:
     """Yield those that wait in the order in which they are to be served; `waiting` is in the order
@@ -137,7 +143,7 @@ def in_turns(
     tenant_to_queue: dict[str, deque[tuple[int, T]]] = {}
     for number, one in enumerate(waiting):
         tenant_to_queue.setdefault(claim_of(one).tenant, deque()).append((number, one))
-    service = {tenant: counters[tenant] for tenant in tenant_to_queue}
+    service = {tenant: services[tenant] for tenant in tenant_to_queue}
 
     def turn(tenant: str) -> tuple[tuple[bool, float, int, int], str]:
         held, first = tenant_to_held.get(tenant, 0), tenant_to_queue[tenant][0][0]

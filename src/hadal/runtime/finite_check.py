@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 PAUSE_S = 0.02
-"""Pause after so many bytes: at most 200 MB/s, which no step notices."""
+"""Seconds of a pause after each PIECE_BYTES: at most 200 MB/s."""
 _LOWEST_PRIORITY = 19
 """Largest nice value of Linux."""
 # A value is infinite or no number if all its exponent's bits are set; FP8 E4M3 has no infinities.
@@ -104,6 +104,6 @@ def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], Non
                     )
                 num_read += len(piece)
                 if num_read >= PIECE_BYTES:
-                    num_read = 0
+                    num_read -= PIECE_BYTES
                     pause()
     return ""

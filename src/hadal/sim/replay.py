@@ -4,8 +4,8 @@ the recorded times, and each answer is compared with the recorded one.
     recorded call    time, events -> effects
     replayed call    time, events -> effects: equal byte for byte, or the replay ends here
 
-Each role is replayed on its own, so recordings of several hosts may stand in one folder. If every role
-gives its recorded answers, the run as a whole does.
+Each role is replayed on its own. If every role gives its recorded answers, so does the run. Recordings
+of several hosts may stand in one folder; only times of one host can be compared.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ MakeRole = Callable[[Opening], ReplayedRole]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first call that was answered otherwise."""
+    """The first call with another answer than the recorded one."""
 
     process: str
     call: int
     at_s: float
-    """Time since the first call of the run."""
+    """Seconds since the first call of the process."""
     what: str
     recorded: str
     replayed: str
 
     def __str__(self) -> str:
         return (
-            f"{self.process}, call {self.call}, {self.at_s:.6f} s after the start: {self.what}\n"
+            f"{self.process}, call {self.call}, {self.at_s:.6f} s after its start: {self.what}\n"
             f"  recorded  {self.recorded}\n  replayed  {self.replayed}"
         )
 
@@ -77,8 +77,9 @@ class ReplayReport:
 
     num_processes: int
     num_recorded: int
-    """Calls."""
+    """Recorded calls."""
     span_s: float
+    """Length of the longest recording, in seconds."""
     num_calls: int = 0
     """Calls that were answered alike."""
     decisions: Counter[str] = field(default_factory=Counter)
@@ -105,10 +106,9 @@ def replay(
     recordings = [recording for recording in recordings if recording.calls]
     if not recordings:
         raise ValueError("there is nothing to replay: no process was called.")
-    begin_s = min(recording.calls[0].now_s for recording in recordings)
-    end_s = max(recording.calls[-1].now_s for recording in recordings)
+    span_s = max(recording.calls[-1].now_s - recording.calls[0].now_s for recording in recordings)
     num_recorded = sum(len(recording.calls) for recording in recordings)
-    report = ReplayReport(len(recordings), num_recorded, end_s - begin_s)
+    report = ReplayReport(len(recordings), num_recorded, span_s)
     roles = [make_role(recording.opening) for recording in recordings]
     step_s: defaultdict[str, list[float]] = defaultdict(list)
     in_time = heapq.merge(
@@ -121,7 +121,8 @@ def replay(
         process, call = recordings[index].process, recordings[index].calls[number]
         answer = _answer(roles[index], call)
         if (found := _compare(call, answer)) is not None:
-            report.difference = Difference(process, number, now_s - begin_s, *found)
+            at_s = now_s - recordings[index].calls[0].now_s
+            report.difference = Difference(process, number, at_s, *found)
             break
         report.num_calls += 1
         if report.num_calls % _PROGRESS_CALLS == 0:
@@ -160,13 +161,13 @@ def _compare(old: Call, new: Call) -> tuple[str, str, str] | None:
         return None
     if old.error != new.error:
         return "it raised another error", old.error or "nothing", new.error or "nothing"
-    heard = f"after {_kinds(old.events)} it decided"
+    decided = f"after {_kinds(old.events)} it decided"
     for index, (was, now) in enumerate(zip(old.effects, new.effects, strict=False)):
         if encode(was) != encode(now):
             path, was, now = _narrowed(_name(was), was, now)
-            return f"{heard} otherwise, effect {index}: {path}", _shown(was), _shown(now)
+            return f"{decided} something else, effect {index}: {path}", _shown(was), _shown(now)
     most = min(len(old.effects), len(new.effects))
-    what = f"{heard} {len(new.effects)} things, not {len(old.effects)}"
+    what = f"{decided} {len(new.effects)} things, not {len(old.effects)}"
     return what, _shown(old.effects[most:]), _shown(new.effects[most:])
 
 

@@ -79,7 +79,7 @@ def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, Model
         else options.pop("offers_blocks", False)
     )
     cache = CacheConfig(
-        folder="/kv" * options.pop("has_disk", False),
+        folder="/kv" if options.pop("has_disk", False) else "",
         memory=AUTO if keeps else OFF,
         recompute=options.pop("recompute", AUTO),
     )

@@ -20,7 +20,7 @@ from hadal.core.messages import BLOCK_TOKENS, Decode, Key, KvLease, PullEarly, P
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Effect, Pull, Send
 from hadal.kv.blocks import blocks_for
-from hadal.policy.fairness import is_batch
+from hadal.policy.fairness import OUTPUT_COST, Claim, in_turns, share_weight
 from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import SlotState
 from hadal.roles.ranks.pools import RankPools
@@ -190,10 +190,9 @@ class DecodeArrivals:
                 if key in self._slots.key_to_slot:
                     break
                 ready.append(decode)
-            # A tenant's latest message says what it was served by now, the others what it was then.
-            service = {decode.generation.tenant: decode.service for decode in ready}
-            ready.sort(key=lambda decode: _turn(decode.generation.tenant, service))
-            for slot in self._slots.assign(ready):
+            # A tenant's latest message has its current service; that of the others is out of date.
+            services = {one.generation.tenant: one.service for one in self.waiting.values()}
+            for slot in self._slots.assign([*in_turns(ready, _claim, services, {})]):
                 self._go_on(slot, self.waiting.pop(self._table.occupant(slot).key))
             if not self.waiting or not ready or not self._make_room():
                 return
@@ -278,8 +277,11 @@ class DecodeArrivals:
             self._pull(slot)
 
 
-def _turn(tenant: str, service: dict[str, float]) -> tuple[bool, float]:
-    return is_batch(tenant), service[tenant]
+def _claim(decode: Decode) -> Claim:
+    generation = decode.generation
+    num_tokens = generation.max_tokens - len(generation.output)
+    weight = share_weight(generation.weight, generation.priority)
+    return Claim(generation.tenant, OUTPUT_COST * num_tokens / weight)
 
 
 def _num_full(lease: KvLease) -> int:

@@ -673,7 +673,8 @@ class Front:
 
     def _take_slot(self, now_s: float, record: Record, unit: Unit) -> None:
         """Put a running request back for one that is prefilled, if the unit's slots are all taken: the
-        latest of batches, else one of a tenant that had more. Its slot is free two steps later.
+        latest of batches, else one of a tenant that had more. Its slot is free at once, or two steps later
+        if a plan has it.
         """
         tenant, requests = record.generation.tenant, self.requests
         if unit.num_requests <= unit.num_requests_max or is_batch(tenant):
@@ -779,7 +780,7 @@ class Front:
         generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
         service = self.requests.counters[generation.tenant]
         self._send(unit, Decode(generation, done.lease, service))
-        # Behind it: a slot that is free at once would go to another that waits there.
+        # Decode goes first: the unit gives a slot that Cancel frees to a request that waits by then.
         self._take_slot(now_s, record, self.units.by_name[unit])
 
     def _count_hits(self, record: Record, num_cached: int) -> int:

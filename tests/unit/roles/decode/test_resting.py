@@ -167,6 +167,15 @@ def test_a_tenant_was_served_what_its_latest_message_says() -> None:
     assert [name for name, _ in leader.slots.key_to_slot] == ["d"]
 
 
+def test_tenants_that_were_served_alike_take_turns() -> None:
+    leader = decode_leader(40, num_slots=4)
+    messages = [
+        of_tenant(f"{tenant}{number}", tenant, 50.0) for tenant in "xy" for number in range(3)
+    ]
+    leader.handle(0.0, *messages)
+    assert sorted(name for name, _ in leader.slots.key_to_slot) == ["x0", "x1", "y0", "y1"]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_rank_holds_no_more_rows_than_the_step_may(num_ranks: int) -> None:
     """The step is as long as its busiest rank's."""

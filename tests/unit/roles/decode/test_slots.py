@@ -43,10 +43,10 @@ EAGER = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
 
 @pytest.mark.parametrize("terms", [None, EAGER])
 @pytest.mark.parametrize("overlap", ["auto", "decode_five"])
-@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("drafts", [0, 1, 3, "auto"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_token_comes_once_whatever_the_ranks_do(
-    seed: int, num_drafts: int, overlap: str, terms: MoveTerms | None
+    seed: int, drafts: int | str, overlap: str, terms: MoveTerms | None
 ) -> None:
     print("seed", seed)
     random = Random(seed)
@@ -63,7 +63,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(
         lease_s=random.choice([0.05, 30.0]),
         has_disk=random.choice([True, False]),
         fingerprint=FINGERPRINT,
-        drafts=num_drafts if random.random() < 0.5 else "auto",
+        drafts=drafts,
     )
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
