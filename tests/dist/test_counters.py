@@ -61,16 +61,14 @@ async def decoding(server: Server, num_choices: int) -> None:
 
 
 async def held(server: Server, ask: Ask) -> list[asyncio.Task[httpx.Response]]:
-    """Requests that are held after NUM_STEPS steps, and counted so far."""
+    """Return requests that are held after some NUM_STEPS steps, and counted so far."""
     before = metric(server, OUTPUT_TOKENS)
     server.gate.hold(gate.DECODE)
     tasks = [ask(fields) for fields in HELD]
     await decoding(server, NUM_HELD)
-    server.gate.hold(gate.DECODE, NUM_STEPS)
     least = before + NUM_HELD * (NUM_STEPS + 1)
-    await wait_for(
-        lambda: metric(server, OUTPUT_TOKENS) >= least, "tokens of running requests are counted"
-    )
+    are_counted = server.gate.stepping(gate.DECODE, lambda: metric(server, OUTPUT_TOKENS) >= least)
+    await wait_for(are_counted, "tokens of running requests are counted")
     return tasks
 
 
@@ -109,10 +107,10 @@ async def end_in_every_way(server: Server, batches: OpenAI) -> None:
         assert 429 in {task.result().status_code for task in (await asyncio.wait(crowd))[0]}
 
         server.gate.hold(gate.DECODE, NUM_STEPS)
+        lost = [ask(LONG | STREAM | {"n": 2}) for _ in range(2)]
+        await decoding(server, 4)
         lines = [line(f"r{n}", max_tokens=30, n=1 + n % 2) for n in range(8)]
         batch_id = await asyncio.to_thread(create, batches, lines)
-        await decoding(server, 1)
-        lost = [ask(LONG | STREAM | {"n": 2}) for _ in range(2)]
         await decoding(server, 5)
         old_pid = server.kill("decode-0")
         server.gate.open()
