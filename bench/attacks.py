@@ -43,7 +43,7 @@ ANSWER_TOKENS = 32
 WAIT_S = 30.0
 """An answer that takes longer counts as none."""
 NUM_PROMPTS, NUM_CHOICES = 64, 8
-NUM_FLOODS = 3
+NUM_FLOODS, NUM_STREAMS = 3, 200
 NUM_DRIBBLES = 790
 NUM_UNREAD = 64
 NUM_CANCELS = 32
@@ -107,6 +107,17 @@ async def flood(address: Address, number: int, **fields: Any) -> None:
                 continue
         if is_refused:
             await asyncio.sleep(0.5)
+
+
+async def streams(address: Address, number: int) -> None:
+    """A stream of 256 tokens, and another as soon as it ends."""
+    for turn in itertools.count():
+        prompt = f"Number {number} {turn}: tell"
+        body = body_of({"prompt": prompt, "max_tokens": 256, "stream": True})
+        async with asked(address, len(body), body) as (reader, _):
+            tail = b" "
+            while tail and b"[DONE]" not in tail:
+                tail = await reader.read(65536)
 
 
 async def flood_first(address: Address, number: int) -> None:
@@ -217,6 +228,7 @@ ATTACKS = {
     for attack in (
         Attack("flood_first", "1,536 generations at priority 4", flood_first, NUM_FLOODS),
         Attack("flood", "1,536 generations", flood, NUM_FLOODS),
+        Attack("streams", "200 streams", streams, NUM_STREAMS),
         Attack("dribble", "790 bodies that never end", dribble, NUM_DRIBBLES),
         Attack("unread", "64 streams that nobody reads", unread, NUM_UNREAD),
         Attack("cancel", "32 loops that leave after 0.1 s", cancel, NUM_CANCELS),

@@ -10,8 +10,6 @@ turn.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import secrets
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -20,10 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.checkpoints import mid_model
-from bench.client import Stream, stream
+from bench.client import Stream
 from bench.hosts import Deployed, ready
-from bench.subject import prompts
-from hadal.core.model_config import read_model_config
 from tests.dist.hosts import Hosts, why_no_hosts
 
 NUM_TOKENS = 8
@@ -32,13 +28,7 @@ NUM_TOKENS = 8
 
 def ask(deployed: Deployed, model: Path, num_tokens: int) -> Stream:
     """Send one random prompt. Raises RuntimeError if the answer fails."""
-    vocab_size = read_model_config(model).vocab_size
-    (prompt,) = prompts(1, num_tokens, vocab_size, seed=secrets.randbits(30))
-    body = {"model": model.name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    host, _, port = deployed.url.removeprefix("http://").partition(":")
-    one = deployed.host.call(
-        lambda: asyncio.run(stream((host, int(port)), "/v1/completions", body))
-    )
+    (one,) = deployed.ask(model, 1, NUM_TOKENS, num_tokens)
     if one.error or len(one.piece_times_s) < NUM_TOKENS:
         raise RuntimeError(one.error or "tokens came together")
     return one

@@ -145,13 +145,13 @@ class Deployed:
     host: Host
     url: str
 
-    def ask(self, model: Path, batch: int, num_tokens: int) -> list[Stream]:
-        """So many streams at once, of so many tokens."""
+    def ask(self, model: Path, batch: int, num_tokens: int, context: int = CONTEXT) -> list[Stream]:
+        """Return `batch` streams that ran at once, of `num_tokens` behind prompts of `context`."""
         vocab_size = read_model_config(model).vocab_size
         body = {"model": model.name, "max_tokens": num_tokens, "ignore_eos": True}
         asked = [
             {**body, "temperature": 0.0, "prompt": prompt}
-            for prompt in prompts(batch, CONTEXT, vocab_size, seed=secrets.randbits(30))
+            for prompt in prompts(batch, context, vocab_size, seed=secrets.randbits(30))
         ]
         host, _, port = self.url.removeprefix("http://").partition(":")
 

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from hadal.core.errors import EXIT_CONFIG, HadalError, InvariantError
 
 _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "step"}
-"""Commands whose formulas raise a plain ValueError for options that cannot be."""
+"""Commands whose formulas raise a plain ValueError for bad options."""
 
 
 class Commands(TyperGroup):

@@ -15,8 +15,8 @@ from hadal.commands.examples import examples
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hadal.roles.recording import Opening
-    from hadal.sim.replay import ReplayedRole, ReplayReport
+    from hadal.roles.recording import Opening, RecordedRole
+    from hadal.sim.replay import ReplayReport
 
 EXIT_DIFFERENT = 1
 EPILOG = examples(
@@ -60,7 +60,7 @@ def replay(
     sys.exit(EXIT_DIFFERENT if report.difference else 0)
 
 
-def make_role(opening: Opening) -> ReplayedRole:
+def make_role(opening: Opening) -> RecordedRole:
     """The role that a recorded process hosted, made by the code that made it there. Raises
     ConfigError.
     """

@@ -289,8 +289,8 @@ def run(
     echo: Callable[[str], object] = print,
     now_s: float | None = None,
 ) -> None:
-    """Print the report of the last hours. `prices` other than ""
-    replace those charged. `has_uses`: by tenant, with whose the GPUs' time was.
+    """Print the report of the last hours. `prices`, unless empty, replace the charged ones. `has_uses`:
+    by tenant, with each one's share of the GPUs' time.
     """
     if has_uses and by not in (HOUR, TENANT):
         raise ConfigError(f"--tenant is by tenant, not by {by!r}; leave one out.")

@@ -10,9 +10,9 @@ Times are those of the host's monotonic clock. runtime/recorder reads and writes
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,6 +32,16 @@ _MAX_OPENING_BYTES = 1 << 24
 
 class RecordingError(HadalError, ValueError):
     """Something is not a recording, or not one of this version."""
+
+
+class RecordedRole(Protocol):
+    """Any role that is recorded and replayed."""
+
+    @property
+    def start(self) -> Callable[..., Any]: ...
+
+    @property
+    def handle(self) -> Callable[..., Any]: ...
 
 
 # ---- how each role was made, besides the deployment ----

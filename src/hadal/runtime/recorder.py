@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from hadal.roles.recording import (
     Call,
     Made,
     Opening,
+    RecordedRole,
     Recording,
     RecordingError,
     frame,
@@ -39,17 +40,7 @@ RECORD = "HADAL_RECORD"
 SUFFIX = ".rec"
 
 
-class Recordable(Protocol):
-    """A role."""
-
-    @property
-    def start(self) -> Callable[..., Any]: ...
-
-    @property
-    def handle(self) -> Callable[..., Any]: ...
-
-
-R = TypeVar("R", bound=Recordable)
+R = TypeVar("R", bound=RecordedRole)
 
 
 def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deployment) -> R:

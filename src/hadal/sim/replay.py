@@ -15,7 +15,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ from hadal.roles.recording import (
     AnyEvent,
     Call,
     Opening,
+    RecordedRole,
     Recording,
     canonical,
     encode,
@@ -38,17 +39,7 @@ _SHOWN = 400
 """Characters of a value in a difference."""
 
 
-class ReplayedRole(Protocol):
-    """Any role."""
-
-    @property
-    def start(self) -> Callable[[float], Sequence[Any]]: ...
-
-    @property
-    def handle(self) -> Callable[..., Sequence[Any]]: ...
-
-
-MakeRole = Callable[[Opening], ReplayedRole]
+MakeRole = Callable[[Opening], RecordedRole]
 """Makes the role that a recording's process hosted, as that process did."""
 
 
@@ -146,7 +137,7 @@ def decision_of(effect: AnyEffect) -> str | None:
     return None if isinstance(effect, WakeAt) else type(effect).__name__
 
 
-def _answer(role: ReplayedRole, call: Call) -> Call:
+def _answer(role: RecordedRole, call: Call) -> Call:
     """Call a role as `call` did; return the call with the role's own answer."""
     try:
         answer = role.handle(call.now_s, *call.events) if call.events else role.start(call.now_s)

@@ -6,10 +6,9 @@ sim/world/process plays the hosts; the recordings are a server's very bytes.
 from __future__ import annotations
 
 import io
-import math
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -18,7 +17,6 @@ from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS, AnyMessage, Cancel, Generation, Submit
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
-from hadal.core.seams import Effect, Event
 from hadal.roles.recording import (
     VERSION,
     Made,
@@ -39,14 +37,11 @@ DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UN
 
 
 class Recorded:
-    """A role whose calls are recorded, at times of a clock of whole nanoseconds."""
+    """A role whose calls are recorded."""
 
     def __init__(self, role: Any, tape: Tape) -> None:
         self.start = tape.noting(role.start)
-        self._handle = tape.noting(role.handle)
-
-    def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        return cast("list[Effect]", self._handle((math.floor(now_s * 1e9) + 1) / 1e9, *events))
+        self.handle = tape.noting(role.handle)
 
 
 class Runner:

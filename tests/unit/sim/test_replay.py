@@ -21,9 +21,9 @@ from hadal.core.messages import (
 from hadal.core.plans import Draw, StepDone
 from hadal.core.seams import Deliver, Send
 from hadal.roles.front import front as front_room
-from hadal.roles.recording import VERSION, Call, MadeFront, Opening, Recording, parse
+from hadal.roles.recording import VERSION, Call, MadeFront, Opening, RecordedRole, Recording, parse
 from hadal.runtime.recorder import Tape
-from hadal.sim.replay import ReplayedRole, decision_of, replay
+from hadal.sim.replay import decision_of, replay
 from tests.columns import Row, tokens_message
 from tests.fresh import fresh
 from tests.unit.roles.driving import generation, of, sent
@@ -188,13 +188,13 @@ def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
 
 def test_what_a_role_raises_is_compared(recordings: list[Recording]) -> None:
     class Broken:
-        def __init__(self, role: ReplayedRole) -> None:
+        def __init__(self, role: RecordedRole) -> None:
             self.start = role.start
 
         def handle(self, now_s: float, *events: object) -> list[object]:
             raise RuntimeError("no")
 
-    def broken(opening: Opening) -> ReplayedRole:
+    def broken(opening: Opening) -> RecordedRole:
         return Broken(make_role(opening)) if opening.process == "prefill-0" else make_role(opening)
 
     report = replay(recordings, broken)
