@@ -72,8 +72,9 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.phase is ProcessPhase.STARTING
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
-    wait_until(lambda: (tmp_path / "log").read_text().count("\n") == 2, "both are logged")
-    lines = (tmp_path / "log").read_text().splitlines()
+    log = tmp_path / "log"  # What reads the pipe makes it, maybe after the child has ended.
+    wait_until(lambda: log.exists() and log.read_text().count("\n") == 2, "both are logged")
+    lines = log.read_text().splitlines()
     # What is no line of its log becomes one, under its name.
     assert [line.split()[1:] for line in lines] == [
         ["decode-0", "WARNING", "one"],
@@ -112,7 +113,8 @@ def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     start(child, f"{tmp_path}:{source}")
     assert child.doing is None
     reap(child)
-    wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"), "a line is logged")
+    log = tmp_path / "log"
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "a line is logged")
     assert str(child.doing) == "reads (25%)"
     assert child.moved_s > 0.0
     assert (tmp_path / "log").read_text().endswith("one\n")
