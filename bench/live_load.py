@@ -18,9 +18,9 @@ import httpx
 
 from evals.run import held_out_examples
 from evals.tasks import Example
-from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import Turn
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.text.chat import ChatFormat, read_chat_format
+from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.runtime.resolve import model_folder
 
 LONGEST = 3300

@@ -18,7 +18,7 @@ from itertools import pairwise
 import httpx
 import msgspec
 
-from hadal.gateway.trace import TraceReply
+from hadal.gateway.desk.trace import TraceReply
 
 STEPS_AT_ONCE = 20
 WAIT_S = 120.0

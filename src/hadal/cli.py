@@ -419,7 +419,7 @@ def trace(
     """Trace live steps of a running server's unit: what was computed, what travelled, how much of
     that was hidden.
     """
-    from hadal.gateway.trace import describe, fetch, write
+    from hadal.gateway.desk.trace import describe, fetch, write
     from hadal.progress import Bar
 
     with Bar("hadal trace") as bar:
@@ -747,7 +747,7 @@ def simulate(
         return
     if frames is not None:
         from hadal.commands.frames import PEAK_UNIX_S, world_frames
-        from hadal.gateway.frames import write_frames
+        from hadal.gateway.desk.frames import write_frames
 
         write_frames(frames, world_frames(study, PEAK_UNIX_S))
         typer.echo(f"Written: {frames}. Look at it with: hadal console --frames {frames}")
@@ -1000,7 +1000,7 @@ def _keys_for(
 
 
 def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
-    from hadal.gateway.keys import keys_of, read_lines
+    from hadal.gateway.desk.keys import keys_of, read_lines
 
     if any(not key.strip() for key in given):
         raise ConfigError(
@@ -1019,7 +1019,7 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
 
 
 def _check_key(line: str, where: str) -> None:
-    from hadal.gateway.auth import parse_key
+    from hadal.gateway.desk.auth import parse_key
 
     try:
         parse_key(line)

@@ -21,8 +21,8 @@ import torch
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Generation
-from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.service import Service, Work, read_served_model
+from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.service import Service, Work, read_served_model
 from hadal.model.checkpoint import load_weights
 from hadal.model.sampler import Sampler
 from hadal.reference.model import forward, no_latents

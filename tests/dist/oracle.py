@@ -20,9 +20,9 @@ import torch
 from evals.run import held_out_examples
 from evals.tasks import TASKS, Example
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.gateway.chat import read_chat_format
 from hadal.gateway.openai import Turn
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.text.chat import read_chat_format
+from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.model.checkpoint import load_weights
 from hadal.reference.model import generate
 from hadal.reference.params import ModelWeights

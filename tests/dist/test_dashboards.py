@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.messages import FrontSnapshot, Totals, UnitReport
 from hadal.core.plans import LinkBytes
-from hadal.gateway.metrics import Metrics
+from hadal.gateway.desk.metrics import Metrics
 from tests.dist.answers import complete
 from tests.dist.serving import Server
 from tests.waiting import DEADLINE_S
@@ -38,7 +38,7 @@ NOT_HERE = {
     "hadal_refused_connections_total": {"process", "kind"},
 }
 """Metrics whose series come with drafts and with units of many ranks, which listen to each other; named
-in gateway/metrics with these labels.
+in gateway/desk/metrics with these labels.
 """
 _SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
 _GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")

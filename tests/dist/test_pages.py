@@ -24,12 +24,12 @@ from playwright.sync_api import Browser, Page, expect
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
-from hadal.gateway.auth import Keys
-from hadal.gateway.chat import ChatFormat
-from hadal.gateway.http import Patience
+from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.openai import SamplingDefaults
-from hadal.gateway.service import ServedModel
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.vocabulary import Vocabulary
 from tests.dist import gate
 from tests.dist.browser import NARROW, WAIT_MS, browsing, looking
 from tests.dist.serving import RANKED, Server, StartServer

@@ -18,7 +18,7 @@ import httpx
 import jsonschema
 import pytest
 
-from hadal.gateway.tools import FORMATS, ToolFormat
+from hadal.gateway.text.tools import FORMATS, ToolFormat
 from hadal.runtime.resolve import model_folder
 from tests.dist.answers import Asked, ask_all, events_of
 from tests.dist.serving import Server, StartServer, kill_at_work, metric

@@ -1,8 +1,8 @@
 """One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a
 client that may leave, and the bill.
 
-The gateway's own code reads the front's deliveries (gateway/reply.Reply,
-gateway/stream.Assembler) and writes the facts (gateway/accounting). What must be billed is worked out
+The gateway's own code reads the front's deliveries (gateway/desk/reply.Reply,
+gateway/text/stream.Assembler) and writes the facts (gateway/desk/accounting). What must be billed is worked out
 here by itself, from the tokens that the request has to get.
 """
 
@@ -17,15 +17,15 @@ from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
 from hadal.core.messages import Cancel, Generation
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
-from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import Tenant
-from hadal.gateway.errors import ApiError
-from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.mailbox import Mailbox
+from hadal.gateway.desk.reply import Reply, Times
+from hadal.gateway.desk.service import Choice, Work
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.openai import CommonFields
-from hadal.gateway.reply import Reply, Times
-from hadal.gateway.service import Choice, Work
-from hadal.gateway.stream import Assembler
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.stream import Assembler
+from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.runtime.ledger.writer import LedgerCounts
 from tests.sim.client import Client
 from tests.sim.engine import VOCAB
@@ -154,7 +154,7 @@ class Call:
         )
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
-        """As gateway/host has it: what comes of it is dropped, but for where it was worked on."""
+        """As gateway/desk/host has it: what comes of it is dropped, but for where it was worked on."""
         if mailbox.open_ids.pop(request_id, None) is not None:
             self._tell_front(Cancel(request_id, -1))
 

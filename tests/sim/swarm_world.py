@@ -28,8 +28,8 @@ from hadal.core.messages import (
     UnitReport,
 )
 from hadal.core.seams import Deliver
-from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import Tenant, salt_of
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader

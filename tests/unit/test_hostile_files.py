@@ -29,10 +29,10 @@ from hadal.core.config import read_deployment
 from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import read_model_config
-from hadal.gateway import chat
-from hadal.gateway.service import read_served_model
-from hadal.gateway.template import ConfinedProcess
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.desk.service import read_served_model
+from hadal.gateway.text import chat
+from hadal.gateway.text.template import ConfinedProcess
+from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.memory import stored_weights
 from hadal.sim.day.study import Study

@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from evals.tasks import Example, sample
-from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import PastCall, Turn
-from hadal.gateway.tools import CallReader, format_of, read_choice, read_tools
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.text.chat import ChatFormat, read_chat_format
+from hadal.gateway.text.tools import CallReader, format_of, read_choice, read_tools
+from hadal.gateway.text.vocabulary import read_vocabulary
 from tests.unit import tiny_training
 from tests.unit.tiny_training import TINY
 from train import data

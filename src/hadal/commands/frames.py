@@ -22,8 +22,8 @@ from hadal.core.messages import Demand, UnitDown, UnitUp
 from hadal.core.overview import Buckets, FleetSeen, Overview, UnitExperts
 from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick
-from hadal.gateway.frames import ConsoleFrame
-from hadal.gateway.trace import TraceReply
+from hadal.gateway.desk.frames import ConsoleFrame
+from hadal.gateway.desk.trace import TraceReply
 from hadal.perf.explain import traced_step
 from hadal.policy.demand import DAY_S
 from hadal.progress import Bar

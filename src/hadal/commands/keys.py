@@ -61,8 +61,8 @@ def add(
 ) -> None:
     """Make a key and add it to the file, which holds only its hash. The key is printed, this once."""
     from hadal.core.errors import ConfigError
-    from hadal.gateway.auth import RIGHTS, check_name, hashed
-    from hadal.gateway.keys import add_line
+    from hadal.gateway.desk.auth import RIGHTS, check_name, hashed
+    from hadal.gateway.desk.keys import add_line
 
     key = f"{PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
     for one in model or ():
@@ -97,8 +97,8 @@ def list_keys(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Print the tenants of the file, their quotas and rights; no key is shown."""
-    from hadal.gateway.auth import Tenant, parse_key
-    from hadal.gateway.keys import read_lines
+    from hadal.gateway.desk.auth import Tenant, parse_key
+    from hadal.gateway.desk.keys import read_lines
     from hadal.stats.prices import PICO_PER_MICRO
 
     def fields(tenant: Tenant) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def revoke(
     file: _File = _FILE,
 ) -> None:
     """Take a tenant's key out of the file, which servers look at once a second."""
-    from hadal.gateway.keys import remove_name
+    from hadal.gateway.desk.keys import remove_name
 
     remove_name(file, name)
     typer.echo(
@@ -171,7 +171,7 @@ def forget(
     that it keeps are in its memory until it ends.
     """
     from hadal.core.errors import ConfigError
-    from hadal.gateway.keys import names_in
+    from hadal.gateway.desk.keys import names_in
     from hadal.runtime.batches import BatchStore, batches_url
     from hadal.runtime.ledger.store import file_of
 

@@ -28,9 +28,9 @@ class ServedText:
 
 def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:
     """Read tokenizer, templates and defaults as the gateway does. Raises CheckpointError."""
-    from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
-    from hadal.gateway.service import read_served_model
-    from hadal.gateway.template_files import read_templates
+    from hadal.gateway.desk.service import read_served_model
+    from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
+    from hadal.gateway.text.template_files import read_templates
 
     model = read_served_model(folder, folder.name, accepted)
     templates, source = read_templates(folder)

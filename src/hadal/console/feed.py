@@ -30,8 +30,8 @@ from hadal.console.series import Series
 from hadal.core.errors import HadalError
 from hadal.core.messages import SUPERVISOR
 from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
-from hadal.gateway.frames import ConsoleFrame, LogLine
-from hadal.gateway.trace import TraceReply
+from hadal.gateway.desk.frames import ConsoleFrame, LogLine
+from hadal.gateway.desk.trace import TraceReply
 from hadal.runtime.ledger.store import Store
 from hadal.runtime.process.child import Status, read_fleet, read_status
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader

@@ -20,8 +20,8 @@ from hadal.console.shell import Door, TopBar, head
 from hadal.core.config import ROLES
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.overview import LayerMove, Overview
-from hadal.gateway.frames import ConsoleFrame
-from hadal.gateway.trace import TraceReply
+from hadal.gateway.desk.frames import ConsoleFrame
+from hadal.gateway.desk.trace import TraceReply
 from hadal.overlap.trace import covered_share, duration_s, shares
 from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wrong_nodes
 from hadal.runtime.topology import CONSOLE, unit_and_rank

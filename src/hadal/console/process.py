@@ -36,8 +36,8 @@ from hadal.console.shell import STATIC, add_assets
 from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
-from hadal.gateway.edge import Edge
-from hadal.gateway.frames import read_frames
+from hadal.gateway.desk.frames import read_frames
+from hadal.gateway.edge.guard import Edge
 from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (

@@ -11,7 +11,7 @@ from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.messages import Totals
 from hadal.core.overview import Buckets, Overview
-from hadal.gateway.frames import ConsoleFrame
+from hadal.gateway.desk.frames import ConsoleFrame
 
 NUM_POINTS = 450
 """Points of a series: a quarter of an hour at one every two seconds."""

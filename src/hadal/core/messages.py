@@ -850,7 +850,7 @@ class Totals(msgspec.Struct):
     """Prompt tokens of requests that there was no room for (429)."""
     tokens_out: int = 0
     """Tokens that units have drawn for requests. Replies count what they give out of it
-    (gateway/metrics).
+    (gateway/desk/metrics).
     """
     tokens_hit: int = 0
     """Prompt tokens of answered requests that a cache had, as the unit said that drew the first

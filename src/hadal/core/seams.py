@@ -6,7 +6,7 @@ seam ReadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the e
 runtime/store/view).
 
 Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a
-host (live: runtime/host and gateway/host) applies the effects through the seams and feeds back what
+host (live: runtime/host and gateway/desk/host) applies the effects through the seams and feeds back what
 comes of them.
 """
 

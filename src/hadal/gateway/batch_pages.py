@@ -1,6 +1,6 @@
-"""/v1/files and /v1/batches over HTTP: rows of the table of endpoints (gateway/http.endpoints_of).
+"""/v1/files and /v1/batches over HTTP: rows of the table of endpoints (gateway/endpoints).
 
-Every gateway has them; the work is done where the front is (gateway/batches). While the database is
+Every gateway has them; the work is done where the front is (gateway/desk/batches). While the database is
 down they answer 503. Knows the store's rows and the API's JSON.
 """
 
@@ -21,8 +21,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from hadal.gateway.auth import Tenant
-from hadal.gateway.batches import WINDOW_S, BatchWorker
 from hadal.gateway.decoding import decode
 from hadal.gateway.description import (
     BATCH_CANCELLED,
@@ -35,9 +33,14 @@ from hadal.gateway.description import (
     FILE_UPLOADED,
     FILES,
 )
-from hadal.gateway.edge import SEEN
-from hadal.gateway.errors import ApiError, overloaded
-from hadal.gateway.http import Endpoint, Gateway, discard
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.batches import WINDOW_S, BatchWorker
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.reply import ClientGone, send_within
+from hadal.gateway.edge.bodies import discard
+from hadal.gateway.edge.errors import ApiError, overloaded
+from hadal.gateway.edge.guard import SEEN
+from hadal.gateway.endpoints import Endpoint
 from hadal.gateway.openai import (
     BATCH_ENDPOINTS,
     BATCH_WINDOW,
@@ -47,7 +50,6 @@ from hadal.gateway.openai import (
     list_page,
     read_limit,
 )
-from hadal.gateway.reply import ClientGone, send_within
 from hadal.runtime.batches import (
     BATCH,
     CANCELLED,

@@ -1,6 +1,6 @@
 """/openapi.json: what is served, made from the structs that read bodies and those that replies have.
 
-An endpoint is one row of the table in gateway/http, from which both its route and its description
+An endpoint is one row of the table in gateway/app, from which both its route and its description
 follow; so nothing is served that is not described. Knows OpenAPI 3.1, no handler and no socket.
 """
 

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from hadal.core.errors import RequestError
 from hadal.gateway.decoding import NO_SCHEMA, decode
-from hadal.gateway.errors import UNTHREADED, ApiError
+from hadal.gateway.edge.errors import UNTHREADED, ApiError
 from hadal.gateway.field_table import MESSAGE
 from hadal.gateway.fields import NamedBody, check_fields
 from hadal.gateway.openai import (
@@ -41,10 +41,10 @@ from hadal.gateway.openai import (
 )
 from hadal.gateway.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.replies import Head, Outcome, Usage
-from hadal.gateway.stream import Piece
-from hadal.gateway.thinking import ThinkingSwitch, read_thinking
-from hadal.gateway.tools import ToolWords, read_choice, read_tools
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.thinking import ThinkingSwitch, read_thinking
+from hadal.gateway.text.tools import ToolWords, read_choice, read_tools
+from hadal.gateway.text.vocabulary import Vocabulary
 
 _BLOCK_TYPE = re.compile(r"content\[\d+\]\.type$")
 _Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]

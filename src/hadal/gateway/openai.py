@@ -19,9 +19,9 @@ from hadal.core.plans import Sampling
 from hadal.gateway.decoding import NO_SCHEMA, decode
 from hadal.gateway.field_table import CHAT, COMPLETION
 from hadal.gateway.fields import NamedBody, check_fields
-from hadal.gateway.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_schema, is_deeper
-from hadal.gateway.thinking import TemplateValue, ThinkingFields, read_thinking
-from hadal.gateway.tools import NO_TOOLS, Choosing, read_choice, read_tools
+from hadal.gateway.text.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_schema, is_deeper
+from hadal.gateway.text.thinking import TemplateValue, ThinkingFields, read_thinking
+from hadal.gateway.text.tools import NO_TOOLS, Choosing, read_choice, read_tools
 
 # The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 #

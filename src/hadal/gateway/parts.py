@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hadal.gateway.stream import Piece
-from hadal.gateway.tools import CallDelta
+from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.tools import CallDelta
 
 
 class PartKind(Enum):

@@ -29,18 +29,21 @@ from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import EXIT_CONFIG, ConfigError, HadalError
 from hadal.core.facts import RequestFact
 from hadal.core.messages import FRONT
-from hadal.gateway.accounting import HEARTBEAT_S, Accounting
-from hadal.gateway.auth import Keys
+from hadal.gateway.app import make_app
 from hadal.gateway.batch_pages import BatchPages
-from hadal.gateway.batches import BatchWorker
-from hadal.gateway.descriptors import ConnectionLimit, descriptor_limit
-from hadal.gateway.edge import GatewayProtocol
-from hadal.gateway.far_host import FarHost
-from hadal.gateway.host import Host
-from hadal.gateway.http import Endpoint, Gateway, Patience, make_app, missing_of
-from hadal.gateway.keys import PATH, KeysFile, KeysHeard, follow
-from hadal.gateway.metrics import Metrics
-from hadal.gateway.service import Service, read_served_model
+from hadal.gateway.desk.accounting import HEARTBEAT_S, Accounting
+from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.batches import BatchWorker
+from hadal.gateway.desk.far_host import FarHost
+from hadal.gateway.desk.gateway import Gateway, Patience
+from hadal.gateway.desk.health import missing_of
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.keys import PATH, KeysFile, KeysHeard, follow
+from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.service import Service, read_served_model
+from hadal.gateway.edge.connection import GatewayProtocol
+from hadal.gateway.edge.descriptors import ConnectionLimit, descriptor_limit
+from hadal.gateway.endpoints import Endpoint
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.recording import MadeFront

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import msgspec
 
 from hadal.core.messages import Token
-from hadal.gateway.errors import ApiError
-from hadal.gateway.stream import Piece, ScoredPrompt, new_decoder
-from hadal.gateway.tools import CallDelta
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.text.stream import Piece, ScoredPrompt, new_decoder
+from hadal.gateway.text.tools import CallDelta
+from hadal.gateway.text.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

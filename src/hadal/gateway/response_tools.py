@@ -21,7 +21,7 @@ import msgspec
 from hadal.core.errors import RequestError
 from hadal.gateway.fields import log_once
 from hadal.gateway.openai import check_depth
-from hadal.gateway.tools import ToolWords
+from hadal.gateway.text.tools import ToolWords
 
 MAX_FLAT_CHARS = 128
 """Longest name under which a tool is offered."""

@@ -3,7 +3,7 @@
     input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
 
 A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
-is not read again. A response that is kept (gateway/kept) can be gone on from by its id; what is kept is
+is not read again. A response that is kept (gateway/desk/kept) can be gone on from by its id; what is kept is
 the conversation up to its end, so nothing else need be there then. What it said may be named, item by
 item, instead of sent. Knows no tokens, no sockets and no clock.
 """
@@ -21,7 +21,7 @@ from msgspec import Meta
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
 from hadal.gateway.decoding import NO_SCHEMA, decode
-from hadal.gateway.errors import ApiError
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.field_table import RESPONSE
 from hadal.gateway.fields import check_fields
 from hadal.gateway.openai import (
@@ -56,10 +56,10 @@ from hadal.gateway.response_tools import (
     offered,
     shown,
 )
-from hadal.gateway.stream import Piece
-from hadal.gateway.thinking import ReasoningOptions, read_thinking
-from hadal.gateway.tools import read_choice, read_tools
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.thinking import ReasoningOptions, read_thinking
+from hadal.gateway.text.tools import read_choice, read_tools
+from hadal.gateway.text.vocabulary import Vocabulary
 
 REFERENCE = "item_reference"
 """The type of an item that names another."""

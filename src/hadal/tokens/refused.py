@@ -1,6 +1,6 @@
 """Refusals of tokenizer files whose ids Hadal would not reproduce. Each names the file and the field.
 
-Everything that transformers 5 reads is followed (tokens/added, gateway/vocabulary), or refused here,
+Everything that transformers 5 reads is followed (tokens/added, gateway/text/vocabulary), or refused here,
 or changes no id of a single text: lengths, sides and padding, names of inputs, decoding.
 """
 

@@ -1,6 +1,6 @@
 """A model's tokens as its files say: the bytes that each id stands for, and which of them steer.
 
-Knows files, and neither how a text becomes tokens nor chats: gateway/vocabulary encodes.
+Knows files, and neither how a text becomes tokens nor chats: gateway/text/vocabulary encodes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hadal.console.series import Series
 from hadal.core.facts import NodesFact, PackedFacts
 from hadal.core.messages import FrontSnapshot, Totals
 from hadal.core.overview import EXPERTS_MAX, Buckets, Overview, UnitExperts
-from hadal.gateway.frames import ConsoleFrame
+from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.runtime.ledger.store import Store, ledger_url
 from hadal.runtime.process.child import Status, write_status
 from hadal.runtime.process.logs import LOGS_FOLDER

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hadal.gateway.formats import Formats
-from hadal.gateway.service import ServedModel, read_served_model
+from hadal.gateway.desk.service import ServedModel, read_served_model
+from hadal.gateway.text.formats import Formats
 
 from .model_folder import write_model_folder
 

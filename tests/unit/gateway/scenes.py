@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway.reply import Reply
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.reply import Reply
+from hadal.gateway.desk.service import ServedModel
 
 from .world import World, spell, world
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.process import server_config
-from hadal.gateway.service import ServedModel
 from tests.waiting import join, wait_for, wait_until
 
 from .fake_units import Script

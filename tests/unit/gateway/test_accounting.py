@@ -17,10 +17,10 @@ from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsC
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Returned, UnitDown
 from hadal.core.plans import NO_TOKEN
-from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import EVERYONE, name_of, salt_of
-from hadal.gateway.http import Gateway
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import EVERYONE, name_of, salt_of
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.service import ServedModel
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import price_list

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.gateway.auth import RIGHTS, Keys, Tenant, parse_key, salt_of
-from hadal.gateway.errors import ApiError
+from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, parse_key, salt_of
+from hadal.gateway.edge.errors import ApiError
 
 
 def test_without_keys_everybody_is_let_in() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hadal.core.errors import RequestError
 from hadal.gateway import field_table, fields, openai
-from hadal.gateway.batches import _line_of, _lines_of
+from hadal.gateway.desk.batches import _line_of, _lines_of
 
 URL = "/v1/chat/completions"
 

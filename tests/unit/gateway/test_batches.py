@@ -21,13 +21,14 @@ from starlette.types import Message
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
 from hadal.core.messages import Charged, Quota
-from hadal.gateway import batches, http
-from hadal.gateway.accounting import Accounting
-from hadal.gateway.auth import EVERYONE, Keys
-from hadal.gateway.errors import ApiError
-from hadal.gateway.http import Patience
-from hadal.gateway.reply import Reply
-from hadal.gateway.service import ServedModel, Service, Work
+from hadal.gateway.desk import batches
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import EVERYONE, Keys
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.reply import Reply
+from hadal.gateway.desk.service import ServedModel, Service, Work
+from hadal.gateway.edge import bodies
+from hadal.gateway.edge.errors import ApiError
 from hadal.policy.admission import NO_VALLEY
 from hadal.runtime.batches import (
     IN_PROGRESS,
@@ -85,7 +86,7 @@ class _Failing(BatchStore):
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_AGAIN_S", 0.02)
     monkeypatch.setattr(batches, "_LOOK_S", 0.02)
-    monkeypatch.setattr(http, "_DISCARD_DEADLINE_S", 0.1)  # Clients send no more than is refused.
+    monkeypatch.setattr(bodies, "_DISCARD_DEADLINE_S", 0.1)  # Clients send no more than is refused.
 
 
 def store_in(folder: Path) -> BatchStore:

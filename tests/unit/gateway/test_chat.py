@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.chat import ChatFormat, raw_prompt, read_chat_format
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.openai import Turn
-from hadal.gateway.service import ServedModel
-from hadal.gateway.template_files import read_templates
-from hadal.gateway.tools import NO_TOOLS, Choosing
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.text.chat import ChatFormat, raw_prompt, read_chat_format
+from hadal.gateway.text.template_files import read_templates
+from hadal.gateway.text.tools import NO_TOOLS, Choosing
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 
 from .model_folder import ASSISTANT, BOS, EOS, TEMPLATE, USER, write_model_folder
 from .test_tools import CONTROLS, WEATHER, vocabulary_of

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway import edge, process
-from hadal.gateway.descriptors import LOG_PERIOD_S, MIN_RESERVED, ConnectionLimit
-from hadal.gateway.edge import GatewayProtocol
-from hadal.gateway.http import Patience
-from hadal.gateway.service import ServedModel
+from hadal.gateway import process
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge import connection
+from hadal.gateway.edge.connection import GatewayProtocol
+from hadal.gateway.edge.descriptors import LOG_PERIOD_S, MIN_RESERVED, ConnectionLimit
 from tests.waiting import DEADLINE_S, wait_until
 
 from .serving import Serving, serving
@@ -69,7 +70,7 @@ def post(body: dict[str, Any]) -> bytes:
 def test_headers_that_do_not_end(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(edge, "HEADERS_S", 0.1)
+    monkeypatch.setattr(connection, "HEADERS_S", 0.1)
     with serving(model, spell(model, "a")) as it, connect(it, data) as made:
         assert b" 408 Request Timeout\r\n" in read_all(made)
 
@@ -111,7 +112,7 @@ def test_what_frames_a_body_is_counted_as_a_head_is(
 def test_a_request_that_was_answered_does_not_go_on_for_ever(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge, "HEADERS_S", 0.3)
+    monkeypatch.setattr(connection, "HEADERS_S", 0.3)
     with (
         serving(model, spell(model, "a"), keys=("mine",)) as it,
         connect(it, CHUNKED) as made,
@@ -124,7 +125,7 @@ def test_what_comes_behind_a_request_does_not_end_its_answer(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, received: list[bytes], behind: bytes
 ) -> None:
     """The time for its headers is over while the answer goes on."""
-    monkeypatch.setattr(edge, "HEADERS_S", 0.1)
+    monkeypatch.setattr(connection, "HEADERS_S", 0.1)
     plain_late, late = GatewayProtocol._headers_late, threading.Event()
 
     def headers_late(protocol: GatewayProtocol) -> None:
@@ -216,7 +217,7 @@ def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
 
 def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers fill up; then the request is cancelled and the kernel ends the connection."""
-    monkeypatch.setattr(edge, "UNREAD_S", 0.3)
+    monkeypatch.setattr(connection, "UNREAD_S", 0.3)
     with serving(model, spell(model, "abc", then_stop=False), patience=Patience(send_s=0.2)) as it:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -12,9 +12,10 @@ from jsonschema import Draft202012Validator
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from hadal.gateway.edge import Edge
-from hadal.gateway.http import endpoints_of, make_app, routes_of
-from hadal.gateway.service import ServedModel
+from hadal.gateway.app import make_app, routes_of
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.guard import Edge
+from hadal.gateway.endpoints import endpoints_of
 from hadal.runtime.batches import BatchStore
 from hadal.runtime.ledger.store import ledger_url
 

@@ -13,8 +13,8 @@ import pytest
 
 from hadal.core.config import GatewayConfig
 from hadal.core.messages import Returned
-from hadal.gateway.edge import host_name
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.guard import host_name
 from hadal.runtime.process.logs import JSON, LineFormatter
 
 from .scenes import error_of, events, scene

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hadal.core.errors import HadalError, InvariantError, RequestError
-from hadal.gateway.errors import ApiError, as_api_error, overloaded
+from hadal.gateway.edge.errors import ApiError, as_api_error, overloaded
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import Turn
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.text.chat import ChatFormat, read_chat_format
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 
 MAX = 10_000
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

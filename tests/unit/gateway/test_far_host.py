@@ -28,13 +28,14 @@ from hadal.core.messages import (
     Returned,
     UnitDown,
 )
-from hadal.gateway import far_host, reply
-from hadal.gateway.auth import EVERYONE, Keys
-from hadal.gateway.far_host import ATTEMPTS_OF_A_FRONT, FarHost
-from hadal.gateway.host import Host
-from hadal.gateway.http import Gateway, make_app
-from hadal.gateway.metrics import Metrics
-from hadal.gateway.service import ServedModel, Service
+from hadal.gateway.app import make_app
+from hadal.gateway.desk import far_host, reply
+from hadal.gateway.desk.auth import EVERYONE, Keys
+from hadal.gateway.desk.far_host import ATTEMPTS_OF_A_FRONT, FarHost
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.reasons import QUEUE_FULL

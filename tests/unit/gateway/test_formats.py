@@ -12,12 +12,12 @@ import pytest
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Submit
-from hadal.gateway import template
-from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.chat import ChatFormat
-from hadal.gateway.formats import Formats
+from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.service import ServedModel, Service
 from hadal.gateway.openai import AnswerFormat
-from hadal.gateway.service import ServedModel, Service
+from hadal.gateway.text import template
+from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.formats import Formats
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import grammar_text
 from tests.schemas import SCHEMAS, closed

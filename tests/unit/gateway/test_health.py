@@ -11,7 +11,7 @@ import pytest
 
 from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
 from hadal.core.messages import FrontSnapshot, Totals, UnitReport
-from hadal.gateway.http import health_of
+from hadal.gateway.desk.health import health_of
 from hadal.roles.nodes import NodePhase
 from hadal.runtime.process.child import NodeStatus, Status, wrong_nodes
 

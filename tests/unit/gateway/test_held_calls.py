@@ -23,13 +23,13 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Token
 from hadal.core.plans import Grammar
-from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.chat import ChatFormat
-from hadal.gateway.formats import Formats
+from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.service import Service
 from hadal.gateway.openai import AnswerFormat
-from hadal.gateway.service import Service
-from hadal.gateway.stream import Assembler, Calls, Piece
-from hadal.gateway.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
+from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.formats import Formats
+from hadal.gateway.text.stream import Assembler, Calls, Piece
+from hadal.gateway.text.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
 from tests.schemas import SCHEMAS, closed

@@ -13,8 +13,8 @@ from hadal.core.config import LimitsConfig
 from hadal.core.messages import Drain, Generation, UnitDown, UnitReport, UnitUp
 from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
-from hadal.gateway.host import Host
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.service import ServedModel
 from tests.waiting import wait_for
 
 from .fake_units import MAX_REQUESTS, NUM_BLOCKS

@@ -12,9 +12,10 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import UnitDown
-from hadal.gateway.http import Bodies, Patience
-from hadal.gateway.service import ServedModel
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.bodies import Bodies
+from hadal.gateway.text.vocabulary import Vocabulary
 
 from .scenes import TEXT, error_of, events, scene
 from .world import CHAT

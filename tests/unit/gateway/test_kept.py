@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hadal.core.errors import RequestError
 from hadal.core.messages import FRONT, AnyMessage
-from hadal.gateway.errors import ApiError
-from hadal.gateway.host import Pages
-from hadal.gateway.kept import PATH, KeptResponse, KeptResponses, Responses
+from hadal.gateway.desk.kept import PATH, KeptResponse, KeptResponses, Responses
+from hadal.gateway.desk.pages import Pages
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.openai import PastCall, Turn
 
 GATEWAYS = ("gateway", "gateway-1", "gateway-2")
@@ -153,7 +153,7 @@ async def test_items_of_many_responses_are_not_looked_for() -> None:
 async def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
     lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadal.gateway.kept.WAIT_S", 0.05)
+    monkeypatch.setattr("hadal.gateway.desk.kept.WAIT_S", 0.05)
     asked = gateways({lost})[1]
     with pytest.raises(ApiError, match="does not answer") as caught:
         await asked.get("t", id_of(2))

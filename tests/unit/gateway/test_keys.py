@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from hadal.cli import app
 from hadal.core.errors import ConfigError
 from hadal.core.messages import QueryReply, Quota
-from hadal.gateway.auth import RIGHTS, Keys, Tenant, hashed, parse_key, salt_of
-from hadal.gateway.errors import ApiError
-from hadal.gateway.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
+from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, hashed, parse_key, salt_of
+from hadal.gateway.desk.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
+from hadal.gateway.edge.errors import ApiError
 from tests.fresh import fresh
 
 LINE = (
@@ -290,7 +290,7 @@ async def test_following_goes_on_after_an_error() -> None:
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hadal.gateway.keys.FOLLOW_S", 0.0)
+        patch.setattr("hadal.gateway.desk.keys.FOLLOW_S", 0.0)
         with pytest.raises(RuntimeError):  # The steps are over.
             await follow(changed, taken.append)
     assert len(taken) == 1

@@ -12,14 +12,14 @@ import pytest
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import Quota
-from hadal.gateway import far_host
-from hadal.gateway.auth import EVERYONE
-from hadal.gateway.formats import Formats
-from hadal.gateway.lanes import SHORT_BYTES
-from hadal.gateway.lengths import FAR, PIECE_CHARS, USUAL_CHARS, encode_within
-from hadal.gateway.service import COUNTED_CONTEXTS, ServedModel
-from hadal.gateway.template import ConfinedProcess
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.desk import far_host
+from hadal.gateway.desk.auth import EVERYONE
+from hadal.gateway.desk.lanes import SHORT_BYTES
+from hadal.gateway.desk.service import COUNTED_CONTEXTS, ServedModel
+from hadal.gateway.text.formats import Formats
+from hadal.gateway.text.lengths import FAR, PIECE_CHARS, USUAL_CHARS, encode_within
+from hadal.gateway.text.template import ConfinedProcess
+from hadal.gateway.text.vocabulary import Vocabulary
 from tests.waiting import DEADLINE_S, wait_for
 
 from .scenes import error_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hadal.core.seams import Closing, Deliver
-from hadal.gateway.mailbox import MAX_WAITING, Mailbox
+from hadal.gateway.desk.mailbox import MAX_WAITING, Mailbox
 
 
 def mailbox() -> Mailbox:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
 
 from .malformed import (
     CHAT_FIELDS,

@@ -15,11 +15,11 @@ from anthropic import Anthropic, beta_tool
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.gateway.http import Patience
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.messages import parse_count, parse_messages
 from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
-from hadal.gateway.service import ServedModel
-from hadal.gateway.tools import Choosing
+from hadal.gateway.text.tools import Choosing
 from tests.waiting import wait_for
 
 from .event_streams import message_of, named_events
@@ -505,7 +505,7 @@ def test_its_parsed_answers(model: ServedModel) -> None:
 async def test_a_stream_that_fails_says_so(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadal.gateway.reply._GRACE_S", 0.0)
+    monkeypatch.setattr("hadal.gateway.desk.reply._GRACE_S", 0.0)
     sent, clock = sent_by_replies(monkeypatch), Clock()
     async with scene(
         model,

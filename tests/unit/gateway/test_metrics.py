@@ -13,7 +13,7 @@ from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
 from hadal.core.messages import AnyMessage, FrontSnapshot, Totals, UnitReport
 from hadal.core.plans import LinkBytes
-from hadal.gateway.metrics import Metrics
+from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts
 

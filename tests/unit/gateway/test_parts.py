@@ -19,8 +19,8 @@ from hadal.gateway.openai import Turn
 from hadal.gateway.parts import PartFold, PartKind, parts_of
 from hadal.gateway.replies import Head, Outcome, Usage
 from hadal.gateway.responses import ResponseFormatter, ResponsesRequest
-from hadal.gateway.stream import Assembler, Calls, Piece
-from hadal.gateway.tools import FORMATS, CallReader, Choosing, ToolFormat
+from hadal.gateway.text.stream import Assembler, Calls, Piece
+from hadal.gateway.text.tools import FORMATS, CallReader, Choosing, ToolFormat
 
 from .event_streams import message_of, named_events, response_of
 from .test_tools import V31, VOCABULARY, WEATHER, replies, written

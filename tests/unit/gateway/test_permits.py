@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hadal.gateway.errors import ApiError
-from hadal.gateway.http import Bodies, Permits
+from hadal.gateway.edge.bodies import Bodies
+from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.edge.permits import Permits
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
 def test_what_is_begun_and_given_up_takes_permits_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hadal.gateway.http.LEFT_S", 0.1)
+    monkeypatch.setattr("hadal.gateway.edge.permits.LEFT_S", 0.1)
 
     async def scene() -> None:
         permits = Permits(6, retry_after_s=2.0)

@@ -19,11 +19,11 @@ import pytest
 from hadal.core.config import GATEWAY_HEARTBEAT_S, BatchesConfig, Deployment
 from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
 from hadal.gateway import process
-from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.errors import ApiError
-from hadal.gateway.http import Gateway
+from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.process import listener_of, make_gateway, serve
-from hadal.gateway.service import ServedModel
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD, Run

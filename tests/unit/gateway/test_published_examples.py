@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from openai import OpenAI
 
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
 
 from .scenes import TEXT
 from .serving import serving

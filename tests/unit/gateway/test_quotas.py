@@ -10,10 +10,10 @@ import pytest
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import RateLimits
-from hadal.gateway.auth import Keys
-from hadal.gateway.errors import limit_headers, span
-from hadal.gateway.http import Patience
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.errors import limit_headers, span
 from hadal.stats.prices import R1, Rates
 
 from .world import Clock, World, spell, world

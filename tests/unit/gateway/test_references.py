@@ -9,8 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from hadal.core.errors import RequestError
-from hadal.gateway.references import MAX_REFERRED, resolved
-from hadal.gateway.schemas import check_schema
+from hadal.gateway.text.references import MAX_REFERRED, resolved
+from hadal.gateway.text.schemas import check_schema
 from hadal.tokens.grammars import complaint, grammar_text
 
 BOOLEAN = {"type": "boolean"}

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from hadal.core.messages import Token
-from hadal.gateway.service import ServedModel
-from hadal.gateway.stream import (
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.text.stream import (
     MAX_PERIOD,
     MIN_TIMES,
     MIN_TOKENS,

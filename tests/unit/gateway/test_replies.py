@@ -9,9 +9,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hadal.core.messages import Token
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Outcome, Usage
-from hadal.gateway.service import ServedModel
-from hadal.gateway.stream import Piece
+from hadal.gateway.text.stream import Piece
 
 HEAD = Head("id-1", 5, 'a "model"', "hadal-test")
 USAGE = Usage(10, 7, 3)

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
 from hadal.gateway.replies import Head, Usage
 from hadal.gateway.responses import (
@@ -27,8 +28,7 @@ from hadal.gateway.responses import (
     parse_response,
     read_response,
 )
-from hadal.gateway.service import ServedModel
-from hadal.gateway.stream import Piece
+from hadal.gateway.text.stream import Piece
 from tests.waiting import DEADLINE_S
 
 from .event_streams import named_events, response_of

@@ -18,11 +18,11 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway import chat, template_jinja
-from hadal.gateway.chat import ChatFormat, read_chat_format
 from hadal.gateway.openai import Turn
-from hadal.gateway.tools import FORMATS, Choosing, read_tools
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.text import chat, template_jinja
+from hadal.gateway.text.chat import ChatFormat, read_chat_format
+from hadal.gateway.text.tools import FORMATS, Choosing, read_tools
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from tests.levels import FULL, MORE
 
 from .drawn_templates import draw_messages, draw_words, write_templates

@@ -18,7 +18,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from hadal.core.errors import CheckpointError
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.tokens.added import read_special_tokens
 from hadal.tokens.refused import OWN_PIPELINES
 from tests.levels import FULL, MORE

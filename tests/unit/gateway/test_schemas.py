@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway.schemas import MAX_SCHEMA_DEPTH, check_schema
+from hadal.gateway.text.schemas import MAX_SCHEMA_DEPTH, check_schema
 from tests.schemas import SCHEMAS
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}

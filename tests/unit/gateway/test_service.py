@@ -14,12 +14,12 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.auth import PRIORITY, Tenant, salt_of, salt_within
-from hadal.gateway.errors import ApiError
-from hadal.gateway.formats import Formats
+from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_of, salt_within
+from hadal.gateway.desk.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.openai import SamplingDefaults
-from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
-from hadal.gateway.template import ConfinedProcess
+from hadal.gateway.text.formats import Formats
+from hadal.gateway.text.template import ConfinedProcess
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.requests import FrontNames
 from tests.waiting import DEADLINE_S, wait_for

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.gateway.shield import Marks, Shield
+from hadal.gateway.text.shield import Marks, Shield
 
 TEXTS = st.text("<|a.*\n", max_size=12)
 

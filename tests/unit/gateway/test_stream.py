@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.messages import Token
-from hadal.gateway.service import ServedModel
-from hadal.gateway.stream import Assembler, Piece
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.text.stream import Assembler, Piece
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 
 from .model_folder import EOS, USER, write_model_folder
 

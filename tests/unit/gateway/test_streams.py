@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.gateway.edge import GatewayProtocol
-from hadal.gateway.service import ServedModel
-from hadal.gateway.streams import Streams
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.connection import GatewayProtocol
+from hadal.gateway.edge.streams import Streams
 from tests.waiting import DEADLINE_S, wait_for
 
 from .scenes import events

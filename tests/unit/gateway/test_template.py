@@ -15,8 +15,8 @@ import jinja2
 import pytest
 
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.errors import ApiError
-from hadal.gateway.template import ConfinedProcess
+from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.text.template import ConfinedProcess
 from tests.waiting import DEADLINE_S
 
 from .model_folder import BOS, EOS, TEMPLATE
@@ -40,7 +40,7 @@ def processes() -> list[int]:
     return [
         pid
         for pid in map(int, children)
-        if b"hadal.gateway.template" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"hadal.gateway.text.template" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -20,7 +20,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.terminal import Chat, ChatError, WordWrap, turns
 from tests.waiting import DEADLINE_S, wait_until
 

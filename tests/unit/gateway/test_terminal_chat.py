@@ -10,7 +10,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.terminal import Chat, ChatError, chat, first_model
 
 from .serving import serving

@@ -17,8 +17,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from hadal.core.errors import CheckpointError
 from hadal.core.messages import Token
-from hadal.gateway.stream import Assembler
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.text.stream import Assembler
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.tokens.tiktoken import byte_of_char
 from tests.fresh import fresh
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hadal.core.facts import RequestFact
-from hadal.gateway.service import ServedModel
+from hadal.gateway.desk.service import ServedModel
 
 from .scenes import TEXT
 from .test_accounting import booked

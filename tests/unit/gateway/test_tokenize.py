@@ -11,8 +11,8 @@ import pytest
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.gateway.auth import Tenant, salt_of
-from hadal.gateway.service import FIM_MARKS, ServedModel, Service, Work
+from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.service import FIM_MARKS, ServedModel, Service, Work
 from hadal.roles.front.requests import FrontNames
 
 from .model_folder import BOS

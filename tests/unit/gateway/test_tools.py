@@ -18,11 +18,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hadal.core.errors import RequestError
 from hadal.core.messages import Token
-from hadal.gateway.chat import ChatFormat
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
-from hadal.gateway.stream import Assembler, Calls, Piece
-from hadal.gateway.tools import (
+from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.stream import Assembler, Calls, Piece
+from hadal.gateway.text.tools import (
     FORMATS,
     Choosing,
     Tool,
@@ -31,7 +31,7 @@ from hadal.gateway.tools import (
     format_of,
     read_choice,
 )
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.tiktoken import byte_of_char
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

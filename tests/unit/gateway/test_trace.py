@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from hadal.cli import app
 from hadal.core.messages import AnyMessage, HostClock, Trace, TracedStep, TraceRequest, UnitReport
 from hadal.core.plans import LinkBytes, TraceEvent
-from hadal.gateway.service import ServedModel
-from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.desk.trace import TraceError, TraceReply, describe, fetch, write
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from hadal.core.errors import CheckpointError
-from hadal.gateway.service import ServedModel
-from hadal.gateway.vocabulary import read_vocabulary
+from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.text.vocabulary import read_vocabulary
 
 from .model_folder import BOS, EOS, USER, tokenizer_fields
 

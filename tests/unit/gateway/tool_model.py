@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from pydantic import BaseModel
 
 from hadal.core.messages import Generation
+from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.openai import SamplingDefaults
-from hadal.gateway.service import ServedModel
 
 from .fake_units import Script
 from .test_tools import EOS, V31, VOCABULARY, listing_chat, written

@@ -17,14 +17,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal.core.config import BatchesConfig, Deployment, GatewayConfig, LimitsConfig
 from hadal.core.messages import Generation
-from hadal.gateway.auth import Keys
+from hadal.gateway.app import make_app
 from hadal.gateway.batch_pages import BatchPages
-from hadal.gateway.batches import BatchWorker
-from hadal.gateway.edge import WRITE
-from hadal.gateway.host import Host
-from hadal.gateway.http import Endpoint, Gateway, Patience, make_app
-from hadal.gateway.metrics import Metrics
-from hadal.gateway.service import ServedModel, Service
+from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.batches import BatchWorker
+from hadal.gateway.desk.gateway import Gateway, Patience
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.service import ServedModel, Service
+from hadal.gateway.edge.connection import WRITE
+from hadal.gateway.endpoints import Endpoint
 from hadal.roles.front.front import Front
 from hadal.runtime.batches import BatchStore
 from tests.waiting import DEADLINE_S, wait_for

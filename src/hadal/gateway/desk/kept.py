@@ -21,8 +21,8 @@ import msgspec
 
 from hadal.core.errors import RequestError
 from hadal.core.messages import FRONT
-from hadal.gateway.errors import ApiError, overloaded
-from hadal.gateway.host import Pages
+from hadal.gateway.desk.pages import Pages
+from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.gateway.openai import Turn
 from hadal.gateway.responses import ResponseAsk, response_id_of
 from hadal.runtime.topology import GATEWAY

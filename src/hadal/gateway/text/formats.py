@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from hadal.core.errors import RequestError
 from hadal.gateway.openai import AnswerFormat
-from hadal.gateway.stream import Calls
-from hadal.gateway.template import ConfinedProcess
-from hadal.gateway.tools import Tool
+from hadal.gateway.text.stream import Calls
+from hadal.gateway.text.template import ConfinedProcess
+from hadal.gateway.text.tools import Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25

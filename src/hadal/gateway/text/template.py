@@ -32,8 +32,8 @@ import jinja2
 import msgspec
 
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.errors import overloaded
-from hadal.gateway.template_jinja import parsed
+from hadal.gateway.edge.errors import overloaded
+from hadal.gateway.text.template_jinja import parsed
 from hadal.tokens.grammars import complaint
 
 log = logging.getLogger("hadal.gateway")
@@ -59,7 +59,7 @@ _HEAD = struct.Struct("<I")
 _RUN = """
 import sys
 sys.path[:] = sys.argv[4:]
-from hadal.gateway.template import main
+from hadal.gateway.text.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
 """Isolated from what PYTHON variables and their folders would load into it: its memory is

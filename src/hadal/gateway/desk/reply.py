@@ -2,7 +2,7 @@
 
     send_whole     deliveries ──► pieces ──► one body
     send_stream    first ──► head ──► pieces, an event each ──► end
-                             pieces of a running stream go straight to its connection (gateway/streams)
+                             pieces of a running stream go straight to its connection (gateway/edge/streams)
 
 A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
 front still gets a status of its own; from then on errors are events of the stream. Knows ASGI's
@@ -21,14 +21,14 @@ from starlette.types import Message, Send
 
 from hadal.core.messages import RateLimits
 from hadal.core.seams import Deliver
-from hadal.gateway.errors import ApiError, limit_headers, retry_after, sentence
-from hadal.gateway.far_host import FarHost
-from hadal.gateway.host import Host
-from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.desk.far_host import FarHost
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.mailbox import Mailbox
+from hadal.gateway.desk.service import Choice, Work
+from hadal.gateway.edge.errors import ApiError, limit_headers, retry_after, sentence
+from hadal.gateway.edge.streams import Outlet
 from hadal.gateway.replies import Outcome, ReplyFormat, Usage
-from hadal.gateway.service import Choice, Work
-from hadal.gateway.stream import Piece
-from hadal.gateway.streams import Outlet
+from hadal.gateway.text.stream import Piece
 from hadal.runtime.process.logs import fields
 
 log = logging.getLogger("hadal.gateway")

@@ -24,7 +24,7 @@ import msgspec
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import QueryReply
-from hadal.gateway.auth import Keys, parse_key
+from hadal.gateway.desk.auth import Keys, parse_key
 from hadal.runtime.process.private import read_private, replace_private
 
 log = logging.getLogger("hadal.gateway")

@@ -25,22 +25,12 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Grammar
-from hadal.gateway.auth import PRIORITY, Tenant, salt_within
-from hadal.gateway.chat import (
-    THINK_CLOSE,
-    THINK_OPEN,
-    ChatFormat,
-    Prompt,
-    raw_prompt,
-    read_chat_format,
-)
 from hadal.gateway.decoding import decode
-from hadal.gateway.errors import ApiError
+from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_within
+from hadal.gateway.desk.lanes import Lane, Lanes
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.field_table import TOKENIZE
 from hadal.gateway.fields import check_fields
-from hadal.gateway.formats import Formats
-from hadal.gateway.lanes import Lane, Lanes
-from hadal.gateway.lengths import check_length, encode_within
 from hadal.gateway.openai import (
     MAX_TOP_K,
     PUBLIC,
@@ -58,8 +48,18 @@ from hadal.gateway.openai import (
     with_defaults,
     with_model,
 )
-from hadal.gateway.stream import Assembler, Calls, ScoredPrompt
-from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.gateway.text.chat import (
+    THINK_CLOSE,
+    THINK_OPEN,
+    ChatFormat,
+    Prompt,
+    raw_prompt,
+    read_chat_format,
+)
+from hadal.gateway.text.formats import Formats
+from hadal.gateway.text.lengths import check_length, encode_within
+from hadal.gateway.text.stream import Assembler, Calls, ScoredPrompt
+from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.requests import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
 
@@ -608,7 +608,7 @@ class Service:
         if is_opened:
             end = control_ids[calls.format.calls_end]
             return replace(grammar, text=text, opens=begins, closes=end)
-        # A call is told by its mark (gateway/stream), in a reasoning as elsewhere.
+        # A call is told by its mark (gateway/text/stream), in a reasoning as elsewhere.
         prefix = prompt.prefix_ids if format is not None else ()
         return replace(grammar, text=text, prefix=prefix, barred=begins)
 

@@ -41,10 +41,12 @@ from hadal.core.messages import (
     Totals,
     UnitDown,
 )
-from hadal.gateway.errors import overloaded
-from hadal.gateway.host import COUNTING, Doors, FrontWire, Pages, as_error
-from hadal.gateway.mailbox import Mailbox, mailbox_for
-from hadal.gateway.trace import MAX_WAIT_S
+from hadal.gateway.desk.doors import Doors
+from hadal.gateway.desk.host import FrontWire, as_error
+from hadal.gateway.desk.mailbox import Mailbox, mailbox_for
+from hadal.gateway.desk.pages import COUNTING, Pages
+from hadal.gateway.desk.trace import MAX_WAIT_S
+from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import Refusal
 from hadal.roles.front.requests import FrontNames
 from hadal.roles.front.tenants import RECENT_S
@@ -106,7 +108,7 @@ unit still has of it.
 
 
 class FarHost(Doors):
-    """Generations of a gateway without the front. It has the methods of gateway/host.Host, where
+    """Generations of a gateway without the front. It has the methods of gateway/desk/host.Host, where
     the front is.
     """
 

@@ -20,9 +20,9 @@ from enum import Enum, auto
 
 from hadal.core.messages import Token
 from hadal.core.plans import Score
-from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
-from hadal.gateway.tools import CallDelta, CallReader, Choosing, ToolFormat
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.text.tools import CallDelta, CallReader, Choosing, ToolFormat
+from hadal.gateway.text.vocabulary import Vocabulary
 
 # Find the first of several strings in a text that arrives in pieces, and hold back what may be the
 # start of one.

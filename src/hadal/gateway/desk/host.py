@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S
-from hadal.core.errors import HadalError
 from hadal.core.messages import (
     FRONT,
     SUPERVISOR,
@@ -48,8 +47,11 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.gateway.errors import ApiError, as_api_error, overloaded, sentence
-from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
+from hadal.gateway.desk.doors import Doors
+from hadal.gateway.desk.mailbox import Mailbox, Outbox, mailbox_for
+from hadal.gateway.desk.pages import Pages
+from hadal.gateway.desk.questions import Questions
+from hadal.gateway.edge.errors import ApiError, overloaded, sentence
 from hadal.policy.admission import Refusal
 from hadal.roles.front.front import refused
 from hadal.roles.front.units import FrontUnits
@@ -64,49 +66,6 @@ from hadal.runtime.topology import GATEWAY
 M = TypeVar("M")
 
 
-class Questions(Generic[M]):
-    """All open questions of one kind. The event loop's thread alone uses it."""
-
-    def __init__(self) -> None:
-        self._num_asked = 0
-        self._open: dict[tuple[str, int], asyncio.Future[M]] = {}
-
-    async def ask(
-        self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
-    ) -> dict[str, M]:
-        """Ask all of `whom`, `send(name, reply_id)` being called for each. Returns the answers that
-        came in time.
-        """
-        self._num_asked += 1
-        reply_id = self._num_asked
-        name_to_future = {name: asyncio.get_running_loop().create_future() for name in whom}
-        self._open |= {(name, reply_id): future for name, future in name_to_future.items()}
-        try:
-            for name in name_to_future:
-                send(name, reply_id)
-            if name_to_future:
-                await asyncio.wait(name_to_future.values(), timeout=timeout_s)
-        finally:
-            for name in name_to_future:
-                del self._open[name, reply_id]
-        return {
-            name: future.result()
-            for name, future in name_to_future.items()
-            if future.done() and not future.cancelled()
-        }
-
-    def take(self, name: str, reply_id: int, answer: M) -> None:
-        """An answer is here. One that nobody waits for any more is dropped."""
-        future = self._open.get((name, reply_id))
-        if future is not None and not future.done():
-            future.set_result(answer)
-
-    def give_up(self) -> None:
-        """Whoever was asked is gone: nothing more is waited for."""
-        for future in self._open.values():
-            future.cancel()
-
-
 # What one gateway asks another for, by path as HTTP has it: what only the front's process knows,
 # or another's counts.
 #
@@ -114,59 +73,6 @@ class Questions(Generic[M]):
 
 
 log = logging.getLogger("hadal.gateway")
-
-Page = Callable[[Mapping[str, str]], Awaitable[tuple[int, bytes]]]
-"""Answers a query with a status and a body. Raises HadalError."""
-
-
-COUNTING = "/counting"
-"""Page of the front's gateway: the refusal of a tenant's prompt to be counted, or null, as JSON."""
-
-
-class Pages:
-    """The pages of this process, by path in `table`, and the questions that it has asked others."""
-
-    def __init__(self, name: str, send: Callable[[str, AnyMessage], None]) -> None:
-        """`name`: this process's on the wire."""
-        self.table: dict[str, Page] = {}
-        self._name = name
-        self._send = send
-        self._asked = Questions[QueryReply]()
-        self._answering: set[asyncio.Task[None]] = set()
-
-    async def ask(
-        self, whom: str, path: str, query: Mapping[str, str], timeout_s: float
-    ) -> QueryReply | None:
-        """Another process's page; None if it does not answer in time."""
-
-        def send(name: str, reply_id: int) -> None:
-            self._send(name, Query(self._name, reply_id, path, dict(query)))
-
-        return (await self._asked.ask([whom], send, timeout_s)).get(whom)
-
-    def give_up(self) -> None:
-        """Whoever was asked is gone."""
-        self._asked.give_up()
-
-    def take(self, message: Query | QueryReply) -> None:
-        """Answer a question, or hand an answer to who waits for it."""
-        if isinstance(message, Query):
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
-        else:
-            self._asked.take(message.gateway, message.reply_id, message)
-
-    async def _answer(self, ask: Query) -> None:
-        try:
-            status, body = await self.table[ask.path](ask.query)
-        except HadalError as error:
-            refusal = as_api_error(error)
-            status, body = refusal.status, refusal.body
-        except Exception:
-            log.exception("%s cannot be sent to %s", ask.path, ask.gateway)
-            return
-        self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))
 
 
 _EXPECTED_S = 8 * GATEWAY_HEARTBEAT_S
@@ -220,35 +126,6 @@ class FrontWire(Protocol):
     def send(self, to: str, message: AnyMessage) -> None: ...
 
     async def receive_async(self) -> list[AnyMessage]: ...
-
-
-class Doors:
-    """Whether a gateway takes anything new, and whether anything runs that it took."""
-
-    def __init__(self) -> None:
-        self._draining = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def draining(self) -> bool:
-        """Nothing new is taken."""
-        return self._draining.is_set()
-
-    async def wait_draining(self) -> None:
-        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
-        await self._draining.wait()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open, and no other gateway is there that this one has the
-        front for. False after `timeout_s`.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class Host(Doors):

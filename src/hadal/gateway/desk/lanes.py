@@ -2,7 +2,7 @@
 cheap one.
 
     short      bodies of at most SHORT_BYTES: the longest turn between two tenants' requests
-    long       all others: a turn is one body, which gateway/lengths bounds by the context
+    long       all others: a turn is one body, which gateway/text/lengths bounds by the context
     grammars   schemas and tools: each look at one may cost a process and its new start
 
 In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library releases

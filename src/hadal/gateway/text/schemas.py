@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hadal.core.errors import RequestError
-from hadal.gateway.references import resolved
+from hadal.gateway.text.references import resolved
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hadal.core.errors import CheckpointError
-from hadal.gateway.errors import overloaded
-from hadal.gateway.template import ConfinedProcess
+from hadal.gateway.edge.errors import overloaded
+from hadal.gateway.text.template import ConfinedProcess
 
 log = logging.getLogger(__name__)
 

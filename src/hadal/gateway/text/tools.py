@@ -1,6 +1,6 @@
 """Calls of tools in a model's own format: read while they come, whatever pieces they come in.
 
-Models of one family write a call between control tokens, which users cannot spell (gateway/chat).
+Models of one family write a call between control tokens, which users cannot spell (gateway/text/chat).
 Which format a model has follows from those tokens and its chat template; a model that has none of
 them was not taught to call, and is asked for no call.
 
@@ -27,7 +27,7 @@ from enum import Enum, auto
 from typing import Any
 
 from hadal.core.errors import RequestError
-from hadal.gateway.schemas import check_schema
+from hadal.gateway.text.schemas import check_schema
 from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128

@@ -21,8 +21,8 @@ from hadal.core.config import ROLES
 from hadal.core.messages import FrontSnapshot, UnitReport
 from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
+from hadal.gateway.desk.reply import Reply
 from hadal.gateway.replies import Usage
-from hadal.gateway.reply import Reply
 from hadal.policy.admission import OVERLOADED
 from hadal.policy.quotas import BUDGET_CODE, NEVER_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts
@@ -191,7 +191,7 @@ class Metrics:
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """What this gateway has counted by itself, for the `text` of another. As gateway/host has
+        """What this gateway has counted by itself, for the `text` of another. As gateway/desk/host has
         it.
         """
         families = [

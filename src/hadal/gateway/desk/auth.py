@@ -20,7 +20,7 @@ from hashlib import blake2b
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Quota
-from hadal.gateway.errors import ApiError, overloaded
+from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 
 # Whose KV may be shared with whom: a salt for each tenant, out of its API key.

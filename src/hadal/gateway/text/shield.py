@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from hadal.core.errors import RequestError
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.split import any_of
 
 _CHARS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]

@@ -17,9 +17,9 @@ from hadal.core.config import Deployment, units_of
 from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Charged
 from hadal.core.seams import Closing
-from hadal.gateway.auth import Tenant
-from hadal.gateway.reply import Meter
-from hadal.gateway.service import Work
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.reply import Meter
+from hadal.gateway.desk.service import Work
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list

@@ -21,8 +21,8 @@ from hadal.core.balance import shown
 from hadal.core.errors import HadalError
 from hadal.core.messages import HostClock, TracedStep
 from hadal.core.plans import LinkBytes
-from hadal.gateway.errors import ApiError
-from hadal.gateway.host import Host
+from hadal.gateway.desk.host import Host
+from hadal.gateway.edge.errors import ApiError
 from hadal.overlap.trace import (
     Share,
     chrome_trace,

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadal.core.errors import RequestError
-from hadal.gateway.lengths import check_length, encode_within
 from hadal.gateway.openai import PastCall, Turn
-from hadal.gateway.shield import Marks, Shield, texts_in
-from hadal.gateway.template import ConfinedProcess
-from hadal.gateway.template_files import DEFAULT, WITH_TOOLS, read_templates
-from hadal.gateway.template_pool import TemplatePool
-from hadal.gateway.thinking import TemplateValue
-from hadal.gateway.tools import NO_TOOLS, Choosing, described, format_of
-from hadal.gateway.vocabulary import Vocabulary
+from hadal.gateway.text.lengths import check_length, encode_within
+from hadal.gateway.text.shield import Marks, Shield, texts_in
+from hadal.gateway.text.template import ConfinedProcess
+from hadal.gateway.text.template_files import DEFAULT, WITH_TOOLS, read_templates
+from hadal.gateway.text.template_pool import TemplatePool
+from hadal.gateway.text.thinking import TemplateValue
+from hadal.gateway.text.tools import NO_TOOLS, Choosing, described, format_of
+from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.added import read_special_tokens
 
 THINK_OPEN = "<think>"

@@ -1,0 +1,1 @@
+"""Room api: requests and replies as each API writes them."""

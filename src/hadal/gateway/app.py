@@ -1,0 +1,141 @@
+"""The routes: OpenAI's endpoints with and without /v1, health and metrics.
+
+A handler that generates checks the key, the state of the service and its limits, in this order,
+before it reads a body. Every refusal leaves as an ApiError.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import (
+    AsyncIterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from hadal.core.errors import HadalError
+from hadal.gateway.desk.front_pages import COUNTS, pages_of
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.kept import PATH as KEPT
+from hadal.gateway.edge.errors import ApiError, as_api_error
+from hadal.gateway.edge.guard import Edge
+from hadal.gateway.endpoints import Endpoint, _Endpoint, endpoints_of
+from hadal.gateway.generate import Generate
+
+log = logging.getLogger("hadal.gateway")
+
+
+def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
+    """A route for each path, with all the methods that are answered there."""
+    by_path: dict[str, dict[str, _Endpoint | Generate]] = {}
+    for each in endpoints:
+        for path in (each.path, *each.also):
+            by_path.setdefault(path, {})[each.method] = each.handler
+    return [
+        Route(path, _by_method(handlers), methods=[*handlers]) for path, handlers in by_path.items()
+    ]
+
+
+def _by_method(handlers: Mapping[str, _Endpoint | Generate]) -> _Endpoint | Generate:
+    first, *others = handlers.values()
+    if not others:
+        return first
+
+    async def answer(request: Request) -> Response:
+        handler = handlers["GET" if request.method == "HEAD" else request.method]
+        assert not isinstance(handler, Generate), "it has its path to itself"
+        return await handler(request)
+
+    return answer
+
+
+def make_app(gateway: Gateway, more: Sequence[Endpoint] = ()) -> ASGIApp:
+    """The ASGI application; `more`: endpoints besides its own."""
+    host = gateway.host
+    pages = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
+    host.pages.table = {**pages, KEPT: gateway.responses.page}
+    app = Starlette(
+        routes=routes_of(endpoints_of(gateway, more)),
+        exception_handlers={
+            HTTPException: _on_http_error,
+            HadalError: _on_error,
+            ClientDisconnect: _on_leave,
+            Exception: _on_bug,
+        },
+        lifespan=_no_lifespan,
+    )
+    return Edge(
+        app,
+        gateway.deployment.gateway,
+        gateway.bound_host,
+        has_keys=not gateway.keys.is_open,
+        now=gateway.now,
+    )
+
+
+@asynccontextmanager
+async def _no_lifespan(app: Starlette) -> AsyncIterator[None]:
+    yield
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HadalError)
+    return _refusal(as_api_error(error), request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, wrong method."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    if error.status_code == 404:
+        return _refusal(
+            ApiError(
+                404,
+                f"There is nothing at {path}; /openapi.json lists what is served.",
+                code="not_found",
+            ),
+            path,
+        )
+    if error.status_code == 405 and method == "OPTIONS":
+        return Response(
+            status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', '')}, OPTIONS"}
+        )
+    if error.status_code == 405:
+        return _refusal(
+            ApiError(
+                405,
+                f"{path} does not take {method}; it takes"
+                f" {(error.headers or {}).get('Allow', 'other methods')}. /openapi.json lists what is"
+                " served.",
+                code="method_not_allowed",
+                headers=dict(error.headers or {}),
+            ),
+            path,
+        )
+    return _refusal(
+        ApiError(error.status_code, error.detail, headers=dict(error.headers or {})), path
+    )
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Anything else is ours; the server logs it as it is raised again."""
+    return _refusal(as_api_error(HadalError(str(error))), request.url.path)
+
+
+async def _on_leave(request: Request, error: Exception) -> Response:
+    """The client went away while its body was read: nobody hears this."""
+    return Response(status_code=499)
+
+
+def _refusal(error: ApiError, path: str) -> Response:
+    body = error.body_at(path)
+    return Response(body, error.status, error.headers, media_type="application/json")

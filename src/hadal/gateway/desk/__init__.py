@@ -1,0 +1,1 @@
+"""Room desk: requests and their replies between HTTP and the front, keys, accounts, metrics."""

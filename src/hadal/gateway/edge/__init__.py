@@ -1,0 +1,1 @@
+"""Room edge: what holds for any HTTP request, whichever page it asks for."""

@@ -1,0 +1,130 @@
+"""Bodies of requests: read within a limit, and a fair share of the places for those still arriving.
+
+    headers --Bodies--> whole body --Permits--> answered
+
+What one tenant does costs no other tenant a place. Knows no routes and no contents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncIterator,
+)
+from contextlib import asynccontextmanager
+
+from starlette.requests import ClientDisconnect, Request
+
+from hadal.gateway.edge.errors import ApiError
+from hadal.policy.admission import share_of
+
+_CLOSE = {"Connection": "close"}
+
+
+_DISCARD_DEADLINE_S = 2.0
+"""A client that is still sending often reads no reply: swallow what it sends for this long, then
+answer and close.
+"""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Its length is counted while it streams in: Content-Length may be missing or
+    a lie.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            415,
+            f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
+            code="unsupported_media_type",
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"The content encoding is {coding[:100]!r}; send the body as it is, without one.",
+            code="unsupported_media_type",
+        )
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            break
+        chunks.append(chunk)
+    if num_bytes > max_bytes:
+        await discard(request)
+        raise ApiError(
+            413,
+            f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
+            code="body_too_large",
+            headers=_CLOSE,
+        )
+    return b"".join(chunks)
+
+
+async def discard(request: Request) -> None:
+    """Swallow what is still sent, for a while."""
+    try:
+        async with asyncio.timeout(_DISCARD_DEADLINE_S):
+            while (message := await request.receive())["type"] == "http.request" and message.get(
+                "more_body", False
+            ):
+                continue
+    except (TimeoutError, ClientDisconnect):
+        return
+
+
+MAX_BODIES = 256
+"""Most bodies on their way at once. One that was sent with its headers is there as soon as it is
+asked for.
+"""
+
+
+class Bodies:
+    """Bodies that are waited for, each until its deadline. One more than its tenant's share pushes
+    out its oldest.
+    """
+
+    def __init__(self, num_max: int = MAX_BODIES) -> None:
+        self._num_max = num_max
+        self._tenant_to_waits: dict[str, dict[asyncio.Timeout, None]] = {}
+        """Deadlines of the bodies that each tenant sends, the oldest first."""
+
+    def __len__(self) -> int:
+        return sum(len(waits) for waits in self._tenant_to_waits.values())
+
+    @asynccontextmanager
+    async def wait(self, tenant: str, deadline_s: float) -> AsyncIterator[None]:
+        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its permit is
+        taken from it.
+        """
+        waits = self._tenant_to_waits.setdefault(tenant, {})
+        if len(waits) >= share_of(self._num_max, len(self._tenant_to_waits)):
+            oldest = next(iter(waits))
+            if not oldest.expired():  # Else its deadline was quicker: it leaves by itself.
+                del waits[oldest]
+                oldest.reschedule(asyncio.get_running_loop().time())
+        timeout = asyncio.timeout(deadline_s)
+        waits[timeout] = None
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if timeout in waits:
+                raise ApiError(
+                    408,
+                    f"The body was not complete after {deadline_s:g} s; send it faster.",
+                    code="request_timeout",
+                    headers=_CLOSE,
+                ) from None
+            raise ApiError(
+                429,
+                "Too many bodies of this tenant are on their way; send fewer at once, and faster.",
+                code="too_many_bodies",
+                headers=_CLOSE,
+            ) from None
+        finally:
+            waits.pop(timeout, None)
+            if not waits and self._tenant_to_waits.get(tenant) is waits:
+                del self._tenant_to_waits[tenant]

@@ -1,0 +1,322 @@
+"""All endpoints of a gateway: method, path, handler and description of each.
+
+`routes_of` (gateway/app) and /openapi.json follow from this list. To add an endpoint, add a line here
+and an Operation in gateway/description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hadal import __version__
+from hadal.gateway.description import (
+    AUDIT,
+    CHAT,
+    COMPLETION,
+    COUNT,
+    DETOKENIZE,
+    HEALTH,
+    MESSAGES,
+    METRICS,
+    MODEL,
+    MODELS,
+    OPENAPI,
+    RESPONSE,
+    RESPONSE_DELETED,
+    RESPONSE_INPUT,
+    RESPONSES,
+    ROOT,
+    STATUS,
+    TOKENIZE,
+    TRACE,
+    Operation,
+    document,
+)
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.gateway import Formatter, Gateway
+from hadal.gateway.desk.health import health_of
+from hadal.gateway.desk.kept import KeptResponse
+from hadal.gateway.desk.service import Work
+from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.edge.guard import SEEN
+from hadal.gateway.generate import Generate, Prepare
+from hadal.gateway.messages import MessagesFormatter, parse_count, parse_messages
+from hadal.gateway.replies import ChatFormatter, CompletionFormatter
+from hadal.gateway.responses import (
+    ResponseAsk,
+    ResponseFormatter,
+    ResponsesRequest,
+    input_page,
+    items_in,
+    listed,
+    parse_response,
+    read_response,
+    references_of,
+)
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+async def _page(gateway: Gateway, request: Request, media_type: str) -> Response:
+    """What only the process with the front knows. Raises HadalError."""
+    status, body = await gateway.host.page(request.url.path, request.query_params)
+    return Response(body, status, media_type=media_type)
+
+
+def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
+    """The list of models, which has one, and that model by its name."""
+    name = gateway.service.model.name
+    model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
+
+    async def list_models(request: Request) -> Response:
+        tenant = gateway.tenant_of(request)
+        return _json({"object": "list", "data": [model] if tenant.may_ask(name) else []})
+
+    async def get_model(request: Request) -> Response:
+        tenant = gateway.tenant_of(request)
+        asked = request.path_params["model_id"]
+        if not asked:  # "/v1/models/"
+            return await list_models(request)
+        if asked != name or not tenant.may_ask(name):
+            raise ApiError(
+                404,
+                f"The model {asked[:100]!r} does not exist; {name!r} is served here.",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(model)
+
+    return list_models, get_model
+
+
+def _answering(
+    gateway: Gateway,
+    answer: Callable[[bytes, Tenant], Awaitable[dict[str, Any]]],
+    counts: str = "",
+) -> _Endpoint:
+    """An endpoint that answers a body at once, for those who may generate and within their limits.
+    `counts`: field of its answer with the tokens that it counted, which its tenant's quota pays for.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        tenant = gateway.tenant_of(request)
+        request.scope[SEEN].tenant = tenant.name
+        body = await gateway.body_of(request, tenant)
+        with gateway.permits.take(tenant.name):
+            if counts:
+                await gateway.host.check_counting(tenant.name)
+            fields = await answer(body, tenant)
+            if counts:
+                gateway.host.counted(tenant.name, fields[counts])
+            return _json(fields)
+
+    return endpoint
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What answers one method at one path, and at the paths of `also`."""
+
+    method: str
+    path: str
+    handler: _Endpoint | Generate
+    about: Operation
+    also: tuple[str, ...] = ()
+
+
+def _generating(gateway: Gateway) -> list[Endpoint]:
+    """The endpoints that generate: each reads bodies of its own and writes replies of its own."""
+    service, responses = gateway.service, gateway.responses
+
+    async def chat(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        return await service.chat(body, reply_id, tenant), ChatFormatter
+
+    async def completion(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        return await service.completion(body, reply_id, tenant), CompletionFormatter
+
+    async def message(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        work = await service.chat(body, reply_id, tenant, parse_messages)
+        return work, partial(
+            MessagesFormatter,
+            max_tokens=work.ask.max_tokens or 0,
+            context_tokens=service.model.context_tokens,
+        )
+
+    async def response(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
+        def parse(
+            request: ResponsesRequest, bodies: list[bytes], ids: list[str]
+        ) -> tuple[ResponseAsk, bytes]:
+            known = items_in(bodies, ids, service.limits.max_body_bytes)
+            asked = parse_response(request, known)
+            return asked, msgspec.json.encode(listed(asked.request.input))
+
+        def read() -> tuple[ResponsesRequest, list[str]]:
+            request = read_response(body)
+            return request, references_of(request)
+
+        request, ids = await service.off_loop(tenant, read, len(body))
+        bodies = await responses.bodies_with(tenant.name, ids) if ids else []
+        asked, items = await service.off_loop(
+            tenant, lambda: parse(request, bodies, ids), len(body) + sum(map(len, bodies))
+        )
+        before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
+        num_before = sum(turn.num_chars for turn in before) + sum(map(len, bodies))
+        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before), num_before)
+        return work, partial(
+            ResponseFormatter,
+            asked=asked.request,
+            keep=responses.keeper(tenant.name, reply_id, before, asked, items),
+            sampling=work.choices[0].generation.sampling,
+            now=gateway.unix_time,
+        )
+
+    def made(
+        name: str, path: str, id_prefix: str, prepare: Prepare, about: Operation, *also: str
+    ) -> Endpoint:
+        handler = Generate(gateway, name, id_prefix, prepare)
+        return Endpoint("POST", f"/v1{path}", handler, about, (path, *also))
+
+    return [
+        made("chat", "/chat/completions", "chatcmpl-", chat, CHAT, "/beta/chat/completions"),
+        made("completions", "/completions", "cmpl-", completion, COMPLETION, "/beta/completions"),
+        made("messages", "/messages", "msg_", message, MESSAGES, "/anthropic/v1/messages"),
+        made("responses", "/responses", responses.id_prefix, response, RESPONSES),
+    ]
+
+
+def _responses_pages(gateway: Gateway) -> list[Endpoint]:
+    """Responses that are kept."""
+
+    async def get(request: Request) -> Response:
+        if request.query_params.get("stream") not in (None, "false"):
+            raise ApiError(
+                400, "stream: a kept response comes whole; leave it out.", param="stream"
+            )
+        return Response((await found(request, "body")).body, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        await found(request, deletes=True)
+        response_id = request.path_params["response_id"]
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def items(request: Request) -> Response:
+        kept = await found(request, "input")
+        data = msgspec.json.decode(kept.input, type=list[dict[str, Any]])
+        return _json(input_page(data, request.query_params))
+
+    async def found(request: Request, part: str = "", *, deletes: bool = False) -> KeptResponse:
+        tenant, response_id = gateway.tenant_of(request), request.path_params["response_id"]
+        request.scope[SEEN].tenant = tenant.name
+        kept = await gateway.responses.get(tenant.name, response_id, part, deletes=deletes)
+        if kept is None:
+            raise ApiError(
+                404,
+                f"The response {response_id[:80]!r} is not kept here for this API key.",
+                param="response_id",
+                code="response_not_found",
+            )
+        return kept
+
+    path = "/responses/{response_id}"
+    inputs = f"{path}/input_items"
+    return [
+        Endpoint("GET", f"/v1{path}", get, RESPONSE, (path,)),
+        Endpoint("DELETE", f"/v1{path}", delete, RESPONSE_DELETED, (path,)),
+        Endpoint("GET", f"/v1{inputs}", items, RESPONSE_INPUT, (inputs,)),
+    ]
+
+
+def _token_pages(gateway: Gateway) -> list[Endpoint]:
+    """Texts in tokens and back."""
+    service = gateway.service
+    return [
+        Endpoint("POST", f"/v1{path}", _answering(gateway, answer, counts), about, (path,))
+        for path, answer, counts, about in (
+            ("/tokenize", service.tokenize, "count", TOKENIZE),
+            ("/detokenize", service.detokenize, "", DETOKENIZE),
+        )
+    ]
+
+
+def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoint]:
+    """All that is served, `more` among it: the routes and /openapi.json follow from it."""
+    service = gateway.service
+    list_models, get_model = _models_pages(gateway)
+    endpoints = _generating(gateway)
+    documents: dict[bool, bytes] = {}
+
+    async def count(body: bytes, tenant: Tenant) -> dict[str, Any]:
+        return {"input_tokens": await service.count(body, tenant, parse_count)}
+
+    async def openapi(request: Request) -> Response:
+        is_open = gateway.keys.is_open
+        if is_open not in documents:
+            made = document(endpoints, service.model.name, is_open=is_open)
+            documents[is_open] = msgspec.json.encode(made)
+        return Response(documents[is_open], media_type="application/json")
+
+    async def health(request: Request) -> Response:
+        status, fields = health_of(
+            gateway.deployment,
+            gateway.snapshot(),
+            gateway.host.gateways,
+            has_begun=gateway.has_begun(),
+            is_draining=gateway.host.draining,
+            wrong=gateway.wrong_nodes(),
+        )
+        return _json({**fields, "model": service.model.name}, status)
+
+    async def root(request: Request) -> Response:
+        names = [f"{each.method} {each.path}" for each in endpoints if each.path != "/v1"]
+        model = service.model.name
+        return _json({"server": f"Hadal {__version__}", "model": model, "endpoints": names})
+
+    async def metrics(request: Request) -> Response:
+        if not gateway.deployment.gateway.open_metrics:
+            gateway.check_operator(request)
+        return await _page(gateway, request, "text/plain; version=0.0.4; charset=utf-8")
+
+    async def operate(request: Request) -> Response:
+        gateway.check_operator(request)
+        return await _page(gateway, request, "application/json")
+
+    needs_key = not gateway.deployment.gateway.open_metrics
+    counts = "/messages/count_tokens"
+    model = "/models/{model_id:path}"
+    endpoints += [
+        Endpoint(
+            "POST",
+            f"/v1{counts}",
+            _answering(gateway, count, "input_tokens"),
+            COUNT,
+            (counts, f"/anthropic/v1{counts}"),
+        ),
+        *_token_pages(gateway),
+        *_responses_pages(gateway),
+        *more,
+        Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
+        Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),
+        Endpoint("GET", "/openapi.json", openapi, OPENAPI, ("/v1/openapi.json",)),
+        Endpoint("GET", "/health", health, HEALTH),
+        Endpoint("GET", "/metrics", metrics, replace(METRICS, needs_key=needs_key)),
+        Endpoint("GET", "/audit", operate, AUDIT),
+        Endpoint("GET", "/trace", operate, TRACE),
+        Endpoint("GET", "/status", operate, STATUS),
+        Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/")),
+    ]
+    return endpoints
+
+
+def _json(fields: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(fields), status, media_type="application/json")

@@ -1,0 +1,153 @@
+"""One generating endpoint, from a request's headers to the last byte of its reply.
+
+Knows HTTP and the order of the checks; the desk knows tenants, fronts and accounts, and the endpoint's
+own API reads the body and writes the reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import (
+    Awaitable,
+    Callable,
+)
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from hadal.core.errors import HadalError
+from hadal.core.facts import CANCELLED, REFUSALS
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.gateway import Formatter, Gateway
+from hadal.gateway.desk.mailbox import Mailbox
+from hadal.gateway.desk.reply import ClientGone, Times
+from hadal.gateway.desk.service import Work
+from hadal.gateway.edge.connection import WRITE
+from hadal.gateway.edge.errors import as_api_error
+from hadal.gateway.edge.guard import SEEN, AccessRecord
+from hadal.gateway.edge.streams import Outlet, refuse
+
+log = logging.getLogger("hadal.gateway")
+
+
+Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
+"""(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
+
+
+_COUNTED_STATUSES = ("200", "500", "503", "504")
+"""Those whose counts are there from the start: the first failure is a rise for whoever watches."""
+
+
+class Generate:
+    """One of the generating endpoints, as an ASGI application of its own: it must see the client
+    leave.
+    """
+
+    def __init__(self, gateway: Gateway, name: str, id_prefix: str, prepare: Prepare) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._id_prefix = id_prefix
+        self._prepare = prepare
+        for status in _COUNTED_STATUSES:
+            gateway.metrics.requests.labels(name, status)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        status = 500
+        times = Times(gateway.now())
+        request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
+        tenant = None
+        seen: AccessRecord = scope[SEEN]
+        seen.reply_id = request_id
+        try:
+            request = Request(scope, receive)
+            tenant = gateway.tenant_of(request)
+            seen.tenant = tenant.name
+            gateway.check_open()
+            body = await gateway.body_of(request, tenant)
+            with gateway.permits.take(tenant.name):
+                status = await self._answer(request, body, send, times, tenant, request_id)
+        except HadalError as error:
+            refusal = as_api_error(error)
+            status = refusal.status
+            gateway.metrics.refusals.labels(refusal.code or str(status)).inc()
+            if (
+                gateway.accounting is not None
+                and tenant is not None
+                and not times.is_read
+                and str(status) in REFUSALS
+            ):
+                gateway.accounting.refused(request_id, times.start_s, tenant, status)
+            if status >= 500 and refusal is not error:
+                log.error("the request failed", exc_info=error)
+            raise
+        except (ClientGone, ClientDisconnect):
+            status = seen.status = 499  # What nginx logs for a client that closed the request.
+        finally:
+            seen.num_tokens = times.num_tokens
+            self._count(status, times)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: bytes,
+        send: Send,
+        times: Times,
+        tenant: Tenant,
+        request_id: str,
+    ) -> int:
+        gateway = self._gateway
+        gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
+        work, formatter = await self._prepare(body, request_id, tenant)
+        generations = gateway.priced(work, tenant)
+        gateway.host.check_room(
+            tenant.name,
+            len(generations),
+            sum(len(generation.prompt) for generation in generations),
+            sum(generation.most_pico_usd for generation in generations),
+        )
+        reply = gateway.begin(work, formatter, generations, request_id, times)
+        watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
+        end = "500"
+        try:
+            if work.ask.stream:
+                outlet = Outlet(gateway.streams, request.scope.get(WRITE, refuse))
+                status = await reply.send_stream(send, outlet)
+            else:
+                status = await reply.send_whole(send)
+            end = str(status)
+            if status == 200 and times.first_token_s is not None:  # Else nothing was computed.
+                gateway.metrics.count_usage(reply.usage)
+            return status
+        except (ClientGone, asyncio.CancelledError):
+            gateway.permits.left(tenant.name, len(work.choices))
+            end = CANCELLED
+            raise
+        except HadalError as error:
+            end = str(as_api_error(error).status)
+            raise
+        finally:
+            watch.cancel()
+            times.num_tokens = reply.usage.num_output_tokens
+            gateway.end(reply, tenant, end)
+
+    def _count(self, status: int, times: Times) -> None:
+        metrics = self._gateway.metrics
+        metrics.requests.labels(self._name, str(status)).inc()
+        if status != 200 or times.first_token_s is None or times.last_token_s is None:
+            return
+        metrics.first_token_s.observe(times.first_token_s - times.start_s)
+        metrics.request_s.observe(self._gateway.now() - times.start_s)
+        if times.num_tokens > 1:
+            metrics.per_token_s.observe(
+                (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
+            )
+
+
+async def _watch(receive: Receive, mailbox: Mailbox) -> None:
+    """Tell the reply when its client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    mailbox.leave()

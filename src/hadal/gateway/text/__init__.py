@@ -1,0 +1,1 @@
+"""Room text: chat templates, prompts, and tokens made into text."""
