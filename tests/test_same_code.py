@@ -290,7 +290,7 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
 )
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
-    assert hadal.sim.world.world.Front is hadal.gateway.process.Front
+    assert hadal.sim.world.world.Front is hadal.gateway.assembly.Front
     assert hadal.sim.world.units.make_leader is hadal.runtime.rank.make_leader
     made = hadal.runtime.launch.make_fleet(Deployment(fleet=FleetConfig(mode="auto")), 0.0)
     assert type(made) is hadal.sim.day.fluid.Fleet

@@ -25,8 +25,8 @@ from playwright.sync_api import Browser, Page, expect
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.desk.auth import Keys
-from hadal.gateway.desk.gateway import Patience
 from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.vocabulary import Vocabulary
@@ -692,7 +692,7 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         page.press(".h-door input", "Enter")
         expect(page.locator(".h-tabs button").first).to_be_visible()
         assert page.evaluate("localStorage.getItem('hadal.key')") == left, "the chat's own"
-        gateway.world.gateway.take_keys(Keys([left]))
+        gateway.world.gateway.tenancy.take(Keys([left]))
         expect(page.locator(".h-problem")).to_contain_text("not known")
         assert page.locator(".h-tabs button").count() == 0, "they would show what others still see"
         assert page.locator(".h-unit").count() == 0

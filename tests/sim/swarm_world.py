@@ -30,6 +30,7 @@ from hadal.core.messages import (
 from hadal.core.seams import Deliver
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.clock import GatewayClock
 from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
@@ -218,8 +219,7 @@ class SwarmWorld(FleetWorld):
             MODEL,
             self.sink,
             lambda: front.units.by_name,
-            self.clock.now,
-            lambda: UNIX_S + self.clock.now(),
+            GatewayClock(self.clock.now, lambda: UNIX_S + self.clock.now()),
         )
 
     def _inner(self, name: str, role: str, *args: Any) -> PrefillLeader | DecodeLeader:

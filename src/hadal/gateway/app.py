@@ -22,10 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hadal.core.errors import HadalError
-from hadal.gateway.desk.front_pages import COUNTS, pages_of
 from hadal.gateway.desk.gateway import Gateway
-from hadal.gateway.desk.host import Host
-from hadal.gateway.desk.kept import PATH as KEPT
 from hadal.gateway.edge.errors import ApiError, as_api_error
 from hadal.gateway.edge.guard import Edge
 from hadal.gateway.endpoints import Endpoint, _Endpoint, endpoints_of
@@ -60,9 +57,6 @@ def _by_method(handlers: Mapping[str, _Endpoint | Generate]) -> _Endpoint | Gene
 
 def make_app(gateway: Gateway, more: Sequence[Endpoint] = ()) -> ASGIApp:
     """The ASGI application; `more`: endpoints besides its own."""
-    host = gateway.host
-    pages = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
-    host.pages.table = {**pages, KEPT: gateway.responses.page}
     app = Starlette(
         routes=routes_of(endpoints_of(gateway, more)),
         exception_handlers={
@@ -77,8 +71,8 @@ def make_app(gateway: Gateway, more: Sequence[Endpoint] = ()) -> ASGIApp:
         app,
         gateway.deployment.gateway,
         gateway.bound_host,
-        has_keys=not gateway.keys.is_open,
-        now=gateway.now,
+        has_keys=not gateway.tenancy.keys.is_open,
+        now=gateway.clock.now,
     )
 
 

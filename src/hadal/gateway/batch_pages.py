@@ -118,14 +118,14 @@ class BatchPages:
         self, page: Callable[[Request, Tenant], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            tenant = self._gateway.tenant_of(request)
+            tenant = self._gateway.tenancy.tenant_of(request.headers)
             request.scope[SEEN].tenant = tenant.name
             try:
                 return await page(request, tenant)
             except BatchesDown as error:
                 log.error("%s", error)
                 said = "Files and batches cannot be had now: their database is down. Try again."
-                after_s = self._gateway.patience.retry_after_s
+                after_s = self._gateway.intake.patience.retry_after_s
                 raise overloaded(503, said, after_s, "no_batches") from error
 
         return guarded
@@ -150,7 +150,7 @@ class BatchPages:
                 f" and the purpose {BATCH!r}.",
                 code="unsupported_media_type",
             )
-        async with self._gateway.bodies.wait(tenant.name, UPLOAD_S):
+        async with self._gateway.intake.bodies.wait(tenant.name, UPLOAD_S):
             try:
                 within = Request(request.scope, self._within(request, tenant.name, upload))
                 form = await within.form(max_files=1, max_fields=8)
@@ -242,7 +242,7 @@ class BatchPages:
             while (piece := await self._worker.call(next, pieces, None)) is not None:
                 yield piece
 
-        return _Contents(send(), row.num_bytes, self._gateway.patience.send_s)
+        return _Contents(send(), row.num_bytes, self._gateway.intake.patience.send_s)
 
     async def _found_file(self, request: Request, tenant: Tenant) -> FileRow:
         file_id = request.path_params["file_id"]
@@ -291,7 +291,7 @@ class BatchPages:
         return self._json(_batch(batch))
 
     async def _asked(self, request: Request, tenant: Tenant) -> NewBatch:
-        asked = decode(await self._gateway.body_of(request, tenant), NewBatch)
+        asked = decode(await self._gateway.intake.body_of(request, tenant.name), NewBatch)
         if asked.endpoint not in BATCH_ENDPOINTS:
             raise ApiError(
                 400,
@@ -340,7 +340,7 @@ class BatchPages:
         return self._json(_batch(row))
 
     def _unix_s(self) -> int:
-        return int(self._gateway.unix_time())
+        return int(self._gateway.clock.unix_time())
 
     def _file(self, row: FileRow) -> dict[str, Any]:
         return {

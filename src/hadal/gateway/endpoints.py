@@ -44,8 +44,8 @@ from hadal.gateway.description import (
     document,
 )
 from hadal.gateway.desk.auth import Tenant
-from hadal.gateway.desk.gateway import Formatter, Gateway
-from hadal.gateway.desk.health import health_of
+from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.kept import KeptResponse
 from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.errors import ApiError
@@ -70,7 +70,7 @@ _Endpoint = Callable[[Request], Awaitable[Response]]
 
 async def _page(gateway: Gateway, request: Request, media_type: str) -> Response:
     """What only the process with the front knows. Raises HadalError."""
-    status, body = await gateway.host.page(request.url.path, request.query_params)
+    status, body = await gateway.link.page(request.url.path, request.query_params)
     return Response(body, status, media_type=media_type)
 
 
@@ -80,11 +80,11 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
     model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
 
     async def list_models(request: Request) -> Response:
-        tenant = gateway.tenant_of(request)
+        tenant = gateway.tenancy.tenant_of(request.headers)
         return _json({"object": "list", "data": [model] if tenant.may_ask(name) else []})
 
     async def get_model(request: Request) -> Response:
-        tenant = gateway.tenant_of(request)
+        tenant = gateway.tenancy.tenant_of(request.headers)
         asked = request.path_params["model_id"]
         if not asked:  # "/v1/models/"
             return await list_models(request)
@@ -110,15 +110,15 @@ def _answering(
     """
 
     async def endpoint(request: Request) -> Response:
-        tenant = gateway.tenant_of(request)
+        tenant = gateway.tenancy.tenant_of(request.headers)
         request.scope[SEEN].tenant = tenant.name
-        body = await gateway.body_of(request, tenant)
-        with gateway.permits.take(tenant.name):
+        body = await gateway.intake.body_of(request, tenant.name)
+        with gateway.intake.permits.take(tenant.name):
             if counts:
-                await gateway.host.check_counting(tenant.name)
+                await gateway.link.check_counting(tenant.name)
             fields = await answer(body, tenant)
             if counts:
-                gateway.host.counted(tenant.name, fields[counts])
+                gateway.link.counted(tenant.name, fields[counts])
             return _json(fields)
 
     return endpoint
@@ -178,7 +178,7 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
             asked=asked.request,
             keep=responses.keeper(tenant.name, reply_id, before, asked, items),
             sampling=work.choices[0].generation.sampling,
-            now=gateway.unix_time,
+            now=gateway.clock.unix_time,
         )
 
     def made(
@@ -216,7 +216,10 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
         return _json(input_page(data, request.query_params))
 
     async def found(request: Request, part: str = "", *, deletes: bool = False) -> KeptResponse:
-        tenant, response_id = gateway.tenant_of(request), request.path_params["response_id"]
+        tenant, response_id = (
+            gateway.tenancy.tenant_of(request.headers),
+            request.path_params["response_id"],
+        )
         request.scope[SEEN].tenant = tenant.name
         kept = await gateway.responses.get(tenant.name, response_id, part, deletes=deletes)
         if kept is None:
@@ -260,21 +263,14 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
         return {"input_tokens": await service.count(body, tenant, parse_count)}
 
     async def openapi(request: Request) -> Response:
-        is_open = gateway.keys.is_open
+        is_open = gateway.tenancy.keys.is_open
         if is_open not in documents:
             made = document(endpoints, service.model.name, is_open=is_open)
             documents[is_open] = msgspec.json.encode(made)
         return Response(documents[is_open], media_type="application/json")
 
     async def health(request: Request) -> Response:
-        status, fields = health_of(
-            gateway.deployment,
-            gateway.snapshot(),
-            gateway.host.gateways,
-            has_begun=gateway.has_begun(),
-            is_draining=gateway.host.draining,
-            wrong=gateway.wrong_nodes(),
-        )
+        status, fields = gateway.readiness.health()
         return _json({**fields, "model": service.model.name}, status)
 
     async def root(request: Request) -> Response:
@@ -284,11 +280,11 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
 
     async def metrics(request: Request) -> Response:
         if not gateway.deployment.gateway.open_metrics:
-            gateway.check_operator(request)
+            gateway.tenancy.check_operator(request.headers)
         return await _page(gateway, request, "text/plain; version=0.0.4; charset=utf-8")
 
     async def operate(request: Request) -> Response:
-        gateway.check_operator(request)
+        gateway.tenancy.check_operator(request.headers)
         return await _page(gateway, request, "application/json")
 
     needs_key = not gateway.deployment.gateway.open_metrics

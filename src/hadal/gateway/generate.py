@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from hadal.core.errors import HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.gateway.desk.auth import Tenant
-from hadal.gateway.desk.gateway import Formatter, Gateway
+from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.reply import ClientGone, Times
 from hadal.gateway.desk.service import Work
@@ -56,30 +57,31 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         status = 500
-        times = Times(gateway.now())
+        times = Times(gateway.clock.now())
         request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         tenant = None
         seen: AccessRecord = scope[SEEN]
         seen.reply_id = request_id
         try:
             request = Request(scope, receive)
-            tenant = gateway.tenant_of(request)
+            tenant = gateway.tenancy.tenant_of(request.headers)
             seen.tenant = tenant.name
-            gateway.check_open()
-            body = await gateway.body_of(request, tenant)
-            with gateway.permits.take(tenant.name):
+            gateway.readiness.check_open()
+            body = await gateway.intake.body_of(request, tenant.name)
+            with gateway.intake.permits.take(tenant.name):
                 status = await self._answer(request, body, send, times, tenant, request_id)
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
             gateway.metrics.refusals.labels(refusal.code or str(status)).inc()
+            accounting = gateway.desk.accounting
             if (
-                gateway.accounting is not None
+                accounting is not None
                 and tenant is not None
                 and not times.is_read
                 and str(status) in REFUSALS
             ):
-                gateway.accounting.refused(request_id, times.start_s, tenant, status)
+                accounting.refused(request_id, times.start_s, tenant, status)
             if status >= 500 and refusal is not error:
                 log.error("the request failed", exc_info=error)
             raise
@@ -99,16 +101,16 @@ class Generate:
         request_id: str,
     ) -> int:
         gateway = self._gateway
-        gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
+        gateway.link.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
         work, formatter = await self._prepare(body, request_id, tenant)
-        generations = gateway.priced(work, tenant)
-        gateway.host.check_room(
+        generations = gateway.desk.priced(work, tenant)
+        gateway.link.check_room(
             tenant.name,
             len(generations),
             sum(len(generation.prompt) for generation in generations),
             sum(generation.most_pico_usd for generation in generations),
         )
-        reply = gateway.begin(work, formatter, generations, request_id, times)
+        reply = gateway.desk.begin(work, formatter, generations, request_id, times)
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
         end = "500"
         try:
@@ -122,7 +124,7 @@ class Generate:
                 gateway.metrics.count_usage(reply.usage)
             return status
         except (ClientGone, asyncio.CancelledError):
-            gateway.permits.left(tenant.name, len(work.choices))
+            gateway.intake.permits.left(tenant.name, len(work.choices))
             end = CANCELLED
             raise
         except HadalError as error:
@@ -131,7 +133,7 @@ class Generate:
         finally:
             watch.cancel()
             times.num_tokens = reply.usage.num_output_tokens
-            gateway.end(reply, tenant, end)
+            gateway.desk.end(reply, tenant, end)
 
     def _count(self, status: int, times: Times) -> None:
         metrics = self._gateway.metrics
@@ -139,7 +141,7 @@ class Generate:
         if status != 200 or times.first_token_s is None or times.last_token_s is None:
             return
         metrics.first_token_s.observe(times.first_token_s - times.start_s)
-        metrics.request_s.observe(self._gateway.now() - times.start_s)
+        metrics.request_s.observe(self._gateway.clock.now() - times.start_s)
         if times.num_tokens > 1:
             metrics.per_token_s.observe(
                 (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)

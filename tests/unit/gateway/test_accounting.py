@@ -19,7 +19,9 @@ from hadal.core.messages import Returned, UnitDown
 from hadal.core.plans import NO_TOKEN
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import EVERYONE, name_of, salt_of
+from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.service import ServedModel
 from hadal.roles.front.units import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
@@ -68,11 +70,9 @@ async def booked(
     deployment = Deployment(
         model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2)
     )
-    async with world(model, script, **options) as it:
+    async with world(model, script, has_ledger=True, **options) as it:
         gateway = it.gateway
-        gateway.accounting = Accounting(
-            deployment, model.name, sink, dict, gateway.now, gateway.unix_time
-        )
+        gateway.desk.accounting = Accounting(deployment, model.name, sink, dict, gateway.clock)
         yield it, sink
         await it.settle()
         assert len({fact.request_id for fact in sink.requests}) == len(sink.requests)
@@ -241,13 +241,13 @@ async def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None
     ) as (it, sink):
         it.units.go.clear()
         asked = [asyncio.create_task(ask(it)) for _ in range(2)]
-        while it.gateway.num_requests < 2:
+        while len(it.gateway.intake.permits) < 2:
             await asyncio.sleep(0.001)
         refused = await ask(it)
         assert refused.status_code == 429
         it.units.go.set()
         assert [(await one).status_code for one in asked] == [200, 200]
-        it.gateway.host.drain()
+        it.gateway.link.drain()
         assert (await ask(it)).status_code == 503
     facts = sink.requests
     ends = [fact.end for fact in facts]
@@ -285,7 +285,7 @@ async def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None
                 await it.client.post("/v1/completions", json=body(), headers=headers)
             ).status_code == 200
         assert (await ask(it)).status_code == 401
-        one, two = (tenant.name for tenant in it.gateway.keys.tenants)
+        one, two = (tenant.name for tenant in it.gateway.tenancy.keys.tenants)
         assert (one, two) == (name_of(salt_of(b"key-one")), name_of(salt_of(b"key-two")))
         tenants = [fact.tenant for fact in sink.requests]
         assert tenants == [one, two, one]
@@ -351,7 +351,7 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
         ledger=LedgerConfig(gpu_hour_usd=1.5),
     )
     accounting = Accounting(
-        deployment, "small", sink, lambda: up, lambda: 0.0, lambda: clock.unix_s
+        deployment, "small", sink, lambda: up, GatewayClock(lambda: 0.0, lambda: clock.unix_s)
     )
 
     def unit(name: str, role: str, epoch: str) -> Unit:
@@ -381,8 +381,10 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
 async def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
     told: list[int] = []
     async with world(model, spell(model, "abc")) as it:
-        it.gateway.host._on_units = lambda: told.append(
-            sum(map(len, it.gateway.snapshot().role_to_units.values()))
+        link = it.gateway.link
+        assert isinstance(link, Host)
+        link.unit_listeners.append(
+            lambda: told.append(sum(map(len, link.snapshot().role_to_units.values())))
         )
         it.units.tell(UnitDown("decode-0", "killed"))
         while not told:
@@ -393,4 +395,4 @@ async def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None
 def test_prices_that_cannot_be_read_are_an_error() -> None:
     deployment = Deployment(model="x", ledger=LedgerConfig(prices="cheap"))
     with pytest.raises(ValueError, match="no price list"):
-        Accounting(deployment, "m", List(), dict, lambda: 0.0, lambda: 0.0)
+        Accounting(deployment, "m", List(), dict, GatewayClock(lambda: 0.0, lambda: 0.0))

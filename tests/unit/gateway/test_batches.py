@@ -24,11 +24,11 @@ from hadal.core.messages import Charged, Quota
 from hadal.gateway.desk import batches
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import EVERYONE, Keys
-from hadal.gateway.desk.gateway import Patience
 from hadal.gateway.desk.reply import Reply
 from hadal.gateway.desk.service import ServedModel, Service, Work
 from hadal.gateway.edge import bodies
 from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.edge.intake import Patience
 from hadal.policy.admission import NO_VALLEY
 from hadal.runtime.batches import (
     IN_PROGRESS,
@@ -101,11 +101,10 @@ async def life(
     `store`: the batches, or their folder.
     """
     store = store_in(store) if isinstance(store, Path) else store
-    async with world(model, spell(model, TEXT), store=store, **options) as it:
+    async with world(model, spell(model, TEXT), store=store, has_ledger=True, **options) as it:
         sink, gateway = List(), it.gateway
         deployment = Deployment(model="x", ledger=LedgerConfig(prices="1/2/4"))
-        now, unix_time = gateway.now, gateway.unix_time
-        gateway.accounting = Accounting(deployment, model.name, sink, dict, now, unix_time)
+        gateway.desk.accounting = Accounting(deployment, model.name, sink, dict, gateway.clock)
         assert it.worker is not None
         running = asyncio.create_task(it.worker.run() if runs else asyncio.sleep(0))
         try:
@@ -113,7 +112,7 @@ async def life(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        if gateway.accounting is not None:
+        if gateway.desk.accounting is not None:
             assert counted(gateway) == sum(fact.tokens_out for fact in sink.requests)
 
 
@@ -266,7 +265,7 @@ async def test_a_line_s_choices_are_let_in_together(model: ServedModel, tmp_path
     async with life(model, tmp_path) as (it, _):
         reply = await it.chat()
         quota = 2 * reply.json()["usage"]["prompt_tokens"] + 2
-        it.gateway.host.set_quotas(it.gateway.unix_time(), (Quota(EVERYONE, quota),))
+        it.gateway.link.set_quotas(it.gateway.clock.unix_time(), (Quota(EVERYONE, quota),))
         batch = await reach(it, await begin(it, [CHAT | {"n": 2}]))
         assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
         (row,) = await rows_of(it, batch["output_file_id"])
@@ -277,14 +276,14 @@ async def test_a_second_batch_is_read_while_the_first_waits(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with life(model, tmp_path) as (it, _):
-        check_room, is_full = it.gateway.host.check_room, True
+        check_room, is_full = it.gateway.link.check_room, True
 
         def check(*given: Any) -> None:
             if is_full:
                 raise ApiError(429, "No valley.", code=NO_VALLEY)
             check_room(*given)
 
-        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "check_room", check)
         first = await begin(it)
         await reach(it, first, ["in_progress"])
         second = await begin(it)
@@ -305,7 +304,7 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
             asked.append(tenant)
             raise ApiError(429, "No valley.", code=NO_VALLEY)
 
-        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "check_room", check)
         ids = []
         for key in ("sk-alice", "sk-bob"):
             it.client.headers["Authorization"] = f"Bearer {key}"
@@ -327,7 +326,7 @@ async def test_a_withdrawn_key_ends_its_batch(
     """Lines that have begun are answered; no other is begun, in its turn or behind another's."""
     monkeypatch.setattr(batches, "WITHDRAWN_S", 0.1)
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
-        host, worker, asked = it.gateway.host, it.worker, list[str]()
+        host, worker, asked = it.gateway.link, it.worker, list[str]()
         assert worker is not None
         check_room, is_full = host.check_room, True
 
@@ -343,7 +342,7 @@ async def test_a_withdrawn_key_ends_its_batch(
             it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
             batch_id = await begin(it)
             await wait_for(lambda n=at: len(worker._waits) > n and asked, "it waits")
-        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         while (row := await worker.call(worker.store.batch, "alice", batch_id)).status not in ENDED:
             await asyncio.sleep(0.01)
             is_full = is_full and waits
@@ -353,14 +352,14 @@ async def test_a_withdrawn_key_ends_its_batch(
 async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
     """Nothing of it is begun meanwhile, and all of it afterwards."""
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
-        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         it.client.headers["Authorization"] = "Bearer sk-bob"
         other = await begin(it)
-        it.gateway.take_keys(Keys(("sk-alice name=alice", "sk-bob name=bob")))
+        it.gateway.tenancy.take(Keys(("sk-alice name=alice", "sk-bob name=bob")))
         it.client.headers["Authorization"] = "Bearer sk-alice"
         it.units.go.clear()
         batch_id = await begin(it)
-        it.gateway.take_keys(Keys(("sk-bob name=bob",)))
+        it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         it.units.go.set()
         it.client.headers["Authorization"] = "Bearer sk-bob"
         assert (await reach(it, other))["status"] == "completed"
@@ -368,7 +367,7 @@ async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_
         row = await it.worker.call(it.worker.store.batch, "alice", batch_id)
         assert row is not None
         assert row.status in (VALIDATING, IN_PROGRESS)
-        it.gateway.take_keys(Keys(("sk-new name=alice", "sk-bob name=bob")))
+        it.gateway.tenancy.take(Keys(("sk-new name=alice", "sk-bob name=bob")))
         it.client.headers["Authorization"] = "Bearer sk-new"
         counts = (await reach(it, batch_id))["request_counts"]
         assert counts == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
@@ -385,11 +384,11 @@ async def test_a_line_is_priced_by_the_quota_of_its_moment(
             most.append(most_pico_usd)
             raise ApiError(429, "No valley.", code=NO_VALLEY)
 
-        monkeypatch.setattr(it.gateway.host, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "check_room", check)
         it.client.headers["Authorization"] = "Bearer sk-alice"
         await begin(it)
         await wait_for(lambda: most, "a line asks for room")
-        it.gateway.take_keys(Keys(("sk-alice name=alice dollars_per_day=1",)))
+        it.gateway.tenancy.take(Keys(("sk-alice name=alice dollars_per_day=1",)))
         await wait_for(lambda: most[-1], "its price counts")
         assert not most[0]
 
@@ -399,8 +398,8 @@ async def test_what_a_failed_try_could_cost_is_free_again(
 ) -> None:
     async with life(model, tmp_path) as (it, sink):
         said: list[Charged] = []
-        assert it.gateway.accounting is not None
-        it.gateway.accounting.on_charged = said.append
+        assert it.gateway.desk.accounting is not None
+        it.gateway.desk.accounting._on_charged = said.append
         send_whole, num_tries = Reply.send_whole, 0
 
         async def failing(reply: Reply, send: Any) -> Any:
@@ -431,7 +430,7 @@ async def test_without_a_ledger_tokens_of_lines_are_counted_as_they_come(
     model: ServedModel, tmp_path: Path
 ) -> None:
     async with life(model, tmp_path) as (it, _):
-        it.gateway.accounting = None
+        it.gateway.desk.accounting = None
         await end(it, await begin(it))
         usage = (await it.chat()).json()["usage"]
         assert counted(it.gateway) == (NUM_LINES + 1) * usage["completion_tokens"] > 0
@@ -467,13 +466,13 @@ async def test_a_fault_in_one_line_is_that_line_s_alone(
             fail(at == "its reading" and b"seed" in body)
             return await chat(service, body, *given)
 
-        facts = it.gateway.accounting.facts
+        facts = it.gateway.desk.accounting.facts
 
         def faulty_facts(work: Work, *given: Any, **more: Any) -> list[RequestFact]:
             fail(at == "its facts" and work.choices[0].generation.sampling.seed == 1)
             return facts(work, *given, **more)
 
-        monkeypatch.setattr(it.gateway.accounting, "facts", faulty_facts)
+        monkeypatch.setattr(it.gateway.desk.accounting, "facts", faulty_facts)
         endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
         monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
         batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))
@@ -599,7 +598,10 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def test_a_file_that_nobody_reads_is_given_up(
-    model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: ServedModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "hadal.access")
     store = store_in(tmp_path)
@@ -611,7 +613,7 @@ def test_a_file_that_nobody_reads_is_given_up(
         assert int(whole.headers["content-length"]) == len(raw)
         assert whole.content == raw
         caplog.clear()
-        it.world.gateway.patience = Patience(send_s=0.3)
+        monkeypatch.setattr(it.world.gateway.intake, "patience", Patience(send_s=0.3))
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(it.address)

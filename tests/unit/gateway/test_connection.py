@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from hadal.gateway import process
-from hadal.gateway.desk.gateway import Patience
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge import connection
 from hadal.gateway.edge.connection import GatewayProtocol
 from hadal.gateway.edge.descriptors import LOG_PERIOD_S, MIN_RESERVED, ConnectionLimit
+from hadal.gateway.edge.intake import Patience
 from tests.waiting import DEADLINE_S, wait_until
 
 from .serving import Serving, serving
@@ -226,7 +226,7 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
         with made:
             made.sendall(post({**LONG, "n": 8}))
             wait_until(lambda: it.world.units.cancelled, "it is cancelled")
-            wait_until(lambda: not it.world.gateway.num_requests, "the request has ended")
+            wait_until(lambda: not len(it.world.gateway.intake.permits), "the request has ended")
 
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
@@ -235,7 +235,7 @@ def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: Served
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
         wait_until(lambda: len(set(it.world.units.cancelled)) == 8, "all are cancelled")
-        assert it.world.gateway.host.num_open == 0
+        assert it.world.gateway.link.num_open == 0
 
 
 def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
@@ -249,7 +249,7 @@ def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> No
                 f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=DEADLINE_S
             )
             assert reply.json()["usage"]["completion_tokens"] == 20
-        wait_until(lambda: it.world.gateway.num_requests == 1, "the slow one is left")
+        wait_until(lambda: len(it.world.gateway.intake.permits) == 1, "the slow one is left")
 
 
 @pytest.mark.promise(

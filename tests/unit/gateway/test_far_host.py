@@ -30,11 +30,12 @@ from hadal.core.messages import (
 )
 from hadal.gateway.app import make_app
 from hadal.gateway.desk import far_host, reply
-from hadal.gateway.desk.auth import EVERYONE, Keys
+from hadal.gateway.desk.auth import EVERYONE
+from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.far_host import ATTEMPTS_OF_A_FRONT, FarHost
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
-from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.roles.front.requests import FrontNames
@@ -42,6 +43,7 @@ from hadal.roles.reasons import QUEUE_FULL
 from tests.waiting import DEADLINE_S, unix_now, wait_for
 
 from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
+from .parts import gateway_with
 from .test_host import text_of
 from .world import spell
 
@@ -119,20 +121,14 @@ class Pair:
             transport=transport, base_url="http://test", timeout=DEADLINE_S
         )
 
-    def gateway(self, host: Host | FarHost, name: str) -> Gateway:
-        is_far = isinstance(host, FarHost)
-        snapshot = self.far.snapshot if is_far else self.front.snapshot
-        names = self.names if is_far else self.front.names
-        return Gateway(
-            service=Service(self.model, self.limits, names),
-            host=host,
-            snapshot=snapshot,
-            metrics=Metrics(snapshot, gateway=name),
-            keys=Keys(()),
-            now=self.now,
-            created=1,
-            unix_time=time.time,
-            deployment=self.deployment,
+    def gateway(self, link: FrontLink, name: str) -> Gateway:
+        names = self.front.names if link.has_front else self.names
+        return gateway_with(
+            link,
+            Service(self.model, self.limits, names),
+            self.deployment,
+            GatewayClock(self.now),
+            label=name,
             was_ready=True,
         )
 
@@ -385,7 +381,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
         work = await it.far_gateway.service.completion(
             json.dumps({**COMPLETION, "max_tokens": 1000}).encode(),
             "r",
-            it.far_gateway.keys.check(None),
+            it.far_gateway.tenancy.keys.check(None),
         )
         mailbox = it.far.open(choice.generation for choice in work.choices)
         await it.units.hold(5)
@@ -416,7 +412,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
 
 async def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedModel) -> None:
     async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-        key = it.far_gateway.keys.check(None)
+        key = it.far_gateway.tenancy.keys.check(None)
         asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
         work = await it.far_gateway.service.completion(asked, "r", key)
         mailbox = it.far.open(choice.generation for choice in work.choices)

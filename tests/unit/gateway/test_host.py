@@ -53,7 +53,7 @@ async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str
             it.units.decoding.clear()
         it.units.tell(UnitDown(unit, "killed"))
         role = unit.partition("-")[0]
-        await wait_for(lambda: not it.gateway.snapshot().role_to_units[role], "it is missed")
+        await wait_for(lambda: not it.gateway.link.snapshot().role_to_units[role], "it is missed")
         it.units.tell(UnitUp(unit, role, "second", NUM_BLOCKS, MAX_REQUESTS))
 
     async with world(model, spell(model, TEXT), step_s=0.002) as it:
@@ -77,7 +77,7 @@ async def test_unit_that_never_comes_back(model: ServedModel) -> None:
         await it.units.hold(1)
         it.units.decoding.clear()
         it.units.tell(UnitDown("decode-0", "killed"))
-        await wait_for(lambda: not it.gateway.snapshot().can_serve, "it is missed")
+        await wait_for(lambda: not it.gateway.link.snapshot().can_serve, "it is missed")
         clock.now_s += 100
         reply = await asking
         # The stream has begun: its end is an event, and nothing comes after it.
@@ -89,7 +89,7 @@ async def test_unit_that_never_comes_back(model: ServedModel) -> None:
 async def test_drain_message(model: ServedModel) -> None:
     async with world(model, spell(model, "a")) as it:
         it.units.tell(Drain())
-        await it.gateway.host.wait_draining()
+        await it.gateway.link.wait_draining()
         assert (await ask(it)).status_code == 503
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import UnitDown
-from hadal.gateway.desk.gateway import Patience
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.bodies import Bodies
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.text.vocabulary import Vocabulary
 
 from .scenes import TEXT, error_of, events, scene
@@ -260,7 +260,7 @@ async def test_too_many_requests(model: ServedModel) -> None:
     async with scene(model, limits=LimitsConfig(max_running=1, max_queued=1)) as it:
         it.units.go.clear()
         running = [asyncio.create_task(it.chat()) for _ in range(2)]
-        while it.gateway.num_requests < 2:
+        while len(it.gateway.intake.permits) < 2:
             await asyncio.sleep(0)
         reply = await it.chat()
         error_of(reply, 429)
@@ -279,18 +279,18 @@ async def test_permits_are_generations(model: ServedModel) -> None:
             asyncio.create_task(it.client.post("/v1/completions", json=body, headers=one))
             for _ in range(3)
         ]
-        while it.gateway.host.num_open < 72:
+        while it.gateway.link.num_open < 72:
             await asyncio.sleep(0)
         reply = await it.client.post("/v1/completions", json={**body, "n": 6}, headers=one)
         error_of(reply, 429, "overloaded")
         assert "this tenant" in reply.json()["error"]["message"]
-        totals = it.gateway.snapshot().totals
+        totals = it.gateway.link.snapshot().totals
         assert (totals.refused, totals.tokens_refused) == (18, 18 * 2)  # A begin mark and a letter.
-        assert it.gateway.host.num_open == 72
+        assert it.gateway.link.num_open == 72
         other = asyncio.create_task(
             it.client.post("/v1/completions", json={**body, "prompt": "a"}, headers=two)
         )
-        while it.gateway.host.num_open < 80:
+        while it.gateway.link.num_open < 80:
             await asyncio.sleep(0)
         it.units.go.set()
         assert [(await task).status_code for task in (*asked, other)] == [200] * 4
@@ -316,7 +316,7 @@ async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None
     async with scene(
         model, keys=("one", "two"), limits=LimitsConfig(max_running=1, max_queued=1)
     ) as it:
-        it.gateway.bodies = Bodies(4)
+        it.gateway.intake.bodies = Bodies(4)
         gone = asyncio.Event()
 
         async def chunks() -> Any:
@@ -332,21 +332,21 @@ async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None
         ]
         error_of(await slow[0], 429, "too_many_bodies")
         error_of(await slow[1], 429, "too_many_bodies")
-        assert (len(it.gateway.bodies), it.gateway.num_requests) == (4, 0)
+        assert (len(it.gateway.intake.bodies), len(it.gateway.intake.permits)) == (4, 0)
         for _ in range(3):
             reply = await it.chat(headers={"Authorization": "Bearer two"})
             assert reply.status_code == 200
         gone.set()
         for task in slow[2:5]:
             error_of(await task, 400)  # It is no JSON.
-        assert len(it.gateway.bodies) == 0
+        assert len(it.gateway.intake.bodies) == 0
 
 
 @pytest.mark.promise("takes all of a request or refuses it with 429 or 503 and a time to come back")
 async def test_no_units(model: ServedModel) -> None:
     async with scene(model) as it:
         it.units.tell(UnitDown("decode-0", "killed"))
-        while it.gateway.snapshot().can_serve:
+        while it.gateway.link.snapshot().can_serve:
             await asyncio.sleep(0)
         reply = await it.chat()
         error_of(reply, 503, "no_units")

@@ -237,7 +237,7 @@ async def test_counted_tokens_are_drawn_from_the_quota(
     keys, clock = ("a tokens_per_minute=600", "b"), Clock()
     body = {"prompt": "2 + 2 " * 50} if path == "/tokenize" else of("2 + 2 " * 50)
     async with world(model, spell(model, "a"), keys=keys, now=clock) as it:
-        it.gateway.take_keys(it.gateway.keys)
+        it.gateway.tenancy.take(it.gateway.tenancy.keys)
         counts: list[int] = []
         while (reply := await it.client.post(path, json=body, headers=KEY_A)).status_code == 200:
             counts.append(reply.json()["count" if path == "/tokenize" else "input_tokens"])

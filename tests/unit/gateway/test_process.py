@@ -19,11 +19,12 @@ import pytest
 from hadal.core.config import GATEWAY_HEARTBEAT_S, BatchesConfig, Deployment
 from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
 from hadal.gateway import process
+from hadal.gateway.assembly import make_gateway
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.process import listener_of, make_gateway, serve
+from hadal.gateway.process import listener_of, serve
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.forks import API_KEYS
 from hadal.runtime.process.process import EXIT_FATAL, LISTEN_FD, Run
@@ -96,13 +97,13 @@ async def test_drain_lets_streams_finish(
     deployment = Deployment(model="x", drain_timeout_s=DEADLINE_S if in_time else 0.1)
     working = asyncio.create_task(units.run())
     async with served(gateway, units, deployment) as client:
-        await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
+        await wait_for(lambda: gateway.link.snapshot().can_serve, "the units are up")
         body = {"model": "small", "prompt": "hi", "stream": True, "ignore_eos": True}
         body["max_tokens"] = 100
         units.held_at = 20
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             units.tell(Drain())
-            await wait_for(lambda: gateway.host.draining, "it drains")
+            await wait_for(lambda: gateway.link.draining, "it drains")
             if in_time:
                 refused = await client.post("/v1/completions", json=body)
                 assert refused.status_code == 503
@@ -122,7 +123,7 @@ async def test_failed_front_ends_the_process(model: ServedModel) -> None:
     gateway = gateway_of(model, units)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
-        await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
+        await wait_for(lambda: gateway.link.snapshot().can_serve, "the units are up")
         units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
         assert await serving == EXIT_FATAL
 
@@ -170,7 +171,7 @@ async def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: P
     units = FakeUnits(lambda generation, index: 5)
     gateway = make_gateway(Deployment(model=str(folder)), units, {API_KEYS: "a, b,"}, "f9")  # type: ignore[arg-type]
     try:
-        tenant = gateway.keys.check("Bearer b")
+        tenant = gateway.tenancy.keys.check("Bearer b")
         body = b'{"model": "small", "prompt": [%s]}' % b", ".join([b"7"] * 64)
         work = await gateway.service.completion(body, "r", tenant)
     finally:
@@ -215,10 +216,10 @@ def test_requests_wait_for_units_where_the_server_has_served(
     gateway = make_gateway(Deployment(model=str(folder)), units, {}, has_served=has_served)  # type: ignore[arg-type]
     try:
         if has_served:
-            gateway.check_open()
+            gateway.readiness.check_open()
         else:
             with pytest.raises(ApiError, match="starting"):
-                gateway.check_open()
+                gateway.readiness.check_open()
     finally:
         gateway.service.close()
 

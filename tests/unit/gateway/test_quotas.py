@@ -11,9 +11,10 @@ import pytest
 from hadal.core.errors import ConfigError
 from hadal.core.messages import RateLimits
 from hadal.gateway.desk.auth import Keys
-from hadal.gateway.desk.gateway import Patience
+from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.errors import limit_headers, span
+from hadal.gateway.edge.intake import Patience
 from hadal.stats.prices import R1, Rates
 
 from .world import Clock, World, spell, world
@@ -37,7 +38,7 @@ async def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
     keys = ("a requests=4 tokens_per_minute=6000", "b")
     script = spell(model, "abc", then_stop=False)
     async with world(model, script, keys=keys, now=Clock()) as of:
-        of.gateway.take_keys(of.gateway.keys)
+        of.gateway.tenancy.take(of.gateway.tenancy.keys)
         reply = await ask(of, stream=stream)
         assert reply.status_code == 200
         assert reply.headers["x-ratelimit-limit-requests"] == "4"
@@ -68,7 +69,7 @@ async def test_quotas_hold_in_every_format(
     keys = ("a requests=1 tokens_per_minute=6000", "b")
     script = spell(model, "</think>abc", then_stop=False)
     async with world(model, script, keys=keys, step_s=0.002) as of:
-        of.gateway.take_keys(of.gateway.keys)
+        of.gateway.tenancy.take(of.gateway.tenancy.keys)
         long = asyncio.create_task(ask(of, stream=True, max_tokens=40))
         await of.units.hold(5)
         body = {"model": "small", "stream": stream, **fields}
@@ -96,7 +97,7 @@ async def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -
     script = spell(model, "abc", then_stop=False)
     patience = Patience(keep_alive_s=0.01)
     async with world(model, script, keys=keys, patience=patience, step_s=0.002) as of:
-        of.gateway.take_keys(of.gateway.keys)
+        of.gateway.tenancy.take(of.gateway.tenancy.keys)
         long = asyncio.create_task(ask(of, n=2, stream=True, max_tokens=40))
         await of.units.hold(5)
         refused = await ask(of)
@@ -116,7 +117,7 @@ async def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -
         assert "lower n" in never.json()["error"]["message"]
         assert "retry-after" not in never.headers
         assert (await ask(of, n=2)).status_code == 200
-        assert of.gateway.snapshot().totals.refused == 0, "no more units are wanted for that"
+        assert of.gateway.link.snapshot().totals.refused == 0, "no more units are wanted for that"
 
 
 @pytest.mark.promise(
@@ -125,7 +126,7 @@ async def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -
 async def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> None:
     async with world(model, spell(model, "abc"), keys=("a", "b")) as of:
         assert (await ask(of)).status_code == 200
-        of.gateway.take_keys(Keys(("b", "c model=other"), is_closed=True))
+        of.gateway.tenancy.take(Keys(("b", "c model=other"), is_closed=True))
         assert (await ask(of)).status_code == 401
         refused = await ask(of, "c")
         assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -135,25 +136,29 @@ async def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> 
         header = {"authorization": "Bearer c"}
         assert (await of.client.get("/v1/models", headers=header)).json()["data"] == []
         assert (await of.client.get("/v1/models/small", headers=header)).status_code == 404
-        of.gateway.take_keys(Keys(is_closed=True))
+        of.gateway.tenancy.take(Keys(is_closed=True))
         assert (await ask(of, "b")).status_code == 401, "no key is not every key"
         with pytest.raises(ConfigError, match="needs a ledger"):
-            of.gateway.take_keys(Keys(("b dollars_per_day=1",)))
+            of.gateway.tenancy.take(Keys(("b dollars_per_day=1",)))
         await of.settle()
 
 
-async def test_the_front_hears_of_a_clock_that_was_set(model: ServedModel) -> None:
+async def test_the_front_hears_of_a_clock_that_was_set(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with world(model, spell(model, "abc"), keys=("a requests=1",)) as of:
         said: list[float] = []
-        of.gateway.unix_time = lambda: of.gateway.now() + ahead_s
-        of.gateway.host.set_quotas = lambda unix_s, quotas: said.append(unix_s)  # type: ignore
+        now = of.gateway.clock.now
+        clock = GatewayClock(now, lambda: now() + ahead_s)
+        monkeypatch.setattr(of.gateway.tenancy, "_clock", clock)
+        of.gateway.link.set_quotas = lambda unix_s, quotas: said.append(unix_s)  # type: ignore
         ahead_s = 100.0
-        of.gateway.take_keys(of.gateway.keys)
-        of.gateway.keep_time()
+        of.gateway.tenancy.take(of.gateway.tenancy.keys)
+        of.gateway.tenancy.keep_time()
         assert len(said) == 1
         ahead_s = 102.0
-        of.gateway.keep_time()
-        of.gateway.keep_time()
+        of.gateway.tenancy.keep_time()
+        of.gateway.tenancy.keep_time()
         assert len(said) == 2
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.gateway.desk.gateway import Patience
 from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.replies import KEEP_ALIVE
 from tests.waiting import DEADLINE_S, wait_for
 
@@ -68,17 +68,17 @@ async def test_drain(model: ServedModel) -> None:
     async with scene(model) as it:
         it.units.go.clear()
         running = asyncio.create_task(it.chat())
-        while not it.gateway.host.num_open:
+        while not it.gateway.link.num_open:
             await asyncio.sleep(0)
-        it.gateway.host.drain()
+        it.gateway.link.drain()
         reply = await it.chat()
         error_of(reply, 503, "draining")
         assert "retry-after" in reply.headers
         assert (await it.client.get("/health")).status_code == 503
-        assert not await it.gateway.host.wait_idle(0.01)
+        assert not await it.gateway.link.wait_idle(0.01)
         it.units.go.set()
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
-        assert await it.gateway.host.wait_idle(DEADLINE_S)
+        assert await it.gateway.link.wait_idle(DEADLINE_S)
 
 
 async def test_keep_alive(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def answer(
             reply = await it.client.post("/v1/chat/completions", json=CHAT | fields)
             assert reply.status_code == 200
             await it.settle()
-            assert it.gateway.host._front.check() == []
+            assert it.gateway.link._front.check() == []
             return reply.text, sink.requests
 
     text, facts = asyncio.run(ask())

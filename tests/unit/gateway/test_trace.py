@@ -72,7 +72,9 @@ def answers(
 async def up(it: World) -> None:
     for unit in ("prefill-0", "decode-0"):
         it.units.tell(load(unit))
-    await wait_for(lambda: len(it.gateway.snapshot().unit_to_report) == 2, "both have reported")
+    await wait_for(
+        lambda: len(it.gateway.link.snapshot().unit_to_report) == 2, "both have reported"
+    )
 
 
 async def test_traces_the_next_steps(model: ServedModel) -> None:

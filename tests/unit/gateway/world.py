@@ -21,17 +21,19 @@ from hadal.gateway.app import make_app
 from hadal.gateway.batch_pages import BatchPages
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.batches import BatchWorker
-from hadal.gateway.desk.gateway import Gateway, Patience
+from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
-from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.gateway.edge.connection import WRITE
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.endpoints import Endpoint
 from hadal.roles.front.front import Front
 from hadal.runtime.batches import BatchStore
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import UNIT_TIMEOUT_S, FakeUnits, Script
+from .parts import gateway_with
 
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
@@ -80,7 +82,7 @@ class World:
         """Wait until nothing is open and the units hold nothing."""
         it = self.gateway
         await wait_for(
-            lambda: not (self.units.num_held or it.host.num_open or it.num_requests),
+            lambda: not (self.units.num_held or it.link.num_open or len(it.intake.permits)),
             "nothing is open, and the units hold nothing",
         )
 
@@ -95,6 +97,7 @@ def gateway_of(
     settings: GatewayConfig | None = None,
     bound_host: str = "",
     now: Callable[[], float] = time.monotonic,
+    has_ledger: bool = False,
 ) -> Gateway:
     """The parts of a gateway, put together as its process does, with `units` for a wire."""
     limits = limits or LimitsConfig()
@@ -105,18 +108,15 @@ def gateway_of(
         unit_timeout_s=UNIT_TIMEOUT_S,
     )
     front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
-    return Gateway(
-        service=Service(model, limits, front.names),
-        host=Host(front, units, now),
-        snapshot=front.snapshot,
-        metrics=Metrics(front.snapshot),
+    return gateway_with(
+        Host(front, units, now),
+        Service(model, limits, front.names),
+        deployment,
+        GatewayClock(now),
         keys=Keys(keys),
-        now=now,
-        created=1,
-        unix_time=time.time,
-        patience=patience or Patience(),
-        deployment=deployment,
+        patience=patience,
         bound_host=bound_host,
+        has_ledger=has_ledger,
     )
 
 
@@ -151,6 +151,7 @@ async def world(
     now: Callable[[], float] = time.monotonic,
     store: BatchStore | None = None,
     batches: BatchesConfig | None = None,
+    has_ledger: bool = False,
 ) -> AsyncIterator[World]:
     """Start everything, wait until it is ready, and stop it at the end. `store`: where files and
     batches are; None: there are none.
@@ -165,8 +166,9 @@ async def world(
         settings=settings,
         bound_host=bound_host,
         now=now,
+        has_ledger=has_ledger,
     )
-    tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
+    tasks = [asyncio.create_task(gateway.link.run()), asyncio.create_task(units.run())]
     worker = BatchWorker(gateway, store, batches or BatchesConfig()) if store else None
     pages = BatchPages(gateway, worker) if worker else None
     more = pages.endpoints() if pages else []
@@ -176,7 +178,7 @@ async def world(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", timeout=DEADLINE_S
         ) as client:
-            await wait_for(lambda: gateway.snapshot().can_serve, "the units are up")
+            await wait_for(lambda: gateway.link.snapshot().can_serve, "the units are up")
             yield World(app, client, units, gateway, more, pages, worker)
     finally:
         for task in tasks:

@@ -18,6 +18,7 @@ from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, 
 from hadal.core.messages import Charged
 from hadal.core.seams import Closing
 from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.reply import Meter
 from hadal.gateway.desk.service import Work
 from hadal.roles.front.units import Unit
@@ -61,18 +62,19 @@ class Accounting:
         model: str,
         sink: Sink,
         units: Callable[[], Mapping[str, Unit]],
-        now: Callable[[], float],
-        unix_time: Callable[[], float],
+        clock: GatewayClock,
+        on_charged: Callable[[Charged], None] | None = None,
     ) -> None:
-        """`now` is the clock of replies, in any seconds; `units` are those that the front has up.
-        Raises ValueError for prices that cannot be read.
+        """`units` are those that the front has up. `on_charged` is called with the charge of each
+        generation; None: no tenant can have a budget. Raises ValueError for prices that cannot be
+        read.
         """
         self._deployment = deployment
         self._model = model
         self._sink = sink
         self._units = units
-        self._now = now
-        self._unix_time = unix_time
+        self._now = clock.now
+        self._unix_time = clock.unix_time
         ledger = deployment.ledger
         self._prices: PriceList = price_list(ledger.prices)
         self._batch_prices = (
@@ -84,8 +86,7 @@ class Accounting:
         self._looked_s = 0.0
         self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0, BATCH_TIER: 0})
         """What was charged since the process began."""
-        self.on_charged: Callable[[Charged], None] | None = None
-        """Hears what each generation was charged, where tenants may have budgets."""
+        self._on_charged = on_charged
 
     def most(self, num_prompt: int, num_output: int, *, is_batch: bool = False) -> int:
         """Pico-dollars that a generation can cost."""
@@ -171,9 +172,9 @@ class Accounting:
             self._say_charged(fact, 0)
 
     def _say_charged(self, fact: RequestFact, pico_usd: int) -> None:
-        if self.on_charged is not None:
+        if self._on_charged is not None:
             day = micros(fact.completed_s) // 1_000_000 // DAY_S
-            self.on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))
+            self._on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))
 
     def hear(self, kept: Kept) -> None:
         """Call this, in the ledger's thread, with facts that are durable."""

@@ -36,7 +36,8 @@ from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
 from hadal.core.messages import Generation
 from hadal.gateway.desk.auth import EVERYONE, Tenant
-from hadal.gateway.desk.gateway import Formatter, Gateway
+from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Service, Work
 from hadal.gateway.edge.errors import ApiError, as_api_error, internal_error
@@ -134,16 +135,16 @@ class BatchWorker:
     async def run(self) -> None:
         """Work until cancelled."""
         was_said, forgot_s = False, -_FORGET_S
-        if self._gateway.accounting is not None:
-            self._gateway.accounting.hear(self._hear)
+        if self._gateway.desk.accounting is not None:
+            self._gateway.desk.accounting.hear(self._hear)
         try:
             while True:
                 self.woken.clear()
                 try:
-                    if self._gateway.now() - forgot_s >= _FORGET_S:
+                    if self._gateway.clock.now() - forgot_s >= _FORGET_S:
                         kept_s = self.config.keep_days * WINDOW_S
                         await self.call(self.store.forget, self._unix_s() - kept_s)
-                        forgot_s = self._gateway.now()
+                        forgot_s = self._gateway.clock.now()
                     await self._settle()
                     await self._look()
                     was_said = False
@@ -177,7 +178,7 @@ class BatchWorker:
         self.store.close()
 
     def _unix_s(self) -> int:
-        return int(self._gateway.unix_time())
+        return int(self._gateway.clock.unix_time())
 
     # ---- charging ----
     def _hear(self, facts: Sequence[Fact]) -> None:
@@ -189,7 +190,7 @@ class BatchWorker:
 
     async def _settle(self) -> None:
         """Drop what the ledger has, and give it what else written lines cost. Raises BatchesDown."""
-        accounting = self._gateway.accounting
+        accounting = self._gateway.desk.accounting
         if accounting is None:
             return
         if kept := list(self._kept):
@@ -221,7 +222,7 @@ class BatchWorker:
                 or batch.id in self._stopped
             )
             busy.add(batch.tenant)
-            if batch.id not in self._drivers and is_in_turn and not self._gateway.host.draining:
+            if batch.id not in self._drivers and is_in_turn and not self._gateway.link.draining:
                 task = asyncio.get_running_loop().create_task(self._drive(batch))
                 self._drivers[batch.id] = task
                 task.add_done_callback(partial(self._ended, batch.id))
@@ -249,10 +250,10 @@ class BatchWorker:
         """True if nobody has had its tenant's key for a while. One that is exchanged is gone for a
         moment, in which nothing of the batch is begun.
         """
-        if not self._gateway.keys.is_known or self._tenant(batch.tenant) is not None:
+        if not self._gateway.tenancy.keys.is_known or self._tenant(batch.tenant) is not None:
             self._missing_s.pop(batch.tenant, None)
             return False
-        now_s = self._gateway.now()
+        now_s = self._gateway.clock.now()
         return now_s - self._missing_s.setdefault(batch.tenant, now_s) >= WITHDRAWN_S
 
     def _is_late(self, batch: BatchRow) -> bool:
@@ -260,7 +261,7 @@ class BatchWorker:
 
     def _tenant_of(self, batch: BatchRow) -> Tenant | None:
         """As whom its next line is begun; None: no line of it is to be begun any more, here."""
-        if batch.id in self._stopped or self._gateway.host.draining:
+        if batch.id in self._stopped or self._gateway.link.draining:
             return None
         return self._tenant(batch.tenant)
 
@@ -360,7 +361,7 @@ class BatchWorker:
     # ---- answering ----
     def _tenant(self, name: str) -> Tenant | None:
         """As it is now; None: nobody has its key, or keys are not known yet."""
-        keys = self._gateway.keys
+        keys = self._gateway.tenancy.keys
         if keys.is_open:
             return keys.check(None) if name == EVERYONE else None
         return next((tenant for tenant in keys.tenants if tenant.name == name), None)
@@ -434,8 +435,8 @@ class BatchWorker:
                     found = await self._until_valley(batch, work)
                     if isinstance(found, tuple):
                         # Nothing is awaited since the front was asked.
-                        times = Times(self._gateway.now())
-                        reply = self._gateway.begin(
+                        times = Times(self._gateway.clock.now())
+                        reply = self._gateway.desk.begin(
                             work, formatter, found, request_id, times, is_batch=True
                         )
                         return reply
@@ -469,8 +470,8 @@ class BatchWorker:
         """What to begin for a line, with what it can cost where its tenant has a budget now.
         Raises ApiError where there is no room for it.
         """
-        generations = self._gateway.priced(work, tenant, is_batch=True)
-        self._gateway.host.check_room(
+        generations = self._gateway.desk.priced(work, tenant, is_batch=True)
+        self._gateway.link.check_room(
             batch_of(tenant.name),
             len(generations),
             sum(len(one.prompt) for one in generations),
@@ -505,7 +506,7 @@ class BatchWorker:
             finally:
                 try:
                     # The facts are here at once: batches are worked on where the front is.
-                    self._gateway.end(reply, tenant, end, facts.extend)
+                    self._gateway.desk.end(reply, tenant, end, facts.extend)
                 except Exception as error:
                     refusal = _api_error(error)
             if refusal is None:
@@ -567,8 +568,8 @@ class BatchWorker:
             await self._write(batch, line, request_id, error.status, error.body, facts)
 
     def _waive(self, facts: Sequence[RequestFact]) -> None:
-        if self._gateway.accounting is not None:
-            self._gateway.accounting.waive(facts)
+        if self._gateway.desk.accounting is not None:
+            self._gateway.desk.accounting.waive(facts)
 
 
 def _api_error(error: Exception) -> ApiError:

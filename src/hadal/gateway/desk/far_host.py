@@ -38,11 +38,13 @@ from hadal.core.messages import (
     Open,
     Query,
     QueryReply,
+    Quota,
+    Spent,
     Totals,
     UnitDown,
 )
 from hadal.gateway.desk.doors import Doors
-from hadal.gateway.desk.host import FrontWire, as_error
+from hadal.gateway.desk.link import FrontWire, as_error
 from hadal.gateway.desk.mailbox import Mailbox, mailbox_for
 from hadal.gateway.desk.pages import COUNTING, Pages
 from hadal.gateway.desk.trace import MAX_WAIT_S
@@ -111,6 +113,8 @@ class FarHost(Doors):
     """Generations of a gateway without the front. It has the methods of gateway/desk/host.Host, where
     the front is.
     """
+
+    has_front = False
 
     def __init__(
         self, name: str, wire: FrontWire, now: Callable[[], float], names: FrontNames
@@ -189,6 +193,16 @@ class FarHost(Doors):
     def counted(self, tenant: str, num_tokens: int) -> None:
         """Send the front the tokens of a counted prompt, which it draws from the tenant's quota."""
         self._wire.send(FRONT, Counted(tenant, num_tokens))
+
+    def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
+        """Do nothing: the gateway with the front reads the keys, and so the quotas."""
+
+    def unread(self) -> tuple[str, ...]:
+        """Return none: the gateway with the front reads the ledger."""
+        return ()
+
+    def spent(self, spent: Spent) -> None:
+        """Do nothing, as `unread` asks for nothing."""
 
     def charged(self, charged: Charged) -> None:
         """A generation's fact was written down. Said again to the next front, which may have read

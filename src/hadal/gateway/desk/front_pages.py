@@ -13,10 +13,10 @@ import msgspec
 from hadal.core.config import ROLES, units_of
 from hadal.core.overview import EXPERTS_MAX
 from hadal.gateway.desk.gateway import Gateway
-from hadal.gateway.desk.health import health_of
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.keys import PATH as KEYS_PATH
 from hadal.gateway.desk.pages import COUNTING, Page
+from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.trace import answer_trace
 
 AUDIT_TIMEOUT_S = 5.0
@@ -29,16 +29,18 @@ COUNTS = "/counts"
 COUNTS_TIMEOUT_S = 1.0
 
 
-def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
-    """The pages of the gateway whose process holds the front, for itself and for the others; not
-    the API keys, which are for the others alone.
+def pages_of(
+    gateway: Gateway, host: Host, run_status: RunStatus, keys_page: Page | None = None
+) -> dict[str, Page]:
+    """Return the pages of the gateway whose process holds the front, for itself and for the others.
+    `keys_page`: the API keys, for the others alone; None: they know them already.
     """
 
     async def metrics(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, gateway.metrics.text(await host.ask_others(COUNTS, COUNTS_TIMEOUT_S))
 
     async def audit(query: Mapping[str, str]) -> tuple[int, bytes]:
-        problems, audits = await host.audit(gateway.snapshot().unit_to_report, AUDIT_TIMEOUT_S)
+        problems, audits = await host.audit(host.snapshot().unit_to_report, AUDIT_TIMEOUT_S)
         units = {
             audit.unit: {
                 "num_blocks_used": audit.num_blocks_used,
@@ -53,12 +55,12 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
 
     async def trace(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, msgspec.json.encode(
-            await answer_trace(host, gateway.snapshot().unit_to_report, query)
+            await answer_trace(host, host.snapshot().unit_to_report, query)
         )
 
     async def status(query: Mapping[str, str]) -> tuple[int, bytes]:
         units = [unit for unit in query.get("experts", "").split(",") if unit][:EXPERTS_MAX]
-        return 200, await _overview(gateway, host, units)
+        return 200, await _overview(gateway, host, run_status, units)
 
     pages: dict[str, Page] = {
         "/metrics": metrics,
@@ -67,38 +69,33 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
         "/status": status,
         COUNTING: counting,
     }
-    return pages if gateway.keys_page is None else {**pages, KEYS_PATH: gateway.keys_page}
+    return pages if keys_page is None else {**pages, KEYS_PATH: keys_page}
 
 
-async def _overview(gateway: Gateway, host: Host, units: Sequence[str]) -> bytes:
+async def _overview(
+    gateway: Gateway, host: Host, run_status: RunStatus, units: Sequence[str]
+) -> bytes:
     """An Overview (core/overview) as JSON. `units`: whose experts are wanted; what units say of
     them is handed on unread.
     """
-    snapshot, deployment = gateway.snapshot(), gateway.deployment
+    snapshot, deployment = host.snapshot(), gateway.deployment
     roles = snapshot.role_to_units.items()
     wide = {unit for role, up in roles if units_of(deployment, role).ranks > 1 for unit in up}
     asked = [unit for unit in units if unit in wide]
     others, experts = await asyncio.gather(
         host.ask_others(COUNTS, COUNTS_TIMEOUT_S), host.experts(asked, COUNTS_TIMEOUT_S)
     )
-    _, health = health_of(
-        deployment,
-        snapshot,
-        host.gateways,
-        has_begun=gateway.has_begun(),
-        is_draining=host.draining,
-        wrong=gateway.wrong_nodes(),
-    )
+    _, health = gateway.readiness.health()
     return msgspec.json.encode(
         {
-            "unix_s": gateway.unix_time(),
+            "unix_s": gateway.clock.unix_time(),
             "model": gateway.service.model.name,
             "status": health["status"],
             "missing": health["missing"],
             "units_wanted": health["units_wanted"],
             "ranks_wanted": {role: units_of(deployment, role).ranks for role in ROLES},
             "ranks_per_node": {role: units_of(deployment, role).ranks_per_node for role in ROLES},
-            "cores": gateway.cores(),
+            "cores": run_status.cores(),
             "snapshot": snapshot,
             "latency": gateway.metrics.latency(others),
             "experts": {unit: msgspec.Raw(body) for unit, body in experts.items()},

@@ -48,10 +48,10 @@ from hadal.core.messages import (
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.desk.doors import Doors
+from hadal.gateway.desk.link import FrontWire, as_error
 from hadal.gateway.desk.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.desk.questions import Questions
-from hadal.gateway.edge.errors import ApiError, overloaded, sentence
 from hadal.policy.admission import Refusal
 from hadal.roles.front.front import refused
 from hadal.roles.front.units import FrontUnits
@@ -79,17 +79,6 @@ _EXPECTED_S = 8 * GATEWAY_HEARTBEAT_S
 """How long a new front expects to hear of the other gateways: what they had open under the one
 before is this one's.
 """
-
-
-def as_error(refusal: Refusal) -> ApiError:
-    """Return a refusal of the front as a reply."""
-    return overloaded(
-        refusal.status,
-        sentence(refusal.reason),
-        refusal.retry_after_s or None,
-        refusal.code,
-        refusal.limits,
-    )
 
 
 class FrontRole(Protocol):
@@ -120,29 +109,22 @@ class FrontRole(Protocol):
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
 
-class FrontWire(Protocol):
-    """The part of runtime/wire that a host needs."""
-
-    def send(self, to: str, message: AnyMessage) -> None: ...
-
-    async def receive_async(self) -> list[AnyMessage]: ...
-
-
 class Host(Doors):
     """One front, its wire and its timer. All methods are called from the event loop's thread."""
+
+    has_front = True
 
     def __init__(
         self,
         front: FrontRole,
         wire: FrontWire,
         now: Callable[[], float],
-        on_units: Callable[[], None] = lambda: None,
         *,
         epoch: str = "",
         others: Iterable[str] = (),
     ) -> None:
-        """`on_units` is called after units came or went. `others` are the gateways whose
-        generations the front has as well; `epoch` is the front's, new at every start.
+        """`others` are the gateways whose generations the front has as well; `epoch` is the front's,
+        new at every start.
         """
         super().__init__()
         self.pages = Pages(FRONT, wire.send)
@@ -154,7 +136,8 @@ class Host(Doors):
         """Other gateways that were heard and have not ended -> the process of each."""
         self._ended: dict[str, int] = {}
         """The process of each that ended last: what it said before may arrive later."""
-        self._on_units = on_units
+        self.unit_listeners: list[Callable[[], None]] = []
+        """Functions to call after units came or went."""
         self._front = front
         self._wire = wire
         self._now = now
@@ -170,6 +153,10 @@ class Host(Doors):
         self._experts = Questions[ExpertsAnswer]()
         self.process_to_refused: dict[str, dict[str, int]] = {}
         """Connections that processes refused since they started, by what was asked for."""
+
+    def snapshot(self) -> FrontSnapshot:
+        """Return the front's state."""
+        return self._front.snapshot()
 
     @property
     def gateways(self) -> tuple[str, ...]:
@@ -210,7 +197,8 @@ class Host(Doors):
                 events += self._events_of(message)
             self._handle(events)
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
-                self._on_units()
+                for listener in self.unit_listeners:
+                    listener()
                 # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
                 self._tell_others()
 

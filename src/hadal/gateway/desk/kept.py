@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages import FRONT
 from hadal.gateway.desk.pages import Pages
@@ -137,6 +138,11 @@ class KeptResponses:
             if entry.until_s > now_s:
                 return
             self.delete(tenant, response_id)
+
+
+def kept_responses(settings: GatewayConfig, now: Callable[[], float]) -> KeptResponses:
+    """Return an empty store for responses, of the size and time that the settings name."""
+    return KeptResponses(settings.keep_responses_mb << 20, settings.keep_responses_s, now)
 
 
 class _HasPages(Protocol):

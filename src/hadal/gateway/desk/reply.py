@@ -21,8 +21,7 @@ from starlette.types import Message, Send
 
 from hadal.core.messages import RateLimits
 from hadal.core.seams import Deliver
-from hadal.gateway.desk.far_host import FarHost
-from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError, limit_headers, retry_after, sentence
@@ -97,7 +96,7 @@ class Reply:
         self,
         work: Work,
         mailbox: Mailbox,
-        host: Host | FarHost,
+        link: FrontLink,
         reply_format: ReplyFormat,
         times: Times,
         now: Callable[[], float],
@@ -109,7 +108,7 @@ class Reply:
         self.times = times
         self.work = work
         self.mailbox = mailbox
-        self._host = host
+        self._link = link
         self._format = reply_format
         self._now = now
         self._timeout_s = timeout_s
@@ -275,7 +274,7 @@ class Reply:
             if (
                 not deliver.final
             ):  # A stop string, or a text in circles: the engine does not know of it.
-                self._host.cancel(self.mailbox, choice.generation.request_id)
+                self._link.cancel(self.mailbox, choice.generation.request_id)
         return piece
 
     def _raise_error(self, deliver: Deliver) -> None:

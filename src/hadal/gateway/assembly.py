@@ -1,0 +1,174 @@
+"""A gateway put together from its deployment: with the front in its process, or with a link to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.core.messages import FRONT
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.desk import Desk
+from hadal.gateway.desk.far_host import FarHost
+from hadal.gateway.desk.front_pages import COUNTS, pages_of
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.health import missing_of
+from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.kept import PATH as KEPT
+from hadal.gateway.desk.kept import Responses, kept_responses
+from hadal.gateway.desk.keys import PATH, KeysFile, KeysHeard
+from hadal.gateway.desk.link import FrontLink, FrontWire
+from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.pages import Page
+from hadal.gateway.desk.readiness import Readiness
+from hadal.gateway.desk.run_status import RunStatus
+from hadal.gateway.desk.service import Service, read_served_model
+from hadal.gateway.desk.tenancy import KeysChanged, Tenancy, has_budgets
+from hadal.gateway.edge.intake import Intake, Patience
+from hadal.gateway.edge.streams import Streams
+from hadal.roles.front.front import Front
+from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.units import Unit
+from hadal.roles.recording import MadeFront
+from hadal.runtime.ledger.outbox import LedgerOutbox
+from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
+from hadal.runtime.ledger.writer import LedgerWriter
+from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
+from hadal.runtime.recorder import recorded
+from hadal.runtime.topology import GATEWAY, gateway_names
+
+log = logging.getLogger("hadal.gateway")
+
+_KEYS_S = 2.0
+"""Time after which a gateway without the front asks for the keys again."""
+
+
+@dataclass(frozen=True)
+class _KeysSource:
+    """Keys at the start, and the place that later ones come from."""
+
+    keys: Keys
+    changed: KeysChanged | None = None
+    page: Page | None = None
+    """The keys as the other gateways ask for them."""
+
+
+def make_gateway(
+    deployment: Deployment,
+    wire: FrontWire,
+    environment: Mapping[str, str],
+    fingerprint: str = "",
+    run_id: str = "",
+    *,
+    name: str = GATEWAY,
+    has_served: bool = False,
+    folder: Path | None = None,
+) -> Gateway:
+    """Return a whole gateway. `fingerprint`: as roles/front has it; `run_id`: for a recording;
+    `name`: of the process; `has_served`: another gateway served before this one; `folder`: of the
+    run, with the supervisor's status. Raises ConfigError.
+    """
+    path = Path(deployment.model)
+    model = read_served_model(path, deployment.model_name or path.name, deployment.accept_config)
+    clock, run_status = GatewayClock(), RunStatus(folder)
+    gateways = tuple(gateway_names(deployment))
+    host: Host | None = None
+    link: FrontLink
+    units: Callable[[], Mapping[str, Unit]] = dict
+    if name == GATEWAY:
+        made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
+        front = Front(
+            deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint
+        )
+        front = recorded(front, FRONT, made, run_id, deployment)
+        link = host = Host(front, wire, clock.now, epoch=made.epoch, others=gateways[1:])
+        names, units = front.names, lambda: front.units.by_name
+    else:  # The gateway with the front records which units are up.
+        names = FrontNames(deployment.cache, fingerprint)
+        link = FarHost(name, wire, clock.now, names)
+    source = _keys_source(environment, link)
+    url = ledger_url(deployment.ledger.url)
+    accounting: Accounting | None = None
+    if url:
+        follows = bool(environment.get(API_KEYS_FILE)) or has_budgets(source.keys)
+        on_charged = link.charged if follows else None
+        sink = open_ledger(url)
+        accounting = Accounting(deployment, model.name, sink, units, clock, on_charged)
+    if host is not None and accounting is not None:
+        host.unit_listeners.append(accounting.look)
+    metrics = Metrics(
+        link.snapshot,
+        (lambda: accounting.counts) if accounting else None,
+        host.process_to_refused if host is not None else {},
+        name if len(gateways) > 1 else "",
+        lambda: accounting.tier_to_pico_usd if accounting else {},
+        run_status.starts,
+        partial(missing_of, deployment),
+    )
+    limits, patience = deployment.limits, Patience(keep_alive_s=deployment.keep_alive_s)
+    service = Service(model, limits, names)
+    gateway = Gateway(
+        deployment=deployment,
+        clock=clock,
+        created=int(clock.unix_time()),
+        service=service,
+        link=link,
+        intake=Intake(limits, patience),
+        tenancy=Tenancy(
+            source.keys, link, clock, has_ledger=accounting is not None, changed=source.changed
+        ),
+        readiness=Readiness(deployment, link, run_status, patience, was_ready=has_served),
+        desk=Desk(service, link, metrics, accounting, clock, patience),
+        metrics=metrics,
+        responses=Responses(kept_responses(deployment.gateway, clock.now), link, name, gateways),
+        streams=Streams(clock.now),
+        bound_host=deployment.host,
+    )
+    link.pages.table[KEPT] = gateway.responses.page
+    if host is not None:
+        link.pages.table |= pages_of(gateway, host, run_status, source.page)
+    else:
+        link.pages.table[COUNTS] = metrics.counted
+    return gateway
+
+
+def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource:
+    """Return the keys of the start, and the source of later ones. With a file that cannot be read
+    now, no key is accepted until it can be read. Raises ConfigError.
+    """
+    given = [key.strip() for key in environment.get(API_KEYS, "").split(",")]
+    path = environment.get(API_KEYS_FILE, "")
+    if not path:
+        return _KeysSource(Keys(given))
+    unknown = Keys(is_closed=True, is_known=False)
+    if not link.has_front:
+        heard = KeysHeard(lambda query: link.pages.ask(FRONT, PATH, query, _KEYS_S))
+        return _KeysSource(unknown, heard.changed)
+    file = KeysFile(given, Path(path))
+
+    async def changed() -> Keys | None:
+        return file.changed()
+
+    try:
+        keys = file.changed() or Keys()
+    except ConfigError as error:
+        log.error("nobody is let in: %s", error)
+        keys = unknown
+    return _KeysSource(keys, changed, file.page)
+
+
+def open_ledger(url: str) -> LedgerWriter:
+    """Start to write a ledger; a database that is down now is retried. Raises LedgerError if the
+    database holds something else.
+    """
+    writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)))
+    writer.start()
+    log.info("the ledger is %s", shown(url))
+    return writer

@@ -1,0 +1,138 @@
+"""The desk: begins the replies of admitted requests, ends them, and charges their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from hadal import __version__
+from hadal.core.facts import RequestFact
+from hadal.core.messages import Generation
+from hadal.gateway.desk.accounting import Accounting
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.link import FrontLink
+from hadal.gateway.desk.metrics import Metrics
+from hadal.gateway.desk.reply import Reply, Times
+from hadal.gateway.desk.service import Service, Work
+from hadal.gateway.edge.intake import Patience
+from hadal.gateway.replies import Head, ReplyFormat
+from hadal.gateway.text.vocabulary import Vocabulary
+
+FINGERPRINT = f"hadal-{__version__}"
+Formatter = Callable[[Head, Vocabulary], ReplyFormat]
+"""Makes one reply's format."""
+
+
+class Desk:
+    """Replies of one gateway, from the front's admission to the ledger."""
+
+    def __init__(
+        self,
+        service: Service,
+        link: FrontLink,
+        metrics: Metrics,
+        accounting: Accounting | None,
+        clock: GatewayClock,
+        patience: Patience,
+    ) -> None:
+        """`accounting`: None without a ledger."""
+        self.accounting = accounting
+        self._service = service
+        self._link = link
+        self._metrics = metrics
+        self._clock = clock
+        self._patience = patience
+
+    def priced(
+        self, work: Work, tenant: Tenant, *, is_batch: bool = False
+    ) -> tuple[Generation, ...]:
+        """Return the generations of a request, each with its highest cost if its tenant has a
+        budget.
+        """
+        generations = tuple(choice.generation for choice in work.choices)
+        if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
+            return generations
+        # The prompt is charged once, and to which of its choices is not known yet.
+        n, most = work.ask.n, self.accounting.most
+        likely = self._service.limits.likely_output_tokens
+        is_limited = work.ask.max_tokens is not None
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                most_pico_usd=most(
+                    0 if at % n else len(one.prompt),
+                    one.max_tokens if is_limited else min(one.max_tokens, likely),
+                    is_batch=is_batch,
+                ),
+            )
+            for at, one in enumerate(generations)
+        )
+
+    def begin(
+        self,
+        work: Work,
+        formatter: Formatter,
+        generations: tuple[Generation, ...],
+        request_id: str,
+        times: Times,
+        *,
+        is_batch: bool = False,
+    ) -> Reply:
+        """Submit generations and return the reply made of them. The caller ends it with `end`."""
+        model, patience = self._service.model, self._patience
+        head = Head(
+            request_id,
+            int(self._clock.unix_time()),
+            model.name,
+            FINGERPRINT,
+            work.ask.include_usage,
+            work.ask.omits_reasoning,
+            work.ask.has_usage_so_far,
+        )
+        times.is_read = True
+        reply = Reply(
+            work,
+            self._link.open(generations),
+            self._link,
+            formatter(head, model.vocabulary),
+            times,
+            self._clock.now,
+            timeout_s=self._service.limits.request_timeout_s,
+            keep_alive_s=patience.keep_alive_s,
+            send_timeout_s=patience.send_s,
+        )
+        # A line of a batch may be tried again: it counts once, when it is charged.
+        if not is_batch or self.accounting is None:
+            self._metrics.output.begin(reply)
+        return reply
+
+    def end(
+        self,
+        reply: Reply,
+        tenant: Tenant,
+        end: str,
+        take: Callable[[list[RequestFact]], None] | None = None,
+    ) -> None:
+        """Stop the generations of a reply that still run, and charge its cost as soon as the front
+        has reported its units. `end`: as Accounting.facts has it. `take`: receives a batch's facts
+        instead of the ledger.
+        """
+        accounting = self.accounting
+
+        def write_down() -> None:
+            if accounting is not None:
+                facts = accounting.facts(
+                    reply.work,
+                    reply.meters,
+                    reply.mailbox.closings,
+                    reply.times.start_s,
+                    tenant,
+                    end,
+                    is_batch=take is not None,
+                )
+                (take or accounting.charge)(facts)
+
+        self._metrics.output.end(reply)
+        self._link.close(reply.mailbox, write_down)

@@ -1,0 +1,118 @@
+"""A gateway's link to the front, as everything behind it sees it: near or far.
+
+`Host` (desk/host) has the front in its own process; `FarHost` (desk/far_host) reaches it over the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from hadal.core.messages import AnyMessage, Charged, FrontSnapshot, Generation, Quota, Spent
+from hadal.gateway.desk.mailbox import Mailbox
+from hadal.gateway.desk.pages import Pages
+from hadal.gateway.edge.errors import ApiError, overloaded, sentence
+from hadal.policy.admission import Refusal
+
+
+class FrontWire(Protocol):
+    """The part of runtime/wire that a link needs."""
+
+    def send(self, to: str, message: AnyMessage) -> None: ...
+
+    async def receive_async(self) -> list[AnyMessage]: ...
+
+
+class FrontLink(Protocol):
+    """The front's methods for a gateway, and the gateway's own drain. Methods are called from the
+    event loop's thread.
+    """
+
+    has_front: bool
+    """True in the process that holds the front."""
+    pages: Pages
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Names of the gateways that are up."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of generations that have not ended."""
+
+    @property
+    def draining(self) -> bool:
+        """True once no new request is admitted."""
+
+    async def run(self) -> None:
+        """Serve messages until cancelled."""
+
+    def snapshot(self) -> FrontSnapshot:
+        """Return the front's state as this gateway knows it."""
+
+    def check_room(
+        self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
+    ) -> None:
+        """Raise ApiError, 429 or 503, if `num_wanted` more generations of a tenant are not admitted.
+
+        `num_tokens`: tokens of their prompts, 0 before those are read. `most_pico_usd`: their highest
+        cost together.
+        """
+
+    async def check_counting(self, tenant: str) -> None:
+        """Raise ApiError 429 if the tenant has no tokens left for a prompt to be counted."""
+
+    def counted(self, tenant: str, num_tokens: int) -> None:
+        """Draw the tokens of a counted prompt from the tenant's quota."""
+
+    def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
+        """Set the quotas of all tenants. `unix_s`: the time of day."""
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the tenants with budgets whose spending is still to be read from the ledger."""
+
+    def spent(self, spent: Spent) -> None:
+        """Give the front the tenants' spending from the ledger."""
+
+    def charged(self, charged: Charged) -> None:
+        """Give the front the charge of one generation, as it was recorded."""
+
+    def open(self, generations: Iterable[Generation]) -> Mailbox:
+        """Submit the choices of one request; the mailbox receives their deliveries."""
+
+    def cancel(self, mailbox: Mailbox, request_id: str) -> None:
+        """Stop one generation, and drop its deliveries from now on."""
+
+    def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
+        """Stop the generations of an ended request that still run. `then` is called once the front
+        has reported their units, or the report is overdue.
+        """
+
+    def drain(self) -> None:
+        """Admit nothing new; running requests go on."""
+
+    async def wait_draining(self) -> None:
+        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is open. Returns False after `timeout_s`."""
+
+    def heartbeat(self, pid: int) -> None:
+        """Report to the supervisor that this process works."""
+
+    async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """Return a page of the front's process. Raises HadalError."""
+
+    def end(self) -> None:
+        """End: no more is sent or received."""
+
+
+def as_error(refusal: Refusal) -> ApiError:
+    """Return a refusal of the front as a reply."""
+    return overloaded(
+        refusal.status,
+        sentence(refusal.reason),
+        refusal.retry_after_s or None,
+        refusal.code,
+        refusal.limits,
+    )

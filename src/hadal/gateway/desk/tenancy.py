@@ -1,0 +1,94 @@
+"""The API keys in force: their tenants, the tenants' rights, and their quotas at the front.
+
+Knows headers and keys; the front decides by the quotas (policy/quotas).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from hadal.core.errors import ConfigError
+from hadal.gateway.desk.auth import OPERATOR, Keys, Tenant, credentials
+from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.keys import follow
+from hadal.gateway.desk.link import FrontLink
+from hadal.gateway.edge.errors import ApiError
+
+_CLOCK_S = 1.0
+"""Largest error of the time of day by which the front tells days apart for budgets."""
+KeysChanged = Callable[[], Awaitable[Keys | None]]
+"""Returns the keys if they have changed. Raises ConfigError."""
+
+
+class Tenancy:
+    """Owner of a gateway's keys."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        link: FrontLink,
+        clock: GatewayClock,
+        *,
+        has_ledger: bool = False,
+        changed: KeysChanged | None = None,
+    ) -> None:
+        """`changed`: source of later keys; None: the keys stay. Raises ConfigError for a budget
+        without a ledger.
+        """
+        self._has_ledger = has_ledger
+        self._check_budgets(keys)
+        self.keys = keys
+        self._link = link
+        self._clock = clock
+        self._changed = changed
+        self._ahead_s = 0.0
+        """Unix time minus `clock.now`, as the front has it."""
+
+    def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
+        """Return the tenant of a request. Raises ApiError 401, 503."""
+        return self.keys.check(credentials(headers))
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Raise ApiError 401 or 403 unless the request's tenant may operate the server."""
+        if OPERATOR not in self.tenant_of(headers).rights:
+            raise ApiError(
+                403,
+                "This API key has no right to operate the server; in the keys file 'operator'"
+                " behind it gives it.",
+                code="not_an_operator",
+            )
+
+    def take(self, keys: Keys) -> None:
+        """Accept these keys from now on, and no others; running requests go on. Raises ConfigError
+        for a budget without a ledger.
+        """
+        self._check_budgets(keys)
+        had_quotas, self.keys = bool(self.keys.quotas), keys
+        if keys.quotas or had_quotas:
+            self._send_quotas()
+
+    async def follow(self) -> None:
+        """Accept the keys that the source has, until cancelled."""
+        self.take(self.keys)  # Now that there is a loop, the front gets the quotas.
+        if self._changed is not None:
+            await follow(self._changed, self.take)
+
+    def keep_time(self) -> None:
+        """Send the front the time of day again where quotas need it and the clock was set."""
+        clock = self._clock
+        if self.keys.quotas and abs(clock.unix_time() - clock.now() - self._ahead_s) > _CLOCK_S:
+            self._send_quotas()
+
+    def _send_quotas(self) -> None:
+        unix_s = self._clock.unix_time()
+        self._ahead_s = unix_s - self._clock.now()
+        self._link.set_quotas(unix_s, self.keys.quotas)
+
+    def _check_budgets(self, keys: Keys) -> None:
+        if has_budgets(keys) and not self._has_ledger:
+            raise ConfigError("dollars_per_day needs a ledger: see [ledger] url.")
+
+
+def has_budgets(keys: Keys) -> bool:
+    """Return True if a tenant has a daily budget."""
+    return any(quota.day_pico_usd for quota in keys.quotas)
