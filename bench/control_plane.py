@@ -46,7 +46,6 @@ def fleet(num_decode: int, num_prefill: int) -> Deployment:
         limits=LimitsConfig(max_running=1_000_000, max_queued=1_000_000),
         cache=CacheConfig(memory="off"),
         chunk_tokens=16_384,
-        early_pull="off",
     )
 
 

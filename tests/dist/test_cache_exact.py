@@ -78,7 +78,6 @@ SETUPS = {
     "shm": Setup(fields={"handover": "shm", "chunk_tokens": 64}),
     "tcp": Setup(fields={"handover": "tcp", "chunk_tokens": 64}),
     "nixl": Setup(fields={"handover": "nixl", "chunk_tokens": 64}),
-    "no_early_pull": Setup(fields={"early_pull": "off", "chunk_tokens": 64}),
     "memory_two_ranks": Setup(disk=False, fields=TWO_RANKS),
     "disk_two_ranks": Setup(memory=False, fields=TWO_RANKS),
     "nixl_two_ranks": Setup(fields={"handover": "nixl", **TWO_RANKS}),

@@ -56,9 +56,7 @@ def test_tcp_gives_the_plain_loops_tokens(borrow: StartServer) -> None:
     served(borrow(handover="tcp"), everyday_cases(8, seed=61), "tcp")
 
 
-@pytest.mark.promise(
-    "The request is prefilled again elsewhere; what was pulled early is pulled again."
-)
+@pytest.mark.promise("The request is prefilled again elsewhere.")
 @pytest.mark.more("test_supervision kills units")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)])

@@ -48,7 +48,6 @@ def chats_world(
             max_requests=random.randint(2, 6),
         ),
         cache=cache or random.choice([MEMORY, DISK, BOTH, BOTH]),
-        early_pull=random.choice(["auto", "off"]),
     )
     faults = random.choice(
         [
@@ -124,7 +123,6 @@ def failing_world(seed: int) -> World:
         prefill=UnitsConfig(ranks=3, max_requests=2, request_balance="off"),
         decode=UnitsConfig(ranks=2, max_requests=4),
         cache=DISK,
-        early_pull="off",
     )
     world = World(
         seed,

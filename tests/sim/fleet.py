@@ -24,7 +24,6 @@ from hadal.core.messages import (
     Demand,
     DrainUnit,
     Prefill,
-    PullEarly,
     UnitDown,
     UnitUp,
 )
@@ -137,7 +136,7 @@ class FleetWorld(World):
             if to == "supervisor" and isinstance(message, Demand):
                 self._perhaps(lambda: self.tell_fleet(message))
                 return
-            if name == "front" and isinstance(message, Prefill | Decode | PullEarly):
+            if name == "front" and isinstance(message, Prefill | Decode):
                 units, unit = self.front.units, self.front.units.by_name[to]
                 is_last = not units.has_open_decode(unit.fingerprint)
                 assert unit.drain_by_s is None or (unit.role == DECODE and is_last), (

@@ -25,6 +25,7 @@ from hadal.policy.views import DecodeRanksView, DecodeUnitView
 from hadal.roles.decode.answers import DecodeCache
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
+from hadal.roles.decode.table import SlotState
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.prefill.cache import PrefillCache
@@ -132,7 +133,7 @@ def one_slot_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def at_once(self: DecodeSlots, slot: int, done_step_id: int) -> None:
-        if not self.table.num_pulling[slot]:
+        if self.table.state[slot] != SlotState.PULLING:
             self.moving.abandon(slot)
             self.vacate(slot)
 
@@ -318,7 +319,6 @@ def test_the_slice_reaches_what_it_is_for() -> None:
         "stored blocks",
         "front restarts",
         "answers copied",
-        "message PullEarly",
         "message Stop",
         "moves",
         "preemptions",

@@ -408,10 +408,6 @@ class Deployment(ConfigTable, frozen=True):
     """How KV gets from prefill to decode: "shm" (one host), "nixl" (UCX) or "tcp"; "auto": the best
     that both ends can do.
     """
-    early_pull: Switch = AUTO
-    """"auto": a long prompt's KV is pulled while the rest of it is being computed; "off": when it
-    is done.
-    """
     device: Annotated[str, _one_of("auto", "cpu", "cuda")] = "auto"
     """"cpu", "cuda"; "auto": cpu, for a GPU runs plain torch ops so far."""
     device_memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0

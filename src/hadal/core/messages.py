@@ -317,17 +317,6 @@ class PrefillDone(Message, frozen=True):
     """Of the prompt's tokens from the second on, where they were asked for."""
 
 
-class PrefilledEarly(Message, frozen=True):
-    """Some of a prompt's KV is there while the rest is being computed: full blocks from position 0
-    on, which stay as they are as long as the attempt does not end. A hint: nobody has to answer it.
-    """
-
-    unit: str
-    request_id: str
-    attempt: int
-    lease: KvLease
-
-
 class Cached(Message, frozen=True):
     """Which blocks a unit can take out of its pools changed. Says all of them the first time a
     front hears of it.
@@ -342,15 +331,6 @@ class Cached(Message, frozen=True):
 
 
 # ---- front -> decode leader ----
-class PullEarly(Message, frozen=True):
-    """Pull what `lease` has already: Decode follows when the prompt is done. A hint: without room
-    it is ignored.
-    """
-
-    generation: Generation
-    lease: KvLease
-
-
 class Decode(Message, frozen=True):
     """Pull the KV under `lease` and go on from `generation.output`, whose last token has no KV
     yet.
@@ -1178,9 +1158,7 @@ AnyMessage = (
     | RankDo
     | TraceRequest
     | Trace
-    | PrefilledEarly
     | Cached
-    | PullEarly
     | Stop
     | DrainUnit
     | KeepUnit

@@ -42,14 +42,6 @@ OWNS: dict[State, frozenset[str]] = {
     State.CANCELLED: frozenset(),
 }
 
-MAY_OWN: dict[State, frozenset[str]] = {
-    **OWNS,
-    State.PREFILLING: frozenset({"prefill_unit", "decode_unit"}),
-}
-"""The decode unit of a prompt that is still being prefilled is chosen when its KV can begin to go
-there.
-"""
-
 _NEXT: dict[tuple[State, Transition], State] = {
     (State.QUEUED, Transition.PLACE): State.PREFILLING,
     (State.PREFILLING, Transition.FIRST_TOKEN): State.TRANSFERRING,

@@ -103,12 +103,7 @@ def _topology(resolved: Resolved) -> Iterator[Row]:
     nodes = num_nodes(placed)
     yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
     yield "transport", f"{deployment.transport}, dispatch in {deployment.dispatch_format}"
-    pulled = (
-        "when a prompt is done"
-        if deployment.early_pull == OFF
-        else "while a long prompt is computed"
-    )
-    yield "hand-over", f"{deployment.handover}, pulled {pulled}"
+    yield "hand-over", deployment.handover
     if names := gateway_names(deployment)[deployment.gateway.processes :]:
         found = gateway_nodes(deployment)
         yield (

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, Generation, KvLease, PullEarly, Tokens
+from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, Generation, KvLease, Tokens
 from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Pull, Send, StoreBlocks
 from hadal.kv.blocks import blocks_for
@@ -28,7 +28,7 @@ def named(g: Generation) -> Generation:
 
 
 class DecodeWorld(World):
-    """A decode unit; every pull brings KV ready-made, long texts in parts."""
+    """A decode unit; every pull brings KV ready-made."""
 
     leader: DecodeLeader
 
@@ -43,8 +43,6 @@ class DecodeWorld(World):
         """Names of blocks that the disk took."""
         self.blocks: dict[bytes, set[tuple[str, int]]] = {}
         """Name of a block -> in which texts it is, and which block there."""
-        self.num_hinted: dict[tuple[str, int], int] = {}
-        """Attempt -> blocks that the unit was told of before the prompt was done."""
         self.newly_pulled: set[str] = set()
         """Names of attempts that have not joined yet."""
 
@@ -64,13 +62,6 @@ class DecodeWorld(World):
     def send(self, name: str) -> None:
         g = self.current(name)
         num_tokens = len(g.prompt) + len(g.output) - 1
-        hinted = self.num_hinted.get((name, self.attempts[name]), 0)
-        if hinted < (num_tokens - 1) // BLOCK_TOKENS and self.random.random() < 0.5:
-            hinted = self.num_hinted[name, self.attempts[name]] = hinted + 1
-            before = msgspec.structs.replace(g, output=g.output[:-1])
-            self.feed(PullEarly(before, self.lease(hinted * BLOCK_TOKENS)))
-            self.lazy.append(name)
-            return
         self.feed(Decode(named(g), self.lease(num_tokens)))
 
     def lease(self, num_tokens: int) -> KvLease:
@@ -154,7 +145,7 @@ class DecodeWorld(World):
                 return False
         for position in range(lease.num_tokens):
             index, offset = divmod(position, BLOCK_TOKENS)
-            cell = (pull.request_id, position + (lease.block_ids[0] - 1) * BLOCK_TOKENS)
+            cell = (pull.request_id, position)
             if lease.source != "p":
                 cell = self.ranks[rank].pool.get((lease.block_ids[index], offset), ("nobody", -1))
                 assert cell == (pull.request_id, position), (

@@ -83,7 +83,7 @@ def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, Model
         memory=AUTO if keeps else OFF,
         recompute=options.pop("recompute", AUTO),
     )
-    names = ("chunk_tokens", "lease_s", "heartbeat_s", "early_pull")
+    names = ("chunk_tokens", "lease_s", "heartbeat_s")
     fields = {name: options.pop(name) for name in names if name in options}
     if "heartbeat_s" in fields:  # 0: at each event.
         fields |= {"heartbeat_s": max(fields["heartbeat_s"], 1e-300), "unit_timeout_s": 1e6}
@@ -93,7 +93,7 @@ def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, Model
         cache=cache,
         limits=limits,
         **{role: UnitsConfig(**units)},
-        **{"early_pull": OFF} | fields,
+        **fields,
     )
     return deployment, config
 
@@ -105,7 +105,6 @@ def decode_leader(num_blocks: int = 17, num_ranks: int = 1, **options: Any) -> D
         "num_ranks": num_ranks,
         "num_slots": 4,
         "num_waiting_max": 4,
-        "lease_s": 30.0,
         "heartbeat_s": 0.5,
         **options,
     }

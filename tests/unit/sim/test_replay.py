@@ -13,7 +13,6 @@ from hadal.core.messages import (
     KvLease,
     Prefill,
     PrefillDone,
-    PullEarly,
     Submit,
     Token,
     UnitUp,
@@ -89,26 +88,24 @@ def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The front prefers the decode unit with the most KV in use from now on."""
-    chosen = front_room.Handover.unit_for
+    chosen = front_room.RequestRouting.decode_unit
 
-    def worst(self: front_room.Handover, record: front_room.Record) -> str | None:
+    def worst(self: front_room.RequestRouting, record: front_room.Record) -> str | None:
         unit = chosen(self, record)
         return {"decode-0": "decode-1", "decode-1": "decode-0"}.get(unit or "", unit)
 
-    monkeypatch.setattr(front_room.Handover, "unit_for", worst)
+    monkeypatch.setattr(front_room.RequestRouting, "decode_unit", worst)
     report = replay(recordings, make_role)
     difference = report.difference
     assert difference is not None
     assert difference.process == "front"
-    assert difference.what.endswith((": Decode.to", ": PullEarly.to"))
+    assert difference.what.endswith(": Decode.to")
     assert {difference.recorded, difference.replayed} == {"'decode-0'", "'decode-1'"}
     (front,) = (recording for recording in recordings if recording.process == "front")
     first = next(
         number
         for number, call in enumerate(front.calls)
-        if any(
-            isinstance(e, Send) and isinstance(e.message, PullEarly | Decode) for e in call.effects
-        )
+        if any(isinstance(e, Send) and isinstance(e.message, Decode) for e in call.effects)
     )
     assert difference.call == first
     assert report.num_calls < report.num_recorded

@@ -34,7 +34,6 @@ from hadal.core.messages import (
     ExpertsRequest,
     FrontUp,
     Key,
-    PullEarly,
     Resume,
     Stop,
     Tokens,
@@ -139,7 +138,6 @@ class DecodeLeader:
             self.slots,
             self.blocks,
             num_waiting_max=units.max_waiting,
-            lease_s=deployment.lease_s,
             out=self._out,
             fingerprint=fingerprint,
         )
@@ -199,7 +197,6 @@ class DecodeLeader:
         self._out.clear()
         for event in events:
             self._take(now_s, event)
-        self.arrivals.expire(now_s)
         self.slots.held.expire(now_s)
         self._plan()
         if not self.slots.is_starved:
@@ -216,8 +213,6 @@ class DecodeLeader:
                 self._step_done(event)
             case Decode():
                 self.arrivals.accept(event)
-            case PullEarly():
-                self.arrivals.hint(now_s, event)
             case KvPulled():
                 self._pulled(event)
             case Cancel(request_id, attempt):
@@ -253,7 +248,7 @@ class DecodeLeader:
                 )
 
     def _heartbeat(self, now_s: float) -> list[Effect]:
-        return self._reporter.heartbeat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
+        return self._reporter.heartbeat(now_s, self.num_requests, 0, None)
 
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:

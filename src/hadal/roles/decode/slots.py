@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from hadal.core.balance import AUTO, OFF, TURNS
-from hadal.core.messages import Decode, Generation, Key, KvLease, PullEarly
+from hadal.core.messages import Decode, Generation, Key, KvLease
 from hadal.core.plans import Held, HeldKv
 from hadal.core.seams import Effect, Pull
 from hadal.kv.blocks import blocks_for
@@ -456,7 +456,7 @@ class DecodeSlots:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
 
     # ---- in ----
-    def assign(self, waiting: Sequence[Decode | PullEarly]) -> list[int]:
+    def assign(self, waiting: Sequence[Decode]) -> list[int]:
         """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in
         their order; the others, behind the end of the list, have to wait on.
         """
@@ -521,12 +521,12 @@ class DecodeSlots:
             num_requests_max=np.full(living.size, self.per_rank, np.int64),
         )
 
-    def _arrival(self, message: Decode | PullEarly) -> Arrival:
-        generation = message.generation
+    def _arrival(self, decode: Decode) -> Arrival:
+        generation = decode.generation
         num_known = len(generation.prompt) + len(generation.output)
-        # All that is prefilled, which a Decode's last token is not yet, and the position that the
-        # first step writes.
-        num_blocks = blocks_for(num_known + isinstance(message, PullEarly))
+        # All that is prefilled, which the last token is not yet, and the position that the first
+        # step writes.
+        num_blocks = blocks_for(num_known)
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
@@ -587,7 +587,7 @@ class DecodeSlots:
         self._let_go(slot, done_step_id)
 
     def _let_go(self, slot: int, done_step_id: int) -> None:
-        if self.table.num_pulling[slot]:
+        if self.table.state[slot] == SlotState.PULLING:
             # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
             return
         self._out += self.cache.leave(slot, self._unit)
@@ -613,7 +613,7 @@ class DecodeSlots:
                 self.moving.lose_target(slot)
                 continue
             key = self.table.occupant(slot).key
-            if not self.table.is_muted[slot] and self.table.state[slot] != SlotState.EARLY:
+            if not self.table.is_muted[slot]:
                 self._out.append(given_back(self._unit, key, RANK_LOST))
             self.table.is_muted[slot] = True
             self.moving.abandon(slot)
@@ -647,7 +647,8 @@ class DecodeSlots:
                 needing = self.table.needing_block()
             for rank in np.unique(needing // self.per_rank).tolist():
                 of_rank = set(needing[needing // self.per_rank == rank].tolist())
-                self._make_room(rank, len(of_rank), done_step_id)
+                # Blocks that wait to be written to disk cost no request its place.
+                self.cache.stores.give_up(rank, len(of_rank) - self._pools[rank].num_free)
                 self._preempt(rank, of_rank, done_step_id)
             needing = self.table.needing_block()
             is_short = self._is_short(needing)
@@ -672,30 +673,6 @@ class DecodeSlots:
             counts > self._pools.num_blocks_rank - self._pools.num_used_R
         ).tolist()
         return ranks
-
-    def _make_room(self, rank: int, num_blocks: int, done_step_id: int) -> None:
-        """Take from a rank, as far as so many blocks are not free, what costs no request its place:
-        blocks that wait to be written to disk, then slots of prompts that are still being
-        prefilled, the latest arrived first.
-        """
-        pool = self._pools[rank]
-        self.cache.stores.give_up(rank, num_blocks - pool.num_free)
-        num_coming = 0
-        for slot in self.early_of(rank):
-            if pool.num_free + num_coming >= num_blocks:
-                return
-            if self.table.num_pulling[slot]:
-                num_coming += len(self.table.block_ids[slot])
-            self.close(slot, done_step_id)
-
-    def early_of(self, rank: int) -> list[int]:
-        """A rank's slots of prompts that are still being prefilled, the latest arrived first, those
-        going included.
-        """
-        slots = rank * self.per_rank + np.flatnonzero(
-            self.table.state[self.of_rank(rank)] == SlotState.EARLY
-        )
-        return sorted(slots.tolist(), key=lambda slot: -self.table.occupant(slot).arrival)
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
         """Let a rank's latest arrived go until enough blocks are free or will be, when what is in

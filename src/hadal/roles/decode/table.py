@@ -1,10 +1,8 @@
 """The decode unit's requests as arrays, one row per slot: what a step reads and writes without a
 loop over requests.
 
-    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan
-    done--> FREE
-       '-> EARLY --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
-       '------------ resume ----------------'
+    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
+       '------------- resume ---------------^ ^--- roll_back: the plans in flight are void ---'
 
 A request that changes its rank has two slots for a while (roles/decode/slots):
 
@@ -19,8 +17,8 @@ own slot. Every position is counted up to the last *emitted* plan, so the next p
 while two are in flight. A plan gives one token a pass, or more where it checks drafts: counted are
 those that are sure, and beside them what may come more. A slot stays CLOSING, with its blocks,
 until the last plan that computes it is done: only then may somebody else write there. So does one
-that is FILLING, or EARLY or PULLING with a copy under way, until that has ended, whatever became of
-its request. Knows neither messages nor the allocator.
+that is FILLING or PULLING, until its copy has ended, whatever became of its request. Knows neither
+messages nor the allocator.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ class SlotState:
     """Holds room for a request that is MOVING; nothing is written there yet."""
     FILLING = 7
     """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
-    EARLY = 8
-    """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
 
 
 STATE_TO_NAME: dict[int, str] = {
@@ -72,8 +68,6 @@ STATE_TO_NAME: dict[int, str] = {
 }
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 """States of a request that comes from another rank of the unit."""
-ENTERING = (SlotState.EARLY, SlotState.PULLING)
-"""States of a request that comes from another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +133,6 @@ class DecodeTable:
         """While it stands still for a move: the last plan that computed it. Else -1."""
         self.last_token: Ints = np.zeros(num_slots, np.int64)
         """The last token delivered, with which a join begins."""
-        self.num_pulled: Ints = np.zeros(num_slots, np.int64)
-        """Blocks of a request EARLY or PULLING that are here."""
-        self.num_pulling: Ints = np.zeros(num_slots, np.int64)
-        """Blocks that the copy under way adds to them; 0: no copy is under way."""
         self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
         """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far
         as delivered, where it `is_named`.
@@ -169,35 +159,17 @@ class DecodeTable:
         block_ids: Sequence[int],
         among: slice = slice(None),
     ) -> int:
-        """Give a slot to a request whose prompt is being prefilled. The caller made sure that a slot is free
-        `among` these.
+        """Give a slot to a request whose prompt is prefilled: `generation` has the first token, `lease` the
+        KV. The caller made sure that a slot is free `among` these.
         """
         slot = self._free_slot(among)
-        self.state[slot] = SlotState.EARLY
+        self.state[slot] = SlotState.PULLING
         self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
         self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = self.left_step_id[slot] = -1
         self.moved_step_id[slot] = _NEVER
-        self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[
-            slot
-        ] = 0
-        self.num_unsure[slot] = 0
-        self.attempt_id[slot] = 0
-        tenants, name = self._tenant_to_number, generation.tenant
-        self.tenant[slot] = tenants.setdefault(name, len(tenants))
-        self.weight[slot], self.is_batch[slot] = generation.weight, is_batch(name)
-        self.occupants[slot] = Occupant(generation, lease, arrival)
-        return slot
-
-    def set_lease(self, slot: int, lease: KvLease) -> None:
-        """More of its prompt is prefilled."""
-        occupant = self.occupant(slot)
-        self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
-
-    def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
-        """A slot's prompt is prefilled: `generation` has the first token, `lease` the KV."""
-        self.state[slot] = SlotState.PULLING
         self.length[slot] = lease.num_tokens
+        self.num_unsure[slot] = 0
         self.output_index[slot] = len(generation.output)
         self.attempt_id[slot] = generation.attempt_id
         self.max_tokens[slot] = generation.max_tokens
@@ -206,7 +178,16 @@ class DecodeTable:
         self.last_token[slot] = generation.output[-1]
         if needs_output(generation.sampling):
             self.outputs[slot] = list(generation.output)
-        self.occupants[slot] = Occupant(generation, lease, self.occupant(slot).arrival)
+        tenants, name = self._tenant_to_number, generation.tenant
+        self.tenant[slot] = tenants.setdefault(name, len(tenants))
+        self.weight[slot], self.is_batch[slot] = generation.weight, is_batch(name)
+        self.occupants[slot] = Occupant(generation, lease, arrival)
+        return slot
+
+    def set_lease(self, slot: int, lease: KvLease) -> None:
+        """Note which of a request's KV came from another unit."""
+        occupant = self.occupant(slot)
+        self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
         """Give a slot to a request whose KV is in these blocks already, up to the last token of its output.
@@ -214,7 +195,6 @@ class DecodeTable:
         """
         lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
         slot = self.reserve(generation, lease, arrival, kv.block_ids, among)
-        self.prefilled(slot, generation, lease)
         self.state[slot] = SlotState.READY
         return slot
 
@@ -274,7 +254,6 @@ class DecodeTable:
         """Free a slot. The Runner may still list it: the next plan says that it leaves."""
         self.state[slot] = SlotState.FREE
         self._set_blocks(slot, ())
-        self.num_pulled[slot] = self.num_pulling[slot] = 0
         self.outputs.pop(slot, None)
         self.occupants[slot] = None
 
@@ -406,8 +385,6 @@ class DecodeTable:
             self.state,
             self.length,
             self.room,
-            self.num_pulled,
-            self.num_pulling,
             self.output_index,
             self.is_muted,
             self.is_in_runner,
@@ -416,7 +393,7 @@ class DecodeTable:
         for slot, (occupant, block_ids, row) in enumerate(
             zip(self.occupants, self.block_ids, rows, strict=True)
         ):
-            state, length, room, num_pulled, num_pulling, output_index, is_muted, is_in_runner = row
+            state, length, room, output_index, is_muted, is_in_runner = row
             blocks, name = len(block_ids), STATE_TO_NAME[state]
             if (state == SlotState.FREE) != (occupant is None) or (state == SlotState.FREE) != (
                 blocks == 0
@@ -426,14 +403,6 @@ class DecodeTable:
                 )
             if room != blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has room for {room} positions in {blocks} blocks")
-            if state in ENTERING and num_pulled + num_pulling > blocks:
-                problems.append(f"slot {slot} pulls more than its {blocks} blocks")
-            if (state == SlotState.PULLING) > bool(num_pulling) or (
-                state not in ENTERING and num_pulling
-            ):
-                problems.append(
-                    f"slot {slot} is {name} while {num_pulling} blocks are being pulled"
-                )
             # Drafts may have brought a request to its end, and a plan was out that computes it
             # behind that: its rank writes what lies beyond the blocks into the scratch block.
             may_be_beyond = state == SlotState.CLOSING and is_muted
@@ -443,7 +412,7 @@ class DecodeTable:
                 problems.append(f"slot {slot} is {name} for nobody")
             if state == SlotState.ACTIVE and not is_in_runner:
                 problems.append(f"slot {slot} is active and not in the Runner")
-            if state == SlotState.EARLY or occupant is None:
+            if occupant is None:
                 continue
             if length - output_index != len(occupant.generation.prompt) - 1:
                 problems.append(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -39,8 +38,6 @@ from hadal.core.messages import (
     LeaderDown,
     Prefill,
     PrefillDone,
-    PrefilledEarly,
-    PullEarly,
     Pulled,
     Quotas,
     Release,
@@ -75,7 +72,7 @@ from hadal.policy.fairness import (
 from hadal.policy.views import AdmissionView
 from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
 from hadal.roles.front.tenants import FrontTenants
-from hadal.roles.front.units import FrontUnits, Handover, RequestRouting, Unit
+from hadal.roles.front.units import FrontUnits, RequestRouting, Unit
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 from hadal.roles.unit.unit import RateMeter
 
@@ -131,7 +128,6 @@ class FrontFleet:
         self,
         requests: FrontRequests,
         units: FrontUnits,
-        handover: Handover,
         totals: Totals,
         epoch: str,
         heartbeat_s: float,
@@ -141,7 +137,6 @@ class FrontFleet:
     ) -> None:
         self._requests = requests
         self._units = units
-        self._handover = handover
         self._totals = totals
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
@@ -162,20 +157,6 @@ class FrontFleet:
             unit.drain_number = message.number
             if unit.drain_by_s is None:
                 unit.drain_by_s = now_s + message.timeout_s
-        self.drop_destinations(unit.fingerprint)
-
-    def drop_destinations(self, fingerprint: str) -> None:
-        """Where a decode unit is open, let no prompt go to one that drains. It has lost nothing yet:
-        another is chosen for it.
-        """
-        if not self._units.has_open_decode(fingerprint):
-            return
-        for unit in self._units.by_name.values():
-            if unit.drain_by_s is None or unit.fingerprint != fingerprint:
-                continue
-            for record in self._requests.on_unit(unit.name):
-                if self._handover.drop_destination(record, unit.name):
-                    self._out.append(Send(unit.name, Cancel(record.request_id, record.attempt)))
 
     def overdue(self, now_s: float) -> list[str]:
         """Draining units whose deadline has passed."""
@@ -419,13 +400,9 @@ class Front:
         self.tokens = FrontTokens(
             self.requests, self.units, self.tenants, self.totals, epoch=epoch, keeps_text=keeps_text
         )
-        self.handover = Handover(
-            self.units, self.routing.decode_unit, is_early=config.early_pull == AUTO
-        )
         self.fleet = FrontFleet(
             self.requests,
             self.units,
-            self.handover,
             self.totals,
             epoch,
             config.heartbeat_s,
@@ -486,8 +463,6 @@ class Front:
                 self.tenants.read(now_s, event)
             case TurnedAway(num_generations, num_tokens):
                 self._turned_away(num_generations, num_tokens)
-            case PrefilledEarly():
-                self._prefilled_early(event)
             case PrefillDone():
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):
@@ -731,15 +706,6 @@ class Front:
         output = tuple(record.output) if self._keeps_text else range(record.num_output)
         return msgspec.structs.replace(record.generation, output=output, attempt=record.attempt)
 
-    def _prefilled_early(self, hint: PrefilledEarly) -> None:
-        record = self._record(hint.request_id, hint.attempt)
-        if (
-            record is not None
-            and self.handover.is_wanted(record, hint)
-            and (unit := self.handover.unit_for(record))
-        ):
-            self._send(unit, PullEarly(self._current(record), hint.lease))
-
     def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
         token = done.token
         record = self._record(token.request_id, token.attempt)
@@ -760,7 +726,7 @@ class Front:
         self.totals.tokens_out += 1
         if self._keeps_text:
             record.output.append(token.token)
-        self.units.grew(record.decode_unit or "", self.requests.grow(record))
+        self.requests.grow(record)
         self.tenants.draw(now_s, record.generation.tenant, 1)
         if done.lease is None:
             record.prefill_unit = None
@@ -771,11 +737,14 @@ class Front:
             Deliver(record.request_id, (token,), num_cached=num_cached, scores=done.scores)
         )
         self.requests.move(record, Transition.FIRST_TOKEN)
-        unit = self.handover.unit_for(record)
+        unit = self.routing.decode_unit(record)
         if unit is None:
             self._let_go(record)
             self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
             return
+        record.decode_unit = unit
+        record.last_units = record.last_units[0], unit
+        self.units.sent_to_decode(unit, record.num_blocks)
         attempt_id = self.requests.running.enter(record)
         generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
         service = self.requests.counters[generation.tenant]
@@ -847,8 +816,6 @@ class Front:
         record = self._record(returned.request_id, returned.attempt)
         if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
             return  # It held nothing of a living attempt, and holds nothing of this one any more.
-        if self.handover.drop_destination(record, returned.unit):
-            return
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
@@ -969,7 +936,6 @@ class Front:
         if unit is not None:
             self._unit_down(now_s, message.unit, "restarted")
         self.units.add(message, now_s)
-        self.fleet.drop_destinations(self.units.fingerprint_of(message))
         self._choose_names()
         if message.held:
             self._send(message.unit, Resume((), is_last=True))
@@ -986,7 +952,7 @@ class Front:
             ):
                 self.requests.running.sync(record)
                 going.append(msgspec.structs.replace(self._current(record), attempt_id=attempt_id))
-            elif not self.handover.drop_destination(record, message.unit):
+            else:
                 self._let_go(record, lost=message.unit)
                 self._retry(now_s, record, f"{message.unit}: its leader was lost")
         for first in range(0, max(len(going), 1), RESUME_BATCH):
@@ -1003,9 +969,7 @@ class Front:
             return
         self.units.orphaned(unit, now_s)
         for record in self.requests.on_unit(name):
-            if record.state is not State.DECODING and not self.handover.drop_destination(
-                record, name
-            ):
+            if record.state is not State.DECODING:
                 self._let_go(record, lost=name)
                 self._retry(now_s, record, f"{name}: {reason}")
 
@@ -1014,8 +978,6 @@ class Front:
         self.units.remove(name)
         self._choose_names()
         for record in self.requests.on_unit(name):
-            if self.handover.drop_destination(record, name):
-                continue
             self._let_go(record, lost=name)
             self._retry(now_s, record, f"{name}: {reason}")
 

@@ -24,7 +24,7 @@ from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig
 from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, Generation, Tokens
-from hadal.core.request import MAY_OWN, OWNS, State, Transition, next_state
+from hadal.core.request import OWNS, State, Transition, next_state
 from hadal.core.seams import Closing
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
@@ -67,8 +67,6 @@ class Record:
     decode_unit: str | None = None
     last_units: tuple[str, str] = ("", "")
     """Prefill and decode units of the attempt that was placed last; empty: none."""
-    early: tuple[int, int] = (-1, 0)
-    """The attempt whose KV its decode unit was asked to pull early, and tokens of it."""
     num_cached: int = 0
     """Positions that its prefill unit was taken to have when it was sent there."""
     not_before_s: float = 0.0
@@ -613,15 +611,14 @@ class FrontRequests:
         """The sums over those that are bound to a fingerprint."""
         return self.fingerprint_to_placed.get(fingerprint, _NONE)
 
-    def grow(self, record: Record) -> int:
-        """Count its first token of this attempt; return how many blocks its request grew by."""
+    def grow(self, record: Record) -> None:
+        """Count its first token of this attempt, and the block that it may need."""
         record.num_output += 1
         self.counters.charge(record.generation.tenant, OUTPUT_COST / record.share_weight)
         grown = blocks_for(record.num_tokens + 1) - record.num_blocks
         if grown:
             record.num_blocks += grown
             self.fingerprint_to_placed[record.fingerprint].num_blocks += grown
-        return grown
 
     def next_queued(self, now_s: float) -> Record | None:
         """Whose turn it is (policy/fairness), of those that wait and are not backing off."""
@@ -712,7 +709,7 @@ class FrontRequests:
         for record in self.by_id.values():
             self.running.sync(record)
             owns = _OWNED[record.prefill_unit is not None, record.decode_unit is not None]
-            if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
+            if owns != OWNS[record.state]:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
             if record.state is State.QUEUED:
                 queues.setdefault(record.generation.tenant, []).append(record.queue_key)

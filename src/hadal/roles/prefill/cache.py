@@ -26,7 +26,7 @@ from hadal.core import cache
 from hadal.core.balance import AUTO
 from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease, PrefilledEarly
+from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease
 from hadal.core.plans import BlocksRead, KvPulled
 from hadal.core.rates import StepRates
 from hadal.core.seams import Effect, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
@@ -439,23 +439,6 @@ class PrefillCache:
                 prompt.block_ids[first:full], prompt.generation.chain, first
             )
             prompt.num_named = full
-
-    def early(self, prompt: PrefillAttempt) -> None:
-        """Report which full blocks of a prompt that goes on are there, if there are more than
-        before.
-        """
-        full = prompt.num_done // BLOCK_TOKENS
-        if full <= prompt.num_notified or prompt.num_done >= len(prompt.tokens):
-            return
-        prompt.num_notified = full
-        pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
-        lease = KvLease(
-            self._pools.names[prompt.rank],
-            block_ids,
-            pool.versions(block_ids),
-            full * BLOCK_TOKENS,
-        )
-        self._out.append(Send("front", PrefilledEarly(self._unit, *prompt.key, lease)))
 
     def finished(self, prompt: PrefillAttempt) -> None:
         """A prompt's first token came: count, and store what the disk has not."""

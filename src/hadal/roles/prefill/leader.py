@@ -134,7 +134,6 @@ class PrefillLeader:
         self._num_requests_max = units.max_requests
         self._num_waiting_max = units.max_waiting
         self._lease_s = deployment.lease_s
-        self._is_pulled_early = deployment.early_pull == AUTO
         # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
         # faster.
         self._is_by_cost = units.request_balance == AUTO and units.ranks > 1
@@ -394,8 +393,6 @@ class PrefillLeader:
         for prompt in {id(part.prompt): part.prompt for part in step.parts}.values():
             if not prompt.is_dropped and id(prompt) not in void:
                 self.cache.written(prompt)
-                if self._is_pulled_early:
-                    self.cache.early(prompt)
 
     def _give_up(self, prompt: PrefillAttempt, error: str) -> None:
         if not prompt.is_dropped:

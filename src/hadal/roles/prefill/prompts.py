@@ -70,8 +70,6 @@ class PrefillAttempt:
     """Some of that is being read."""
     num_named: int = 0
     """Blocks that can be found by others."""
-    num_notified: int = 0
-    """Blocks that decode heard of ahead."""
     last_step_id: int = -1
     """The last plan that writes its blocks: they cannot be freed before it is done."""
     is_dropped: bool = False

@@ -26,7 +26,6 @@ from hadal.core.messages import (
     Filled,
     KvLease,
     Pull,
-    PullEarly,
     RankDo,
 )
 
@@ -88,7 +87,7 @@ class Grants:
 
     def of(self, lease: KvLease) -> Grant:
         """The grant under which this process may copy the blocks of `lease`: it was handed that
-        lease, or one that these blocks are a part of, as when the first of them were pulled early.
+        lease, or one that these blocks are a part of, as when prefill has the first of them itself.
         Empty if it was not.
         """
         tag = self._kept.get(lease)
@@ -134,11 +133,6 @@ def _pairs(lease: KvLease) -> set[tuple[int, int]]:
 
 def _lease_of(message: AnyMessage) -> KvLease | None:
     match message:
-        case (
-            Decode(lease=lease)
-            | PullEarly(lease=lease)
-            | Filled(lease=lease)
-            | RankDo(Pull(lease=lease))
-        ):
+        case Decode(lease=lease) | Filled(lease=lease) | RankDo(Pull(lease=lease)):
             return lease
     return None

@@ -227,7 +227,6 @@ class Study:
             cache=CacheConfig(memory=OFF),
             fleet=FleetConfig(start_s=self.fleet.start_s, hold_s=self.fleet.hold_s),
             chunk_tokens=self.chunk_tokens,
-            early_pull=OFF,
         )
 
     def model_prices(self) -> ModelPrices:

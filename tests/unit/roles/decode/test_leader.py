@@ -269,9 +269,7 @@ def test_a_free_seat_without_blocks_is_none() -> None:
     assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]]
 
 
-@pytest.mark.promise(
-    "The request is prefilled again elsewhere; what was pulled early is pulled again."
-)
+@pytest.mark.promise("The request is prefilled again elsewhere.")
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
     unit = decode_leader()
     unit.handle(0.0, decode())

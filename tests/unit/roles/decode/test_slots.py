@@ -60,7 +60,6 @@ def test_every_token_comes_once_whatever_the_ranks_do(
         num_layers=4,
         num_moe_layers=3,
         terms=terms,
-        lease_s=random.choice([0.05, 30.0]),
         has_disk=random.choice([True, False]),
         fingerprint=FINGERPRINT,
         drafts=drafts,
@@ -87,7 +86,7 @@ def test_the_worlds_see_losses_preemption_and_both_ways_to_run() -> None:
             random, leader(3, num_blocks=6, overlap="decode_five", min_split_tokens=4), 3
         )
         world.reset(set(), {0, 1, 2})
-        world.live(500, 16, 0.01)
+        world.live(500, 16, 0.03)
         reasons |= {reason.split(":")[0] for reason in world.reasons}
         schedules |= world.schedules
     assert {"rank lost", "preempted", "pull failed", "queue full"} <= reasons

@@ -20,10 +20,7 @@ def table_with(
 
 def occupant(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int, ...]) -> int:
     """One whose KV is being pulled."""
-    slot = table.reserve(request.generation, request.lease, arrival, block_ids)
-    table.prefilled(slot, request.generation, request.lease)
-    table.num_pulling[slot] = len(block_ids)
-    return slot
+    return table.reserve(request.generation, request.lease, arrival, block_ids)
 
 
 def test_reserve_takes_the_first_free_slot() -> None:
@@ -44,9 +41,6 @@ def test_check_sees_what_does_not_agree() -> None:
         lambda table: table.length.__setitem__(0, 65),
         lambda table: table.output_index.__setitem__(0, 3),
         lambda table: table.state.__setitem__(0, SlotState.ACTIVE),
-        lambda table: table.num_pulling.__setitem__(0, 0),
-        lambda table: table.num_pulled.__setitem__(0, 1),
-        lambda table: table.state.__setitem__(0, SlotState.READY),
         lambda table: table.room.__setitem__(0, 128),
     ):
         table = table_with()
@@ -60,7 +54,6 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     table = table_with(70, 7, 8, stop_ids=(3, 4))
     table.outputs[0] = [0, 5]
     table.state[0] = SlotState.MOVING
-    table.num_pulling[0] = 0
     table.tail[0, :3], table.is_named[0], table.names[0] = (9, 8, 7), True, b"n"
     table.length[0] += 1
     table.output_index[0] += 1

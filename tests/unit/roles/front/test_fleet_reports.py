@@ -16,8 +16,6 @@ from hadal.core.messages import (
     KvLease,
     Prefill,
     PrefillDone,
-    PrefilledEarly,
-    PullEarly,
     Pulled,
     Release,
     Submit,
@@ -148,20 +146,6 @@ def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> N
     assert to(effects, Release) == [effect]
     assert len(sent(effects, Prefill)) == 1
     assert made.requests.by_id["a"].prefill_unit != effect
-    ok(made)
-
-
-def test_a_prompt_whose_kv_was_to_go_there_goes_elsewhere_at_no_cost() -> None:
-    made = front()
-    (prefill,) = to(made.handle(0.0, Submit(generation(prompt=200))), Prefill)
-    lease = KvLease("pool", (1, 2), (0, 0), 128)
-    (early,) = to(made.handle(0.1, PrefilledEarly(prefill, "a", 0, lease)), PullEarly)
-    effects = made.handle(0.2, DrainUnit(early, 60.0, 1))
-    assert of(effects, Send) == [Send(early, Cancel("a", 0))]
-    assert held(made, 1.0)[early] == (1, 0)
-    (decode,) = to(made.handle(1.1, PrefillDone(prefill, Token("a", 0, 0, 50), LEASE)), Decode)
-    assert decode != early
-    assert made.requests.by_id["a"].attempt == 0
     ok(made)
 
 

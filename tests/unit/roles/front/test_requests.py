@@ -103,8 +103,9 @@ def test_blocks_are_counted_while_placed_and_grow() -> None:
     membership.move(record, Transition.PLACE)
     record.prefill_unit = "prefill-0"
     assert (record.num_blocks, membership.num_blocks_placed, membership.num_placed) == (1, 1, 1)
-    assert (membership.grow(record), membership.grow(record)) == (1, 0)
-    assert membership.num_blocks_placed == 2
+    for _ in range(2):
+        membership.grow(record)
+        assert (record.num_blocks, membership.num_blocks_placed) == (2, 2)
     assert membership.check() == []
     membership.move(record, Transition.CANCEL)
     found = (membership.num_blocks_placed, membership.by_id, sum(membership.counts.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
@@ -18,8 +17,6 @@ from hadal.core.messages import (
     LeaderDown,
     Prefill,
     PrefillDone,
-    PrefilledEarly,
-    PullEarly,
     Pulled,
     Release,
     Resume,
@@ -131,17 +128,6 @@ def test_room_is_counted_for_each_fingerprint_by_itself() -> None:
     ok(made)
 
 
-def test_a_prompt_is_pulled_early_only_by_units_of_its_weights() -> None:
-    made = front(*BOTH[:2], ("decode-1", NEW))
-    submit(made, "a", 2000)
-    hint = PrefilledEarly("prefill-0", "a", 0, LEASE)
-    assert to(made.handle(1.5, hint), PullEarly) == ["decode-0"]
-    made.handle(1.6, UnitDown("decode-0", "killed"))
-    hint = PrefilledEarly("prefill-0", "a", 0, msgspec.structs.replace(LEASE, num_tokens=1000))
-    assert sent(made.handle(1.7, hint), PullEarly) == []
-    ok(made)
-
-
 def test_both_of_a_pair_are_replaced_one_after_the_other() -> None:
     """Nothing is prefilled that nobody could decode, whichever comes first."""
     for first, second in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
@@ -227,15 +213,10 @@ def held(made: Front, now_s: float) -> dict[str, int]:
     return {facts.unit: facts.num_requests for facts in demand.units if facts.drain_number}
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_what_is_prefilled_ends_with_the_last_decode_unit_of_its_weights(is_early: bool) -> None:
+def test_what_is_prefilled_ends_with_the_last_decode_unit_of_its_weights() -> None:
     """It drains, and the new weights wait beside it: the answer is of the old ones, whole."""
     made = front(*BOTH[:2])
     submit(made, "a")
-    if is_early:
-        hint = PrefilledEarly("prefill-0", "a", 0, msgspec.structs.replace(LEASE, num_tokens=160))
-        (early,) = of(made.handle(1.1, hint), Send)
-        assert early.to == "decode-0"
     up(made, "prefill-1", NEW)
     up(made, "decode-1", NEW)
     assert sent(made.handle(1.2, DrainUnit("decode-0", 30.0, 1)), Cancel) == []

@@ -17,7 +17,6 @@ from hadal.core.messages import (
     KvLease,
     Prefill,
     PrefillDone,
-    PrefilledEarly,
     Release,
     Returned,
 )
@@ -419,16 +418,6 @@ def test_without_names_nothing_is_cached() -> None:
     assert of(effects, StoreBlocks) == []
     assert sent(effects, Cached) == []
     assert {name for name, count in unit.cache.totals().items() if count} == {cache.MISS_TOKENS}
-
-
-def test_full_blocks_of_a_prompt_that_goes_on_are_told_ahead() -> None:
-    unit = leader(chunk_tokens=100, early_pull="auto", has_disk=False)
-    unit.handle(0.0, Prefill(asked("a", 300)))
-    (hint,) = sent(unit.handle(0.1, done(0)), PrefilledEarly)
-    assert (hint.lease.num_tokens, len(hint.lease.block_ids), hint.lease.source) == (64, 1, "pool")
-    (hint,) = sent(unit.handle(0.2, done(1)), PrefilledEarly)
-    assert (hint.lease.num_tokens, len(hint.lease.block_ids)) == (192, 3)
-    assert sent(unit.handle(0.3, done(2, {0: 3})), PrefilledEarly) == []
 
 
 def test_audit_sees_a_read_that_lost_its_blocks() -> None:

@@ -248,7 +248,7 @@ def test_many_faults_at_random(seed: int) -> None:
     faults = draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     assert faults == draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     asked = cached(requests(seed, 80, 40.0, tokens_out=50), 0.5)
-    config = deployment(early_pull="auto")
+    config = deployment()
     config = msgspec.structs.replace(
         config, limits=msgspec.structs.replace(config.limits, max_retries=100)
     )

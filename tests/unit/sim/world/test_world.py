@@ -25,14 +25,13 @@ SPAN_S = 10.0 if FULL else 4.0 if MORE else 2.0
 """Of requests that come, where more of them are compared with fewer."""
 
 
-def deployment(*, early_pull: str = "off", drafts: str | int = 0, **limits: int) -> Deployment:
+def deployment(*, drafts: str | int = 0, **limits: int) -> Deployment:
     return Deployment(
         prefill=UnitsConfig(2, ranks=8, max_requests=8, max_waiting=1000),
         decode=UnitsConfig(2, ranks=16, max_requests=16, max_waiting=1000, drafts=drafts),
         limits=LimitsConfig(**{"max_running": 4000, "max_queued": 4000, **limits}),
         cache=CacheConfig(memory=OFF),
         chunk_tokens=4096,
-        early_pull=early_pull,
     )
 
 
@@ -54,10 +53,10 @@ def world(asked: Requests, config: Deployment | None = None, **options: Any) -> 
     return FleetWorld(config or deployment(), models(), asked, max_context=16_384, **options)
 
 
-@pytest.mark.parametrize(("early_pull", "drafts"), [("off", 0), ("auto", 0), ("auto", 3)])
-def test_every_request_ends_once_and_has_its_tokens(early_pull: str, drafts: int) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_every_request_ends_once_and_has_its_tokens(drafts: int) -> None:
     asked = requests(1, 300, 200.0)
-    made = world(asked, deployment(early_pull=early_pull, drafts=drafts))
+    made = world(asked, deployment(drafts=drafts))
     made.run(300.0)
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
