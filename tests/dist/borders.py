@@ -28,7 +28,7 @@ from hadal.model.sampler import Sampler
 from hadal.reference.model import forward, no_latents
 from hadal.reference.params import ModelWeights
 from hadal.reference.sampling import adjust, allowed, kept, pick, uniform
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Grammars
 from hadal.tokens.table import read_token_table
 

@@ -18,7 +18,7 @@ from hadal.core.config import PREFILL, Deployment
 from hadal.core.drafts import Compared, compared, summed
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Generation, KvLease
 from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
-from hadal.roles.unit.unit import has_penalty
+from hadal.roles.unit.tokens import has_penalty
 
 VOCAB = 48
 MAX_POSITIONS = 1 << 14

@@ -17,7 +17,7 @@ import hadal.roles.decode.slots as decode_slots
 import hadal.roles.experts.experts as experts
 import hadal.roles.fleet as fleet
 import hadal.roles.front.front as front
-import hadal.roles.front.units as front_rooms
+import hadal.roles.front.routing as front_routing
 import hadal.roles.prefill.cache as prefill_cache
 import hadal.roles.prefill.prompts as prefill_prompts
 from hadal.core.placement import EMPTY, Placement
@@ -231,8 +231,8 @@ GUARDS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (prefill_prompts, "plan_step", check_cut),
     (prefill_prompts, "pack_chunks", check_packed),
     (prefill_cache, "choose_prefix", check_prefix),
-    (front_rooms, "choose_prefill_unit", check_prefill_unit),
-    (front_rooms, "choose_decode_unit", check_decode_unit),
+    (front_routing, "choose_prefill_unit", check_prefill_unit),
+    (front_routing, "choose_decode_unit", check_decode_unit),
     (front, "admit", check_refusal),
     (experts, "balance", check_experts),
     (experts, "split_loads", check_split),

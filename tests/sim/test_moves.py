@@ -13,7 +13,7 @@ import pytest
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.messages import AnyMessage, UnitReport
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import STALL_STEPS_MAX
+from hadal.roles.decode.moving import STALL_STEPS_MAX
 from tests.fresh import seeds
 from tests.levels import MORE
 from tests.sim.scenario import uneven_world

@@ -24,7 +24,8 @@ from hadal.kv.names import extend
 from hadal.policy.views import DecodeRanksView, DecodeUnitView
 from hadal.roles.decode.answers import DecodeCache
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import DecodeMoving, DecodeSlots
+from hadal.roles.decode.moving import DecodeMoving
+from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import SlotState
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import FrontUnits

@@ -34,8 +34,8 @@ from hadal.gateway.desk.tenancy import KeysChanged, Tenancy, has_budgets
 from hadal.gateway.edge.intake import Intake, Patience
 from hadal.gateway.edge.streams import Streams
 from hadal.roles.front.front import Front
-from hadal.roles.front.requests import FrontNames
-from hadal.roles.front.units import Unit
+from hadal.roles.front.names import FrontNames
+from hadal.roles.front.unit import Unit
 from hadal.roles.recording import MadeFront
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown

@@ -23,7 +23,7 @@ from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.service import ServedModel
-from hadal.roles.front.units import Unit
+from hadal.roles.front.unit import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import price_list
 from tests.waiting import wait_for

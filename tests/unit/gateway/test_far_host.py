@@ -38,7 +38,7 @@ from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.roles.front.front import Front
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.roles.reasons import QUEUE_FULL
 from tests.waiting import DEADLINE_S, unix_now, wait_for
 

@@ -18,7 +18,7 @@ from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.text import template
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import grammar_text
 from tests.schemas import SCHEMAS, closed
 

@@ -30,7 +30,7 @@ from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.stream import Assembler, Calls, Piece
 from hadal.gateway.text.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
 from tests.schemas import SCHEMAS, closed
 

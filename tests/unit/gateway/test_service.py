@@ -21,7 +21,7 @@ from hadal.gateway.openai import SamplingDefaults
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.kv.names import extend, root_of
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from tests.waiting import DEADLINE_S, wait_for
 
 from .model_folder import CONTEXT, write_model_folder

@@ -13,7 +13,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import FIM_MARKS, ServedModel, Service, Work
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 
 from .model_folder import BOS
 from .scenes import error_of, scene

@@ -13,7 +13,7 @@ from hadal.core.seams import Effect, Pull, Send, StoreBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import STALL_STEPS_MAX
+from hadal.roles.decode.moving import STALL_STEPS_MAX
 from tests.columns import key_of, rows_of
 from tests.unit.roles.rank_worlds import STOP, World, token_of
 

@@ -19,7 +19,8 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import Draw, StepDone
 from hadal.core.seams import Deliver, Send
-from hadal.roles.front import front as front_room
+from hadal.roles.front.record import Record
+from hadal.roles.front.routing import RequestRouting
 from hadal.roles.recording import VERSION, Call, MadeFront, Opening, RecordedRole, Recording, parse
 from hadal.runtime.recorder import Tape
 from hadal.sim.replay import decision_of, replay
@@ -88,13 +89,13 @@ def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The front prefers the decode unit with the most KV in use from now on."""
-    chosen = front_room.RequestRouting.decode_unit
+    chosen = RequestRouting.decode_unit
 
-    def worst(self: front_room.RequestRouting, record: front_room.Record) -> str | None:
+    def worst(self: RequestRouting, record: Record) -> str | None:
         unit = chosen(self, record)
         return {"decode-0": "decode-1", "decode-1": "decode-0"}.get(unit or "", unit)
 
-    monkeypatch.setattr(front_room.RequestRouting, "decode_unit", worst)
+    monkeypatch.setattr(RequestRouting, "decode_unit", worst)
     report = replay(recordings, make_role)
     difference = report.difference
     assert difference is not None

@@ -21,7 +21,7 @@ from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.reply import Meter
 from hadal.gateway.desk.service import Work
-from hadal.roles.front.units import Unit
+from hadal.roles.front.unit import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 

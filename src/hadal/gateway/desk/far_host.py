@@ -50,7 +50,7 @@ from hadal.gateway.desk.pages import COUNTING, Pages
 from hadal.gateway.desk.trace import MAX_WAIT_S
 from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import Refusal
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.roles.front.tenants import RECENT_S
 
 log = logging.getLogger("hadal.gateway")

@@ -60,7 +60,7 @@ from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.stream import Assembler, Calls, ScoredPrompt
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import OTHER_WEIGHTS, PULL_FAILED, QUEUE_FULL, TOO_LONG
-from hadal.roles.unit.unit import given_back, has_other_weights
+from hadal.roles.unit.tokens import given_back, has_other_weights
 
 
 class DecodeArrivals:

@@ -71,17 +71,11 @@ from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import RANK_LOST, void
+from hadal.roles.unit.meters import BalanceMeter, LineMeter, StepMeter
+from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
-from hadal.roles.unit.unit import (
-    LENGTH,
-    STOP,
-    BalanceMeter,
-    LineMeter,
-    StepMeter,
-    Tracer,
-    UnitReporter,
-    given_back,
-)
+from hadal.roles.unit.tokens import LENGTH, STOP, given_back
+from hadal.roles.unit.tracing import Tracer
 
 _NO_SLOTS = np.zeros(0, np.int64)
 

@@ -16,7 +16,7 @@ import numpy as np
 from hadal.core.balance import KV, REQUESTS, balance_of
 from hadal.core.plans import DecodePlan, Join, OpTime
 from hadal.roles.decode.table import DecodeTable, Ints
-from hadal.roles.unit.unit import has_penalty
+from hadal.roles.unit.tokens import has_penalty
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from hadal.core.plans import HeldKv
 from hadal.core.stops import StopIds
 from hadal.policy.fairness import is_batch
 from hadal.policy.rows import RowsView, requeued
-from hadal.roles.unit.unit import needs_output
+from hadal.roles.unit.tokens import needs_output
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

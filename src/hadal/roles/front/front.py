@@ -9,15 +9,12 @@ frees it. Knows no tokenizer, no HTTP and no process.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
-import numpy as np
 
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
+from hadal.core.config import DECODE, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
@@ -27,7 +24,6 @@ from hadal.core.messages import (
     Charged,
     Counted,
     Decode,
-    Demand,
     Drain,
     DrainUnit,
     Filled,
@@ -53,13 +49,12 @@ from hadal.core.messages import (
     Totals,
     TurnedAway,
     UnitDown,
-    UnitFacts,
     UnitReport,
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN, NOT_FINITE, Score
 from hadal.core.request import State, Transition
-from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.core.seams import Deliver, Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
 from hadal.policy.fairness import (
@@ -70,296 +65,18 @@ from hadal.policy.fairness import (
     is_batch,
 )
 from hadal.policy.views import AdmissionView
-from hadal.roles.front.requests import FrontNames, FrontRequests, Ints, Record
+from hadal.roles.front.alarm import Alarm
+from hadal.roles.front.fleet import FrontFleet
+from hadal.roles.front.names import FrontNames
+from hadal.roles.front.record import Record
+from hadal.roles.front.requests import FrontRequests
+from hadal.roles.front.routing import RequestRouting
 from hadal.roles.front.tenants import FrontTenants
-from hadal.roles.front.units import FrontUnits, RequestRouting, Unit
+from hadal.roles.front.tokens import FrontTokens
+from hadal.roles.front.unit import Unit
+from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
-from hadal.roles.unit.unit import RateMeter
-
-# When the front wants to be woken: for its next heartbeat, or earlier for a request whose back-off
-# ends.
-
-
-class Alarm:
-    """One timer. To be woken too early does no harm."""
-
-    def __init__(self, heartbeat_s: float) -> None:
-        self._period_s = heartbeat_s
-        self._heartbeat_s = -math.inf
-        self._wake_s = math.inf
-        """What was asked for last."""
-        self._retry_s = math.inf
-        """When the next back-off ends."""
-
-    def retry_at(self, time_s: float) -> None:
-        """A request backs off until then."""
-        self._retry_s = min(self._retry_s, time_s)
-
-    def set(self, now_s: float, next_retry_s: Callable[[float], float]) -> list[WakeAt]:
-        """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end
-        of the next back-off after a time.
-        """
-        if self._heartbeat_s <= now_s:
-            self._heartbeat_s = now_s + self._period_s
-        if self._retry_s <= now_s:
-            self._retry_s = next_retry_s(now_s)
-        wake_s = min(self._heartbeat_s, self._retry_s)
-        if self._wake_s > now_s and wake_s >= self._wake_s:
-            return []
-        self._wake_s = wake_s
-        return [WakeAt(wake_s)]
-
-
-# The front's part of a fleet that grows and shrinks: units that drain, and what is asked of all of
-# them.
-#
-# A draining unit gets no new request. What it holds goes on there until its deadline, and so does
-# what is being prefilled where no other decode unit of those weights is left; what is left then is
-# the front's to try elsewhere. The fleet decides who drains; said again, it changes nothing.
-
-
-class FrontFleet:
-    """Marks units as draining. `heartbeat_s`: between two reports, which are made while a unit
-    drains and, where the fleet follows the demand (`is_followed`), all the time. `out` is the
-    front's list of effects, which this appends to.
-    """
-
-    def __init__(
-        self,
-        requests: FrontRequests,
-        units: FrontUnits,
-        totals: Totals,
-        epoch: str,
-        heartbeat_s: float,
-        out: list[Effect],
-        *,
-        is_followed: bool,
-    ) -> None:
-        self._requests = requests
-        self._units = units
-        self._totals = totals
-        self._epoch = epoch
-        self._heartbeat_s = heartbeat_s
-        self._is_followed = is_followed
-        self._drained = False
-        """Whether a unit drained when it was looked last."""
-        self._out = out
-        self._said_s = -math.inf
-
-    def heard(self, now_s: float, message: DrainUnit | KeepUnit) -> None:
-        """Begin or end a drain. A unit that is not up has nothing to drain."""
-        unit = self._units.by_name.get(message.unit)
-        if unit is None:
-            return
-        if isinstance(message, KeepUnit):
-            unit.drain_by_s, unit.drain_number = None, 0
-        else:
-            unit.drain_number = message.number
-            if unit.drain_by_s is None:
-                unit.drain_by_s = now_s + message.timeout_s
-
-    def overdue(self, now_s: float) -> list[str]:
-        """Draining units whose deadline has passed."""
-        return [
-            unit.name
-            for unit in self._units.by_name.values()
-            if unit.drain_by_s is not None and unit.drain_by_s <= now_s
-        ]
-
-    def report(self, now_s: float) -> None:
-        """Tell the fleet how much is asked for, if that is due."""
-        if now_s - self._said_s < self._heartbeat_s:
-            return
-        drains = any(unit.drain_number for unit in self._units.by_name.values())
-        drained, self._drained = self._drained, drains
-        if self._is_followed or drains or drained:  # Its end is told, too.
-            self._said_s = now_s
-            self._out.append(Send(SUPERVISOR, self.demand()))
-
-    def demand(self) -> Demand:
-        """The sums of this instant."""
-        totals, queued = self._totals, self._requests.queued()
-        waiting = sum(record.num_tokens for record in queued) + sum(
-            u.num_tokens for u in self._units.of_role(PREFILL)
-        )
-        outputs_waiting = len(queued) * totals.tokens_out // max(1, totals.finished)
-        held = self._held()
-        units = tuple(
-            UnitFacts(
-                unit.name,
-                unit.role,
-                held.get(unit.name, unit.num_requests),
-                unit.drain_number,
-                _tokens_per_s_max(unit),
-            )
-            for unit in self._units.by_name.values()
-        )
-        tokens_in = totals.tokens_in + totals.tokens_refused
-        return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
-
-    def _held(self) -> dict[str, int]:
-        """Draining unit -> all that would lose something with it: leased KV, and prompts that are
-        prefilled for whichever decode unit is left. The others' counts will do.
-        """
-        draining = [unit for unit in self._units.by_name.values() if unit.drain_by_s is not None]
-        if not draining:
-            return {}
-        owners: Counter[str | None] = Counter()
-        fingerprint_to_coming: Counter[str] = Counter()
-        for record in self._requests.by_id.values():
-            if record.state is not State.QUEUED:
-                owners.update({record.prefill_unit, record.decode_unit})
-                fingerprint_to_coming[record.fingerprint] += record.decode_unit is None
-        return {
-            unit.name: owners[unit.name]
-            + (
-                fingerprint_to_coming[unit.fingerprint]
-                if unit.role == DECODE and not self._units.has_open_decode(unit.fingerprint)
-                else 0
-            )
-            for unit in draining
-        }
-
-
-def _tokens_per_s_max(unit: Unit) -> float:
-    """What the unit would do if it were full, at the speed it measured last; 0: it has not measured
-    any.
-
-    A decode step of more requests takes longer, so this says too much of one that is almost empty:
-    it is believed where it matters, when the unit is busy.
-    """
-    load = unit.load
-    if load is None or unit.num_requests_max == 0:
-        return 0.0
-    if unit.role == DECODE:
-        step_ms = load.step_ms + load.overhead_ms
-        return (
-            unit.num_requests_max * unit.tokens_step / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
-        )
-    return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0
-
-
-# What comes of a decode unit's tokens: counted for the unit as a whole, sent one by one to those
-# who read them.
-#
-# Without text only the last token of a request is sent, and none is kept. Changes the tables of
-# requests and units; ending a request is the front's own affair.
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """What the front has to do about a Tokens message."""
-
-    delivers: tuple[Deliver, ...]
-    """Deliveries to requests that go on."""
-    ended: tuple[tuple[Record, tuple[Token, ...]], ...]
-    """Requests that drew their last token, which is behind the others that came with it; their
-    decode unit holds nothing of them.
-    """
-    gaps: tuple[Record, ...]
-    """Requests of which a token is missing."""
-    unknown: tuple[int, ...]
-    """Ids of attempts that nobody waits for."""
-
-
-class FrontTokens:
-    """`epoch`: the front's; attempt ids of another one are unknown here."""
-
-    def __init__(
-        self,
-        requests: FrontRequests,
-        units: FrontUnits,
-        tenants: FrontTenants,
-        totals: Totals,
-        *,
-        epoch: str,
-        keeps_text: bool,
-    ) -> None:
-        requests.running.begin(epoch)
-        self._requests = requests
-        self._units = units
-        self._tenants = tenants
-        self._totals = totals
-        self._keeps_text = keeps_text
-
-    def early(self, message: Tokens) -> list[Record]:
-        """Requests whose tokens come though nobody said that their KV was pulled."""
-        return self._requests.running.early(message)
-
-    def take(self, now_s: float, message: Tokens) -> Came:
-        """Count a message's tokens."""
-        taken = self._requests.running.take(now_s, message)
-        self._totals.tokens_out += taken.good.size
-        for served in taken.served:
-            self._requests.counters.charge(served.tenant, served.cost)
-            self._tenants.draw(now_s, served.tenant, served.num_tokens)
-        if taken.num_blocks:
-            unit = self._units.by_name[message.unit]
-            self._requests.placed_under(unit.fingerprint).num_blocks += taken.num_blocks
-            self._units.grew(message.unit, taken.num_blocks)
-        self._units.drew(message.unit, taken.good.size, taken.num_attempts)
-        rows: Iterable[tuple[Record, tuple[Token, ...]]] = self._rows(message, taken.good)
-        if taken.num_attempts < taken.good.size:
-            rows = _by_request(rows)
-        delivers: list[Deliver] = []
-        ended: list[tuple[Record, tuple[Token, ...]]] = []
-        for record, tokens in rows:
-            last = tokens[-1]
-            if last.finish is None:
-                delivers.append(Deliver(last.request_id, tokens))
-                continue
-            self._requests.running.leave(record)
-            self._units.left_decode(message.unit, record.num_blocks)
-            record.decode_unit = None
-            ended.append((record, tokens))
-        return Came(tuple(delivers), tuple(ended), taken.gaps, taken.unknown)
-
-    def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, tuple[Token, ...]]]:
-        row_to_finish = dict(message.finishes)
-        if not self._keeps_text:
-            ends = np.array(sorted(row_to_finish), np.int64)
-            good = ends[np.isin(ends, good)] if 8 * good.size < len(message.attempt_ids) else ends
-            if not good.size:
-                return
-        attempt_ids, indices, values = (
-            np.frombuffer(column, np.int64)[good].tolist()
-            for column in (message.attempt_ids, message.indices, message.values)
-        )
-        for row, attempt_id, index, value in zip(
-            good.tolist(), attempt_ids, indices, values, strict=True
-        ):
-            record, draw = self._requests.running.record_of(attempt_id), message.draws.get(row)
-            if self._keeps_text:
-                record.output.append(value)
-            logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
-            yield (
-                record,
-                (
-                    Token(
-                        record.request_id,
-                        record.attempt,
-                        index,
-                        value,
-                        row_to_finish.get(row),
-                        logprob,
-                        top,
-                    ),
-                ),
-            )
-
-
-def _by_request(
-    rows: Iterable[tuple[Record, tuple[Token, ...]]],
-) -> Iterator[tuple[Record, tuple[Token, ...]]]:
-    """The tokens of a request together, in their order: a step is one delivery to its reader,
-    however many tokens it drew.
-    """
-    together: dict[str, tuple[Record, list[Token]]] = {}
-    for record, tokens in rows:
-        together.setdefault(record.request_id, (record, []))[1].extend(tokens)
-    for record, tokens_so_far in together.values():
-        yield record, tuple(tokens_so_far)
-
+from hadal.roles.unit.meters import RateMeter
 
 RESERVE_S = 90.0
 """Time after a request's end for which its highest cost stays reserved. Its gateway sends the actual

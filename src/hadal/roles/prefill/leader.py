@@ -66,15 +66,11 @@ from hadal.roles.prefill.prompts import (
 )
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, OTHER_WEIGHTS, QUEUE_FULL, RANK_LOST, TOO_LONG, void
+from hadal.roles.unit.meters import BalanceMeter
+from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
-from hadal.roles.unit.unit import (
-    BalanceMeter,
-    Tracer,
-    UnitReporter,
-    finish_of,
-    given_back,
-    has_other_weights,
-)
+from hadal.roles.unit.tokens import finish_of, given_back, has_other_weights
+from hadal.roles.unit.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from hadal.policy.prefill_balance import (
 from hadal.policy.routing import NOTHING, Prefix
 from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.unit.unit import history_of
+from hadal.roles.unit.tokens import history_of
 
 Start = tuple["PrefillAttempt", int, Prefix]
 """A prompt that takes its blocks now, its rank, and what it finds there."""

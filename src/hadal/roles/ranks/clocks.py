@@ -19,7 +19,7 @@ import msgspec
 
 from hadal.core.messages import HostClock, RankDone, Trace
 from hadal.core.plans import TraceEvent
-from hadal.roles.unit.unit import REQUESTS_MAX, STEPS_MAX
+from hadal.roles.unit.tracing import REQUESTS_MAX, STEPS_MAX
 
 DRIFT = 1e-4
 """Seconds a second by which two hosts' clocks may drift apart: a crystal is good to 50 ppm."""

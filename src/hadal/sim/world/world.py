@@ -44,7 +44,7 @@ from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.front.front import Front
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.unit.unit import finish_of
+from hadal.roles.unit.tokens import finish_of
 from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner
 from hadal.sim.world.process import Process, Role, SimClock
 from hadal.sim.world.seen import FINGERPRINT, Reading, Requests, WorldLog, nothing_seen, read

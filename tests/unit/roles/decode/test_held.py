@@ -10,8 +10,8 @@ import pytest
 from hadal.core.messages import FrontUp, Generation, Resume, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Held, HeldKv, Join
 from hadal.core.seams import Effect, Execute, Freed, RankReset, Tick
+from hadal.roles.decode.held import HELD_S
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.decode.slots import HELD_S
 from tests.unit.roles.driving import decode_leader, done, generation, of, sent
 
 NUM_BLOCKS = 8

@@ -10,7 +10,8 @@ from hadal.core.messages import Cancel, FrontUp, Pulled, UnitReport
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
 from hadal.core.seams import Freed
 from hadal.policy.decode_balance import Move, MoveTerms
-from hadal.roles.decode.slots import LOOK_STEPS, STALL_STEPS_MAX
+from hadal.roles.decode.moving import STALL_STEPS_MAX
+from hadal.roles.decode.slots import LOOK_STEPS
 from hadal.roles.decode.table import SlotState
 from tests.unit.roles.driving import decode, of, sent
 from tests.unit.roles.moving_unit import PER_RANK, Unit

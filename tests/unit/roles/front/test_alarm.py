@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hadal.core.seams import WakeAt
-from hadal.roles.front.front import Alarm
+from hadal.roles.front.alarm import Alarm
 
 
 def never(now_s: float) -> float:

@@ -28,8 +28,8 @@ from hadal.core.messages import (
 )
 from hadal.core.seams import Deliver, Send
 from hadal.kv.names import extend, root_of
+from hadal.roles.front.cache import FrontCache
 from hadal.roles.front.front import Front
-from hadal.roles.front.units import FrontCache
 from tests.columns import tokens_message
 from tests.fresh import fresh
 from tests.unit.roles.driving import generation, of, sent
@@ -236,7 +236,7 @@ def test_a_retry_goes_on_with_the_chain_it_had(monkeypatch: pytest.MonkeyPatch) 
         given.append(chain)
         return extend(root, chain, *rest)
 
-    monkeypatch.setattr("hadal.roles.front.requests.extend", noted)
+    monkeypatch.setattr("hadal.roles.front.names.extend", noted)
     (again,) = sent(made.handle(0.4, Returned("decode-0", "a", 0, "preempted")), Prefill)
     text = again.generation.prompt + again.generation.output
     assert again.generation.chain == extend(root_of(b"f0"), b"", text, b"s")

@@ -8,7 +8,7 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig
 from hadal.kv.names import PUBLIC, extend, root_of
-from hadal.roles.front.requests import FrontNames
+from hadal.roles.front.names import FrontNames
 from tests.unit.roles.driving import generation
 
 NAMES = FrontNames(CacheConfig(), "f0")

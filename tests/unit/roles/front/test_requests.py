@@ -9,7 +9,8 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.request import State, Transition
-from hadal.roles.front.requests import FrontRequests, Placed, Record
+from hadal.roles.front.record import Record
+from hadal.roles.front.requests import FrontRequests, Placed
 from tests.unit.roles.driving import generation
 
 

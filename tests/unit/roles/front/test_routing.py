@@ -9,8 +9,12 @@ from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Cached, UnitUp
 from hadal.core.request import Transition
-from hadal.roles.front.requests import FrontNames, FrontRequests, Record
-from hadal.roles.front.units import FrontCache, FrontUnits, RequestRouting
+from hadal.roles.front.cache import FrontCache
+from hadal.roles.front.names import FrontNames
+from hadal.roles.front.record import Record
+from hadal.roles.front.requests import FrontRequests
+from hadal.roles.front.routing import RequestRouting
+from hadal.roles.front.units import FrontUnits
 from tests.unit.roles.driving import generation
 
 NAMES = FrontNames(CacheConfig(), "f0")

@@ -6,7 +6,8 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.kv.blocks import blocks_for
-from hadal.roles.front.requests import MAX_ROWS, Record, Running
+from hadal.roles.front.record import Record
+from hadal.roles.front.running import MAX_ROWS, Running
 from tests.columns import tokens_message
 from tests.unit.roles.driving import generation
 

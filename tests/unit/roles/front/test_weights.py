@@ -271,7 +271,7 @@ def test_names_are_those_of_the_weights_and_are_made_once_for_each(
         given.append(root)
         return extend(root, chain, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hadal.roles.front.requests.extend", noted)
+    monkeypatch.setattr("hadal.roles.front.names.extend", noted)
     for name in "abcd":
         submit(made, name)
     assert [made.requests.by_id[name].fingerprint for name in "ab"] == [NEW, OLD]

@@ -35,9 +35,10 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.kv.names import extend, root_of
-from hadal.roles.prefill.cache import COPY_WAIT_S, READ_TIMEOUT_S
+from hadal.roles.prefill.cache import COPY_WAIT_S
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt
+from hadal.roles.prefill.reads import READ_TIMEOUT_S
 from tests.unit.roles.driving import done, of, prefill_leader, prefill_plans, sent
 
 ROOT = root_of(b"model")

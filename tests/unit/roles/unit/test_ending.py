@@ -6,7 +6,7 @@ import pytest
 
 from hadal.core.messages import Generation
 from hadal.core.plans import Grammar, Sampling
-from hadal.roles.unit.unit import finish_of, history_of
+from hadal.roles.unit.tokens import finish_of, history_of
 
 BASE = Generation("r", (1, 2), (3,), 5, (9,), 2, Sampling(), 0)
 

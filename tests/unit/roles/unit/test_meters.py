@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.roles.unit.unit import BalanceMeter, LineMeter, RateMeter, StepMeter
+from hadal.roles.unit.meters import BalanceMeter, LineMeter, RateMeter, StepMeter
 
 
 def test_the_first_step_counts_whole_and_the_others_smoothed() -> None:

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from hadal.core.messages import Trace, TraceRequest
 from hadal.core.plans import LinkBytes
-from hadal.roles.unit.unit import REQUESTS_MAX, Tracer
+from hadal.roles.unit.tracing import REQUESTS_MAX, Tracer
 from tests.unit.roles.driving import done, sent
 
 

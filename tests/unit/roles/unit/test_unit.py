@@ -5,7 +5,7 @@ from __future__ import annotations
 from hadal.core.messages import UnitReport
 from hadal.core.seams import WakeAt
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.unit.unit import UnitReporter
+from hadal.roles.unit.reporter import UnitReporter
 from tests.unit.roles.driving import of, sent
 
 

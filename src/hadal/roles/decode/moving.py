@@ -1,0 +1,302 @@
+"""Requests that change their rank while they run, and the room that both ranks hold for them.
+
+    plan s      | computed at the source for the last time; the plan publishes it |
+    s is done   |   room at the target, taken when the move was decided: Pull     |   plans s+1 and s+2 go without
+    KvPulled    |   the source is freed, the target joins the next plan           |   s+3, or s+4 at the latest
+
+A copy that is not finished when plan s+4 is made is called off: the request goes on at its source, with
+untouched KV. So it never rests for more than STALL_STEPS_MAX steps. The blocks that the copy writes stay
+taken until it has ended.
+
+A request owns its source until its KV is at the target, so any end of it happens there. Knows the table
+and the allocators, neither plans nor messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hadal.core.messages import Key, KvLease
+from hadal.core.seams import Pull
+from hadal.kv.blocks import blocks_for
+from hadal.policy.decode_balance import (
+    Move,
+    MoveTerms,
+    RunningView,
+)
+from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, Ints, SlotState
+from hadal.roles.ranks.pools import RankPools
+
+STALL_STEPS_MAX = 3
+"""Two plans are made before any copy can have ended; one more gives it the time of another step."""
+
+
+_NUM_MORE = 2
+"""Positions that a request's first blocks at its target hold beside those written when its move is
+decided: the one of its last plan at the source, drafts aside, and the one of its first at the
+target.
+"""
+
+
+@dataclass(slots=True)
+class Trip:
+    """One request on its way."""
+
+    key: Key
+    source: int
+    step_id: int
+    """The last plan that computes it at the source."""
+    target: int | None
+    """None: called off; it goes on at the source once that plan is done."""
+    lease: KvLease | None = None
+    """Under which the copy runs; None: it has not begun."""
+
+
+class DecodeMoving:
+    """Slots are the unit's. `key_to_slot` is the owner's: where each request is."""
+
+    def __init__(
+        self,
+        table: DecodeTable,
+        pools: RankPools,
+        per_rank: int,
+        key_to_slot: dict[Key, int],
+        num_drafts_max: int,
+    ) -> None:
+        self.arriving: dict[Key, int] = {}
+        """RESERVED and FILLING slots by the request whose KV comes there, also if it does not need
+        it any more.
+        """
+        self.num_moved = 0
+        self.num_called_off = 0
+        """Moves that ended where they began, for whatever reason but the request's own end."""
+        self.stalls: Counter[int] = Counter()
+        """Steps that requests stood still -> how often, moved or called off."""
+        self._table = table
+        self._pools = pools
+        self._per_rank = per_rank
+        self._key_to_slot = key_to_slot
+        self._num_more = _NUM_MORE + num_drafts_max
+        self._trips: dict[int, Trip] = {}
+        """Source slot -> the move from there."""
+
+    def __len__(self) -> int:
+        return len(self._trips)
+
+    # ---- which may move ----
+    def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
+        """What a request of each rank (`rows`) and slot would take elsewhere after the next plan
+        has computed it.
+        """
+        table, shape = self._table, (-1, self._per_rank)
+        # A plan publishes the KV of what moves, and has to compute it.
+        may_move = (table.state == SlotState.ACTIVE) & ~table.rests
+        may_move &= ~table.is_muted & ~table.is_preempted
+        may_move &= table.max_tokens - table.output_index >= terms.num_tokens_left_min
+        may_move &= next_step_id - table.moved_step_id >= terms.gain_steps
+        for key in (
+            self.arriving
+        ):  # A copy of it still runs, and there is only one of a request at a time.
+            if key in self._key_to_slot:
+                may_move[self._key_to_slot[key]] = False
+        slots = np.flatnonzero(may_move)
+        num_blocks, num_blocks_worst = (
+            np.zeros(table.num_slots, np.int64),
+            np.zeros(table.num_slots, np.int64),
+        )
+        num_blocks[slots] = blocks_for(self._num_written(slots))
+        num_blocks_worst[slots] = np.maximum(
+            num_blocks[slots],
+            blocks_for(table.length[slots] - table.output_index[slots] + table.max_tokens[slots]),
+        )
+        return RunningView(
+            num_blocks.reshape(shape)[list(rows)], num_blocks_worst.reshape(shape)[list(rows)]
+        )
+
+    def _num_written(self, slots: Ints | int) -> Ints:
+        """Positions that these slots' requests may need at once at their targets."""
+        written: Ints = self._table.length[slots] + self._table.num_unsure[slots]
+        return written + self._num_more
+
+    # ---- a move's life ----
+    def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
+        """Take the room that chosen moves need and return their slots; plan `step_id` is the last
+        to compute them.
+        """
+        table, sources = self._table, []
+        for move in moves:
+            source = move.from_rank * self._per_rank + move.slot
+            key = table.occupant(source).key
+            num_blocks = blocks_for(int(self._num_written(source)))
+            block_ids = self._pools[move.to_rank].allocate(num_blocks, key)
+            assert block_ids is not None, "a move was chosen to where it does not fit"
+            table.moved_step_id[source] = step_id
+            among = slice(move.to_rank * self._per_rank, (move.to_rank + 1) * self._per_rank)
+            target = self.arriving[key] = table.reserve_for(source, block_ids, among)
+            self._trips[source] = Trip(key, source, step_id, target)
+            sources.append(source)
+        return sources
+
+    def depart(self, sources: Sequence[int]) -> None:
+        """The plan that computes them for the last time is made."""
+        for source in sources:
+            self._table.state[source] = SlotState.MOVING
+            self._table.left_step_id[source] = self._trips[source].step_id
+
+    def done(self, done_step_id: int) -> list[Pull]:
+        """A plan was done: begin to copy what it computed for the last time."""
+        pulls, table = [], self._table
+        for trip in list(self._trips.values()):
+            if trip.lease is not None or trip.step_id > done_step_id:
+                continue
+            if trip.target is None:
+                self._go_on(trip)
+                continue
+            num_tokens, rank = int(table.length[trip.source]), trip.source // self._per_rank
+            block_ids = table.blocks_of(trip.source)[: blocks_for(num_tokens)]
+            versions = self._pools[rank].versions(block_ids)
+            trip.lease = KvLease(self._pools.names[rank], block_ids, versions, num_tokens)
+            table.state[trip.target] = SlotState.FILLING
+            into = table.blocks_of(trip.target)[: len(block_ids)]
+            pulls.append(Pull(*trip.key, trip.lease, into, trip.target // self._per_rank))
+        return pulls
+
+    def pulled(self, key: Key, error: str | None) -> None:
+        """A copy ended: its request goes on at the target, or at the source as if nothing had been
+        tried.
+        """
+        target = self.arriving.pop(key)
+        trip = self._trips.get(self._key_to_slot.get(key, -1))
+        is_meant = trip is not None and trip.target == target
+        if trip is None or not is_meant or error is not None:
+            self._free(target, key)
+            if trip is not None and is_meant:
+                self._go_on(trip)
+            return
+        assert trip.lease is not None
+        del self._trips[trip.source]
+        self._table.go_on_at(trip.source, target, trip.lease)
+        self._key_to_slot[key] = target
+        self._free(trip.source, key)
+        self.num_moved += 1
+
+    def call_off_late(self, next_step_id: int) -> None:
+        """Let those go on at their source that have stood still for as long as they may."""
+        for trip in list(self._trips.values()):
+            if trip.lease is not None and next_step_id - trip.step_id - 1 >= STALL_STEPS_MAX:
+                self.call_off(trip.source)
+
+    def call_off_into(self, ranks: Sequence[int]) -> None:
+        """These ranks are short of blocks: nobody moves there."""
+        for trip in list(self._trips.values()):
+            if trip.target is not None and trip.target // self._per_rank in ranks:
+                self.call_off(trip.source)
+
+    def call_off(self, source: int) -> None:
+        """The request goes on where it is."""
+        trip, table = self._trips[source], self._table
+        self._let_target_go(trip)
+        if trip.lease is not None:
+            self._go_on(trip)
+        elif table.is_in_runner[source]:  # No plan was made without it.
+            self._go_on(trip)
+            table.state[source], table.left_step_id[source] = SlotState.ACTIVE, -1
+
+    def joined(self, slots: Sequence[int], step_id: int) -> None:
+        """These are computed from this plan on."""
+        for slot in slots:
+            left = int(self._table.left_step_id[slot])
+            if left >= 0:
+                self.stalls[step_id - left - 1] += 1
+                self._table.left_step_id[slot] = -1
+
+    # ---- what ends one ----
+    def abandon(self, source: int) -> None:
+        """The request ends at its source, or leaves from there; nothing happens if it does not
+        move.
+        """
+        trip = self._trips.pop(source, None)
+        if trip is not None:
+            self._let_target_go(trip)
+
+    def lose_target(self, slot: int) -> None:
+        """The rank of a RESERVED or FILLING slot is gone; no copy to it will end."""
+        key = self._table.occupant(slot).key
+        trip = self._trips.get(self._key_to_slot.get(key, -1))
+        del self.arriving[key]
+        self._free(slot, key)
+        if trip is not None and trip.target == slot:
+            trip.target = None
+            if trip.lease is not None:
+                self._go_on(trip)
+
+    def roll_back(self) -> None:
+        """The plans in flight are void: who has not left yet stays. Copies go on, for ranks that
+        live keep their KV.
+        """
+        for trip in list(self._trips.values()):
+            if trip.lease is None:
+                self._let_target_go(trip)
+                self._go_on(trip)
+                self._table.state[trip.source] = (
+                    SlotState.ACTIVE
+                )  # As the void plans have it; the table undoes them.
+
+    def in_flight(self) -> list[int]:
+        """Sources that a plan in flight computes, or should have: a failed step makes their KV
+        unknown.
+        """
+        return [trip.source for trip in self._trips.values() if trip.lease is None]
+
+    def is_going(self, source: int) -> bool:
+        """Whether its blocks come free when the copy ends well."""
+        trip = self._trips.get(source)
+        return trip is not None and trip.target is not None
+
+    def _go_on(self, trip: Trip) -> None:
+        del self._trips[trip.source]
+        self._table.state[trip.source] = SlotState.READY
+        self.num_called_off += 1
+
+    def _let_target_go(self, trip: Trip) -> None:
+        if trip.target is not None and trip.lease is None:
+            del self.arriving[trip.key]
+            self._free(trip.target, trip.key)
+        trip.target = None
+
+    def _free(self, slot: int, key: Key) -> None:
+        self._pools.free(slot // self._per_rank, self._table.blocks_of(slot), key)
+        self._table.vacate(slot)
+
+    def check(self) -> list[str]:
+        """Problems; empty when trips, states and names agree, on both sides."""
+        table, problems = self._table, []
+        if set(table.slots_in(SlotState.MOVING).tolist()) != self._trips.keys():
+            problems.append(f"slots {sorted(self._trips)} are on their way, and others are MOVING")
+        if set(table.slots_in(*ARRIVING).tolist()) != set(self.arriving.values()):
+            problems.append(
+                f"slots {sorted(self.arriving.values())} are awaited, and others RESERVED or"
+                " FILLING"
+            )
+        awaited = {trip.target for trip in self._trips.values()}
+        for slot in table.slots_in(SlotState.RESERVED).tolist():
+            if slot not in awaited:
+                problems.append(f"slot {slot} is reserved for nobody")
+        for trip in self._trips.values():
+            if self._key_to_slot.get(trip.key) != trip.source:
+                problems.append(f"{trip.key} moves from slot {trip.source} and is not there")
+            if trip.target is None:
+                continue
+            state = SlotState.RESERVED if trip.lease is None else SlotState.FILLING
+            if self.arriving.get(trip.key) != trip.target or table.state[trip.target] != state:
+                problems.append(
+                    f"{trip.key} moves to slot {trip.target}, which is not {STATE_TO_NAME[state]}"
+                    " for it"
+                )
+            if trip.target // self._per_rank == trip.source // self._per_rank:
+                problems.append(f"{trip.key} moves from its rank to its rank")
+        return problems

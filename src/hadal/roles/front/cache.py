@@ -1,0 +1,118 @@
+"""Summary of the units' caches: the blocks that each unit can take out of its memory, by name.
+
+The units' Cached messages keep it up to date. It decides where a prompt goes and nothing else: a unit
+finds out its real blocks itself, so a lost, doubled or late message costs time and never a token.
+Blocks on disk are not in it: every unit of a deployment reads the same folder, so the disk favours no
+unit.
+
+The summary keeps half of a name, 8 of its 16 bytes: two blocks share that half by chance once in 10^8
+years, and the only harm is a wrong guess.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from hadal.core.cache import NAME_BYTES
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Cached,
+)
+
+_STRIDE = NAME_BYTES // 8
+
+
+@dataclass(slots=True)
+class CacheSummary:
+    """One unit that is up."""
+
+    epoch: str
+    num_blocks: int
+    """Blocks of its pools when there were most: it cannot have more names than that."""
+    keys: dict[int, None] = field(default_factory=dict)
+    """Names in the order in which they were reported, so that what was reported first is forgotten
+    first.
+    """
+
+
+class FrontCache:
+    """Units by name; one that is down is not in it. About 100 bytes a block of the units' pools."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, CacheSummary] = {}
+
+    def up(self, unit: str, epoch: str, num_blocks: int) -> None:
+        """A unit starts, or starts again: what it has, it will report."""
+        self._units[unit] = CacheSummary(epoch, num_blocks)
+
+    def down(self, unit: str) -> None:
+        """Forget a unit, whose memory is gone."""
+        self._units.pop(unit, None)
+
+    def heard(self, message: Cached, num_blocks: int) -> None:
+        """Take in a change. What an earlier life of the unit said is dropped; `num_blocks` is the
+        unit's by now.
+        """
+        held = self._units.get(message.unit)
+        if held is None or held.epoch != message.epoch:
+            return
+        held.num_blocks = max(held.num_blocks, num_blocks)
+        if message.is_whole:
+            held.keys.clear()
+        for key in _keys(message.dropped):
+            held.keys.pop(key, None)
+        held.keys.update(dict.fromkeys(_keys(message.added)))
+        # More than its pools can hold: a message that dropped some was lost.
+        for key in list(islice(held.keys, max(0, len(held.keys) - held.num_blocks))):
+            del held.keys[key]
+
+    def num_names(self, unit: str) -> int:
+        """How many blocks the unit is known to have."""
+        held = self._units.get(unit)
+        return len(held.keys) if held is not None else 0
+
+    def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
+        """Unit -> tokens of the longest prefix of the chain's text that it has; units that have
+        none are left out.
+        """
+        keys = _keys(chain)
+        if not keys:
+            return {}
+        unit_to_tokens = {}
+        for unit in units:
+            held = self._units.get(unit)
+            num_blocks = _num_first(keys, held.keys) if held is not None else 0
+            if num_blocks:
+                unit_to_tokens[unit] = num_blocks * BLOCK_TOKENS
+        return unit_to_tokens
+
+    def check(self, unit_to_epoch: Mapping[str, str]) -> list[str]:
+        """Problems of the summary; empty when it speaks of the units that are up, and within their
+        pools.
+        """
+        problems = []
+        if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
+            problems.append(
+                f"the cache's summary is of {sorted(self._units)}, up are {sorted(unit_to_epoch)}"
+            )
+        for unit, held in self._units.items():
+            if len(held.keys) > held.num_blocks:
+                problems.append(
+                    f"{unit} is said to have {len(held.keys)} named blocks of {held.num_blocks}"
+                )
+        return problems
+
+
+def _keys(names: bytes) -> array[int]:
+    return array("Q", names)[::_STRIDE]
+
+
+def _num_first(keys: array[int], known: Mapping[int, None]) -> int:
+    """How many of the first keys are known, up to the first that is not."""
+    for index, key in enumerate(keys):
+        if key not in known:
+            return index
+    return len(keys)

@@ -1,0 +1,60 @@
+"""Names of the blocks of a generation's text (kv/names), computed where they are missing.
+
+Any thread may use it: the gateway names a long prompt where it tokenises it, under the fingerprint of
+the weights that will probably serve it; the front names later blocks, or all of them under another
+fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hadal.core.cache import num_names
+from hadal.core.config import CacheConfig
+from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.kv.names import extend, root_of
+
+
+class FrontNames:
+    """None at all where nothing is cached."""
+
+    def __init__(self, cache: CacheConfig, fingerprint: str) -> None:
+        """`fingerprint` stands for all that KV depends on besides the text."""
+        self.fingerprint = fingerprint
+        """Under which a prompt that comes now is named."""
+        self._is_on = cache.is_on
+        self._fingerprint_to_root: dict[str, bytes] = {}
+
+    def named(
+        self,
+        generation: Generation,
+        output: Sequence[int] = (),
+        fingerprint: str | None = None,
+    ) -> Generation:
+        """`generation` with a chain that names the full blocks of its prompt and `output` under a
+        fingerprint: that of a prompt that comes now, if none is given. A chain under the same one
+        grows and stays what it is; another is left behind. A prompt that is to be scored has no
+        names: all of it is computed.
+
+        A hash for each block that has no name yet, so milliseconds for a very long prompt and next
+        to nothing after.
+        """
+        fingerprint = self.fingerprint if fingerprint is None else fingerprint
+        is_same = generation.fingerprint == fingerprint
+        chain = generation.chain if is_same else b""
+        num_blocks = (len(generation.prompt) + len(output)) // BLOCK_TOKENS
+        is_named = self._is_on and generation.sampling.num_prompt_logprobs < 0
+        if is_named and num_names(chain) < num_blocks:
+            text, root = generation.prompt + tuple(output), self._root_of(fingerprint)
+            chain = extend(root, chain, text, generation.salt, generation.num_public)
+        elif is_same:
+            return generation
+        return msgspec.structs.replace(generation, chain=chain, fingerprint=fingerprint)
+
+    def _root_of(self, fingerprint: str) -> bytes:
+        roots = self._fingerprint_to_root
+        if fingerprint not in roots:
+            roots[fingerprint] = root_of(fingerprint.encode())
+        return roots[fingerprint]
