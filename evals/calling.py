@@ -1,9 +1,9 @@
-# ruff: noqa: E501 - a frame is one line, however long.
 """Questions that need a tool: a calculator for numbers beyond what the model can reckon, look-ups in
 a table, conversion of units; one call, several at once, one after another, and the answer from what
 the tools returned. And questions that need none, though there are some.
 
-Tools are named and described in many ways, some of which are held out.
+Tools are named and described in many ways, some of which are held out. Knows nothing of sentences:
+they are in calling.yaml.
 """
 
 import json
@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evals.numbers import _ASKS as SUMS_ASKED
-from evals.numbers import _BARE, _NOUNS, _ORDERS, _SIGNS, operate
+import msgspec
+
+from evals.frames import Frames, Said, Words, load
+from evals.numbers import SUMS, bare, operate, sum_asked
 from evals.smalltalk import DECLINES, unknown_turn
-from evals.wordings import Source, asked, lines
+from evals.wordings import Source, asked
 from evals.words import (
     ALL_LOWER,
     CITIES,
@@ -27,6 +29,31 @@ from evals.words import (
 )
 
 Fields = dict[str, Any]
+Unit = tuple[str, ...]
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """Contents of calling.yaml."""
+
+    said: dict[str, Said]
+    properties: dict[str, Words]
+    keys: dict[str, Words]
+    words: dict[str, Words]
+    arguments: dict[str, Frames]
+    units: dict[str, Frames]
+    others: Frames
+    errors: Frames
+
+
+_TEXTS = load("calling", Tools)
+_SAID, _WORDS, _OTHERS = _TEXTS.said, _TEXTS.words, _TEXTS.others
+_UNITS = {
+    quantity: tuple(tuple(unit.split()) for unit in units)
+    for quantity, units in _TEXTS.units.items()
+}
+_IDLE = ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact")
+_NEVER_FITTING = tuple(each for each in _OTHERS if each.partition(":")[0] in _IDLE)
+"""Tools that no question needs which the model has to decline."""
 NOTHING_FOUND = "Sorry, the tool found nothing."
 
 
@@ -85,51 +112,20 @@ def _argument(source: Source, key: str) -> str:
     return source.choice(ALL_LOWER) if source.chance(0.12) else key
 
 
-_CALCULATORS = lines("""
-    [calculate|calculator|calc|compute|math|maths|evaluate|arithmetic|do_math|eval_expression|calculate_sum]
-    [calculate_expression|evaluate_expression|run_calculator|math_tool|big_math|do_sum|solve]
-    [number_cruncher|reckon|exact_math|use_calculator|compute_value|math_eval]
-    [add_or_multiply|basic_math|pocket_calculator|get_result|work_out]
-""")
-_CALCULATOR_SAYS = lines("""
-    [Calculate|Compute|Evaluate|Work out] [an|the|any] [arithmetic |mathematical |math |]expression[ exactly| with big numbers|].
-    [A|Exact|Simple] calculator[ for large numbers| for whole numbers| for all kinds of sums|].
-    [Does|Performs|For] [arithmetic|sums|calculations] [with numbers|on numbers of any size|with two numbers].
-    [Returns|Gives|Finds] the [result|value] of a [calculation|sum|formula].
-    [Use this to|Helps to|Can] [add, subtract, multiply or divide|calculate|do sums].
-    [Exact arithmetic|Arithmetic|Maths][: a op b| with two numbers|, exactly].
-    [Reckons|Multiplies, adds, subtracts and divides] [numbers|big numbers].
-""")
-_EXPRESSION_KEYS = ("expression", "expr", "formula", "input", "query", "calculation", "term", "sum")
 _WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 
 
 def _calculator(source: Source) -> Offer:
-    name = _styled(source, source.frame(_CALCULATORS))
-    says = lambda: source.frame(_CALCULATOR_SAYS)  # noqa: E731
+    said = _SAID["calculator"]
+    name = _styled(source, source.frame(said["names"]))
+    says = lambda: source.frame(said["says"])  # noqa: E731
     if source.chance(0.6):
-        key = _argument(source, source.choice(_EXPRESSION_KEYS))
-        described = source.choice(
-            (
-                "The expression, such as 2 + 3.",
-                "What to calculate.",
-                "An expression.",
-                "e.g. 12 * 7",
-            )
-        )
+        key = _argument(source, source.choice(_WORDS["expression"]))
+        described = source.choice(said["argument"])
         fields = _tool(source, name, says, {key: {"type": "string", "description": described}})
         return Offer(name.text, fields, lambda a, op, b: {key: f"{a} {op} {b}"})
-    first, second = source.choice(
-        (
-            ("a", "b"),
-            ("x", "y"),
-            ("first", "second"),
-            ("left", "right"),
-            ("num1", "num2"),
-            ("n1", "n2"),
-        )
-    )
-    key = source.choice(("operation", "operator", "op", "action"))
+    first, second = source.choice(_TEXTS.arguments["numbers"]).split()
+    key = source.choice(_WORDS["operation"])
     words = source.chance(0.6)
     values = list(_WORDED.values() if words else _WORDED)
     if source.chance(0.4):
@@ -153,145 +149,6 @@ def _calculator(source: Source) -> Offer:
     return Offer(name.text, fields, arguments)
 
 
-# What is looked up: (of what, the property, what its values are)
-_CITY_KEYS = ("city", "city", "location", "place", "town", "city_name")
-_COUNTRY_KEYS = ("country", "country", "country_name", "name", "nation", "state")
-_COUNTRIES = (
-    "Argentina Australia Austria Belgium Brazil Canada Chile China Denmark Egypt Finland France"
-    " Germany Greece India Indonesia Ireland Italy Japan Kenya Mexico Netherlands Nigeria Norway"
-    " Peru Poland Portugal South_Africa South_Korea Spain Sweden Switzerland Turkey United_Kingdom"
-    " United_States Vietnam Iceland Hungary Cuba Morocco Ghana Nepal"
-)
-_ITEM_KEYS = ("item", "item", "product", "article", "product_name", "thing", "name")
-_PERSON_KEYS = ("name", "name", "person", "employee", "who", "user", "full_name")
-_PROPERTIES = {
-    "city": (
-        "weather:weather temperature:number population:number humidity:number mayor:name height:number"
-        " rainfall:number traffic:weather postcode:number forecast:weather distance:number"
-    ),
-    "item": (
-        "price:number stock:number weight:number colour:colour size:number rating:number cost:number"
-        " maker:name age:number code:number discount:number shelf:number"
-    ),
-    "country": (
-        "capital:city population:number area:number capital:city language:word currency:word"
-        " president:name flag:colour"
-    ),
-    "person": (
-        "age:number salary:number phone_number:number job:word room:number birthday:word boss:name"
-        " address:word score:number team:word car:word desk:number"
-    ),
-}
-_KEYS = {
-    "city": _CITY_KEYS,
-    "country": _COUNTRY_KEYS,
-    "item": _ITEM_KEYS,
-    "person": _PERSON_KEYS,
-}
-_VERBS = (
-    "get",
-    "get",
-    "get",
-    "lookup",
-    "look_up",
-    "find",
-    "fetch",
-    "query",
-    "read",
-    "show",
-    "check",
-    "search",
-)
-_NAMED = lines("""
-    {v}_{p}
-    [{v}_{p}|{v}_{p}|{p}]
-    {v}_{e}_{p}
-    {p}_of_{e}
-    {p}_lookup
-    {e}_{p}
-    {v}_{p}_by_{e}
-    {v}_{p}_for_{e}
-    {p}_service
-    {v}_the_{p}
-    {p}_table
-""")
-_LOOKUP_SAYS = lines("""
-    [Get|Look up|Find|Fetch|Return|Read] the {q} [of|for] [a|the|one|any] {e}.
-    [Returns|Gives|Finds|Knows|Tells|Shows] the {q} of [a|every|the] {e}.
-    The {q} of [a|the|any] {e}[, from a table| from our database|].
-    [Table|List|Database] of the {q} of each {e}.
-    [Search|Ask|Query] the [table|database|list] for the {q} of a {e}.
-    [Current|Latest|Known] {q} [by|for a|of a] {e}.
-    {q} by {e}
-    [Use this to|Can|Helps to] [get|find] the {q} of a {e}.
-""")
-_LOOKUP_ASKS = lines("""
-    What is the {q} [of|for|in] {k}?
-    What's the {q} [of|for|in] {k} [now|today|please|right now]?
-    [What|Which] {q} [does|do] {k} have?
-    [Do you know|Can you say|Can you check] the {q} [of|for|in] {k}?
-    {k}: what is the {q}?
-    I need [to know|] the {q} [of|for] {k}. [What is it|Can you check|Look it up]?
-    [Is it known|Tell me,] what the {q} of {k} is?
-    How [high|big|large|great] is the {q} [of|for|in] {k}?
-""")
-_LOOKUP_NOUNS = lines("""
-    the {q} [of|for|in] {k}
-    {k}'s {q}
-    the [current|latest|exact|present|right] {q} [of|for|in] {k}
-    what {q} {k} has
-    the value of {q} for {k}
-    the {q} that {k} has
-    the {q} listed for {k}
-""")
-_LOOKUP_ORDERS = lines("""
-    look up the {q} [of|for|in] {k}
-    [get|find|fetch|check|show me|tell me|search for] the {q} [of|for|in] {k}
-    [get|find|check|show] {k}'s {q}
-    check [what the {q} of {k} is|which {q} {k} has]
-    look in the table for the {q} of {k}
-    find out [the {q} of {k}|what {q} {k} has]
-""")
-_PAIR_NOUNS = lines("""
-    the {q} of {k} and [of |]{l}
-    the {q} [for|in] {k} and [for|in] {l}
-    the {q} of both {k} and {l}
-    [both|the two] values: {q} of {k} and {q} of {l}
-    {k}'s and {l}'s {q}
-    the {q} of {k} and also of {l}
-    the {q} of each: {k}, {l}
-""")
-_PAIR_ASKS = lines("""
-    What is the {q} of {k} and what is it [of|for] {l}?
-    What are the {q} values of {k} and {l}?
-    [What|Which] {q} do {k} and {l} have?
-    {k} and {l}: what is the {q} of each?
-    [I want to compare|Compare] {k} and {l}. What is the {q} of each?
-""")
-_MORE_ASKS = lines("""
-    [Which|Who|What] has the [larger|higher|greater|bigger] {q}, {k} or {l}?
-    Which has more {q}: {k} or {l}?
-    Is the {q} [larger|higher|greater|bigger] for {k} or [for |]{l}?
-    Between {k} and {l}, [which|who|what] has the [larger|higher|greater|bigger] {q}?
-    [Compare|Look at] {k} and {l}. Which has the [larger|higher|greater|bigger] {q}?
-    Of {k} and {l}, [which|what] has the [larger|higher|greater|bigger] {q}?
-""")
-_TOTAL_NOUNS = lines("""
-    the [total|sum|combined] {q} of {k} and {l}
-    the {q} of {k} and {l} [together|added up|combined|in total]
-    the {q} of {k} plus the {q} of {l}
-    the total {q} for {k} and {l}
-""")
-_TIMES_NOUNS = lines("""
-    the [total |]{q} of {i} times {k}
-    {i} times the {q} of {k}
-    the {q} of {k} multiplied by {i}
-    the {q} of {k} times {i}
-    what {i} of {k} [come to|make] in {q}
-    the {q} for {i} of {k}
-""")
-
-
 @dataclass(frozen=True, slots=True)
 class Looked:
     """A look-up tool: of which kind of thing it knows which property."""
@@ -303,8 +160,8 @@ class Looked:
 
 
 def _lookup(source: Source, numbers_only: bool = False) -> Looked:
-    entity = source.choice(tuple(_PROPERTIES))
-    listed = [each.split(":") for each in _PROPERTIES[entity].split()]
+    entity = source.choice(tuple(_TEXTS.properties))
+    listed = [each.split(":") for each in _TEXTS.properties[entity]]
     name, values = source.choice(
         [each for each in listed if not numbers_only or each[1] == "number"]
     )
@@ -314,36 +171,13 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             "number",
         )
     shown = name.replace("_", " ")
-    key = source.choice(_KEYS[entity])
+    key = source.choice(_TEXTS.keys[entity])
     described = source.choice(
         (f"The {entity}.", f"Name of the {entity}.", f"Which {entity}.", "What to look up.")
     )
     if source.chance(0.4 if entity == "country" else 0.12):
-        table, row = source.choice(
-            (
-                ("table", "key"),
-                ("table", "row"),
-                ("property", "of"),
-                ("column", "name"),
-                ("field", "key"),
-            )
-        )
-        called = _styled(
-            source,
-            source.choice(
-                (
-                    "lookup",
-                    "look_up",
-                    "look_up",
-                    "table_lookup",
-                    "query_table",
-                    "read_table",
-                    "get_value",
-                    "find_value",
-                    "search_table",
-                )
-            ),
-        )
+        table, row = source.choice(_TEXTS.arguments["table"]).split()
+        called = _styled(source, source.choice(_WORDS["tables"]))
         others = sorted({n for n, _ in listed} - {name})
         values_of = source.sample([name, *source.sample(others, 2)], 3)
         spec: dict[str, Fields] = {
@@ -359,13 +193,14 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
         fields = _tool(source, called, lambda: with_articles(says), spec)
         offer = Offer(called.text, fields, lambda k: {table: name, row: k})
         return Looked(offer, entity, shown, values)
-    called = _styled(source, source.frame(_NAMED).format(v=source.choice(_VERBS), p=name, e=entity))
+    frame = source.frame(_SAID["table"]["names"])
+    called = _styled(source, frame.format(v=source.choice(_WORDS["verbs"]), p=name, e=entity))
     of = key.replace("_", " ") if source.chance(0.5) else entity
     key = _argument(source, key)
     spec = {key: {"type": "string", "description": described}}
 
     def describe() -> str:
-        text = source.frame(_LOOKUP_SAYS).format(q=shown, e=of)
+        text = source.frame(_SAID["table"]["says"]).format(q=shown, e=of)
         return with_articles(text[0].upper() + text[1:])
 
     fields = _tool(source, called, describe, spec)
@@ -380,7 +215,7 @@ def _entities(source: Source, entity: str, count: int) -> list[str]:
     if entity == "item":
         return source.sample((*THINGS, *FOODS), count)
     if entity == "country":
-        names = source.sample(_COUNTRIES.split(), count)
+        names = source.sample(_WORDS["country"], count)
         return [name.replace("_", " ") for name in names]
     return source.sample(CITIES if entity == "city" else NAMES, count)
 
@@ -388,30 +223,9 @@ def _entities(source: Source, entity: str, count: int) -> list[str]:
 def _value(source: Source, kind: str) -> str:
     if kind == "number":
         return str(source.randint(1, source.choice((30, 99, 999, 99999))))
-    if kind == "weather":
-        return source.choice(
-            [
-                "sunny",
-                "rainy",
-                "cloudy",
-                "windy",
-                "foggy",
-                "cold",
-                "warm",
-                "hot",
-                "snowy",
-                "stormy",
-                "clear",
-                "heavy",
-                "light",
-            ]
-        )
-    if kind in ("name", "city"):
-        return source.choice(NAMES if kind == "name" else CITIES)
-    return (
-        source.choice(("red", "blue", "green", "grey", "white"))
-        if kind == "colour"
-        else source.choice(ALL_LOWER)
+    pools = {"name": NAMES, "city": CITIES, **_WORDS}
+    return source.choice(
+        pools[kind] if kind in ("name", "city", "weather", "colour") else ALL_LOWER
     )
 
 
@@ -425,98 +239,6 @@ def _returned(source: Source, key: str, value: str) -> str:
     if style > 0.95:
         return json.dumps({"status": "ok", name: given})
     return json.dumps({name: given})
-
-
-# Of each unit: the chat page's name, - for none; the symbol; one; many; what else it is called.
-_UNITS = {
-    quantity: tuple(tuple(line.split()) for line in lines(text))
-    for quantity, text in {
-        "length": """
-            m m metre metres meters m
-            km km kilometre kilometres kilometers km
-            cm cm centimetre centimetres centimeters cm
-            mm mm millimetre millimetres millimeters mm
-            inch in inch inches
-            foot ft foot feet ft
-            yard yd yard yards yd
-            mile mi mile miles
-        """,
-        "mass": """
-            kg kg kilogram kilograms kg kilos
-            g g gram grams g
-            t t ton tons tonnes t
-            ounce oz ounce ounces oz
-            pound lb pound pounds lbs
-            - st stone stones
-        """,
-        "volume": """
-            l l litre litres liters l
-            ml ml millilitre millilitres milliliters ml
-            gallon gal gallon gallons
-            - pt pint pints
-            - c cup cups
-        """,
-        "time": """
-            s s second seconds s
-            min min minute minutes min
-            h h hour hours h
-            day d day days
-            - wk week weeks
-        """,
-        "temperature": """
-            K K kelvin kelvin K
-            C C celsius celsius °C C
-            F F fahrenheit fahrenheit °F F
-        """,
-        "money": """
-            - USD dollar dollars
-            - EUR euro euros
-            - GBP pound pounds
-            - JPY yen yen
-            - CHF franc francs
-        """,
-    }.items()
-}
-Unit = tuple[str, ...]
-_CONVERTERS = lines("""
-    [convert|convert_units|convert_unit|unit_converter|unit_convert|units|converter]
-    [unit_conversion|change_units|to_unit|conversion|convert_value|convert_measure]
-    [unit_calculator|convert_amount|measure_converter|swap_units]
-    [units_tool|do_conversion|transform_units|exchange_units]
-""")
-_CONVERTER_SAYS = lines("""
-    [Convert|Change|Turn] [a|an|the] [value|amount|quantity|measure] from one unit to another.
-    [Converts|Changes] [units|measures|a value between units|one unit into another].
-    [Unit|Measure] [converter|conversion][ for length, mass and more|].
-    [Use this to|Can|Helps to] convert [units|between units].
-    How much [a value|an amount] is in another unit.
-    [A|The|Any] [value|amount|number] in another unit.
-""")
-_CONVERT_NOUNS = lines("""
-    {a} {u} in {v}
-    the number of {v} in {a} {u}
-    {a} {u} [converted|changed|turned] [to|into] {v}
-    how many {v} {a} {u} are
-    {a} {u} [expressed|given|measured] in {v}
-    what {a} {u} is in {v}
-    the {v} in {a} {u}
-""")
-_CONVERT_ORDERS = lines("""
-    convert {a} {u} [to|into] {v}
-    [change|turn|transform] {a} {u} into {v}
-    [express|give|write|show] {a} {u} in {v}
-    [convert|change] [this|the following] to {v}: {a} {u}
-""")
-_CONVERT_ASKS = lines("""
-    How many {v} [are|is|make|are there in] {a} {u}?
-    How much is {a} {u} in {v}?
-    What is {a} {u} in {v}?
-    {a} {u} [is|are|makes] how many {v}?
-    {a} {u} to {v}
-    {a} {u} = ? {v}
-    I have {a} {u}. How many {v} [is that|are that|does that make]?
-    If [something is|I have|it is] {a} {u}, how [many|much] is [that|it] in {v}?
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,19 +266,8 @@ def _units_listed(source: Source) -> tuple[dict[str, tuple[Unit, ...]], dict[str
 
 
 def _converter(source: Source) -> Converter:
-    name = _styled(source, source.frame(_CONVERTERS))
-    value, begin, end = source.choice(
-        (
-            ("value", "from_unit", "to_unit"),
-            ("amount", "from", "to"),
-            ("value", "from", "to"),
-            ("number", "unit_from", "unit_to"),
-            ("quantity", "source_unit", "target_unit"),
-            ("amount", "source", "target"),
-            ("value", "unit", "new_unit"),
-            ("x", "start", "end"),
-        )
-    )
+    name = _styled(source, source.frame(_SAID["converter"]["names"]))
+    value, begin, end = source.choice(_TEXTS.arguments["conversion"]).split()
     spec: dict[str, Fields] = {
         value: {"type": "number", "description": "How much."},
         begin: {"type": "string", "description": "The unit it has."},
@@ -571,46 +282,13 @@ def _converter(source: Source) -> Converter:
         listed = list(dict.fromkeys(written.values()))
         for each in (begin, end):
             spec[each] = {"type": "string", "enum": listed, **spec[each]}
-    fields = _tool(source, name, lambda: source.frame(_CONVERTER_SAYS), spec)
+    fields = _tool(source, name, lambda: source.frame(_SAID["converter"]["says"]), spec)
 
     def arguments(a: str, u: str, v: str) -> Fields:
         given = {value: json.loads(a), begin: written.get(u, u), end: written.get(v, v)}
         return {each: given[each] for each in spec}
 
     return Converter(name.text, fields, arguments, known)
-
-
-_OTHERS = (
-    "send_email:to subject body",
-    "set_alarm:time",
-    "play_music:song",
-    "get_news:topic",
-    "book_flight:origin destination",
-    "create_event:title date",
-    "search_web:query",
-    "translate:text language",
-    "open_door:door",
-    "send_message:to text",
-    "order_pizza:size",
-    "turn_on_light:room",
-    "set_timer:minutes",
-    "take_photo:",
-    "add_contact:name phone",
-    "delete_file:path",
-    "run_code:code",
-    "get_stock_price:symbol",
-    "reserve_table:restaurant guests",
-    "call_taxi:address",
-)
-
-
-_NEVER_FITTING = tuple(
-    each
-    for each in _OTHERS
-    if each.partition(":")[0]
-    in ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact")
-)
-"""Those that nobody asks for who asks for what the model has to decline."""
 
 
 def _other(source: Source, others: tuple[str, ...] = _OTHERS) -> Fields:
@@ -701,14 +379,7 @@ def _big(source: Source) -> tuple[str, str, str, str]:
 def _reckon(source: Source, offer: Offer) -> tuple[str, str, tuple[str, Fields], str]:
     """Return a question for the calculator, what it asks to reckon, its call, and the result."""
     a, op, b, value = _big(source)
-    whole = tuple(f for f in _BARE[op] if "x =" not in f)
-    said = asked(
-        source,
-        nouns=(*_SIGNS[op], *_NOUNS[op]),
-        orders=_ORDERS[op],
-        questions=SUMS_ASKED[op],
-        whole=whole,
-    )
+    said = sum_asked(source, op, [frame for frame in bare(op) if "x =" not in frame])
     if op in "+*" and said.index("{b}") < said.index("{a}"):
         x, y = b, a  # As they stand in the question.
     else:
@@ -748,21 +419,13 @@ def _others_of(source: Source, but: str) -> tuple[Fields, ...]:
 def _one_looked_up(source: Source) -> Plan:
     looked = _lookup(source)
     (k,) = _entities(source, looked.entity, 1)
-    said = asked(source, questions=_LOOKUP_ASKS, nouns=_LOOKUP_NOUNS, orders=_LOOKUP_ORDERS)
+    said = asked(source, **_SAID["look_up"])
     question = said.format(q=looked.shown, k=k)
     call = (looked.offer.name, looked.offer.arguments(k))
     tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup"))
     why = f"{looked.shown}: {looked.offer.name} for {k}."
     if source.chance(0.06):
-        error = source.choice(
-            (
-                "not found",
-                '{"error": "not found"}',
-                "error: unknown",
-                "null",
-                '{"error": "no such entry"}',
-            )
-        )
+        error = source.choice(_TEXTS.errors)
         return Plan(
             question,
             tools,
@@ -795,7 +458,7 @@ def _one_converted(source: Source) -> Plan:
     a = str(source.randint(2, source.choice((20, 99, 999, 9999))))
     if source.chance(0.12):
         a += f".{source.randint(1, 9)}"
-    said = asked(source, questions=_CONVERT_ASKS, nouns=_CONVERT_NOUNS, orders=_CONVERT_ORDERS)
+    said = asked(source, **_SAID["convert"])
     call = (offer.name, offer.arguments(a, u, v))
     value = str(source.randint(1, 9999)) + (
         f".{source.randint(1, 99)}" if source.chance(0.4) else ""
@@ -830,13 +493,9 @@ def _pair(source: Source) -> Plan:
     kind = source.choices(("both", "more", "total"), (4, 4, 2))[0]
     looked = _lookup(source, numbers_only=kind != "both")
     k, m = _entities(source, looked.entity, 2)
-    if kind == "both":
-        said = asked(source, nouns=_PAIR_NOUNS, questions=_PAIR_ASKS)
-    elif kind == "more":
-        said = asked(source, questions=_MORE_ASKS)
-    else:
-        said = asked(source, nouns=_TOTAL_NOUNS)
-    question = said.format(q=looked.shown, k=k, l=m)
+    question = asked(source, **_SAID["pair" if kind == "both" else kind]).format(
+        q=looked.shown, k=k, l=m
+    )
     calls = tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m))
     values = [_value(source, looked.values) for _ in range(2)]
     if kind == "more" and values[0] == values[1]:
@@ -860,15 +519,6 @@ def _pair(source: Source) -> Plan:
     return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, _keys(calls))
 
 
-_BOTH_SUMS = lines("""
-    {p} [and|and also|and then|, and] {q}
-    [both of these|these two]: {p}; {q}
-    {p}, {q}
-    first {p}, then {q}
-    {p} as well as {q}
-""")
-
-
 def _two_reckoned(source: Source) -> Plan:
     """Two sums, or two conversions, in one question."""
     calls, phrases, values, names, ways = [], [], [], [], []
@@ -877,7 +527,7 @@ def _two_reckoned(source: Source) -> Plan:
         offer = _calculator(source)
         for _ in range(2):
             a, op, b, value = _big(source)
-            phrases.append(source.frame(_SIGNS[op]).format(a=a, b=b))
+            phrases.append(source.frame(SUMS[op]["signs"]).format(a=a, b=b))
             names.append(f"{a} {op} {b}")
             calls.append((offer.name, offer.arguments(a, op, b)))
             values.append(value)
@@ -887,13 +537,13 @@ def _two_reckoned(source: Source) -> Plan:
         for _ in range(2):
             u, v = _units(source, converter)
             a = str(source.randint(2, 999))
-            phrases.append(source.frame(_CONVERT_NOUNS[:1]).format(a=a, u=u, v=v))
+            phrases.append(source.frame(_SAID["convert"]["nouns"][:1]).format(a=a, u=u, v=v))
             names.append(f"{a} {u}")
             calls.append((offer.name, offer.arguments(a, u, v)))
             ways.append(_which_units(u, v, calls[-1]))
             values.append(f"{source.randint(1, 999)} {v}")
         why = f"{ways[0]}; {ways[1]}: {offer.name} for both."
-    said = asked(source, nouns=_BOTH_SUMS).format(p=phrases[0], q=phrases[1])
+    said = asked(source, **_SAID["both"]).format(p=phrases[0], q=phrases[1])
     results = tuple(value.split(" ")[0] for value in values)
     answer = f"{names[0]}: {values[0]}, {names[1]}: {values[1]}"
     return Plan(
@@ -915,7 +565,7 @@ def _chain(source: Source) -> Plan:
     if total:
         k, m = _entities(source, looked.entity, 2)
         value, second = str(source.randint(1000, 99999)), str(source.randint(1000, 99999))
-        question = asked(source, nouns=_TOTAL_NOUNS).format(q=looked.shown, k=k, l=m)
+        question = asked(source, **_SAID["total"]).format(q=looked.shown, k=k, l=m)
         first = Step(
             f"{looked.shown}: {looked.offer.name} for {k} and {m}, then {offer.name}.",
             tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m)),
@@ -925,7 +575,7 @@ def _chain(source: Source) -> Plan:
     else:
         (k,) = _entities(source, looked.entity, 1)
         b = str(source.randint(12, 999))
-        question = asked(source, nouns=_TIMES_NOUNS).format(q=looked.shown, k=k, i=b)
+        question = asked(source, **_SAID["times"]).format(q=looked.shown, k=k, i=b)
         first = Step(
             f"{looked.shown}: {looked.offer.name} for {k}, then {offer.name}.",
             ((looked.offer.name, looked.offer.arguments(k)),),
@@ -1030,30 +680,17 @@ def calling(source: Source) -> Turn:
     )
 
 
-_AGAIN = lines("""
-    [And|And what about|What about|How about|Now] [for |]{k}?
-    [And|Now|Also] [for|of] {k}[, please| please|]?
-    [The same|Same question|Same|Do the same|Now the same] for {k}[, please|.|]
-    [And|Then] what is it for {k}?
-    {k}?
-    [What is|And] the {q} of {k}?
-    [Next|Then|Now] {k}[, please|].
-    [Can you|Could you] [also |]check {k}[ too| as well|]?
-    [I also need|Tell me also|And give me] the one [for|of] {k}.
-""")
-
-
 def _once_more(source: Source) -> Turn:
     """A look-up, and then another with the same tool."""
-    looked = _lookup(source)
+    looked, looking = _lookup(source), _SAID["look_up"]
     k, m = _entities(source, looked.entity, 2)
-    question = asked(source, nouns=_LOOKUP_NOUNS, questions=_LOOKUP_ASKS).format(
+    question = asked(source, nouns=looking["nouns"], questions=looking["questions"]).format(
         q=looked.shown, k=k
     )
     value = _value(source, looked.values)
     name, arguments = looked.offer.name, looked.offer.arguments
     step = Step("", ((name, arguments(k)),), (_returned(source, looked.shown, value),))
-    again = asked(source, whole=_AGAIN).format(k=m, q=looked.shown)
+    again = asked(source, **_SAID["again"]).format(k=m, q=looked.shown)
     before = [
         *messages_of(step, 0),
         {"role": "assistant", "content": value},

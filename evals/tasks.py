@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from evals.calling import a_plan, calling, needless, whole
+from evals.dates import dates
 from evals.filling import filling
 from evals.followup import followup
-from evals.lists import letters, reverse, sort
-from evals.numbers import arithmetic, dates
+from evals.frames import Said, load
+from evals.letters import letters, reverse
+from evals.lists import sort
+from evals.numbers import arithmetic
 from evals.smalltalk import DECLINES, NO_DECIMALS, decline, long_text, talk, too_long
 from evals.texts import reading
-from evals.wordings import Source, is_one_in, lines
+from evals.wordings import Source, is_one_in
 from evals.words import Turn, num_pieces
 
 _SINGLE: dict[str, Callable[[Source], Turn]] = {
@@ -38,24 +41,9 @@ ALL_TASKS = (*TASKS, "long", "tools", "schema")
 SIDES = ("frames", "wordings", "contents", "train")
 """What is held out of an example: a frame, else a wording, else its content; or nothing."""
 _CONTENT_ONE_IN = 20
+_SYSTEM = load("tasks", Said)["system"]
 _MOST_PIECES = 3800
 """Of a long prompt: with its reply it is to fit in 4,096 tokens."""
-_SYSTEMS = lines("""
-    You are [a helpful|a friendly|an honest|a smart|a small|a useful|the best] [assistant|chatbot|helper|model].
-    You are Hadal.
-    [Answer|Reply|Respond] [briefly|shortly|in one line|in English|exactly|politely|with care].
-    You are a helpful and friendly assistant.
-    You are [an AI assistant|an assistant|a model]. [Answer the user's questions|Help the user|Do what the user asks].
-    Be [short|brief|kind|polite|precise|helpful] and [exact|clear|friendly|correct|concise].
-    [Think first|Think step by step|Think before you speak], then answer.
-    [You help|You work for|You serve] [customers|students|children] of [a shop|a school|a library|our company].
-    [Always|Please] [be polite|answer truthfully|stay calm|use plain words|tell the truth].
-    [Never|Do not|Don't] [lie|guess|be rude|use emoji|invent facts|share secrets].
-    [If|When] you [do not know|are not sure|cannot help], say so.
-    [Today|It] is a [sunny|normal|quiet|busy] day.
-    The user [is|may be] [a child|a student|in a hurry|new|an expert].
-    [Use|You may use|You can use] the tools [when needed|if you need them|you are given].
-""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +208,7 @@ def _earlier(source: Source) -> list[dict[str, Any]]:
 
 def _system(source: Source) -> str:
     with source.aside():
-        return source.frame(_SYSTEMS)
+        return source.frame(_SYSTEM)
 
 
 def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:

@@ -1,12 +1,11 @@
-# ruff: noqa: E501 - a frame is one line, however long.
 """How users word things: frames with alternatives in them, polite words around them, and the noise
 of people who type.
 
 A *frame* is one line such as `the [sum|total] of {a} and {b}`; what stands in brackets is one of
 several, and words in braces are filled by the task. A question is a frame within another one that
-makes it a request, `[Can|Could] you tell me {}?`. One frame in eight is held out whole, by its hash:
-training never sees any of its wordings. Of the other wordings one in twenty is held out. Knows
-nothing of any task.
+makes it a request, `[Can|Could] you tell me {}?` (wordings.yaml). One frame in eight is held out
+whole, by its hash: training never sees any of its wordings. Of the other wordings one in twenty is
+held out. Knows nothing of any task.
 """
 
 import hashlib
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
+
+from evals.frames import Said, load
 
 T = TypeVar("T")
 FRAME_ONE_IN = 8
@@ -50,15 +51,6 @@ def _split(frames: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if len(frames) < 3 or len(held) == len(frames):
         held = ()  # Something has to be left to learn from.
     return tuple(frame for frame in frames if frame not in held), held
-
-
-@cache
-def lines(text: str) -> tuple[str, ...]:
-    """The frames of a block of text, one a line. Raises ValueError where one stands twice."""
-    found = tuple(line.strip() for line in text.strip().splitlines() if line.strip())
-    if len(set(found)) < len(found):
-        raise ValueError(f"a frame stands twice: {sorted(found)}")
-    return found
 
 
 class Source(random.Random):
@@ -128,92 +120,14 @@ class Source(random.Random):
         return self.sample(words, min(len(words), self.randint(low, high)))
 
 
-_PLAIN_NOUN = ("What is {}?", "what's {}", "{}", "Tell me {}.", "{}?")
-_AROUND_NOUN = _PLAIN_NOUN + lines("""
-    [Give|Show|Get] me {}.
-    [Give|Show|Get|Tell] me {}[, please|, would you|, thanks| please|].
-    I [need|want|require] {}.
-    [I need|I want|I would like|I'd like] {}[, please| please|].
-    [Find|Compute|Calculate|Determine|Evaluate|Work out|Figure out] {}.
-    Please [find|compute|calculate|determine|work out|figure out|provide] {}.
-    [Can|Could|Would|Will] you [tell|give|show] me {}?
-    [Can|Could|Would] you [find|work out|figure out|determine|calculate] {}[ for me|]?
-    [I would like|I want|I'd like|I'd love|I need] to know {}.
-    {}[, please|, thanks| please| thanks|, if you don't mind|, if you can|, if you would].
-    Do you [happen to |]know {}?
-    What [would|might|will] {} be?
-    What [does|would] {} come to?
-    [I am|I'm] looking for {}.
-    I [wonder|was wondering|am wondering|keep asking myself] what {} is.
-    Let me know {}.
-    [Any idea|Do you know|Can you tell me|Could you say|Tell me|Say] what {} is?
-    [My teacher|My boss|My friend|My son|My daughter|Somebody|A colleague] [wants to know|asks for|asked me for|needs] {}.
-    My question is: what is {}?
-    [Quick|Quickly|Fast|Now|Next|Hey|Ok|So]: {}
-    [Help me find|Help me work out|Help me with|I need help with] {}.
-    How about {}?
-    I [can't|cannot] work out {}. [Can you|Could you|Please help|Help].
-    [And|So] what is {} [then|now|exactly]?
-    I [have|want|need] to [find|calculate|work out] {}.
-    Would you mind telling me {}?
-    [It would be great to know|It would help to know|I'd be glad to know|I'd be happy to have] {}.
-    {} is what [I need|I want|I am after|I'm looking for].
-    {} - [what is it|can you tell me|do you know|any idea]?
-    [Return|Print|Output|Write down|Write|State|Provide] {}.
-    [Answer with|Reply with|Respond with|Just give|Just say|Only give me] {}.
-    [Compute for me|Check for me|Look up for me] {}.
-    [Question|Task|Exercise|Problem|Homework]: {}
-    What do [you get|I get|we get] for {}?
-    [You know|Guess|Tell us|Let us know] {}?
-    Am I right to ask you for {}?
-    """)
-_PLAIN_ORDER = ("{}", "{}.", "Please {}.", "Can you {}?")
-_AROUND_ORDER = _PLAIN_ORDER + lines("""
-    {}[, please| please| for me| for me please|, thanks|, would you|, will you|, ok].
-    [Could|Would|Will|Can] you [please |kindly |quickly |just |]{}[ for me|]?
-    [I want|I need|I would like|I'd like|I'd love] you to {}.
-    [Help|Assist] me [to |]{}.
-    [Help me out and|Do me a favour and|Be kind and|Be nice and|Go ahead and|Go and] {}.
-    Your [task|job|turn|work] [is to|now is to|today is to] {}.
-    [Task|Exercise|Job|To do|Instruction|Request|Order]: {}.
-    [Now|Next|First|Then|OK, now|So now|Right,|Well,] {}.
-    Let's {}.
-    [Kindly|Just|Simply|Quickly] {}.
-    I am asking you to {}.
-    [Is it possible for you to|Are you able to|Do you know how to|Would it be possible to] {}?
-    [Try to|You have to|You should|You need to|You must] {}.
-    [Would|Could] you be so [kind|nice|good] as to {}?
-    My [teacher|boss|friend|son|mother] [wants me to|asked me to|told me to|says I should] {}.
-    [I have to|I need to|I must|I want to|I am supposed to|I'm trying to] {}. [Can you help|Please help|Help me|How does it go].
-    How would you {}?
-    [Hey|Hi|Hello|Ok|So|Hi there|Hey Hadal|Hadal][,| -] {}[.|!| please.]
-    If [you can|possible|it is no trouble|you don't mind], {}.
-    [I wonder if you could|I was hoping you could|Perhaps you can|Maybe you could|It would be great if you could] {}.
-    """)
-_PLAIN_QUESTION = ("{}", "{}", "{}")
-_AROUND_QUESTION = _PLAIN_QUESTION + lines("""
-    [Hey|Hi|Hello|Ok|So|Well|Hi there|Hey Hadal|Excuse me|Sorry][,| -|!] {}
-    [Please tell me|Tell me|Please answer|Answer this|Answer me|Say]: {}
-    [Quick question|Question|A question|One question|Small question|Another question|Next question]: {}
-    [I have a question|I want to know|I need to know|I would like to know|Help me with this][:|.| -] {}
-    [Can you help|Could you help me|Can you answer this|Do you know]? {}
-    [Let me ask you|Let me ask|May I ask|Can I ask]: {}
-    My [son|daughter|friend|teacher|boss|neighbour] [asks|wants to know|asked me]: {}
-    {} [Please answer|Please tell me|Tell me please|Do you know|Can you tell me|Any idea][.|?|]
-    """)
-_OPENERS = lines("""
-    [Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hey there|Dear Hadal|Hi Hadal][!|,|.]
-    [OK|Ok|Okay|Right|Well|Alright|So|Great|Thanks|Thank you|Good|Perfect][,|.]
-    [I am|I'm] [stuck|in a hurry|busy|a bit lost|new here|doing homework|at work|at school][.|,]
-    [Sorry to bother you|Excuse me|One more thing|Just a small thing|Here is a task|Here's one][.|,|:]
-    [I need your help|I need some help|Please help me|Help me out|Can you help me][.|!|:]
-    """)
-_CLOSERS = lines("""
-    [Thanks|Thank you|Thanks a lot|Many thanks|Cheers|Thank you very much|thx][!|.|]
-    [I need it for school|It is for my homework|It's for work|My boss is waiting|I am in a hurry][.|!]
-    [Please be quick|Be quick|Take your time|Be exact|Please be careful|No rush|Only the answer please][.|]
-    [I forgot|I don't know|I have no idea|I can't do it myself|It is too hard for me][.|]
-    """)
+_SAID = load("wordings", dict[str, Said])
+_PLAIN = {
+    "noun": _SAID["noun"]["plain"],
+    "order": _SAID["order"]["plain"],
+    "question": ("{}", "{}", "{}"),
+    "whole": ("{}",),
+}
+_AROUND = {kind: _PLAIN[kind] + _SAID.get(kind, {}).get("around", ()) for kind in _PLAIN}
 
 
 def _lower_first(text: str) -> str:
@@ -278,16 +192,10 @@ def asked(
     ]
     kind, frames = source.choices(kinds, [len(frames) ** 0.5 for _, frames in kinds])[0]
     core = source.frame(tuple(frames))
-    around, plain = {
-        "noun": (_AROUND_NOUN, _PLAIN_NOUN),
-        "order": (_AROUND_ORDER, _PLAIN_ORDER),
-        "question": (_AROUND_QUESTION, _PLAIN_QUESTION),
-        "whole": (("{}",), ("{}",)),
-    }[kind]
     if kind == "question" and source.chance(0.6):
         outer = "{}"
     else:
-        outer = source.choice(plain) if source.chance(0.25) else source.frame(around)
+        outer = source.choice(_PLAIN[kind]) if source.chance(0.25) else source.frame(_AROUND[kind])
     if not outer.startswith("{}"):
         core = _lower_first(core)
     if kind != "question" and not outer.endswith("{}") and not outer.startswith("{}"):
@@ -298,11 +206,11 @@ def asked(
 
 def _around(source: Source, text: str) -> str:
     if source.chance(0.12):
-        opener = source.frame(_OPENERS)
+        opener = source.frame(_SAID["ends"]["openers"])
         text = f"{opener} {_lower_first(text) if opener[-1] == ',' else text}"
     if source.chance(0.1):
         end = "" if text[-1] in ".?!:}" else source.choice((".", ",", " -"))
-        text = f"{text}{end} {source.frame(_CLOSERS)}"
+        text = f"{text}{end} {source.frame(_SAID['ends']['closers'])}"
     return text
 
 

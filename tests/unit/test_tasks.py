@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from evals.calling import _UNITS, _calculator, _converter, _reckon, _units
 from evals.followup import _after_count
 from evals.foreign import foreign_examples
-from evals.numbers import _ASKS, _NOUNS, _ORDERS, _STORIES
+from evals.frames import Frames
+from evals.numbers import SUMS
 from evals.smalltalk import DECLINES
 from evals.tasks import (
     _CONTENT_ONE_IN,
@@ -27,7 +28,7 @@ from evals.tasks import (
     side,
 )
 from evals.texts import _KINDS
-from evals.wordings import Source, is_frame_held_out, is_one_in, lines
+from evals.wordings import Source, is_frame_held_out, is_one_in
 from evals.words import with_articles
 from hadal.console import tools
 
@@ -117,9 +118,9 @@ def test_no_text_of_training_is_a_wording_of_a_frame_that_is_held_out() -> None:
     """Read from the texts alone, whatever the examples say of themselves."""
     frames = [
         frame
-        for groups in (_NOUNS, _ORDERS, _ASKS, _STORIES)
-        for group in groups.values()
-        for frame in group
+        for op in "+-*/"
+        for kind in ("nouns", "orders", "questions", "stories")
+        for frame in SUMS[op][kind]
         if is_frame_held_out(frame)
     ]
     patterns = {}
@@ -150,7 +151,7 @@ def test_every_kind_of_side_is_asked() -> None:
 
 @given(st.integers(0, 2**32))
 def test_a_source_for_training_draws_no_frame_that_is_held_out(seed: int) -> None:
-    frames = lines("\n".join(f"the {word} of things and more" for word in "abcdefghijklmnop"))
+    frames = Frames("\n".join(f"the {word} of things and more" for word in "abcdefghijklmnop"))
     source = Source(seed, trained_only=True)
     for _ in range(20):
         source.frame(frames)
@@ -210,7 +211,7 @@ def test_a_second_word_is_asked_about_as_it_is_counted() -> None:
 
 
 def test_drafts_that_were_dropped_leave_nothing_behind() -> None:
-    frames = lines("\n".join(f"the {word} of a great many things" for word in "abcdefghijklmnop"))
+    frames = Frames("\n".join(f"the {word} of a great many things" for word in "abcdefghijklmnop"))
     source = Source(3)
     drawn: list[str] = []
     found = source.until(
