@@ -179,6 +179,7 @@ def test_paths_and_options_are_told_apart() -> None:
             "tests/unit/kv/test_blocks.py",
             "tests/unit/kv/test_runs.py",
         ),
+        ("evals/lists.yaml", "tests/unit/test_tasks.py", "tests/unit/kv/test_blocks.py"),
     ],
 )
 def test_a_change_chooses_what_may_import_it(changed: str, included: str, left_out: str) -> None:

@@ -78,7 +78,7 @@ def _loads(path: Path) -> frozenset[str]:
         name = one.relative_to(ROOT).as_posix()
         if name not in found:
             found.add(name)
-            todo += _imported(one)
+            todo += _imported(one) if one.suffix == ".py" else []
     return frozenset(found)
 
 
@@ -104,9 +104,10 @@ def modules_of(path: Path) -> frozenset[str]:
 
 
 def _imported(path: Path) -> list[Path]:
-    """Return the files outside `src` that a file imports."""
+    """Return the files outside `src` that a file imports, with the YAML file beside each."""
     places = [ROOT / module.replace(".", "/") for module in modules_of(path)]
-    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    endings = (".py", ".yaml", "/__init__.py")
+    files = [Path(f"{place}{ending}") for place in places for ending in endings]
     return [file for file in files if file.is_file()]
 
 
