@@ -7,6 +7,7 @@ they are in calling.yaml.
 """
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from evals.words import (
 )
 
 Fields = dict[str, Any]
+Call = tuple[str, Fields]
 Unit = tuple[str, ...]
 
 
@@ -64,6 +66,9 @@ class Offer:
     name: str
     fields: Fields
     arguments: Callable[..., Fields]
+
+    def call(self, *given: str) -> Call:
+        return self.name, self.arguments(*given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ def _argument(source: Source, key: str) -> str:
 
 
 _WORDED = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 def _calculator(source: Source) -> Offer:
@@ -150,10 +156,9 @@ def _calculator(source: Source) -> Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(Offer):
     """A look-up tool: of which kind of thing it knows which property."""
 
-    offer: Offer
     entity: str
     shown: str
     values: str
@@ -162,14 +167,11 @@ class Looked:
 def _lookup(source: Source, numbers_only: bool = False) -> Looked:
     entity = source.choice(tuple(_TEXTS.properties))
     listed = [each.split(":") for each in _TEXTS.properties[entity]]
-    name, values = source.choice(
-        [each for each in listed if not numbers_only or each[1] == "number"]
-    )
+    fit = [each for each in listed if not numbers_only or each[1] == "number"]
+    name, values = source.choice(fit)
     if source.chance(0.1):
-        name, values = (
-            source.choice((random_letters(source, 4, 8), source.choice(ALL_LOWER))),
-            "number",
-        )
+        name = source.choice((random_letters(source, 4, 8), source.choice(ALL_LOWER)))
+        values = "number"
     shown = name.replace("_", " ")
     key = source.choice(_TEXTS.keys[entity])
     described = source.choice(
@@ -184,15 +186,11 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
             table: {"type": "string", "enum": values_of, "description": "Which value."},
             row: {"type": "string", "description": described},
         }
-        says = source.choice(
-            (
-                f"Look up a value of a {entity} in a table.",
-                "A {}'s {}, {} or {}.".format(entity, *values_of),
-            )
-        ).replace("_", " ")
+        known = f"A {entity}'s {', '.join(values_of[:2])} or {values_of[2]}.".replace("_", " ")
+        says = source.choice((f"Look up a value of a {entity} in a table.", known))
         fields = _tool(source, called, lambda: with_articles(says), spec)
-        offer = Offer(called.text, fields, lambda k: {table: name, row: k})
-        return Looked(offer, entity, shown, values)
+        argued: Callable[[str], Fields] = lambda k: {table: name, row: k}  # noqa: E731
+        return Looked(called.text, fields, argued, entity, shown, values)
     frame = source.frame(_SAID["table"]["names"])
     called = _styled(source, frame.format(v=source.choice(_WORDS["verbs"]), p=name, e=entity))
     of = key.replace("_", " ") if source.chance(0.5) else entity
@@ -204,7 +202,7 @@ def _lookup(source: Source, numbers_only: bool = False) -> Looked:
         return with_articles(text[0].upper() + text[1:])
 
     fields = _tool(source, called, describe, spec)
-    return Looked(Offer(called.text, fields, lambda k: {key: k}), entity, shown, values)
+    return Looked(called.text, fields, lambda k: {key: k}, entity, shown, values)
 
 
 def _entities(source: Source, entity: str, count: int) -> list[str]:
@@ -319,7 +317,7 @@ def _mixed(
     return tuple(found)
 
 
-def _keys(calls: Sequence[tuple[str, Fields]]) -> str:
+def _keys(calls: Sequence[Call]) -> str:
     return "\n".join(f"tool {call}" for call in calls)
 
 
@@ -328,7 +326,7 @@ class Step:
     """Calls made at once, with why, and what they return."""
 
     why: str
-    calls: tuple[tuple[str, Fields], ...]
+    calls: tuple[Call, ...]
     results: tuple[str, ...]
 
 
@@ -341,7 +339,10 @@ class Plan:
     steps: tuple[Step, ...]
     reasoning: str
     answer: str
-    key: str
+
+    @property
+    def key(self) -> str:
+        return _keys([call for step in self.steps for call in step.calls])
 
 
 def _big(source: Source) -> tuple[str, str, str, str]:
@@ -349,17 +350,8 @@ def _big(source: Source) -> tuple[str, str, str, str]:
     op = source.choice("++--****/")
     if source.chance(0.12):
         a, b = (f"{source.randint(0, 999)}.{source.randint(1, 99)}".rstrip("0") for _ in range(2))
-        if a.endswith("."):
-            a += "5"
-        if b.endswith("."):
-            b += "5"
-        value = {
-            "+": float(a) + float(b),
-            "-": float(a) - float(b),
-            "*": float(a) * float(b),
-            "/": float(a) / float(b),
-        }[op]
-        return a, op, b, str(round(value, 4))
+        a, b = (each + "5" * each.endswith(".") for each in (a, b))
+        return a, op, b, str(round(_OPERATORS[op](float(a), float(b)), 4))
     if op == "/":
         y = source.randint(11, 999)
         x = y * source.randint(11, 9999)
@@ -368,24 +360,23 @@ def _big(source: Source) -> tuple[str, str, str, str]:
         x, y = source.randint(101, 99999), source.randint(13, 9999)
         x, y = (x, y) if source.chance(0.7) else (y, x)
         return str(x), op, str(y), str(x * y)
-    x, y = (
-        source.randint(10 ** (d - 1), 10**d - 1)
-        for d in (source.randint(5, 9), source.randint(4, 9))
-    )
+    sizes = source.randint(5, 9), source.randint(4, 9)
+    x, y = (source.randint(10 ** (size - 1), 10**size - 1) for size in sizes)
     x, y = (max(x, y), min(x, y)) if op == "-" else (x, y)
-    return str(x), op, str(y), str(x + y if op == "+" else x - y)
+    return str(x), op, str(y), str(_OPERATORS[op](x, y))
 
 
-def _reckon(source: Source, offer: Offer) -> tuple[str, str, tuple[str, Fields], str]:
+def _reckon(source: Source, offer: Offer) -> tuple[str, str, Call, str]:
     """Return a question for the calculator, what it asks to reckon, its call, and the result."""
     a, op, b, value = _big(source)
     said = sum_asked(source, op, [frame for frame in bare(op) if "x =" not in frame])
-    if op in "+*" and said.index("{b}") < said.index("{a}"):
-        x, y = b, a  # As they stand in the question.
-    else:
-        x, y = a, b
-    call = (offer.name, offer.arguments(x, op, y))
-    return said.format(a=a, b=b), f"{x} {op} {y}", call, value
+    turned = op in "+*" and said.index("{b}") < said.index("{a}")
+    x, y = (b, a) if turned else (a, b)  # As they stand in the question.
+    return said.format(a=a, b=b), f"{x} {op} {y}", offer.call(x, op, y), value
+
+
+def _found(value: str) -> str:
+    return f"The result is {value}."
 
 
 def _one_reckoned(source: Source) -> Plan:
@@ -394,49 +385,38 @@ def _one_reckoned(source: Source) -> Plan:
     others = _others_of(source, "calculator")
     result = _returned(source, "result", value)
     step = Step(f"big: {sum_}: {offer.name}.", (call,), (result,))
-    return Plan(
-        question,
-        _mixed(source, [offer.fields], others),
-        (step,),
-        f"The result is {value}.",
-        value,
-        _keys([call]),
-    )
+    tools = _mixed(source, [offer.fields], others)
+    return Plan(question, tools, (step,), _found(value), value)
 
 
-def _others_of(source: Source, but: str) -> tuple[Fields, ...]:
+_KIND_TO_MAKER: dict[str, Callable[[Source], Offer]] = {
+    "calculator": _calculator,
+    "lookup": _lookup,
+    "converter": _converter,
+}
+
+
+def _others_of(source: Source, *but: str) -> tuple[Fields, ...]:
     """Sometimes the other tools of these three kinds, unneeded."""
-    found = []
-    if but != "calculator" and source.chance(0.3):
-        found.append(_calculator(source).fields)
-    if but != "lookup" and source.chance(0.3):
-        found.append(_lookup(source).offer.fields)
-    if but != "converter" and source.chance(0.3):
-        found.append(_converter(source).fields)
-    return tuple(found)
+    return tuple(
+        maker(source).fields
+        for kind, maker in _KIND_TO_MAKER.items()
+        if kind not in but and source.chance(0.3)
+    )
 
 
 def _one_looked_up(source: Source) -> Plan:
     looked = _lookup(source)
     (k,) = _entities(source, looked.entity, 1)
-    said = asked(source, **_SAID["look_up"])
-    question = said.format(q=looked.shown, k=k)
-    call = (looked.offer.name, looked.offer.arguments(k))
-    tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup"))
-    why = f"{looked.shown}: {looked.offer.name} for {k}."
+    question = asked(source, **_SAID["look_up"]).format(q=looked.shown, k=k)
+    tools = _mixed(source, [looked.fields], _others_of(source, "lookup"))
+    why, calls = f"{looked.shown}: {looked.name} for {k}.", (looked.call(k),)
     if source.chance(0.06):
-        error = source.choice(_TEXTS.errors)
-        return Plan(
-            question,
-            tools,
-            (Step(why, (call,), (error,)),),
-            "The tool found nothing.",
-            NOTHING_FOUND,
-            _keys([call]),
-        )
+        step = Step(why, calls, (source.choice(_TEXTS.errors),))
+        return Plan(question, tools, (step,), "The tool found nothing.", NOTHING_FOUND)
     value = _value(source, looked.values)
-    step = Step(why, (call,), (_returned(source, looked.shown, value),))
-    return Plan(question, tools, (step,), f"The result is {value}.", value, _keys([call]))
+    step = Step(why, calls, (_returned(source, looked.shown, value),))
+    return Plan(question, tools, (step,), _found(value), value)
 
 
 def _units(source: Source, offer: Converter) -> tuple[str, str]:
@@ -446,7 +426,7 @@ def _units(source: Source, offer: Converter) -> tuple[str, str]:
     return first, second
 
 
-def _which_units(u: str, v: str, call: tuple[str, Fields]) -> str:
+def _which_units(u: str, v: str, call: Call) -> str:
     """The units as the user says them, and as the tool does where it has its own words."""
     begin, end = (each for each in call[1].values() if isinstance(each, str))
     return f"{u} to {v}" if (u, v) == (begin, end) else f"{u} to {v}, so {begin} to {end}"
@@ -459,23 +439,14 @@ def _one_converted(source: Source) -> Plan:
     if source.chance(0.12):
         a += f".{source.randint(1, 9)}"
     said = asked(source, **_SAID["convert"])
-    call = (offer.name, offer.arguments(a, u, v))
-    value = str(source.randint(1, 9999)) + (
-        f".{source.randint(1, 99)}" if source.chance(0.4) else ""
-    )
-    step = Step(
-        f"{_which_units(u, v, call)}: {offer.name}.", (call,), (_returned_unit(source, value, v),)
-    )
-    answer = f"{value} {v}"
+    call = offer.call(a, u, v)
+    value = str(source.randint(1, 9999))
+    if source.chance(0.4):
+        value += f".{source.randint(1, 99)}"
+    result = _returned_unit(source, value, v)
+    step = Step(f"{_which_units(u, v, call)}: {offer.name}.", (call,), (result,))
     tools = _mixed(source, [offer.fields], _others_of(source, "converter"))
-    return Plan(
-        said.format(a=a, u=u, v=v),
-        tools,
-        (step,),
-        f"The result is {value}.",
-        answer,
-        _keys([call]),
-    )
+    return Plan(said.format(a=a, u=u, v=v), tools, (step,), _found(value), f"{value} {v}")
 
 
 def _returned_unit(source: Source, value: str, unit: str) -> str:
@@ -490,21 +461,18 @@ def _returned_unit(source: Source, value: str, unit: str) -> str:
 
 def _pair(source: Source) -> Plan:
     """Two look-ups at once: each of them, the larger, or both together."""
-    kind = source.choices(("both", "more", "total"), (4, 4, 2))[0]
-    looked = _lookup(source, numbers_only=kind != "both")
+    kind = source.choices(("pair", "more", "total"), (4, 4, 2))[0]
+    looked = _lookup(source, numbers_only=kind != "pair")
     k, m = _entities(source, looked.entity, 2)
-    question = asked(source, **_SAID["pair" if kind == "both" else kind]).format(
-        q=looked.shown, k=k, l=m
-    )
-    calls = tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m))
+    question = asked(source, **_SAID[kind]).format(q=looked.shown, k=k, l=m)
     values = [_value(source, looked.values) for _ in range(2)]
     if kind == "more" and values[0] == values[1]:
         values[1] += "0"
     if kind == "total":
         values = [str(source.randint(1, 999)) for _ in range(2)]
     results = tuple(_returned(source, looked.shown, value) for value in values)
-    why = f"{looked.shown}: {looked.offer.name} for {k} and {m}."
-    if kind == "both":
+    why = f"{looked.shown}: {looked.name} for {k} and {m}."
+    if kind == "pair":
         answer = f"{k}: {values[0]}, {m}: {values[1]}"
         reasoning = f"answer: {answer}"
     elif kind == "more":
@@ -512,11 +480,11 @@ def _pair(source: Source) -> Plan:
         answer = k if sign == ">" else m
         reasoning = f"sort: {k} {values[0]} {sign} {m} {values[1]}"
     else:
-        a, b = map(int, values)
-        reasoning, answer = operate("+", a, b)
+        reasoning, answer = operate("+", *map(int, values))
         reasoning = f"sum: {reasoning}"
-    tools = _mixed(source, [looked.offer.fields], _others_of(source, "lookup")[1:])
-    return Plan(question, tools, (Step(why, calls, results),), reasoning, answer, _keys(calls))
+    tools = _mixed(source, [looked.fields], _others_of(source, "lookup")[1:])
+    step = Step(why, (looked.call(k), looked.call(m)), results)
+    return Plan(question, tools, (step,), reasoning, answer)
 
 
 def _two_reckoned(source: Source) -> Plan:
@@ -529,7 +497,7 @@ def _two_reckoned(source: Source) -> Plan:
             a, op, b, value = _big(source)
             phrases.append(source.frame(SUMS[op]["signs"]).format(a=a, b=b))
             names.append(f"{a} {op} {b}")
-            calls.append((offer.name, offer.arguments(a, op, b)))
+            calls.append(offer.call(a, op, b))
             values.append(value)
         why = f"big: {names[0]}; {names[1]}: {offer.name} for both."
     else:
@@ -539,64 +507,41 @@ def _two_reckoned(source: Source) -> Plan:
             a = str(source.randint(2, 999))
             phrases.append(source.frame(_SAID["convert"]["nouns"][:1]).format(a=a, u=u, v=v))
             names.append(f"{a} {u}")
-            calls.append((offer.name, offer.arguments(a, u, v)))
+            calls.append(offer.call(a, u, v))
             ways.append(_which_units(u, v, calls[-1]))
             values.append(f"{source.randint(1, 999)} {v}")
         why = f"{ways[0]}; {ways[1]}: {offer.name} for both."
-    said = asked(source, **_SAID["both"]).format(p=phrases[0], q=phrases[1])
+    question = asked(source, **_SAID["both"]).format(p=phrases[0], q=phrases[1])
     results = tuple(value.split(" ")[0] for value in values)
     answer = f"{names[0]}: {values[0]}, {names[1]}: {values[1]}"
-    return Plan(
-        said,
-        _mixed(source, [offer.fields]),
-        (Step(why, tuple(calls), results),),
-        f"answer: {answer}",
-        answer,
-        _keys(calls),
-    )
+    step = Step(why, tuple(calls), results)
+    return Plan(question, _mixed(source, [offer.fields]), (step,), f"answer: {answer}", answer)
 
 
 def _chain(source: Source) -> Plan:
     """A look-up whose result another tool needs."""
     looked = _lookup(source, numbers_only=True)
-    offer = source.until(lambda: _calculator(source), lambda offer: offer.name != looked.offer.name)
+    offer = source.until(lambda: _calculator(source), lambda offer: offer.name != looked.name)
     value = str(source.randint(12, 9999))
-    total = source.chance(0.35)
-    if total:
-        k, m = _entities(source, looked.entity, 2)
-        value, second = str(source.randint(1000, 99999)), str(source.randint(1000, 99999))
-        question = asked(source, **_SAID["total"]).format(q=looked.shown, k=k, l=m)
-        first = Step(
-            f"{looked.shown}: {looked.offer.name} for {k} and {m}, then {offer.name}.",
-            tuple((looked.offer.name, looked.offer.arguments(each)) for each in (k, m)),
-            tuple(_returned(source, looked.shown, each) for each in (value, second)),
-        )
-        op, b, result = "+", second, str(int(value) + int(second))
+    if source.chance(0.35):
+        sought, op = _entities(source, looked.entity, 2), "+"
+        values = [str(source.randint(1000, 99999)) for _ in range(2)]
+        value, b = values
+        question = asked(source, **_SAID["total"]).format(q=looked.shown, k=sought[0], l=sought[1])
     else:
-        (k,) = _entities(source, looked.entity, 1)
-        b = str(source.randint(12, 999))
-        question = asked(source, **_SAID["times"]).format(q=looked.shown, k=k, i=b)
-        first = Step(
-            f"{looked.shown}: {looked.offer.name} for {k}, then {offer.name}.",
-            ((looked.offer.name, looked.offer.arguments(k)),),
-            (_returned(source, looked.shown, value),),
-        )
-        op, result = "*", str(int(value) * int(b))
-    call = (offer.name, offer.arguments(value, op, b))
-    second_step = Step(
-        f"The result is {value}. Now {value} {op} {b}: {offer.name}.",
-        (call,),
-        (_returned(source, "result", result),),
+        sought, op = _entities(source, looked.entity, 1), "*"
+        values, b = [value], str(source.randint(12, 999))
+        question = asked(source, **_SAID["times"]).format(q=looked.shown, k=sought[0], i=b)
+    result = str(_OPERATORS[op](int(value), int(b)))
+    first = Step(
+        f"{looked.shown}: {looked.name} for {' and '.join(sought)}, then {offer.name}.",
+        tuple(looked.call(each) for each in sought),
+        tuple(_returned(source, looked.shown, each) for each in values),
     )
-    tools = _mixed(source, [looked.offer.fields, offer.fields])
-    return Plan(
-        question,
-        tools,
-        (first, second_step),
-        f"The result is {result}.",
-        result,
-        _keys([*first.calls, call]),
-    )
+    why = f"{_found(value)} Now {value} {op} {b}: {offer.name}."
+    second = Step(why, (offer.call(value, op, b),), (_returned(source, "result", result),))
+    tools = _mixed(source, [looked.fields, offer.fields])
+    return Plan(question, tools, (first, second), _found(result), result)
 
 
 def messages_of(step: Step, number: int) -> list[Fields]:
@@ -645,38 +590,37 @@ def calling(source: Source) -> Turn:
     before: list[Fields] = []
     for number, step in enumerate(plan.steps[:done]):
         before += messages_of(step, number)
-    if done < num_steps:
-        step = plan.steps[done]
-        if len(step.calls) == 2 and source.chance(0.15):
-            # Whoever allows one call at a time gets them one by one.
-            first, second = (
-                replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
-                for i in range(2)
-            )
-            before += messages_of(first, done)
-            step = replace(second, why=f"Next: {second.calls[0][0]}.")
-        forced = ""
-        if done == 0 and len(step.calls) == 1 and source.chance(0.08):
-            forced = "any" if source.chance(0.5) else step.calls[0][0]
+    if done == num_steps:
         return Turn(
             plan.question,
-            step.why,
-            "",
+            plan.reasoning,
+            plan.answer,
             plan.key,
-            "calls",
+            "answer",
             tools=plan.tools,
-            calls=step.calls,
             before=tuple(before),
-            forced=forced,
         )
+    step, forced = plan.steps[done], ""
+    if len(step.calls) == 2 and source.chance(0.15):
+        # A client that allows one call at a time gets them one by one.
+        first, second = (
+            replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
+            for i in range(2)
+        )
+        before += messages_of(first, done)
+        step = replace(second, why=f"Next: {second.calls[0][0]}.")
+    if done == 0 and len(step.calls) == 1 and source.chance(0.08):
+        forced = "any" if source.chance(0.5) else step.calls[0][0]
     return Turn(
         plan.question,
-        plan.reasoning,
-        plan.answer,
+        step.why,
+        "",
         plan.key,
-        "answer",
+        "calls",
         tools=plan.tools,
+        calls=step.calls,
         before=tuple(before),
+        forced=forced,
     )
 
 
@@ -684,12 +628,9 @@ def _once_more(source: Source) -> Turn:
     """A look-up, and then another with the same tool."""
     looked, looking = _lookup(source), _SAID["look_up"]
     k, m = _entities(source, looked.entity, 2)
-    question = asked(source, nouns=looking["nouns"], questions=looking["questions"]).format(
-        q=looked.shown, k=k
-    )
+    said = asked(source, nouns=looking["nouns"], questions=looking["questions"])
     value = _value(source, looked.values)
-    name, arguments = looked.offer.name, looked.offer.arguments
-    step = Step("", ((name, arguments(k)),), (_returned(source, looked.shown, value),))
+    step = Step("", (looked.call(k),), (_returned(source, looked.shown, value),))
     again = asked(source, **_SAID["again"]).format(k=m, q=looked.shown)
     before = [
         *messages_of(step, 0),
@@ -697,13 +638,13 @@ def _once_more(source: Source) -> Turn:
         {"role": "user", "content": again},
     ]
     return Turn(
-        question,
-        f"{looked.shown}: {name} for {m}.",
+        said.format(q=looked.shown, k=k),
+        f"{looked.shown}: {looked.name} for {m}.",
         "",
-        _keys([(name, arguments(each)) for each in (k, m)]),
+        _keys([looked.call(k), looked.call(m)]),
         "calls",
-        tools=_mixed(source, [looked.offer.fields], _others_of(source, "lookup")),
-        calls=((name, arguments(m)),),
+        tools=_mixed(source, [looked.fields], _others_of(source, "lookup")),
+        calls=(looked.call(m),),
         before=tuple(before),
     )
 
@@ -717,11 +658,7 @@ def needless(source: Source, turn: Turn) -> Turn:
         if not any(char.isdigit() for char in turn.question):
             tools.append(_calculator(source).fields)
         return replace(turn, tools=_mixed(source, tools, more=_NEVER_FITTING))
-    makers: tuple[Callable[[Source], Fields], ...] = (
-        lambda s: _calculator(s).fields,
-        lambda s: _lookup(s).offer.fields,
-        lambda s: _converter(s).fields,
-        _other,
-    )
-    tools = [maker(source) for maker in source.some(makers, 1, 3)]
+    makers = (*_KIND_TO_MAKER.values(), None)
+    some = source.some(makers, 1, 3)
+    tools = [maker(source).fields if maker else _other(source) for maker in some]
     return replace(turn, tools=_mixed(source, tools))
