@@ -13,15 +13,12 @@ from evals.frames import Said, Words, load
 from evals.wordings import Source
 from evals.words import (
     ANIMALS,
-    CITIES,
     COLOURS,
-    COUNTED,
     FOODS,
-    JOBS,
     NAMES,
     PLACES,
     THINGS,
-    WEEKDAYS,
+    WORDS,
     Turn,
     join_list,
     random_letters,
@@ -49,12 +46,13 @@ _TEXTS = load("filling", Filling)
 _FIELDS, _SAID, _DESCRIBED = _TEXTS.fields, _TEXTS.said, _TEXTS.described
 _RANGES = {
     "age": (1, 95),
-    "small": (2, 60),
+    "amount": (2, 60),
     "price": (2, 900),
     "hour": (1, 12),
     "year": (1850, 2025),
     "pages": (20, 900),
 }
+_POOLS = {**WORDS, "events": _TEXTS.events}
 _TYPES = {**dict.fromkeys(_RANGES, "integer"), "yes": "boolean"}
 
 
@@ -65,23 +63,11 @@ def _name(source: Source) -> str:
 
 
 def _value(source: Source, kind: str) -> Any:
-    pools = {
-        "city": CITIES,
-        "job": JOBS,
-        "animal": ANIMALS,
-        "food": FOODS,
-        "counted": COUNTED,
-        "colour": COLOURS,
-        "day": WEEKDAYS,
-        "place": PLACES,
-        "event": _TEXTS.events,
-        "thing": THINGS,
-    }
-    if kind in pools:
-        if kind in ("city", "thing", "counted", "place") and source.chance(0.1):
+    if kind in _POOLS:
+        if kind in ("cities", "things", "counted", "places") and source.chance(0.1):
             word = random_letters(source, 4, 8)
-            return word.capitalize() if kind == "city" else word
-        return source.choice(pools[kind])
+            return word.capitalize() if kind == "cities" else word
+        return source.choice(_POOLS[kind])
     if kind == "name":
         return _name(source)
     if kind == "full":
@@ -91,11 +77,11 @@ def _value(source: Source, kind: str) -> Any:
             source.choice((*COLOURS, *THINGS, *PLACES, *ANIMALS)).capitalize()
             for _ in range(source.randint(1, 3))
         )
-    if kind == "things":
+    if kind == "list of things":
         return source.sample((*THINGS, *FOODS), source.randint(2, 4))
-    if kind == "names":
+    if kind == "list of names":
         return source.sample(NAMES, source.randint(2, 4))
-    if kind == "numbers":
+    if kind == "list of numbers":
         return [source.randint(0, 99) for _ in range(source.randint(2, 4))]
     if kind == "yes":
         return source.chance(0.5)
@@ -116,15 +102,14 @@ def _written(source: Source, kind: str, value: Any) -> str:
 
 def _property(source: Source, kind: str, value: Any, described: bool) -> dict[str, Any]:
     if isinstance(value, list):
-        inner = "integer" if kind == "numbers" else "string"
+        inner = "integer" if kind == "list of numbers" else "string"
         found: dict[str, Any] = {"type": "array", "items": {"type": inner}}
     else:
         found = {"type": _TYPES.get(kind, "string")}
         if found["type"] == "integer" and source.chance(0.1):
             found["type"] = "number"
-    if kind in ("colour", "day") and source.chance(0.2):
-        pool = COLOURS if kind == "colour" else WEEKDAYS
-        others = [each for each in pool if each != value]
+    if kind in ("colours", "weekdays") and source.chance(0.2):
+        others = [each for each in _POOLS[kind] if each != value]
         found["enum"] = sorted([value, *source.sample(others, source.randint(2, 5))])
     if described and kind in _DESCRIBED:
         found["description"] = source.spelled(_DESCRIBED[kind]).replace(" .", ".")

@@ -42,7 +42,7 @@ Said = dict[str, Frames]
 
 
 def load(name: str, into: type[T]) -> T:
-    """Return what `evals/<name>.yaml` says. Raises ValueError if it is not of the type `into`."""
+    """Return the contents of `evals/<name>.yaml`. Raises msgspec.ValidationError if they do not fit `into`."""
     raw = msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yaml").read_bytes())
     return msgspec.convert(raw, into, dec_hook=partial(_made, raw.pop("parts", {})))
 

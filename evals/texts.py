@@ -6,7 +6,7 @@ sentence that answers. Knows nothing of sentences: they are in texts.yaml.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
 
@@ -50,6 +50,8 @@ class Known(msgspec.Struct, frozen=True):
 
     asks: dict[str, Wording]
     told: Frames = Frames("")
+    kind: str = "place"
+    """What it is about, in a word."""
 
 
 class Texts(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Texts(msgspec.Struct, frozen=True):
 
     layouts: Frames
     no_facts: Frames
+    days: list[str]
     facts: dict[str, Known]
     words: dict[str, Words]
 
@@ -93,7 +96,7 @@ class Fact:
     who: str = ""
     """Whom he or she is."""
     kind: str = ""
-    """What it is about, in a word (`_KINDS`)."""
+    """What it is about, in a word."""
 
     def tells(self, given: str) -> bool:
         """True if what a question gives is said of this fact."""
@@ -136,7 +139,8 @@ def _a(word: str) -> str:
 def _act(pool: Pool) -> Fact:
     """Somebody did something to a thing, somewhere, some day."""
     source = pool.source
-    n, wordings = pool.draw(NAMES), _FACTS["act"].asks
+    n, known = pool.draw(NAMES), _FACTS["act"]
+    wordings = known.asks
     v, b, pp = source.choice(_WORDS["verbs"]).split("/")
     if source.chance(0.08):
         root = random_letters(source, 3, 6)
@@ -165,26 +169,17 @@ def _act(pool: Pool) -> Fact:
     early = ""
     if source.chance(0.25):
         day = source.choice(WEEKDAYS)
-        when, answer = source.choice(
-            (
-                (f"on {day}", day),
-                ("yesterday", "yesterday"),
-                ("in the morning", "in the morning"),
-                (f"last {day}", f"last {day}"),
-                ("in the evening", "in the evening"),
-                (f"on {day}", day),
-                ("at noon", "at noon"),
-                ("today", "today"),
-            )
-        )
-        asks.append(Asks(answer, wordings["when"]))
+        when = source.choice(_TEXTS.days).format(d=day)
+        asks.append(Asks(when.removeprefix("on "), wordings["when"]))
         if source.chance(0.4):
             early = when[0].upper() + when[1:] + ("," if source.chance(0.6) else "") + " "
         else:
             said += f" {when}"
     if not early and said == obj and not many and source.chance(0.2):
-        return Fact(f"{obj[0].upper()}{obj[1:]} was {pp} by {n}.", slots, tuple(asks), n)
-    return Fact(f"{early}{n} {v} {said}.", slots, tuple(asks), n, read)
+        sentence, read = f"{obj[0].upper()}{obj[1:]} was {pp} by {n}.", ""
+    else:
+        sentence = f"{early}{n} {v} {said}."
+    return Fact(sentence, slots, tuple(asks), n, read, kind=known.kind)
 
 
 def _in_words(source: Source, value: str) -> tuple[str, str]:
@@ -200,7 +195,7 @@ def _told(pool: Pool, name: str, slots: dict[str, str], subject: str = "", **ans
     known = _FACTS[name]
     sentence = pool.source.frame(known.told).format(**slots)
     asks = tuple(Asks(answers[key], wording) for key, wording in known.asks.items())
-    return Fact(sentence, slots, asks, subject)
+    return Fact(sentence, slots, asks, subject, kind=known.kind)
 
 
 def _where(prep: str, place: str) -> str:
@@ -305,18 +300,14 @@ def _compared(pool: Pool) -> Fact:
 
 _MAKERS = (
     *(_act,) * 7,
-    _go,
-    _go,
-    _at,
-    _at,
+    *(_go,) * 2,
+    *(_at,) * 2,
     _has,
     _count,
-    _gave,
-    _gave,
+    *(_gave,) * 2,
     _age,
     _pet,
-    _thing_at,
-    _thing_at,
+    *(_thing_at,) * 2,
     _likes,
     _job,
     _city,
@@ -325,21 +316,6 @@ _MAKERS = (
     _event,
     _compared,
 )
-_KINDS: dict[Callable[[Pool], Fact], str] = {
-    _act: "did",
-    _has: "owner",
-    _count: "count",
-    _gave: "give",
-    _age: "age",
-    _pet: "animal",
-    _likes: "food",
-    _job: "job",
-    _relative: "person",
-    _price: "price",
-    _event: "time",
-    _compared: "size",
-}
-"""What a fact is about; the others are places."""
 _VERB_SLOTS = {"v", "b", "pp"}
 
 
@@ -350,7 +326,7 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
     last = None
     while len(facts) < num_facts:
         maker = source.choice(_MAKERS)
-        fact = _made(pool, maker)
+        fact = maker(pool)
         # Of one person no text says two ages, or two places.
         differ = maker is not last and not {maker, last} <= {_go, _at, _city}
         if facts and facts[-1].subject in NAMES and fact.subject and source.chance(0.2) and differ:
@@ -367,10 +343,6 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
     if num_facts > 1 and source.chance(0.22):
         facts = _joined(source, facts, source.randrange(len(facts) - 1))
     return pool, facts, " ".join(_read(facts))
-
-
-def _made(pool: Pool, maker: Callable[[Pool], Fact]) -> Fact:
-    return replace(maker(pool), kind=_KINDS.get(maker, "place"))
 
 
 def _read(facts: Sequence[Fact]) -> dict[str, str]:
@@ -471,7 +443,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
 
         def other() -> bool:
             with source.aside():  # Its sentence is not shown.
-                fact = _made(pool, source.choice(_MAKERS[:-1]))
+                fact = source.choice(_MAKERS[:-1])(pool)
             look(fact, source.choice(fact.asks))
             return not any(is_told for _, is_told in read)
 

@@ -180,16 +180,8 @@ def asked(
     """A question's wording with its braces still open: of a noun phrase, of an order (which begins
     with a verb), of a question or a story, or of something that needs nothing around it.
     """
-    kinds = [
-        (kind, frames)
-        for kind, frames in (
-            ("noun", nouns),
-            ("order", orders),
-            ("question", questions),
-            ("whole", whole),
-        )
-        if frames
-    ]
+    given = zip(_PLAIN, (nouns, orders, questions, whole), strict=True)
+    kinds = [(kind, frames) for kind, frames in given if frames]
     kind, frames = source.choices(kinds, [len(frames) ** 0.5 for _, frames in kinds])[0]
     core = source.frame(tuple(frames))
     if kind == "question" and source.chance(0.6):

@@ -12,12 +12,12 @@ from typing import Any
 
 from evals.frames import Words, load
 
-_WORDS = load("words", dict[str, Words])
-NAMES, PLACES, THINGS, COUNTED = (_WORDS[k] for k in ("names", "places", "things", "counted"))
-COLOURS, ANIMALS, CITIES = (_WORDS[k] for k in ("colours", "animals", "cities"))
-JOBS, FOODS = _WORDS["jobs"], _WORDS["foods"]
-MONTHS, WEEKDAYS = _WORDS["months"], _WORDS["weekdays"]
-ALL_LOWER: tuple[str, ...] = tuple(sorted({*_WORDS["plain"], *ANIMALS, *THINGS, *COLOURS, *PLACES}))
+WORDS = load("words", dict[str, Words])
+NAMES, PLACES, THINGS, COUNTED = (WORDS[k] for k in ("names", "places", "things", "counted"))
+COLOURS, ANIMALS, CITIES = (WORDS[k] for k in ("colours", "animals", "cities"))
+JOBS, FOODS = WORDS["jobs"], WORDS["foods"]
+MONTHS, WEEKDAYS = WORDS["months"], WORDS["weekdays"]
+ALL_LOWER: tuple[str, ...] = tuple(sorted({*WORDS["plain"], *ANIMALS, *THINGS, *COLOURS, *PLACES}))
 
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
@@ -101,7 +101,7 @@ def jumble(rng: random.Random, size: int) -> str:
     they are in the text, not what comes next in other texts.
     """
     words = rng.sample((*ALL_LOWER, *NAMES, *COUNTED, *THINGS), 2 + size // 2)
-    words += rng.sample(_WORDS["small"], rng.randint(1, 3))
+    words += rng.sample(WORDS["small"], rng.randint(1, 3))
     for i in range(len(words)):
         if rng.random() < 0.2:
             made_up = rng.random() < 0.7

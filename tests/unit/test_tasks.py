@@ -27,7 +27,7 @@ from evals.tasks import (
     sample_split,
     side,
 )
-from evals.texts import _KINDS
+from evals.texts import _FACTS
 from evals.wordings import Source, is_frame_held_out, is_one_in
 from evals.words import with_articles
 from hadal.console import tools
@@ -56,7 +56,8 @@ def test_a_text_is_read_from_what_is_asked_to_the_sentence_that_tells_it() -> No
         first, *read = example.reasoning.split("\n")
         sought = first.removeprefix("read: ")
         kind, given = sought.split(" ")[0], sought.split(", ")[1:]
-        assert kind in {*_KINDS.values(), "place", "count", "colour", "owner"}, sought
+        kinds = {known.kind for known in _FACTS.values()}
+        assert kind in {*kinds, "count", "colour", "owner"}, sought
         question = example.messages[-1]["content"].lower()
         for each in given:
             assert each.lower() in question, (sought, question)
@@ -208,6 +209,12 @@ def test_a_second_word_is_asked_about_as_it_is_counted() -> None:
         assert word == word.lower()
         assert then.answer == str(word.lower().count(letter))
         assert first.subject[0] == first.subject[0].lower()
+
+
+def test_a_frame_that_stands_twice_is_refused() -> None:
+    assert Frames("one\n\n  two") == ("one", "two")
+    with pytest.raises(ValueError, match="stands twice"):
+        Frames("one\ntwo\none")
 
 
 def test_drafts_that_were_dropped_leave_nothing_behind() -> None:
