@@ -93,12 +93,6 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """
     weight: float = 1.0
     """The tenant's, by which what is scarce is shared (policy/fairness)."""
-    most_pico_usd: int = 0
-    """What it can cost at most, where its tenant has a budget."""
-    is_let_in: bool = False
-    """Quotas and room were asked for it already: by the front before this one, in whose place it
-    still is, or a moment ago with others.
-    """
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -181,10 +175,27 @@ Key = tuple[str, int]
 
 
 # ---- gateway -> front (one process, but the message is the same as between two) ----
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Admission of the generations of one request."""
+
+    is_admitted: bool = False
+    """True if a front admitted them all; False: the front that gets them decides."""
+    most_pico_usd: tuple[int, ...] = ()
+    """Highest cost of each generation; empty: their tenant has no budget."""
+
+    def cost(self, index: int) -> int:
+        """Return the highest cost of one generation, pico-dollars."""
+        return self.most_pico_usd[index] if self.most_pico_usd else 0
+
+
 class Submit(Message, frozen=True):
-    """A new generation. Answered by Deliver effects, exactly one of them final."""
+    """One generation, new or resumed after the end of another front."""
 
     generation: Generation
+    is_admitted: bool = False
+    """As its ticket has it."""
+    most_pico_usd: int = 0
+    """Highest cost, reserved from the tenant's budget."""
 
 
 class TurnedAway(Message, frozen=True):
@@ -902,6 +913,7 @@ class Open(Message, frozen=True):
 
     gateway: str
     generations: tuple[Generation, ...]
+    ticket: Ticket = Ticket()
     log_id: str = ""
     """The HTTP request's id, by which logs name it."""
 

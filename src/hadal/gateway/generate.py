@@ -101,16 +101,10 @@ class Generate:
         request_id: str,
     ) -> int:
         gateway = self._gateway
-        gateway.link.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
+        gateway.link.check_room(tenant.name)  # Or it is refused before it costs more.
         work, formatter = await self._prepare(body, request_id, tenant)
-        generations = gateway.desk.priced(work, tenant)
-        gateway.link.check_room(
-            tenant.name,
-            len(generations),
-            sum(len(generation.prompt) for generation in generations),
-            sum(generation.most_pico_usd for generation in generations),
-        )
-        reply = gateway.desk.begin(work, formatter, generations, request_id, times)
+        ticket = gateway.desk.reserve(work, tenant)
+        reply = gateway.desk.begin(work, formatter, ticket, request_id, times)
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
         end = "500"
         try:

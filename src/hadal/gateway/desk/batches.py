@@ -34,7 +34,7 @@ from starlette.types import Message
 from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
-from hadal.core.messages import Generation
+from hadal.core.messages import Ticket
 from hadal.gateway.desk.auth import EVERYONE, Tenant
 from hadal.gateway.desk.desk import Formatter
 from hadal.gateway.desk.gateway import Gateway
@@ -433,7 +433,7 @@ class BatchWorker:
                 reply = None
                 try:
                     found = await self._until_valley(batch, work)
-                    if isinstance(found, tuple):
+                    if isinstance(found, Ticket):
                         # Nothing is awaited since the front was asked.
                         times = Times(self._gateway.clock.now())
                         reply = self._gateway.desk.begin(
@@ -449,15 +449,13 @@ class BatchWorker:
                 await asyncio.sleep(min(wait_s, _LOOK_S))
         return None
 
-    async def _until_valley(
-        self, batch: BatchRow, work: Work
-    ) -> tuple[Generation, ...] | ApiError | None:
-        """Wait until the load leaves room. Returns what to begin, or what its tenant's quota says
-        against it; None if it is not to be begun any more.
+    async def _until_valley(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
+        """Wait until the load leaves room. Returns the line's ticket, or the refusal of its tenant's
+        quota; None if it is not to be begun any more.
         """
         while (tenant := self._tenant_of(batch)) is not None:
             try:
-                return self._room_for(work, tenant)
+                return self._gateway.desk.reserve(work, tenant, is_batch=True)
             except ApiError as refusal:
                 if refusal.code == NEVER_CODE:
                     raise
@@ -465,20 +463,6 @@ class BatchWorker:
                     return refusal
             await asyncio.sleep(VALLEY_S)
         return None
-
-    def _room_for(self, work: Work, tenant: Tenant) -> tuple[Generation, ...]:
-        """What to begin for a line, with what it can cost where its tenant has a budget now.
-        Raises ApiError where there is no room for it.
-        """
-        generations = self._gateway.desk.priced(work, tenant, is_batch=True)
-        self._gateway.link.check_room(
-            batch_of(tenant.name),
-            len(generations),
-            sum(len(one.prompt) for one in generations),
-            sum(one.most_pico_usd for one in generations),
-        )
-        # What the first of them takes of room and quota is no reason to refuse the others.
-        return tuple(msgspec.structs.replace(one, is_let_in=True) for one in generations)
 
     async def _run(
         self,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from hadal import __version__
 from hadal.core.facts import RequestFact
-from hadal.core.messages import Generation
+from hadal.core.messages import Ticket
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
@@ -45,42 +43,42 @@ class Desk:
         self._clock = clock
         self._patience = patience
 
-    def priced(
-        self, work: Work, tenant: Tenant, *, is_batch: bool = False
-    ) -> tuple[Generation, ...]:
-        """Return the generations of a request, each with its highest cost if its tenant has a
-        budget.
+    def reserve(self, work: Work, tenant: Tenant, *, is_batch: bool = False) -> Ticket:
+        """Return the ticket to `begin` a request, before anything else is awaited. Raises ApiError,
+        429 or 503.
         """
-        generations = tuple(choice.generation for choice in work.choices)
+        generations = [choice.generation for choice in work.choices]
+        costs = self._most_pico_usd(work, tenant, is_batch=is_batch)
+        return self._link.reserve(work.choices[0].generation.tenant, generations, costs)
+
+    def _most_pico_usd(self, work: Work, tenant: Tenant, *, is_batch: bool) -> tuple[int, ...]:
+        """Return the highest cost of each generation; none for a tenant without a budget."""
         if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
-            return generations
+            return ()
         # The prompt is charged once, and to which of its choices is not known yet.
         n, most = work.ask.n, self.accounting.most
         likely = self._service.limits.likely_output_tokens
         is_limited = work.ask.max_tokens is not None
         return tuple(
-            msgspec.structs.replace(
-                one,
-                most_pico_usd=most(
-                    0 if at % n else len(one.prompt),
-                    one.max_tokens if is_limited else min(one.max_tokens, likely),
-                    is_batch=is_batch,
-                ),
+            most(
+                0 if at % n else len(one.prompt),
+                one.max_tokens if is_limited else min(one.max_tokens, likely),
+                is_batch=is_batch,
             )
-            for at, one in enumerate(generations)
+            for at, one in enumerate(choice.generation for choice in work.choices)
         )
 
     def begin(
         self,
         work: Work,
         formatter: Formatter,
-        generations: tuple[Generation, ...],
+        ticket: Ticket,
         request_id: str,
         times: Times,
         *,
         is_batch: bool = False,
     ) -> Reply:
-        """Submit generations and return the reply made of them. The caller ends it with `end`."""
+        """Submit a request's generations and return its reply. The caller ends it with `end`."""
         model, patience = self._service.model, self._patience
         head = Head(
             request_id,
@@ -94,7 +92,7 @@ class Desk:
         times.is_read = True
         reply = Reply(
             work,
-            self._link.open(generations),
+            self._link.open([choice.generation for choice in work.choices], ticket),
             self._link,
             formatter(head, model.vocabulary),
             times,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -40,6 +40,7 @@ from hadal.core.messages import (
     QueryReply,
     Quota,
     Spent,
+    Ticket,
     Totals,
     UnitDown,
 )
@@ -81,6 +82,10 @@ class _Sent:
     mailbox: Mailbox
     generation: Generation
     sent_s: float
+    most_pico_usd: int
+    """Highest cost; 0 without a budget."""
+    is_admitted: bool = False
+    """A front admitted it, which may have ended since."""
     output: list[int] = field(default_factory=list)
     """The generation's tokens so far."""
     is_resumed: bool = False
@@ -90,17 +95,24 @@ class _Sent:
 
     def again(self, front_spoke_s: float) -> Generation:
         """Return the generation as another attempt, which begins where this one is. The next front
-        asks for quotas where the one before, which spoke last then, may never have seen it.
+        decides on its admission if the front before, which spoke last at `front_spoke_s`, may never
+        have seen it.
         """
-        is_seen = bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
+        self.is_admitted |= bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
         self.is_resumed = bool(self.output)
         self.generation = msgspec.structs.replace(
             self.generation,
             output=tuple(self.output),
             attempt=self.generation.attempt + ATTEMPTS_OF_A_FRONT,
-            is_let_in=self.generation.is_let_in or is_seen,
         )
         return self.generation
+
+
+def _ticket_of(choices: Sequence[_Sent]) -> Ticket:
+    """Return the ticket for choices of one request: a front admitted all of them, or none."""
+    return Ticket(
+        any(sent.is_admitted for sent in choices), tuple(sent.most_pico_usd for sent in choices)
+    )
 
 
 ATTEMPTS_OF_A_FRONT = 1 << 20
@@ -175,10 +187,14 @@ class FarHost(Doors):
                             "%s is not for a gateway without the front", type(message).__name__
                         )
 
-    def check_room(
-        self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
-    ) -> None:
-        """Nothing is refused here: the front lets generations in or not when they are opened."""
+    def check_room(self, tenant: str) -> None:
+        """Refuse nothing: the front decides when generations are opened."""
+
+    def reserve(
+        self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
+    ) -> Ticket:
+        """Return a ticket on which the front decides."""
+        return Ticket(False, most_pico_usd)
 
     async def check_counting(self, tenant: str) -> None:
         """Raise ApiError 429 if the tenant has no tokens left to have a prompt counted. Nothing is
@@ -214,18 +230,19 @@ class FarHost(Doors):
             self._charged.popleft()
         self._wire.send(FRONT, charged)
 
-    def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is
-        returned.
-        """
+    def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
+        """Submit the choices of one request; the mailbox receives their deliveries."""
         mailbox, begun = mailbox_for(generations, self.close)
         if begun:
-            self._sent |= {
-                generation.request_id: _Sent(mailbox, generation, self._now())
-                for generation in begun
-            }
+            now_s = self._now()
+            sent = [
+                _Sent(mailbox, generation, now_s, ticket.cost(index))
+                for index, generation in enumerate(generations)
+                if generation.max_tokens
+            ]
+            self._sent |= {one.generation.request_id: one for one in sent}
             self._idle.clear()
-            self._wire.send(FRONT, Open(self._name, begun, mailbox.log_id))
+            self._wire.send(FRONT, Open(self._name, begun, _ticket_of(sent), mailbox.log_id))
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
@@ -289,7 +306,8 @@ class FarHost(Doors):
         for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
             choices = list(group)
             again = tuple(sent.generation if is_first else sent.again(spoke_s) for sent in choices)
-            self._wire.send(FRONT, Open(self._name, again, choices[0].mailbox.log_id))
+            ticket, log_id = _ticket_of(choices), choices[0].mailbox.log_id
+            self._wire.send(FRONT, Open(self._name, again, ticket, log_id))
 
     def _delivered(self, delivers: Iterable[Deliver]) -> None:
         unknown = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S
@@ -40,6 +40,7 @@ from hadal.core.messages import (
     Returned,
     Spent,
     Submit,
+    Ticket,
     Trace,
     TraceRequest,
     TurnedAway,
@@ -202,14 +203,26 @@ class Host(Doors):
                 # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
                 self._tell_others()
 
-    def check_room(
+    def check_room(self, tenant: str) -> None:
+        """Raise ApiError, 429 or 503, if not one more generation of a tenant would be admitted.
+        Asked before a body is read, it spares that work.
+        """
+        self._check(tenant, 1)
+
+    def reserve(
+        self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
+    ) -> Ticket:
+        """Return the ticket with which `open` submits these generations, all of them or none. The
+        caller awaits nothing in between. `most_pico_usd`: highest cost of each, empty without a
+        budget. Raises ApiError, 429 or 503.
+        """
+        num_tokens = sum(len(generation.prompt) for generation in generations)
+        self._check(tenant, len(generations), num_tokens, sum(most_pico_usd))
+        return Ticket(True, most_pico_usd)
+
+    def _check(
         self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
     ) -> None:
-        """Raise ApiError, 429 or 503, if so many more generations of a tenant would not be let in.
-
-        `num_tokens`: tokens of their prompts; 0 before those are read. `most_pico_usd`: what they
-        can cost together.
-        """
         refusal = self._front.refusal(self._now(), tenant, num_wanted, num_tokens, most_pico_usd)
         if refusal is not None:
             if refusal.is_for_room:
@@ -245,15 +258,13 @@ class Host(Doors):
         """The ledger was read."""
         self._handle([spent])
 
-    def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is
-        returned.
-        """
+    def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
+        """Submit the choices of one request; the mailbox receives their deliveries."""
         mailbox, begun = mailbox_for(generations, self.close)
         if begun:
             self._mailboxes |= {generation.request_id: mailbox for generation in begun}
             self._idle.clear()
-            self._handle([Submit(generation) for generation in begun])
+            self._handle(list(_submits(generations, ticket)))
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
@@ -425,25 +436,24 @@ class Host(Doors):
                 name, FrontHeartbeat(self._epoch, self._front.snapshot(), self.gateways)
             )
 
-    def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
-        """All of a request, or none. Those that a front before this one let in go on."""
-        new = [generation for generation in generations if not generation.is_let_in]
+    def _admit(self, generations: Sequence[Generation], ticket: Ticket) -> Iterator[Event]:
+        """Yield the events of another gateway's request: all its generations begin, or none."""
+        if not generations:
+            return
         refusal = None
-        if new:
+        num_tokens = sum(len(generation.prompt) for generation in generations)
+        if not ticket.is_admitted:
+            tenant, most_pico_usd = generations[0].tenant, sum(ticket.most_pico_usd)
             refusal = self._front.refusal(
-                self._now(),
-                new[0].tenant,
-                len(new),
-                sum(len(generation.prompt) for generation in new),
-                sum(generation.most_pico_usd for generation in new),
+                self._now(), tenant, len(generations), num_tokens, most_pico_usd
             )
+        if refusal is None:
+            yield from _submits(generations, Ticket(True, ticket.most_pico_usd))
+            return
         for generation in generations:
-            if refusal is None or generation.is_let_in:
-                yield Submit(generation)
-            else:
-                self._apply(refused(generation.request_id, refusal))
-        if refusal is not None and refusal.is_for_room:
-            yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
+            self._apply(refused(generation.request_id, refusal))
+        if refusal.is_for_room:
+            yield TurnedAway(len(generations), num_tokens)
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
         """Turn a message into events for the front: another gateway's becomes what it would be if
@@ -465,12 +475,8 @@ class Host(Doors):
                 if pid != self._ended.get(gateway):
                     self._present[gateway] = pid
                     self._idle.clear()
-            case Open(gateway, generations, log_id) if gateway in self._outboxes:
-                new = [
-                    generation
-                    for generation in generations
-                    if generation.request_id not in self._mailboxes
-                ]
+            case Open(gateway, generations, ticket, log_id) if gateway in self._outboxes:
+                new, ticket = _without(self._mailboxes.keys(), generations, ticket)
                 self._mailboxes |= {
                     generation.request_id: self._outboxes[gateway] for generation in new
                 }
@@ -478,7 +484,7 @@ class Host(Doors):
                     generation.request_id: log_id for generation in new
                 }
                 self._idle.clear()
-                return list(self._let_in(new))
+                return list(self._admit(new, ticket))
             case Leave(gateway, request_ids) if gateway in self._outboxes:
                 mine = self._outboxes[gateway].open_ids.keys() & request_ids
                 return [Cancel(request_id, -1) for request_id in sorted(mine)]
@@ -498,3 +504,19 @@ class Host(Doors):
                     self._log_returned(message)
                 return [message]
         return []
+
+
+def _submits(generations: Sequence[Generation], ticket: Ticket) -> Iterator[Event]:
+    """Yield a Submit for each generation that wants a token."""
+    for index, generation in enumerate(generations):
+        if generation.max_tokens:
+            yield Submit(generation, ticket.is_admitted, ticket.cost(index))
+
+
+def _without(
+    open_ids: Collection[str], generations: Sequence[Generation], ticket: Ticket
+) -> tuple[list[Generation], Ticket]:
+    """Return the generations that are not open yet, and the ticket for them."""
+    new = [at for at, one in enumerate(generations) if one.request_id not in open_ids]
+    costs = tuple(ticket.most_pico_usd[at] for at in new) if ticket.most_pico_usd else ()
+    return [generations[at] for at in new], Ticket(ticket.is_admitted, costs)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hadal.core.messages import AnyMessage, Charged, FrontSnapshot, Generation, Quota, Spent
+from hadal.core.messages import AnyMessage, Charged, FrontSnapshot, Generation, Quota, Spent, Ticket
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError, overloaded, sentence
@@ -50,13 +50,17 @@ class FrontLink(Protocol):
     def snapshot(self) -> FrontSnapshot:
         """Return the front's state as this gateway knows it."""
 
-    def check_room(
-        self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
-    ) -> None:
-        """Raise ApiError, 429 or 503, if `num_wanted` more generations of a tenant are not admitted.
+    def check_room(self, tenant: str) -> None:
+        """Raise ApiError, 429 or 503, if not one more generation of a tenant would be admitted.
+        Asked before a body is read, it spares that work.
+        """
 
-        `num_tokens`: tokens of their prompts, 0 before those are read. `most_pico_usd`: their highest
-        cost together.
+    def reserve(
+        self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
+    ) -> Ticket:
+        """Return the ticket with which `open` submits these generations, all of them or none. The
+        caller awaits nothing in between. `most_pico_usd`: highest cost of each, empty without a
+        budget. Raises ApiError, 429 or 503.
         """
 
     async def check_counting(self, tenant: str) -> None:
@@ -77,7 +81,7 @@ class FrontLink(Protocol):
     def charged(self, charged: Charged) -> None:
         """Give the front the charge of one generation, as it was recorded."""
 
-    def open(self, generations: Iterable[Generation]) -> Mailbox:
+    def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
         """Submit the choices of one request; the mailbox receives their deliveries."""
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:

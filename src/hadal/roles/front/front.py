@@ -168,8 +168,8 @@ class Front:
                 self._load(now_s, event)
             case Cached():
                 self.units.cached(event)
-            case Submit(generation):
-                self._submit(now_s, generation)
+            case Submit():
+                self._submit(now_s, event)
             case Charged():
                 self.tenants.charged(now_s, event)
             case Counted(tenant, num_tokens):
@@ -211,7 +211,8 @@ class Front:
                 raise InvariantError(f"the front cannot take {type(event).__name__}")
 
     # ---- new requests ----
-    def _submit(self, now_s: float, generation: Generation) -> None:
+    def _submit(self, now_s: float, submit: Submit) -> None:
+        generation = submit.generation
         request_id = generation.request_id
         if request_id in self.requests.by_id:
             raise InvariantError(f"the request id {request_id} is in use.")
@@ -227,9 +228,9 @@ class Front:
         may_hold_none = self._config.limits.max_queued == self.requests.num_waiting == 0
         is_placeable = may_hold_none and self.routing.has_room(generation)
         refusal = None
-        if not generation.is_let_in:
+        if not submit.is_admitted:
             refusal = self._quota_refusal(
-                now_s, generation.tenant, 1, len(generation.prompt), generation.most_pico_usd
+                now_s, generation.tenant, 1, len(generation.prompt), submit.most_pico_usd
             ) or self._admit(now_s, generation.tenant, 1, int(is_placeable))
         if refusal is not None:
             # More units would not let in what a quota keeps out.
@@ -242,9 +243,7 @@ class Front:
             generation, self._config.limits.request_timeout_s, keeps_text=self._keeps_text
         )
         tenant = generation.tenant
-        self.tenants.begin(
-            now_s, request_id, tenant, len(generation.prompt), generation.most_pico_usd
-        )
+        self.tenants.begin(now_s, request_id, tenant, len(generation.prompt), submit.most_pico_usd)
         limits = self.tenants.limits(now_s, tenant, self.requests.tenant_to_open[tenant])
         if limits is not None:
             self._out.append(Deliver(request_id, (), limits=limits))
