@@ -1,4 +1,5 @@
-"""What schemathesis is told of this server: which model there is, and to ask for short replies.
+"""What schemathesis is told of this server: which model there is, to ask for short replies, and to read
+good replies and streams with the clients' types that /openapi.json names.
 
 Two requests of three name the model that is served, since one drawn at random is refused before
 anything else is looked at; and where a chat may be empty as far as its type says, it is not.
@@ -6,10 +7,13 @@ anything else is looked at; and where a chat may be empty as far as its type say
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 import schemathesis
+
+from tests.reply_types import read
 
 MODEL = "HADAL_TESTED_MODEL"
 MAX_TOKENS = 4
@@ -30,3 +34,27 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
         value = body.get(name)
         if type(value) is int and MAX_TOKENS < value < 2**63:  # Beyond it is no number of theirs.
             body[name] = MAX_TOKENS
+
+
+@schemathesis.check
+def read_by_its_client(context: Any, response: Any, case: Any) -> None:
+    """Read a good reply, or each event of a stream, with the type that its description names."""
+    path = case.operation.schema.raw_schema["paths"][case.operation.path]
+    operation = path.get(case.method.lower())
+    if operation is None or response.status_code != 200:
+        return
+    content = operation["responses"]["200"]["content"]
+    kind = response.headers["content-type"][0].partition(";")[0]
+    schema = content[kind]["schema"]
+    if kind == "application/json" and "title" in schema:
+        read(schema["title"], response.json())
+    if kind != "text/event-stream":
+        return
+    name = schema["properties"]["data"]["title"]
+    for line in response.text.splitlines():
+        data = line.removeprefix("data: ")
+        if data in (line, "[DONE]"):
+            continue
+        fields = json.loads(data)
+        if "error" not in fields and fields.get("type") != "ping":
+            read(name, fields, is_event=True)

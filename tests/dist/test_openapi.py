@@ -31,6 +31,7 @@ CHECKS = (
     "unsupported_method",
     "use_after_free",
     "ignored_auth",
+    "read_by_its_client",
 )
 NUM_EXAMPLES, PHASES = (200, "coverage,fuzzing,stateful") if FULL else (2, "coverage,fuzzing")
 TIMEOUT_S = 3000 if FULL else 900

@@ -1,6 +1,8 @@
-"""/openapi.json: what is served, made from the structs that read bodies and those that replies have.
+"""/openapi.json: what is served, made from the structs that read bodies and those that errors and
+Hadal's own replies are encoded from.
 
-An endpoint is one row of the table in gateway/app, from which both its route and its description
+A reply in OpenAI's or Anthropic's format has no schema here but a title: the type of their client for
+Python that reads it. An endpoint is one row of the table in gateway/endpoints, from which both its route and its description
 follow; so nothing is served that is not described. Knows OpenAPI 3.1, no handler and no socket.
 """
 
@@ -10,9 +12,10 @@ import http
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from hadal import __version__
 from hadal.gateway.field_table import CHAT as CHAT_FIELDS
@@ -31,39 +34,16 @@ from hadal.gateway.responses import ResponsesRequest
 from hadal.gateway.shapes import (
     ApiErrorReply,
     AuditReply,
-    BatchList,
-    BatchObject,
-    ChatReply,
     Detokenized,
-    FileDeleted,
-    FileList,
-    FileObject,
-    FileUpload,
     Greeting,
     HealthReply,
-    ItemList,
     MessageErrorReply,
-    MessageReply,
-    ModelList,
-    ModelOrList,
     ResponseDeleted,
-    ResponseReply,
-    TextReply,
     TokenCount,
     Tokenized,
 )
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_STREAM = {
-    "text/event-stream": {
-        "schema": {
-            "type": "object",
-            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-            "required": ["data"],
-        }
-    }
-}
-"""Of each event; its `data` is JSON, or [DONE] where OpenAI's older endpoints end."""
 ALWAYS = (403, 421)
 """What any path may answer: a server without keys is asked by a name or a page that is not its
 own.
@@ -74,32 +54,51 @@ GENERATES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 @dataclass(frozen=True)
 class Operation:
-    """What one method at one path does. `reply` None: a text of `media_type`."""
+    """What one method at one path does."""
 
     summary: str
     reply: Any = None
+    """The struct that it is encoded from, or the name of the clients' type that reads it; None: it is
+    a text of `media_type`.
+    """
     body: type[msgspec.Struct] | None = None
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] = ApiErrorReply
     media_type: str = "application/json"
     other_statuses: tuple[int, ...] = ()
     """With which the same reply may come."""
-    streams: bool = False
+    event: str = ""
+    """The name of the clients' type that reads an event's data; empty: nothing is streamed."""
     needs_key: bool = True
     query: Mapping[str, str] = field(default_factory=dict)
     """What may stand behind the question mark, and what it means."""
     body_type: str = "application/json"
 
 
-CHAT = Operation("A chat's reply.", ChatReply, ChatRequest, GENERATES, streams=True)
-COMPLETION = Operation("How a text goes on.", TextReply, CompletionRequest, GENERATES, streams=True)
+class FileUpload(msgspec.Struct, forbid_unknown_fields=True):
+    """The form that brings a file, which gateway/batch_pages reads."""
+
+    purpose: Literal["batch"]
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+
+
+# Types of OpenAI's and Anthropic's clients for Python.
+_BATCH, _FILE, _MODEL = (f"openai.types.{name}" for name in ("Batch", "FileObject", "Model"))
+_RESPONSES = "openai.types.responses"
+_CHATS = "openai.types.chat.ChatCompletion"
+_TEXTS = "openai.types.Completion"
+_PAGE = "openai.pagination.SyncCursorPage[{}]"
+_MODELS = f"openai.pagination.SyncPage[{_MODEL}]"
+
+CHAT = Operation("A chat's reply.", _CHATS, ChatRequest, GENERATES, event=f"{_CHATS}Chunk")
+COMPLETION = Operation("How a text goes on.", _TEXTS, CompletionRequest, GENERATES, event=_TEXTS)
 MESSAGES = Operation(
     "A chat's reply in Anthropic's format.",
-    MessageReply,
+    "anthropic.types.Message",
     MessagesRequest,
     GENERATES,
     MessageErrorReply,
-    streams=True,
+    event="anthropic.types.RawMessageStreamEvent",
 )
 COUNT = Operation(
     "How many tokens a chat has.", TokenCount, CountRequest, GENERATES, MessageErrorReply
@@ -108,16 +107,16 @@ TOKENIZE = Operation("The tokens of a prompt or a chat.", Tokenized, TokenizeReq
 DETOKENIZE = Operation("The text of some tokens.", Detokenized, DetokenizeRequest, GENERATES)
 RESPONSES = Operation(
     "A chat's reply as items, which may be kept to go on from.",
-    ResponseReply,
+    f"{_RESPONSES}.Response",
     ResponsesRequest,
     GENERATES,
-    streams=True,
+    event=f"{_RESPONSES}.ResponseStreamEvent",
 )
-RESPONSE = Operation("A response that is kept.", ResponseReply, errors=(400, 404))
+RESPONSE = Operation("A response that is kept.", f"{_RESPONSES}.Response", errors=(400, 404))
 RESPONSE_DELETED = Operation("Keep a response no longer.", ResponseDeleted, errors=(404,))
 RESPONSE_INPUT = Operation(
     "What a response was asked.",
-    ItemList,
+    f"{_RESPONSES}.ResponseItemList",
     errors=(400, 404),
     query={
         "order": "asc or desc, which is the default",
@@ -131,31 +130,35 @@ _LATEST = {
 }
 FILE_UPLOADED = Operation(
     "Keep a file of requests.",
-    FileObject,
+    _FILE,
     FileUpload,
     (400, 408, 413, 415, 429),
     body_type="multipart/form-data",
 )
 FILES = Operation(
     "The files that are kept, the latest first.",
-    FileList,
+    _PAGE.format(_FILE),
     errors=(400, 404),
     query={**_LATEST, "purpose": "those for it alone", "order": "asc: the oldest first"},
 )
-FILE = Operation("A file, without its contents.", FileObject, errors=(404,))
-FILE_DELETED = Operation("Keep a file no longer.", FileDeleted, errors=(404,))
+FILE = Operation("A file, without its contents.", _FILE, errors=(404,))
+FILE_DELETED = Operation("Keep a file no longer.", "openai.types.FileDeleted", errors=(404,))
 FILE_CONTENT = Operation("A file's contents.", media_type="application/octet-stream", errors=(404,))
 BATCH_CREATED = Operation(
     "Have a file's requests answered within a day.",
-    BatchObject,
+    _BATCH,
     NewBatch,
     (400, 404, 408, 413, 415, 429),
 )
-BATCHES = Operation("The batches, the latest first.", BatchList, errors=(400, 404), query=_LATEST)
-BATCH_READ = Operation("A batch as it stands.", BatchObject, errors=(404,))
-BATCH_CANCELLED = Operation("Begin no more of a batch.", BatchObject, errors=(404, 409))
-MODELS = Operation("The models that are served.", ModelList)
-MODEL = Operation("A model.", ModelOrList, errors=(404,))
+BATCHES = Operation(
+    "The batches, the latest first.", _PAGE.format(_BATCH), errors=(400, 404), query=_LATEST
+)
+BATCH_READ = Operation("A batch as it stands.", _BATCH, errors=(404,))
+BATCH_CANCELLED = Operation("Begin no more of a batch.", _BATCH, errors=(404, 409))
+MODELS = Operation("The models that are served.", _MODELS)
+MODEL = Operation(
+    "A model, or all of them where the name is empty.", f"{_MODEL} | {_MODELS}", errors=(404,)
+)
 ROOT = Operation("What this server is.", Greeting, needs_key=False)
 HEALTH = Operation(
     "Whether requests can be answered.", HealthReply, other_statuses=(503,), needs_key=False
@@ -221,7 +224,9 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
     for row in rows:
         about = row.about
         kinds |= dict.fromkeys(
-            kind for kind in (about.body, about.reply, about.error) if kind is not None
+            kind
+            for kind in (about.body, about.reply, about.error)
+            if kind is not None and not isinstance(kind, str)
         )
     schemas, components = msgspec.json.schema_components(
         tuple(kinds), ref_template="#/components/schemas/{name}"
@@ -239,7 +244,9 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
             "title": "Hadal",
             "version": __version__,
             "description": f"Serves {model}. docs/api.md lists the fields of other services that change"
-            " nothing here, and those that are refused by name.",
+            " nothing here, and those that are refused by name. The title of a reply in another"
+            " service's format, or of an event's data, is the type of that service's client for Python"
+            " that reads it.",
         },
         "paths": paths,
         "components": {
@@ -256,8 +263,13 @@ def _operation(
     row: Described, kind_to_schema: Mapping[Any, Any], *, is_open: bool
 ) -> dict[str, Any]:
     about = row.about
-    schema = {"type": "string"} if about.reply is None else kind_to_schema[about.reply]
-    content = {about.media_type: {"schema": schema}} | (_STREAM if about.streams else {})
+    schema: dict[str, Any] = {"type": "string"}
+    if about.reply is not None:
+        is_named = isinstance(about.reply, str)
+        schema = _read_as(about.reply) if is_named else kind_to_schema[about.reply]
+    content = {about.media_type: {"schema": schema}}
+    if about.event:
+        content["text/event-stream"] = {"schema": _stream_of(about.event)}
     responses = {
         str(status): {"description": http.HTTPStatus(status).phrase, "content": content}
         for status in (200, *about.other_statuses)
@@ -291,6 +303,19 @@ def _operation(
     if row.also:
         operation["x-also-at"] = list(row.also)
     return operation
+
+
+def _read_as(name: str) -> dict[str, Any]:
+    """Return the schema of an object that the clients' type of this name reads."""
+    return {"type": "object", "title": name}
+
+
+def _stream_of(name: str) -> dict[str, Any]:
+    """Return the schema of an event. Its data is JSON that the clients' type of this name reads, or [DONE]
+    where OpenAI's older endpoints end.
+    """
+    properties = {"event": {"type": "string"}, "data": {"type": "string", "title": name}}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _name(row: Described) -> str:

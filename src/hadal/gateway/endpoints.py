@@ -64,6 +64,7 @@ from hadal.gateway.responses import (
     read_response,
     references_of,
 )
+from hadal.gateway.shapes import Greeting, HealthReply, ResponseDeleted, Shape, TokenCount
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -102,7 +103,7 @@ def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
 
 def _answering(
     gateway: Gateway,
-    answer: Callable[[bytes, Tenant], Awaitable[dict[str, Any]]],
+    answer: Callable[[bytes, Tenant], Awaitable[Shape]],
     counts: str = "",
 ) -> _Endpoint:
     """An endpoint that answers a body at once, for those who may generate and within their limits.
@@ -116,10 +117,10 @@ def _answering(
         with gateway.intake.permits.take(tenant.name):
             if counts:
                 await gateway.link.check_counting(tenant.name)
-            fields = await answer(body, tenant)
+            reply = await answer(body, tenant)
             if counts:
-                gateway.link.counted(tenant.name, fields[counts])
-            return _json(fields)
+                gateway.link.counted(tenant.name, getattr(reply, counts))
+            return _json(reply)
 
     return endpoint
 
@@ -208,7 +209,7 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     async def delete(request: Request) -> Response:
         await found(request, deletes=True)
         response_id = request.path_params["response_id"]
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return _json(ResponseDeleted(response_id, "response", True))
 
     async def items(request: Request) -> Response:
         kept = await found(request, "input")
@@ -259,8 +260,8 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
     endpoints = _generating(gateway)
     documents: dict[bool, bytes] = {}
 
-    async def count(body: bytes, tenant: Tenant) -> dict[str, Any]:
-        return {"input_tokens": await service.count(body, tenant, parse_count)}
+    async def count(body: bytes, tenant: Tenant) -> TokenCount:
+        return TokenCount(await service.count(body, tenant, parse_count))
 
     async def openapi(request: Request) -> Response:
         is_open = gateway.tenancy.keys.is_open
@@ -271,12 +272,11 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
 
     async def health(request: Request) -> Response:
         status, fields = gateway.readiness.health()
-        return _json({**fields, "model": service.model.name}, status)
+        return _json(HealthReply(**fields, model=service.model.name), status)
 
     async def root(request: Request) -> Response:
         names = [f"{each.method} {each.path}" for each in endpoints if each.path != "/v1"]
-        model = service.model.name
-        return _json({"server": f"Hadal {__version__}", "model": model, "endpoints": names})
+        return _json(Greeting(f"Hadal {__version__}", service.model.name, names))
 
     async def metrics(request: Request) -> Response:
         if not gateway.deployment.gateway.open_metrics:

@@ -1,4 +1,6 @@
-"""/openapi.json is true: every route is in it, and every reply is what it says."""
+"""/openapi.json is true: every route is in it, every reply is what it says, and the clients' types that
+it names read every reply and every event of a stream.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator
@@ -18,16 +21,44 @@ from hadal.gateway.edge.guard import Edge
 from hadal.gateway.endpoints import endpoints_of
 from hadal.runtime.batches import BatchStore
 from hadal.runtime.ledger.store import ledger_url
+from tests.reply_types import read
 
+from .event_streams import named_events
 from .fake_units import FakeUnits
-from .scenes import scene
-from .world import CHAT, gateway_of, spell
+from .scenes import events, scene
+from .tool_model import calls_then, tool_model
+from .world import CHAT, gateway_of, spell, world
 
 COMPLETION = {"model": "small", "prompt": "once", "max_tokens": 3}
 MESSAGE = {**CHAT, "max_tokens": 60}
 RESPONSE = {"model": "small", "input": "2 + 2?"}
 BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+ASKED = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, **LOGPROBS, "n": 2, "return_token_ids": True}),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", {**COMPLETION, "logprobs": 2, "n": 2, "return_token_ids": True}),
+    ("/v1/completions", {**COMPLETION, "logprobs": 1, "echo": True}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages", {**MESSAGE, "max_tokens": 2}),
+    ("/v1/messages", {**MESSAGE, "stop_sequences": ["answer"]}),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", {**RESPONSE, "max_output_tokens": 2}),
+    ("/v1/responses", {**RESPONSE, "metadata": {"a": "b"}, "instructions": "Add."}),
+]
+"""Paths and bodies of replies that may also be streamed."""
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+CALLED = [
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}),
+    (
+        "/v1/messages",
+        {**MESSAGE, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]},
+    ),
+    ("/v1/responses", {**RESPONSE, "tools": [{"type": "function", **FUNCTION}]}),
+    ("/v1/responses", {**RESPONSE, "tools": [{"type": "custom", "name": "weather"}]}),
+]
+"""Those in which a tool is called."""
 
 
 def store_in(folder: Path) -> BatchStore:
@@ -56,6 +87,28 @@ async def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> N
         assert ("/v1/batches/{batch_id}/cancel", "POST") in known
 
 
+def check(document: dict[str, Any], shown: str, reply: httpx.Response) -> None:
+    """Check a reply against its description at the path `shown`."""
+    operation = document["paths"][shown][reply.request.method.lower()]
+    content = operation["responses"][str(reply.status_code)]["content"]
+    schema = content["application/json"]["schema"] | {"components": document["components"]}
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(reply.json())
+    if "title" in schema:
+        read(schema["title"], reply.json())
+
+
+def check_events(document: dict[str, Any], path: str, reply: httpx.Response) -> None:
+    """Check a stream's events against the description of their data."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    is_named = path in ("/v1/messages", "/v1/responses")
+    found = named_events(reply.content) if is_named else events(reply)
+    assert len(found) > 2
+    for fields in found:
+        read(data["title"], fields, is_event=True)
+
+
 def test_routes_are_the_table_s(model: ServedModel) -> None:
     gateway = gateway_of(model, FakeUnits(spell(model, "a")))
     make_app(gateway)
@@ -74,25 +127,23 @@ def test_routes_are_the_table_s(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/v1/chat/completions", CHAT, 200),
-        ("/v1/chat/completions", {**CHAT, **LOGPROBS, "n": 2, "return_token_ids": True}, 200),
+        *((path, body, 200) for path, body in ASKED),
         ("/v1/chat/completions", {**CHAT, "n": 0}, 400),
-        ("/v1/completions", COMPLETION, 200),
-        ("/v1/completions", {**COMPLETION, "logprobs": 2, "n": 2}, 200),
-        ("/v1/messages", MESSAGE, 200),
-        ("/v1/messages", {**MESSAGE, "stop_sequences": ["answer"]}, 200),
+        ("/v1/completions", {**COMPLETION, "prompt_logprobs": 2}, 200),
         ("/v1/messages", CHAT, 400),
         ("/v1/messages/count_tokens", MESSAGE, 200),
         ("/v1/messages/count_tokens", {}, 400),
-        ("/v1/responses", RESPONSE, 200),
-        ("/v1/responses", {**RESPONSE, "max_output_tokens": 2}, 200),
-        ("/v1/responses", {**RESPONSE, "metadata": {"a": "b"}, "instructions": "Add."}, 200),
         ("/v1/responses", {}, 400),
+        ("/v1/tokenize", {"prompt": "once", "return_token_strs": True}, 200),
+        ("/v1/tokenize", {}, 400),
+        ("/v1/detokenize", {"tokens": [5, 6]}, 200),
         ("/v1/models", None, 200),
         ("/v1/models/small", None, 200),
         ("/v1/models/other", None, 404),
+        ("/v1/models/", None, 200),
         ("/openapi.json", None, 200),
         ("/health", None, 200),
+        ("/audit", None, 200),
         ("/v1", None, 200),
         ("/trace", None, 404),
         ("/v1/responses/resp_1", None, 404),
@@ -118,13 +169,47 @@ async def test_a_reply_is_what_is_described(
             for own in document["paths"]
             if own == path or (own.endswith("}") and path.startswith(own.partition("{")[0]))
         )
-        responses = document["paths"][shown][method.lower()]["responses"]
-        content = responses[str(status)]["content"]
-        schema = content["application/json"]["schema"] | {"components": document["components"]}
-        Draft202012Validator.check_schema(schema)
-        Draft202012Validator(schema).validate(reply.json())
+        check(document, shown, reply)
         for _, other in document["paths"][shown].items():
             assert other["summary"]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+async def test_events_are_what_is_described(
+    model: ServedModel, path: str, body: dict[str, Any]
+) -> None:
+    async with scene(model) as it:
+        document = (await it.client.get("/openapi.json")).json()
+        options: dict[str, Any] = {}
+        if "completions" in path:
+            options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        for more in ({}, options):
+            asked = {**body, "stream": True, **more}
+            check_events(document, path, await it.client.post(path, json=asked))
+
+
+async def test_calls_are_what_is_described() -> None:
+    with tool_model() as model:
+        script = calls_then("weather", '{"city":"Oslo"}', str)
+        async with world(model, script) as it:
+            document = (await it.client.get("/openapi.json")).json()
+            for path, body in CALLED:
+                reply = await it.client.post(path, json=body)
+                assert "weather" in reply.text.replace('"tools":', "", 1)
+                check(document, path, reply)
+                reply = await it.client.post(path, json={**body, "stream": True})
+                check_events(document, path, reply)
+            await it.settle()
+
+
+async def test_a_kept_response_is_as_described(model: ServedModel) -> None:
+    async with scene(model) as it:
+        document = (await it.client.get("/openapi.json")).json()
+        made = (await it.client.post("/v1/responses", json=RESPONSE)).json()
+        path, shown = f"/v1/responses/{made['id']}", "/v1/responses/{response_id}"
+        check(document, shown, await it.client.get(path))
+        check(document, f"{shown}/input_items", await it.client.get(f"{path}/input_items"))
+        check(document, shown, await it.client.delete(path))
 
 
 async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: Path) -> None:
@@ -134,14 +219,9 @@ async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: 
         async def ask(method: str, path: str, shown: str = "", **given: Any) -> Any:
             reply = await it.client.request(method, path, **given)
             assert reply.status_code == 200, reply.text
-            operation = document["paths"][shown or path][method.lower()]
-            content = operation["responses"]["200"]["content"]
-            if "application/json" not in content:
+            if shown.endswith("/content"):
                 return reply.text
-            schema = content["application/json"]["schema"]
-            Draft202012Validator({**schema, "components": document["components"]}).validate(
-                reply.json()
-            )
+            check(document, shown or path.partition("?")[0], reply)
             return reply.json()
 
         form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}

@@ -18,6 +18,7 @@ from hadal.gateway.desk.keys import PATH as KEYS_PATH
 from hadal.gateway.desk.pages import COUNTING, Page
 from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.trace import answer_trace
+from hadal.gateway.shapes import AuditReply
 
 AUDIT_TIMEOUT_S = 5.0
 
@@ -48,7 +49,7 @@ def pages_of(
             }
             for audit in audits
         }
-        return 500 if problems else 200, msgspec.json.encode({"problems": problems, "units": units})
+        return 500 if problems else 200, msgspec.json.encode(AuditReply(problems, units))
 
     async def counting(query: Mapping[str, str]) -> tuple[int, bytes]:
         return 200, msgspec.json.encode(host.counting_refusal(query["tenant"]))

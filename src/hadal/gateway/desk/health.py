@@ -15,6 +15,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
+from typing import Any
 
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.messages import FrontSnapshot
@@ -29,7 +30,7 @@ def health_of(
     has_begun: bool,
     is_draining: bool,
     wrong: Sequence[str] = (),
-) -> tuple[int, dict[str, object]]:
+) -> tuple[int, dict[str, Any]]:
     """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could
     be served once; `wrong`: what is wrong with the nodes of a cluster.
     """

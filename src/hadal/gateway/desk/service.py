@@ -48,6 +48,7 @@ from hadal.gateway.openai import (
     with_defaults,
     with_model,
 )
+from hadal.gateway.shapes import Detokenized, Tokenized
 from hadal.gateway.text.chat import (
     THINK_CLOSE,
     THINK_OPEN,
@@ -282,11 +283,11 @@ class Service:
             return await self.off_loop(tenant, finish, len(body))
         return await self._run(self._lanes.grammars, tenant, finish)
 
-    async def tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+    async def tokenize(self, body: bytes, tenant: Tenant) -> Tokenized:
         """The tokens that a prompt or a chat has, as vLLM says it. Raises RequestError, ApiError."""
         return await self.off_loop(tenant, lambda: self._tokenize(body, tenant), len(body))
 
-    async def detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+    async def detokenize(self, body: bytes, tenant: Tenant) -> Detokenized:
         """The text that some tokens have. Raises RequestError, ApiError."""
         return await self.off_loop(tenant, lambda: self._detokenize(body, tenant), len(body))
 
@@ -374,7 +375,7 @@ class Service:
             field=parsed.ask.prompt_name,
         )
 
-    def _tokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+    def _tokenize(self, body: bytes, tenant: Tenant) -> Tokenized:
         check_fields(body, TOKENIZE)
         asked = decode(body, TokenizeRequest)
         name = self.model.name if asked.model is None else asked.model
@@ -397,20 +398,16 @@ class Service:
                 adds_special=asked.add_special_tokens is not False,
             ).ids
         decode_id = self.model.vocabulary.decode
-        return {
-            "count": len(ids),
-            "max_model_len": self.model.context_tokens,
-            "tokens": list(ids),
-            "token_strs": [decode_id((i,)) for i in ids] if asked.return_token_strs else None,
-        }
+        texts = [decode_id((i,)) for i in ids] if asked.return_token_strs else None
+        return Tokenized(len(ids), self.model.context_tokens, list(ids), texts)
 
-    def _detokenize(self, body: bytes, tenant: Tenant) -> dict[str, Any]:
+    def _detokenize(self, body: bytes, tenant: Tenant) -> Detokenized:
         check_num_ids(body, self._max_prompt_tokens)
         asked = decode(body, DetokenizeRequest)
         self._check_model(self.model.name if asked.model is None else asked.model, tenant)
         if asked.tokens:
             self._check_prompt_ids(tuple(asked.tokens), "tokens")
-        return {"prompt": self.model.vocabulary.decode(asked.tokens)}
+        return Detokenized(self.model.vocabulary.decode(asked.tokens))
 
     def _parse_completion(self, body: bytes) -> CompletionAsk:
         check_num_ids(body, self._max_prompt_tokens)

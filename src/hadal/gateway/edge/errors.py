@@ -14,6 +14,12 @@ import msgspec
 
 from hadal.core.errors import HadalError, RequestError
 from hadal.core.messages import RateLimits
+from hadal.gateway.shapes import (
+    ApiErrorReply,
+    ErrorFields,
+    MessageErrorFields,
+    MessageErrorReply,
+)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -61,19 +67,10 @@ class ApiError(HadalError):
     @property
     def body(self) -> bytes:
         """The JSON body."""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": str(self),
-                    "type": _TYPES.get(
-                        self.status,
-                        "server_error" if self.status >= 500 else "invalid_request_error",
-                    ),
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, other)
+        fields = ErrorFields(str(self), kind, self.param, self.code)
+        return msgspec.json.encode(ApiErrorReply(fields))
 
     @property
     def message_body(self) -> bytes:
@@ -81,10 +78,11 @@ class ApiError(HadalError):
         kind = _MESSAGE_TYPES.get(
             self.status, "api_error" if self.status >= 500 else "invalid_request_error"
         )
-        error: dict[str, Any] = {"type": kind, "message": str(self)}
+        details: dict[str, Any] = {}
         if self.code == UNTHREADED:
-            error["details"] = {"error_code": self.code, "unsupported": [self.param]}
-        return msgspec.json.encode({"type": "error", "error": error})
+            details = {"error_code": self.code, "unsupported": [self.param]}
+        fields = MessageErrorFields(kind, str(self), details)
+        return msgspec.json.encode(MessageErrorReply("error", fields))
 
     def body_at(self, path: str) -> bytes:
         """The JSON body of a refusal of what was asked for at a path."""
