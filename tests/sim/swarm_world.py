@@ -23,7 +23,6 @@ from hadal.core.messages import (
     Key,
     Pulled,
     Returned,
-    Submit,
     Tokens,
     UnitReport,
 )
@@ -31,7 +30,6 @@ from hadal.core.seams import Deliver
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.clock import GatewayClock
-from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.ranks import RankedLeader
@@ -49,7 +47,7 @@ from tests.sim.swarm_blocks import BlockWatch
 from tests.sim.swarm_calls import LETTERS, MODEL, Call, Sink
 from tests.sim.swarm_requests import add_requests
 from tests.sim.swarm_scene import OTHER_WEIGHTS, Scene, may_end_with
-from tests.sim.world import is_whole, process_names
+from tests.sim.world import is_whole, process_names, submitted
 
 UNIX_S = 1_700_000_000.0
 NUM_EVENTS_MAX = 2_000_000
@@ -160,7 +158,7 @@ class SwarmWorld(FleetWorld):
             self.calls[one.request_id] = call
         for one in versions:
             self.seen["requests"] += 1
-            self.hosts["front"].handle(Submit(one))
+            self.hosts["front"].handle(submitted(one))
 
     def _stops(self, generation: Generation, random: Random) -> tuple[str, ...]:
         """Mostly what will be said, or it would never be met."""
@@ -527,7 +525,4 @@ def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
     batch = "c" if "shutdown" in scene.on else "c/batch"
     tenant = random.choice(["a", "b", "b", "b", "c", batch])
     weight = 2.0 if tenant == "b" and scene.seed % 3 == 0 else 1.0
-    # As the gateway has asked for a batch's room.
-    return msgspec.structs.replace(
-        generation, tenant=tenant, weight=weight, is_let_in=is_batch(tenant)
-    )
+    return msgspec.structs.replace(generation, tenant=tenant, weight=weight)

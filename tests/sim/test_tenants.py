@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import statistics
 
-import msgspec
 import pytest
 
 from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages import Generation
 from hadal.core.plans import Sampling
-from hadal.policy.fairness import is_batch
 from tests.fresh import fresh
 from tests.sim.world import World
 
@@ -25,9 +23,7 @@ ANSWER_TOKENS = 30
 
 def generation(name: str, tenant: str, num_prompt: int, num_output: int) -> Generation:
     prompt = tuple(hash((name, position)) % 50 for position in range(num_prompt))
-    made = Generation(name, prompt, (), num_output, (), 0, Sampling(), 0, tenant=tenant)
-    # As the gateway has asked for a batch's room.
-    return msgspec.structs.replace(made, is_let_in=is_batch(tenant))
+    return Generation(name, prompt, (), num_output, (), 0, Sampling(), 0, tenant=tenant)
 
 
 def world_of(seed: int, prefill_ranks: int = 1) -> World:

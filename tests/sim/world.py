@@ -37,6 +37,7 @@ from hadal.core.messages import (
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.perf.shapes import DEEPSEEK_V3
+from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
@@ -497,7 +498,7 @@ class World:
         if self.config.cache.is_on:  # What it will say gets names, too.
             self._name_all(generation)
         self.clients[generation.request_id] = Client(generation, longest)
-        self.hosts["front"].handle(Submit(generation))
+        self.hosts["front"].handle(submitted(generation))
 
     def _name_all(self, generation: Generation) -> None:
         """Name what a generation will have said, whatever unit works on it."""
@@ -551,6 +552,11 @@ class World:
             return False
         cores = [inner for host in self.hosts.values() if (inner := inner_of(host)) is not None]
         return not any(inner.num_requests or inner.blocks.num_used for inner in cores)
+
+
+def submitted(generation: Generation) -> Submit:
+    """Return a request as its gateway submits it, with a ticket for those of batches."""
+    return Submit(generation, is_admitted=is_batch(generation.tenant))
 
 
 def inner_of(host: Host) -> PrefillLeader | DecodeLeader | None:

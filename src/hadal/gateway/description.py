@@ -2,8 +2,9 @@
 Hadal's own replies are encoded from.
 
 A reply in OpenAI's or Anthropic's format has no schema here but a title: the type of their client for
-Python that reads it. An endpoint is one row of the table in gateway/endpoints, from which both its route and its description
-follow; so nothing is served that is not described. Knows OpenAPI 3.1, no handler and no socket.
+Python that reads it. An endpoint is one row of the table in gateway/endpoints, from which both its
+route and its description follow; so every served endpoint is described. Knows OpenAPI 3.1, no handler
+and no socket.
 """
 
 from __future__ import annotations

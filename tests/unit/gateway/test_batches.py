@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
-from hadal.core.messages import Charged, Quota
+from hadal.core.messages import Charged, Quota, Ticket
 from hadal.gateway.desk import batches
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import EVERYONE, Keys
@@ -276,14 +276,14 @@ async def test_a_second_batch_is_read_while_the_first_waits(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with life(model, tmp_path) as (it, _):
-        check_room, is_full = it.gateway.link.check_room, True
+        reserve, is_full = it.gateway.link.reserve, True
 
-        def check(*given: Any) -> None:
+        def check(*given: Any) -> Ticket:
             if is_full:
                 raise ApiError(429, "No valley.", code=NO_VALLEY)
-            check_room(*given)
+            return reserve(*given)
 
-        monkeypatch.setattr(it.gateway.link, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "reserve", check)
         first = await begin(it)
         await reach(it, first, ["in_progress"])
         second = await begin(it)
@@ -304,7 +304,7 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
             asked.append(tenant)
             raise ApiError(429, "No valley.", code=NO_VALLEY)
 
-        monkeypatch.setattr(it.gateway.link, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "reserve", check)
         ids = []
         for key in ("sk-alice", "sk-bob"):
             it.client.headers["Authorization"] = f"Bearer {key}"
@@ -328,15 +328,15 @@ async def test_a_withdrawn_key_ends_its_batch(
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
         host, worker, asked = it.gateway.link, it.worker, list[str]()
         assert worker is not None
-        check_room, is_full = host.check_room, True
+        reserve, is_full = host.reserve, True
 
-        def check(tenant: str, *given: Any) -> None:
+        def check(tenant: str, *given: Any) -> Ticket:
             asked.append(tenant)
             if is_full:
                 raise ApiError(429, "No valley.", code=NO_VALLEY)
-            check_room(tenant, *given)
+            return reserve(tenant, *given)
 
-        monkeypatch.setattr(host, "check_room", check)
+        monkeypatch.setattr(host, "reserve", check)
         tenants = ("bob", "alice") if waits else ("alice",)
         for at, tenant in enumerate(tenants):
             it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
@@ -380,11 +380,11 @@ async def test_a_line_is_priced_by_the_quota_of_its_moment(
     async with life(model, tmp_path, keys=("sk-alice name=alice",)) as (it, _):
         most = []
 
-        def check(tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int) -> None:
-            most.append(most_pico_usd)
+        def check(tenant: str, generations: object, most_pico_usd: tuple[int, ...]) -> Ticket:
+            most.append(sum(most_pico_usd))
             raise ApiError(429, "No valley.", code=NO_VALLEY)
 
-        monkeypatch.setattr(it.gateway.link, "check_room", check)
+        monkeypatch.setattr(it.gateway.link, "reserve", check)
         it.client.headers["Authorization"] = "Bearer sk-alice"
         await begin(it)
         await wait_for(lambda: most, "a line asks for room")

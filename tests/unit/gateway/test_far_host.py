@@ -26,6 +26,7 @@ from hadal.core.messages import (
     GatewayHeartbeat,
     Quota,
     Returned,
+    Ticket,
     UnitDown,
 )
 from hadal.gateway.app import make_app
@@ -383,7 +384,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
             "r",
             it.far_gateway.tenancy.keys.check(None),
         )
-        mailbox = it.far.open(choice.generation for choice in work.choices)
+        mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         await it.units.hold(5)
         closed = asyncio.Event()
         it.far.close(mailbox, closed.set)
@@ -393,7 +394,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
         await it.settle()
         # Nobody answers: the request is written down all the same, after a while.
         monkeypatch.setattr(far_host, "_CLOSING_S", 0.1)
-        mailbox = it.far.open(choice.generation for choice in work.choices)
+        mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         await it.kill_front()
         closed.clear()
         it.far.close(mailbox, closed.set)
@@ -401,7 +402,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
         assert it.far.num_open == 0
         # This process ends before somebody answers.
         monkeypatch.setattr(far_host, "_CLOSING_S", 60.0)
-        mailbox = it.far.open(choice.generation for choice in work.choices)
+        mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         closed.clear()
         it.far.close(mailbox, closed.set)
         assert not closed.is_set()
@@ -415,7 +416,7 @@ async def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedMod
         key = it.far_gateway.tenancy.keys.check(None)
         asked = json.dumps({**COMPLETION, "max_tokens": 1000}).encode()
         work = await it.far_gateway.service.completion(asked, "r", key)
-        mailbox = it.far.open(choice.generation for choice in work.choices)
+        mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         await it.units.hold(5)
 
         def write() -> None:

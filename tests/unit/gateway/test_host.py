@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import Drain, Generation, UnitDown, UnitReport, UnitUp
+from hadal.core.messages import Drain, Generation, Ticket, UnitDown, UnitReport, UnitUp
 from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
 from hadal.gateway.desk.host import Host
@@ -142,6 +142,6 @@ async def test_bug_at_a_request_ends_the_host_too() -> None:
     running = asyncio.create_task(host.run())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError):
-        host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)])
+        host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)], Ticket(True))
     with pytest.raises(RuntimeError):
         await running

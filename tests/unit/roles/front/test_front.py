@@ -129,10 +129,8 @@ def test_what_a_request_spoils_by_itself_is_not_tried_again(reason: str, status:
 
 def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
     # Batches ask before (`refusal`), for all that a line asks for.
-    made = msgspec.structs.replace(
-        generation(name, **options), tenant=tenant, is_let_in=is_batch(tenant)
-    )
-    return Submit(made)
+    made = msgspec.structs.replace(generation(name, **options), tenant=tenant)
+    return Submit(made, is_admitted=is_batch(tenant))
 
 
 @pytest.mark.promise(
@@ -227,8 +225,8 @@ def test_what_another_front_let_in_is_not_refused() -> None:
     """It goes on from its tokens, and its place was another gateway's to give."""
     made = front(max_running=1, max_queued=0)
     made.handle(0.0, Submit(generation("a")), Drain())
-    goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1, is_let_in=True)
-    assert finals(made.handle(0.1, Submit(goes_on))) == []
+    goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1)
+    assert finals(made.handle(0.1, Submit(goes_on, is_admitted=True))) == []
     assert finals(made.handle(0.1, Submit(generation("c")))) == [("c", 503)]
     (prefill,) = sent(made.handle(0.2, Cancel("a", -1)), Prefill)
     assert (prefill.generation.request_id, prefill.generation.output) == ("b", (7, 8))

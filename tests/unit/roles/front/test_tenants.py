@@ -29,10 +29,8 @@ def front_with(*quotas: Quota) -> Front:
 
 def ask(made: Front, now_s: float, name: str, *, num_prompt: int = 10, most: int = 0) -> Deliver:
     """The first delivery of a tenant's request."""
-    asked = msgspec.structs.replace(
-        generation(name), prompt=(1,) * num_prompt, tenant="t", most_pico_usd=most
-    )
-    delivers = of(made.handle(now_s, Submit(asked)), Deliver)
+    asked = msgspec.structs.replace(generation(name), prompt=(1,) * num_prompt, tenant="t")
+    delivers = of(made.handle(now_s, Submit(asked, most_pico_usd=most)), Deliver)
     assert made.check() == []
     return delivers[0] if delivers else Deliver(name, ())
 
