@@ -28,10 +28,9 @@ from rich.table import Table
 
 from bench.checkpoints import MID, PEERS, SHIPPED
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
 from hadal.runtime.store.segments import Segment, make_buffer, segment_numbers
 

@@ -939,7 +939,7 @@ def _dry_run(
 ) -> int:
     """Print the plan. Return the exit code: 0, or EXIT_CONFIG if no machine can run it."""
     from hadal.commands.served import read_served_text
-    from hadal.runtime.banner import print_plan
+    from hadal.runtime.plan_rows import print_plan
     from hadal.runtime.process.logs import check_log
     from hadal.runtime.resolve import has_tokenizer, plan, why_not_run
 

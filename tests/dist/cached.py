@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from hadal.core.balance import OFF
 from hadal.core.cache import (
     DAMAGED_BLOCKS,
     DISK_EVICTED_BLOCKS,
@@ -20,7 +21,6 @@ from hadal.core.cache import (
     STORED_BLOCKS,
     split,
 )
-from hadal.core.config import OFF
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.desk.auth import salt_of
 from hadal.kv.names import extend, root_of

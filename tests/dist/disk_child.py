@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from hadal.core.cache import split
+from hadal.core.messages import StoreBlocks
 from hadal.core.plans import BlocksStored
-from hadal.core.seams import StoreBlocks
 from hadal.runtime.store.disk import DiskStore
 
 FINGERPRINT = "kills"

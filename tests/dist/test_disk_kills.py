@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.seams import ReadBlocks
+from hadal.core.messages import ReadBlocks
 from hadal.runtime.store.disk import Loader
 from hadal.runtime.store.segments import Troubles, segment_bytes
 from hadal.runtime.store.view import DiskView

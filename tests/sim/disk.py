@@ -14,9 +14,9 @@ from random import Random
 import numpy as np
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import DiskNews, ReadBlocks, StoreBlocks
+from hadal.core.seams import DiskNews
 from hadal.sim.world.process import SimClock
 from tests.sim.engine import Cells, Pool
 

@@ -8,22 +8,9 @@ from random import Random
 from typing import Protocol
 
 from hadal.core.cache import num_names
-from hadal.core.messages import AnyMessage
+from hadal.core.messages import AnyMessage, Deliver, Freed, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import KvPulled, StepPlan
-from hadal.core.seams import (
-    Deliver,
-    Effect,
-    Event,
-    Execute,
-    Freed,
-    Pull,
-    ReadBlocks,
-    Send,
-    StoreBlocks,
-    Tick,
-    UsedBlocks,
-    WakeAt,
-)
+from hadal.core.seams import Effect, Event, Execute, Send, Tick, UsedBlocks, WakeAt
 from hadal.sim.world.process import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull

@@ -17,7 +17,19 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from hadal.core.messages import BLOCK_TOKENS, Cancel, Filled, FrontUp, Key, Release, Returned
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Cancel,
+    Filled,
+    Freed,
+    FrontUp,
+    Key,
+    Pull,
+    ReadBlocks,
+    Release,
+    Returned,
+    StoreBlocks,
+)
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,
@@ -27,17 +39,7 @@ from hadal.core.plans import (
     PrefillPlan,
     StepDone,
 )
-from hadal.core.seams import (
-    Effect,
-    Event,
-    Execute,
-    Freed,
-    Pull,
-    RankReset,
-    ReadBlocks,
-    Send,
-    StoreBlocks,
-)
+from hadal.core.seams import Effect, Event, Execute, RankReset, Send
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 

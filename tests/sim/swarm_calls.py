@@ -14,9 +14,8 @@ from typing import Any, cast
 import msgspec
 
 from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
-from hadal.core.messages import Cancel, Generation
+from hadal.core.messages import Cancel, Deliver, Generation
 from hadal.core.plans import Sampling
-from hadal.core.seams import Deliver
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.mailbox import Mailbox

@@ -18,6 +18,7 @@ from hadal.core.balance import OFF
 from hadal.core.messages import (
     AnyMessage,
     Cancel,
+    Deliver,
     DrainUnit,
     Generation,
     Key,
@@ -26,7 +27,6 @@ from hadal.core.messages import (
     Tokens,
     UnitReport,
 )
-from hadal.core.seams import Deliver
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.clock import GatewayClock

@@ -13,9 +13,8 @@ import pytest
 
 from hadal.core import cache
 from hadal.core.config import CacheConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages import BLOCK_TOKENS, Deliver, Generation
 from hadal.core.plans import Sampling
-from hadal.core.seams import Deliver
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.fresh import seeds
 from tests.levels import FULL

@@ -12,9 +12,9 @@ import pytest
 
 from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Generation, Prefill
+from hadal.core.messages import Deliver, Generation, Prefill
 from hadal.core.plans import Sampling
-from hadal.core.seams import Deliver, Effect, Event, Send
+from hadal.core.seams import Effect, Event, Send
 from hadal.policy.fairness import INPUT_COST, OUTPUT_COST
 from tests.fresh import fresh
 from tests.levels import FULL, MORE

@@ -23,6 +23,7 @@ from hadal.core.messages import (
     AnyMessage,
     Cached,
     Cancel,
+    Deliver,
     Drain,
     Generation,
     LeaderDown,
@@ -35,7 +36,6 @@ from hadal.core.messages import (
     UnitDown,
 )
 from hadal.core.placement import spread
-from hadal.core.seams import Deliver
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader

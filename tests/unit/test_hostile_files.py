@@ -34,7 +34,7 @@ from hadal.gateway.text import chat
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.model.checkpoint import Checkpoint
-from hadal.runtime.memory import stored_weights
+from hadal.runtime.headers import stored_weights
 from hadal.sim.day.study import Study
 from hadal.sim.plan.traffic import EXAMPLE
 from tests.fresh import fresh

@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.gateway.desk.service import read_served_model
+from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.text.template_files import read_templates
+from hadal.runtime.memory import why_not_fit
+from hadal.runtime.pool_sizes import Room
+from hadal.runtime.resolve import check_complete, plan, why_not_run
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,6 @@ class ServedText:
 
 def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:
     """Read tokenizer, templates and defaults as the gateway does. Raises CheckpointError."""
-    from hadal.gateway.desk.service import read_served_model
-    from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
-    from hadal.gateway.text.template_files import read_templates
-
     model = read_served_model(folder, folder.name, accepted)
     templates, source = read_templates(folder)
     tools = ""
@@ -49,12 +51,6 @@ def why_not_served(folder: Path, accepted: Collection[str], memory_bytes: int | 
     """Return why `hadal serve --model FOLDER` would not start; empty: it would. `memory_bytes`: memory
     of another machine; None: this one.
     """
-    from hadal.core.config import Deployment
-    from hadal.core.errors import ConfigError
-    from hadal.runtime.memory import why_not_fit
-    from hadal.runtime.pool_sizes import Room
-    from hadal.runtime.resolve import check_complete, plan, why_not_run
-
     try:
         room = None if memory_bytes is None else Room(memory_bytes, memory_bytes)
         resolved = plan(Deployment(model=str(folder), accept_config=tuple(accepted)), room)

@@ -20,7 +20,7 @@ import numpy as np
 
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig
-from hadal.runtime.memory import TensorEntry, read_header
+from hadal.runtime.headers import TensorEntry, read_header
 from hadal.runtime.model_files import end_process
 from hadal.runtime.weight_check import model_tensors, mtp_tensors, read_index
 

@@ -22,7 +22,7 @@ import msgspec
 from hadal.comm.mesh.link import refused_here
 from hadal.core.cache import DiskLocation
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import Refused, UnitReport
+from hadal.core.messages import Freed, Pull, ReadBlocks, Refused, StoreBlocks, UnitReport
 from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
     Clock,
@@ -31,13 +31,9 @@ from hadal.core.seams import (
     Event,
     Execute,
     Form,
-    Freed,
-    Pull,
-    ReadBlocks,
     Runner,
     Send,
     Stage,
-    StoreBlocks,
     Tick,
     UsedBlocks,
     WakeAt,

@@ -43,21 +43,13 @@ from hadal.core.model_config import (
 )
 from hadal.kernels.build import PLAIN, BuildError, instruction_set, runs_plain
 from hadal.kv.names import VERSION
+from hadal.runtime.amounts import gb
 from hadal.runtime.batches import batches_url
+from hadal.runtime.cache_folder import absolute_folder, cache_warnings, make_cache_folder
 from hadal.runtime.devices import cpu_kind, gpus
+from hadal.runtime.headers import stored_weights
 from hadal.runtime.ledger.store import file_of, ledger_url
-from hadal.runtime.memory import (
-    MemoryPlan,
-    absolute_folder,
-    cache_warnings,
-    gb,
-    make_cache_folder,
-    plan_memory,
-    ranks_in_fp32,
-    stored_weights,
-    why_not_fit,
-    with_blocks,
-)
+from hadal.runtime.memory import MemoryPlan, plan_memory, ranks_in_fp32, why_not_fit, with_blocks
 from hadal.runtime.pool_sizes import Room
 from hadal.runtime.topology import launch_plan, why_not_anywhere, why_not_here
 from hadal.runtime.transfer.nixl import require_nixl

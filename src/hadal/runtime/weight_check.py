@@ -14,7 +14,7 @@ from typing import Any
 from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig
-from hadal.runtime.memory import TensorEntry, read_header
+from hadal.runtime.headers import TensorEntry, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN, _FP8 = frozenset({"F32", "BF16", "F16"}), "F8_E4M3"

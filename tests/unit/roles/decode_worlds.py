@@ -7,9 +7,18 @@ from random import Random
 import msgspec
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, Generation, KvLease, Tokens
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Cancel,
+    Decode,
+    Generation,
+    KvLease,
+    Pull,
+    StoreBlocks,
+    Tokens,
+)
 from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
-from hadal.core.seams import Effect, Pull, Send, StoreBlocks
+from hadal.core.seams import Effect, Send
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.roles.decode.leader import DecodeLeader

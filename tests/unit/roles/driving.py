@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Decode, Generation, KvLease, Prefill
+from hadal.core.messages import Decode, Deliver, Generation, KvLease, Prefill
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
-from hadal.core.seams import Deliver, Effect, Execute, Send
+from hadal.core.seams import Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader

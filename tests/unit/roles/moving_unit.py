@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from hadal.core.messages import Cancel, Returned, Tokens
+from hadal.core.messages import Cancel, Pull, Returned, Tokens
 from hadal.core.plans import DecodePlan, Join, KvPulled
-from hadal.core.seams import Effect, Event, Execute, Pull, RankReset
+from hadal.core.seams import Effect, Event, Execute, RankReset
 from hadal.roles.decode.table import SlotState
 from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_leader, done, of, sent

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names
+from hadal.core.messages import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.runtime.store.disk import DiskStore
 from tests.waiting import DEADLINE_S, wait_until
 

@@ -15,8 +15,8 @@ from hadal.core.config import ClusterConfig, Deployment, UnitsConfig, read_deplo
 from hadal.core.errors import ConfigError
 from hadal.overlap.plan import SCHEDULES, order
 from hadal.roles.leaders import first_placement
-from hadal.runtime.banner import print_plan, sections
-from hadal.runtime.memory import num_moe_layers
+from hadal.runtime.parameters import num_moe_layers
+from hadal.runtime.plan_rows import print_plan, sections
 from hadal.runtime.resolve import Resolved, plan, resolve, why_not_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

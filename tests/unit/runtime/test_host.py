@@ -21,7 +21,10 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     Cancel,
+    Deliver,
+    Freed,
     KvLease,
+    Pull,
     RankStep,
     RankUp,
     Refused,
@@ -38,19 +41,7 @@ from hadal.core.plans import (
     StepDone,
     StepPlan,
 )
-from hadal.core.seams import (
-    Deliver,
-    Effect,
-    Event,
-    Execute,
-    Form,
-    Freed,
-    Pull,
-    Send,
-    Stage,
-    Tick,
-    WakeAt,
-)
+from hadal.core.seams import Effect, Event, Execute, Form, Send, Stage, Tick, WakeAt
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.process import EXIT_STUCK, LiveClock

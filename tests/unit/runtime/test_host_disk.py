@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import Cancel
+from hadal.core.messages import Cancel, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import DiskNews, Effect, Event, ReadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.seams import DiskNews, Effect, Event, Send, UsedBlocks
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.process import LiveClock
 from hadal.runtime.store.disk import DiskStore

@@ -21,14 +21,9 @@ from hadal.core.model_config import ModelConfig, parse_model_config, read_model_
 from hadal.model.cache import block_bytes
 from hadal.model.checkpoint import load_weights
 from hadal.reference.params import ModelWeights
-from hadal.runtime.memory import (
-    RankMemory,
-    count_parameters,
-    num_moe_layers,
-    plan_memory,
-    stored_weights,
-    with_blocks,
-)
+from hadal.runtime.headers import stored_weights
+from hadal.runtime.memory import RankMemory, plan_memory, with_blocks
+from hadal.runtime.parameters import count_parameters, num_moe_layers
 from hadal.runtime.resolve import model_folder
 from tests.unit.kernels.shapes import odd_config, random_weights
 

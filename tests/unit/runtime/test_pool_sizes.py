@@ -19,8 +19,8 @@ from hadal.cli import app
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.runtime.banner import Banner, print_plan
-from hadal.runtime.memory import pools_text
+from hadal.runtime.banner import Banner
+from hadal.runtime.plan_rows import pools_text, print_plan
 from hadal.runtime.pool_sizes import MOST_BYTES, NUM_SCRATCH_BLOCKS, Room, pool_blocks
 from hadal.runtime.process.child import Status
 from hadal.runtime.resolve import plan, resolve, why_not_run

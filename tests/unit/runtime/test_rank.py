@@ -16,7 +16,7 @@ from hadal.core.errors import ConfigError
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampling, StepDone
 from hadal.model.runner import ModelRunner
-from hadal.runtime.memory import num_moe_layers
+from hadal.runtime.parameters import num_moe_layers
 from hadal.runtime.process.process import Run
 from hadal.runtime.rank import News, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan

@@ -10,6 +10,7 @@ import pytest
 from hadal.commands.replay import make_role
 from hadal.core.messages import (
     Decode,
+    Deliver,
     KvLease,
     Prefill,
     PrefillDone,
@@ -18,7 +19,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Draw, StepDone
-from hadal.core.seams import Deliver, Send
+from hadal.core.seams import Send
 from hadal.roles.front.record import Record
 from hadal.roles.front.routing import RequestRouting
 from hadal.roles.recording import VERSION, Call, MadeFront, Opening, RecordedRole, Recording, parse

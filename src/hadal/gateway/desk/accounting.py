@@ -15,8 +15,7 @@ from typing import Protocol
 
 from hadal.core.config import Deployment, units_of
 from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, sum_kv_tokens
-from hadal.core.messages import Charged
-from hadal.core.seams import Closing
+from hadal.core.messages import Charged, Closing
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.reply import Meter

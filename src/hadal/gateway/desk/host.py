@@ -22,6 +22,7 @@ from hadal.core.messages import (
     Cancel,
     Charged,
     Counted,
+    Deliver,
     Delivered,
     Drain,
     ExpertsAnswer,
@@ -47,7 +48,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.core.seams import Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.desk.doors import Doors
 from hadal.gateway.desk.link import FrontWire, as_error
 from hadal.gateway.desk.mailbox import Mailbox, Outbox, mailbox_for

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from starlette.types import Message, Send
 
-from hadal.core.messages import RateLimits
-from hadal.core.seams import Deliver
+from hadal.core.messages import Deliver, RateLimits
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work

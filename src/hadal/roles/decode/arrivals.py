@@ -6,9 +6,9 @@ Knows neither plans nor tokens.
 from __future__ import annotations
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Decode, Key, Pulled
+from hadal.core.messages import Decode, Key, Pull, Pulled
 from hadal.core.plans import KvPulled
-from hadal.core.seams import Effect, Pull, Send
+from hadal.core.seams import Effect, Send
 from hadal.kv.blocks import blocks_for
 from hadal.policy.fairness import OUTPUT_COST, Claim, in_turns, share_weight
 from hadal.roles.decode.slots import DecodeSlots

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.core.messages import Key, KvLease
-from hadal.core.seams import Pull
+from hadal.core.messages import Key, KvLease, Pull
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import (
     Move,

@@ -24,6 +24,7 @@ from hadal.core.messages import (
     Charged,
     Counted,
     Decode,
+    Deliver,
     Drain,
     DrainUnit,
     Filled,
@@ -54,7 +55,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import NO_TOKEN, NOT_FINITE, Score
 from hadal.core.request import State, Transition
-from hadal.core.seams import Deliver, Effect, Event, Send, Tick
+from hadal.core.seams import Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
 from hadal.policy.fairness import (

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hadal.core.messages import Generation
+from hadal.core.messages import Closing, Generation
 from hadal.core.request import State
-from hadal.core.seams import Closing
 from hadal.policy.admission import turn_s
 from hadal.policy.fairness import (
     share_weight,

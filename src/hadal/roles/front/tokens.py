@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hadal.core.messages import (
+    Deliver,
     Token,
     Tokens,
     Totals,
 )
-from hadal.core.seams import Deliver
 from hadal.roles.front.record import Record
 from hadal.roles.front.requests import FrontRequests
 from hadal.roles.front.running import Ints

@@ -25,10 +25,10 @@ from hadal.core import cache
 from hadal.core.balance import AUTO
 from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease
+from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, KvPulled
 from hadal.core.rates import StepRates
-from hadal.core.seams import Effect, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.seams import Effect, Send, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.policy.routing import Prefix, ReadRates, choose_prefix, usable_blocks

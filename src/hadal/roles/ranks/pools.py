@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import NO_NAME, num_names, split
+from hadal.core.messages import Freed, Named
 from hadal.core.plans import HeldKv, NamedBlocks
-from hadal.core.seams import Freed, Named, RankReset
+from hadal.core.seams import RankReset
 from hadal.kv.blocks import BlockAllocator
 
 

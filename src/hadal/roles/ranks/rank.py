@@ -32,7 +32,10 @@ from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
+    Freed,
+    Named,
     PoolEffect,
+    Pull,
     RankAnswered,
     RankDo,
     RankDone,
@@ -45,6 +48,7 @@ from hadal.core.messages import (
     RankStep,
     RankUp,
     RankWho,
+    ReadBlocks,
 )
 from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import (
@@ -71,10 +75,6 @@ from hadal.core.seams import (
     Event,
     Execute,
     Form,
-    Freed,
-    Named,
-    Pull,
-    ReadBlocks,
     Send,
     Stage,
     Tick,

@@ -31,7 +31,10 @@ from hadal.core.messages import (
     Audit,
     ExpertsAnswer,
     ExpertsRequest,
+    Freed,
+    Named,
     PoolEffect,
+    Pull,
     RankAnswered,
     RankDo,
     RankDone,
@@ -42,7 +45,9 @@ from hadal.core.messages import (
     RankStaged,
     RankStep,
     RankUp,
+    ReadBlocks,
     Sighting,
+    StoreBlocks,
     Trace,
     UnitDown,
     UnitReport,
@@ -64,21 +69,7 @@ from hadal.core.plans import (
     StepPlan,
     TraceEvent,
 )
-from hadal.core.seams import (
-    Effect,
-    Event,
-    Execute,
-    Form,
-    Freed,
-    Named,
-    Pull,
-    RankReset,
-    ReadBlocks,
-    Send,
-    StoreBlocks,
-    Tick,
-    WakeAt,
-)
+from hadal.core.seams import Effect, Event, Execute, Form, RankReset, Send, Tick, WakeAt
 from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
 from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.experts.experts import ExpertBalancer

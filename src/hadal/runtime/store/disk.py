@@ -18,8 +18,8 @@ import numpy as np
 
 from hadal.core.cache import number_of, split
 from hadal.core.config import PREFILL, Deployment, units_of
+from hadal.core.messages import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.kv.blocks import runs
 from hadal.runtime.process.process import Run
 from hadal.runtime.store.own import OwnBlocks

@@ -615,7 +615,7 @@ class OwnSegments:
         if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
             with contextlib.suppress(
                 PermissionError
-            ):  # Another user's, which the start has said (runtime/memory).
+            ):  # Another user's, which the start has said (runtime/cache_folder).
                 take_from_others(self._folder)
         remove_unfinished(self._folder)
         return self.adopt()

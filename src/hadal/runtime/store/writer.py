@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hadal.core.cache import DiskLocation, split
+from hadal.core.messages import StoreBlocks
 from hadal.core.plans import BlocksStored
-from hadal.core.seams import StoreBlocks
 from hadal.runtime.store.own import Block, OwnBlocks
 from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
 from hadal.runtime.worker import Worker

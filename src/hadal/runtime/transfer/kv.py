@@ -23,9 +23,8 @@ from collections.abc import Callable
 
 from hadal.core.balance import AUTO
 from hadal.core.handshake import is_near, key_of
-from hadal.core.messages import KvLease
+from hadal.core.messages import KvLease, Pull
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
-from hadal.core.seams import Pull
 from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl

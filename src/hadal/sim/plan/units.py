@@ -414,7 +414,7 @@ class Pricing:
     # ---- both ----
     @property
     def _context_tokens(self) -> int:
-        """A pool holds the longest context at least (runtime/memory), and a spare block or two."""
+        """A pool holds the longest context at least (runtime/pool_sizes), and a spare block or two."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
     def step_model(

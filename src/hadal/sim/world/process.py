@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
 
-from hadal.core.messages import AnyMessage
+from hadal.core.messages import AnyMessage, Deliver, Freed, Named, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import (
     NO_BYTES,
     NO_LINK_BYTES,
@@ -27,17 +27,11 @@ from hadal.core.plans import (
 )
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
-    Deliver,
     Effect,
     Event,
     Execute,
-    Freed,
-    Named,
-    Pull,
     RankReset,
-    ReadBlocks,
     Send,
-    StoreBlocks,
     Tick,
     UsedBlocks,
     WakeAt,

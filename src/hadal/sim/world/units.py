@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from hadal.core.balance import OFF
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
 from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored, StepDone
-from hadal.core.seams import RankReset, ReadBlocks, StoreBlocks
+from hadal.core.seams import RankReset
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader

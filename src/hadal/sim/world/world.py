@@ -25,19 +25,23 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
     AnyMessage,
+    Deliver,
     FrontUp,
     Generation,
     KvLease,
     Prefill,
     PrefillDone,
+    Pull,
+    ReadBlocks,
     Release,
+    StoreBlocks,
     Submit,
     Token,
     UnitDown,
     UnitUp,
 )
 from hadal.core.plans import BlocksRead, BlocksStored, ByNode
-from hadal.core.seams import Deliver, Effect, Event, Pull, ReadBlocks, Send, StoreBlocks, Tick
+from hadal.core.seams import Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
 from hadal.perf.step import MTP_ACCEPT, StepModel

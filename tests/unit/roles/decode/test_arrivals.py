@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import Cancel, Decode, FrontUp, Pulled, Returned, UnitUp
+from hadal.core.messages import Cancel, Decode, FrontUp, Pull, Pulled, Returned, UnitUp
 from hadal.core.plans import KvPulled
-from hadal.core.seams import Pull, RankReset
+from hadal.core.seams import RankReset
 from hadal.roles.decode.leader import DecodeLeader
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, of, sent
 

@@ -18,9 +18,20 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Cancel, Decode, Filled, KvLease, Returned, Tokens, UnitReport
+from hadal.core.messages import (
+    Cancel,
+    Decode,
+    Filled,
+    Freed,
+    KvLease,
+    Pull,
+    Returned,
+    StoreBlocks,
+    Tokens,
+    UnitReport,
+)
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
-from hadal.core.seams import DiskNews, Freed, Pull, RankReset, Send, StoreBlocks, Tick
+from hadal.core.seams import DiskNews, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.policy.decode_balance import MoveTerms

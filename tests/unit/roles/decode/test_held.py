@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import FrontUp, Generation, Resume, Returned, Tokens, UnitUp
+from hadal.core.messages import Freed, FrontUp, Generation, Resume, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Held, HeldKv, Join
-from hadal.core.seams import Effect, Execute, Freed, RankReset, Tick
+from hadal.core.seams import Effect, Execute, RankReset, Tick
 from hadal.roles.decode.held import HELD_S
 from hadal.roles.decode.leader import DecodeLeader
 from tests.unit.roles.driving import decode_leader, done, generation, of, sent

@@ -11,8 +11,10 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     Cancel,
+    Freed,
     FrontUp,
     Prefill,
+    Pull,
     Pulled,
     Returned,
     Tokens,
@@ -21,7 +23,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import DecodePlan, Draw, Grammar, KvPulled, Sampling, StepDone
-from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
+from hadal.core.seams import Effect, RankReset, Send
 from hadal.policy.drafts import DraftChooser
 from hadal.policy.passes import PASSES_MAX
 from hadal.roles.decode.leader import DecodeLeader

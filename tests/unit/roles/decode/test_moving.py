@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hadal.core.messages import Cancel, FrontUp, Pulled, UnitReport
+from hadal.core.messages import Cancel, Freed, FrontUp, Pulled, UnitReport
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
-from hadal.core.seams import Freed
 from hadal.policy.decode_balance import Move, MoveTerms
 from hadal.roles.decode.moving import STALL_STEPS_MAX
 from hadal.roles.decode.slots import LOOK_STEPS

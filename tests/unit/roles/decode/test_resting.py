@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hadal.core.messages import Cancel, Decode, Tokens
+from hadal.core.messages import Cancel, Decode, Freed, Pull, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, StepDone
-from hadal.core.seams import Effect, Execute, Freed, Pull, RankReset
+from hadal.core.seams import Effect, Execute, RankReset
 from hadal.policy.rows import BATCH_STEPS
 from hadal.roles.decode.leader import DecodeLeader
 from tests.columns import key_of, rows_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import FrontUp, Returned, Trace, TraceRequest, UnitReport, UnitUp
+from hadal.core.messages import FrontUp, Pull, Returned, Trace, TraceRequest, UnitReport, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
-from hadal.core.seams import Execute, Pull, RankReset, Send
+from hadal.core.seams import Execute, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms
 from hadal.roles.decode.leader import DecodeLeader
 from tests.fresh import seeds

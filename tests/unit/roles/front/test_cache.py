@@ -14,6 +14,7 @@ from hadal.core.config import Deployment
 from hadal.core.messages import (
     Cached,
     Decode,
+    Deliver,
     DrainUnit,
     Filled,
     KvLease,
@@ -26,7 +27,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.seams import Deliver, Send
+from hadal.core.seams import Send
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.cache import FrontCache
 from hadal.roles.front.front import Front

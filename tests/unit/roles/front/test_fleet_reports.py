@@ -9,6 +9,7 @@ from hadal.core.config import Deployment, FleetConfig, LimitsConfig
 from hadal.core.messages import (
     Cancel,
     Decode,
+    Deliver,
     Demand,
     DrainUnit,
     FrontUp,
@@ -25,7 +26,7 @@ from hadal.core.messages import (
     UnitReport,
     UnitUp,
 )
-from hadal.core.seams import Deliver, Effect, Send, Tick
+from hadal.core.seams import Effect, Send, Tick
 from hadal.roles.front.front import Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent, to

@@ -11,7 +11,9 @@ from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Cancel,
+    Closing,
     Decode,
+    Deliver,
     Drain,
     FrontUp,
     Generation,
@@ -36,7 +38,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
-from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
+from hadal.core.seams import Effect, Send, Tick, WakeAt
 from hadal.policy.admission import AGE_S, NO_VALLEY
 from hadal.policy.fairness import is_batch
 from hadal.roles.front.front import Front

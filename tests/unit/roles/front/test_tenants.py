@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Cancel, Charged, Quota, Quotas, Spent, Submit
-from hadal.core.seams import Deliver, Tick
+from hadal.core.messages import Cancel, Charged, Deliver, Quota, Quotas, Spent, Submit
+from hadal.core.seams import Tick
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import BUDGET_CODE, DAY_S, RATE_CODE
 from hadal.roles.front.front import RESERVE_S, Front

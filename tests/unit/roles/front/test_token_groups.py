@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.messages import (
     Cancel,
+    Closing,
     Decode,
+    Deliver,
     KvLease,
     Prefill,
     PrefillDone,
@@ -29,7 +31,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Draw
-from hadal.core.seams import Closing, Deliver, Send
+from hadal.core.seams import Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.front.front import Front
 from tests.columns import Row, tokens_message

@@ -9,6 +9,7 @@ from hadal.core.messages import (
     Cached,
     Cancel,
     Decode,
+    Deliver,
     Demand,
     DrainUnit,
     FrontUp,
@@ -27,7 +28,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.request import State
-from hadal.core.seams import Deliver, Effect, Send, Tick
+from hadal.core.seams import Effect, Send, Tick
 from hadal.kv.names import extend, root_of
 from hadal.roles.front.front import Front
 from hadal.roles.reasons import BACKOFF_S, OTHER_WEIGHTS, PREEMPTED

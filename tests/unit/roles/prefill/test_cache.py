@@ -12,28 +12,20 @@ from hadal.core.cache import DiskLocation, num_names, split
 from hadal.core.messages import (
     Cached,
     Filled,
+    Freed,
     FrontUp,
     Generation,
     KvLease,
     Prefill,
     PrefillDone,
+    Pull,
+    ReadBlocks,
     Release,
     Returned,
+    StoreBlocks,
 )
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, LinkBytes, Sampling
-from hadal.core.seams import (
-    DiskNews,
-    Effect,
-    Execute,
-    Freed,
-    Pull,
-    RankReset,
-    ReadBlocks,
-    StoreBlocks,
-    Tick,
-    UsedBlocks,
-    WakeAt,
-)
+from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Tick, UsedBlocks, WakeAt
 from hadal.kv.names import extend, root_of
 from hadal.roles.prefill.cache import COPY_WAIT_S
 from hadal.roles.prefill.leader import PrefillLeader

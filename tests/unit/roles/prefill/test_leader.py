@@ -11,6 +11,7 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
     AuditRequest,
+    Freed,
     FrontUp,
     Prefill,
     PrefillDone,
@@ -23,7 +24,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Draw, LinkBytes, Sampling, StepDone
-from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
+from hadal.core.seams import Effect, Send, Tick, WakeAt
 from tests.unit.roles.driving import (
     done,
     generation,

@@ -11,6 +11,7 @@ import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
 from hadal.core.messages import (
+    Freed,
     Prefill,
     PrefillDone,
     Release,
@@ -22,7 +23,7 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import OpTime, PrefillPlan
 from hadal.core.rates import StepRates
-from hadal.core.seams import Execute, Freed, RankReset, Tick
+from hadal.core.seams import Execute, RankReset, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import AGE_S
 from hadal.policy.routing import Prefix

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from hadal.core.cache import NAME_BYTES
-from hadal.core.seams import Freed, RankReset
+from hadal.core.messages import Freed
+from hadal.core.seams import RankReset
 from hadal.kv.names import extend
 from hadal.roles.ranks.pools import RankPools
 from tests.fresh import fresh

@@ -7,7 +7,10 @@ import pytest
 from hadal.core.cache import NAME_BYTES, NO_NAME, DiskLocation
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    Freed,
     KvLease,
+    Named,
+    Pull,
     RankAnswered,
     RankDo,
     RankDone,
@@ -20,6 +23,8 @@ from hadal.core.messages import (
     RankStep,
     RankUp,
     RankWho,
+    ReadBlocks,
+    StoreBlocks,
 )
 from hadal.core.plans import (
     BlocksRead,
@@ -35,19 +40,7 @@ from hadal.core.plans import (
     StagePlan,
     StepDone,
 )
-from hadal.core.seams import (
-    Execute,
-    Form,
-    Freed,
-    Named,
-    Pull,
-    ReadBlocks,
-    Send,
-    Stage,
-    StoreBlocks,
-    Tick,
-    WakeAt,
-)
+from hadal.core.seams import Execute, Form, Send, Stage, Tick, WakeAt
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from tests.unit.roles.driving import done, of, sent
 

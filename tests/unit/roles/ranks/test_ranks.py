@@ -11,7 +11,9 @@ from hadal.core.messages import (
     Audit,
     AuditRequest,
     Cancel,
+    Freed,
     KvLease,
+    Pull,
     RankAnswered,
     RankDo,
     RankDone,
@@ -26,7 +28,7 @@ from hadal.core.messages import (
 )
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, StepDone
-from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
+from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import ExpertTerms
 from hadal.roles.ranks.membership import UnitMembership, UnitPhase

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import Cancel, RankAnswered, RankDo, UnitDown
+from hadal.core.messages import (
+    Cancel,
+    Freed,
+    Pull,
+    RankAnswered,
+    RankDo,
+    ReadBlocks,
+    StoreBlocks,
+    UnitDown,
+)
 from hadal.core.plans import BlocksRead, BlocksStored
-from hadal.core.seams import Freed, Pull, ReadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.core.seams import Send, UsedBlocks
 from tests.unit.roles.ranks.test_ranks import LEASE, Driver, to
 
 NAMES = bytes(range(32))

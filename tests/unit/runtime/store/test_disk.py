@@ -18,8 +18,8 @@ import pytest
 
 from hadal.core.cache import DiskLocation, slice_of, split
 from hadal.core.config import CacheConfig, Deployment, UnitsConfig
+from hadal.core.messages import StoreBlocks
 from hadal.core.plans import BlocksStored
-from hadal.core.seams import StoreBlocks
 from hadal.runtime.process.process import Run
 from hadal.runtime.store import segments as disk_segments
 from hadal.runtime.store import segments as segments

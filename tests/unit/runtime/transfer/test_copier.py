@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from hadal.core.messages import KvLease
+from hadal.core.messages import KvLease, Pull
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
-from hadal.core.seams import Pull
 from hadal.runtime.transfer.kv import INLINE_BYTES, NUM_THREADS, Copier
 from tests.waiting import DEADLINE_S, join, wait_until
 

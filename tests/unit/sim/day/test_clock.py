@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hadal.policy.quotas import DAY_S
 from hadal.sim.day.clock import (
-    DAY_S,
     DEEPSEEK_SHARES,
     HOUR_S,
     STEP_S,

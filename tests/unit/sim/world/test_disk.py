@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import NAME_BYTES, slice_of, split
+from hadal.core.messages import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead
-from hadal.core.seams import ReadBlocks, StoreBlocks
 from hadal.sim.world.seen import chain_of
 from hadal.sim.world.units import DiskSpeed, WorldDisk
 

@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import Cancel, KvLease, Release
-from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
-from hadal.core.seams import (
+from hadal.core.messages import (
+    Cancel,
     Deliver,
-    Effect,
-    Event,
-    Execute,
     Freed,
+    KvLease,
     Pull,
-    RankReset,
     ReadBlocks,
-    Send,
+    Release,
     StoreBlocks,
-    Tick,
-    WakeAt,
 )
+from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
+from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
 from hadal.sim.world.process import Process, SimClock
 
 

@@ -1,0 +1,205 @@
+"""What `hadal model` finds of a folder, as JSON and as rows: the model, its text and the deployments
+that ship.
+
+Reads config.json, the headers of weights and the tokenizer; loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hadal.commands.served import ServedText, read_served_text, why_not_served
+from hadal.core.config import ROLES, read_deployment
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.families import FAMILY
+from hadal.core.model_config import ModelConfig, check_accepted, read_model_config, unknown_keys
+from hadal.runtime.amounts import gb, millions
+from hadal.runtime.headers import StoredWeights, stored_weights
+from hadal.runtime.memory import MemoryPlan, why_not_fit
+from hadal.runtime.parameters import Precision, count_parameters, kv_bytes_per_token
+from hadal.runtime.plan_rows import Row, pools_text
+from hadal.runtime.pool_sizes import Room
+from hadal.runtime.resolve import (
+    TOKENIZERS,
+    available_bytes,
+    model_folder,
+    plan,
+    shipped_deployments,
+    why_not_run,
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Plan of one of the deployments that ship with the model of the folder."""
+
+    deployment: str
+    memory: MemoryPlan | None
+    """Weights and pools of all its ranks; None where the deployment cannot serve the model anywhere."""
+    reason: str
+    """Reason why this machine cannot run it; empty: it can."""
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """Contents of a model's folder, and its use on a machine of some memory."""
+
+    folder: Path
+    config: ModelConfig
+    stored: StoredWeights | None
+    """Weights; None where the folder has none."""
+    memory_bytes: int | None
+    """Memory to fit the model in; None where that of this machine is not known."""
+    fits: list[Fit]
+    unknown_keys: list[str]
+    text: ServedText | None
+    """Tokenizer and templates; None where the gateway cannot read them."""
+    why_not_served: str
+    """Reason why `hadal serve` would not start; empty: it would."""
+
+    @property
+    def kv_tokens_as_stored(self) -> int | None:
+        """Tokens whose KV fits beside one copy of the weights; None where one of both is not known."""
+        if self.stored is None or self.memory_bytes is None:
+            return None
+        per_token = kv_bytes_per_token(self.config, Precision())
+        return max(0, (self.memory_bytes - self.stored.num_bytes) // per_token)
+
+
+def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None) -> FolderReport:
+    """Read a model's folder. `memory_gb`: of another machine; None: what is free on this one. Raises
+    ConfigError.
+    """
+    check_accepted(accepted)
+    path = model_folder(folder)
+    config = read_model_config(path, accepted)
+    unknown = unknown_keys(path, accepted)
+    stored = stored_weights(path)
+    is_here = memory_gb is None
+    memory_bytes = available_bytes() if memory_gb is None else int(memory_gb * 1e9)
+    fits = list(_fits(path, accepted, memory_bytes, is_here=is_here))
+    why = why_not_served(path, accepted, None if is_here else memory_bytes)
+    try:
+        text = read_served_text(path, accepted)
+    except CheckpointError:  # `why` has the reason.
+        text = None
+    return FolderReport(path, config, stored, memory_bytes, fits, unknown, text, why)
+
+
+def _fits(
+    folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
+) -> Iterator[Fit]:
+    """Each deployment that ships, planned with this model. `is_here`: what else this machine lacks
+    counts, too.
+    """
+    room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
+    for file in shipped_deployments():
+        try:
+            asked = read_deployment(file, model=str(folder), accept_config=accepted or None)
+            resolved = plan(asked, room)
+        except ConfigError as error:
+            yield Fit(file.stem, None, str(error))
+            continue
+        is_on_cpu = resolved.deployment.device == "cpu"
+        reasons = why_not_run(resolved) if is_here or not is_on_cpu else []
+        if is_on_cpu and memory_bytes is not None:
+            reasons = [why_not_fit(resolved.memory, memory_bytes), *reasons]
+        yield Fit(file.stem, resolved.memory, next(filter(None, reasons), ""))
+
+
+def sections(found: FolderReport) -> Iterator[tuple[str, list[Row]]]:
+    """Yield (title, rows) for people."""
+    yield found.folder.name, [*_model_rows(found), *_text_rows(found)]
+    memory_bytes, stored = found.memory_bytes, found.stored
+    rows = [(fit.deployment, fit.reason or _fit_text(fit)) for fit in found.fits]
+    if stored is not None and memory_bytes is not None:
+        num_tokens, weights = found.kv_tokens_as_stored, gb(stored.num_bytes)
+        text = f"{weights}, and KV of {num_tokens} tokens beside one copy of the weights"
+        rows.insert(0, ("as stored", text if num_tokens else f"the weights alone take {weights}"))
+    yield f"in {'unknown' if memory_bytes is None else gb(memory_bytes)} of memory", rows
+
+
+def _fit_text(fit: Fit) -> str:
+    assert fit.memory is not None
+    return f"serves it with {gb(fit.memory.total_bytes)}; KV of {pools_text(fit.memory)}"
+
+
+def _model_rows(found: FolderReport) -> Iterator[Row]:
+    config, stored = found.config, found.stored
+    member = FAMILY[config.model_type]
+    yield "architecture", f"{member.name} ({config.model_type}, {member.architecture})"
+    dense, modules = config.first_k_dense_replace, config.num_nextn_predict_layers
+    shape = f"{config.num_hidden_layers} of width {config.hidden_size}"
+    yield "layers", f"{shape}, the first {dense} dense; MTP layers: {modules}"
+    routed = f"{config.n_routed_experts}, {config.num_experts_per_tok} of them a token"
+    yield "experts", f"{routed}, and {config.n_shared_experts} shared; groups: {config.n_group}"
+    if config.index_topk is not None:
+        heads = f"{config.index_n_heads} heads of width {config.index_head_dim}"
+        yield "indexer", f"{heads}: a token attends to {config.index_topk} positions at most"
+    total, active = count_parameters(config)
+    yield "parameters", f"{millions(total)}, {millions(active)} of them for a token (without MTP)"
+    if stored is None:
+        yield "weights", "none here: config.json alone"
+    else:
+        kinds = sorted(stored.dtype_to_bytes.items(), key=lambda entry: -entry[1])
+        parts = ", ".join(
+            f"{gb(num_bytes)} {dtype}"
+            for dtype, num_bytes in kinds
+            if num_bytes > stored.num_bytes / 1000
+        )
+        files = "file" if stored.num_files == 1 else "files"
+        yield "weights", f"{gb(stored.num_bytes)} in {stored.num_files} {files}: {parts}"
+    per_token = kv_bytes_per_token(config, Precision())
+    context = config.max_position_embeddings
+    whole = f"{gb(per_token * context)} for a whole context of {context}"
+    yield "KV", f"{per_token / 1e3:.1f} kB a token (FP32), {whole}"
+    names = [name for name in TOKENIZERS if (found.folder / name).is_file()]
+    yield "tokenizer", names[0] if names else "none here; `hadal serve` needs one"
+
+
+def _text_rows(found: FolderReport) -> Iterator[Row]:
+    if (text := found.text) is not None:
+        yield "context", f"{text.context_tokens} tokens of a prompt and its reply"
+        yield "chat template", text.template or "none; texts are completed"
+        yield "tools", f"calls in the form of {text.tools}" if text.tools else "none are called"
+        yield "thinking", "yes" if text.thinks else "no"
+    if found.unknown_keys:
+        yield "unknown keys", f"{', '.join(found.unknown_keys)}; Hadal passes them over"
+
+
+def as_json(found: FolderReport) -> dict[str, Any]:
+    """Return the report for programs, sizes in bytes."""
+    config, stored = found.config, found.stored
+    total, active = count_parameters(config)
+    return {
+        "folder": str(found.folder),
+        "name": FAMILY[config.model_type].name,
+        "model_type": config.model_type,
+        "architecture": FAMILY[config.model_type].architecture,
+        "num_parameters": total,
+        "num_parameters_active": active,
+        "stored_bytes": None if stored is None else stored.dtype_to_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token(config, Precision()),
+        "context_tokens": config.max_position_embeddings,
+        "memory_bytes": found.memory_bytes,
+        "kv_tokens_as_stored": found.kv_tokens_as_stored,
+        "deployments": [
+            {
+                "deployment": fit.deployment,
+                "needed_bytes": fit.memory.total_bytes if fit.memory is not None else 0,
+                "kv_tokens": (
+                    {role: fit.memory.of(role).kv_tokens for role in ROLES}
+                    if fit.memory is not None
+                    else {}
+                ),
+                "reason": fit.reason,
+            }
+            for fit in found.fits
+        ],
+        "unknown_keys": found.unknown_keys,
+        "chat": None if found.text is None else asdict(found.text),
+        "why_not_served": found.why_not_served,
+    }

@@ -1,0 +1,125 @@
+"""The folder of a deployment's disk cache: its whole path, its making, and what is wrong with it.
+
+A plan looks at the folder's file system and makes nothing; a start makes the folder, and ends
+where nothing can be kept in it. A folder that fails later costs hits and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from hadal.core.config import (
+    Deployment,
+)
+from hadal.core.errors import ConfigError
+from hadal.runtime.amounts import gb
+from hadal.runtime.memory import MemoryPlan
+
+_FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a folder that is of use all the same: it may have room later, or something to find."""
+
+
+def absolute_folder(folder: str) -> str:
+    """The folder as every process finds it, wherever it runs; empty stays empty. Raises
+    ConfigError.
+    """
+    if not folder:
+        return ""
+    if "\0" in folder:
+        raise ConfigError(
+            f"cache.folder is {folder!r}; no file system takes a zero byte in a name."
+        )
+    try:
+        path = Path(folder).expanduser().absolute()
+    except RuntimeError:
+        user = folder.partition("/")[0]
+        raise ConfigError(
+            f"cache.folder is {folder}: {user} has no home here. Give the whole path."
+        ) from None
+    if os.path.exists(path) and not os.path.isdir(
+        path
+    ):  # Neither raises where the folder cannot be looked at.
+        raise ConfigError(
+            f"cache.folder is {path}, which is no folder. Name one; it is made where it is missing."
+        )
+    return str(path)
+
+
+def make_cache_folder(folder: str) -> None:
+    """Make it, for its owner alone, and see that it is of use. Raises ConfigError."""
+    if not folder:
+        return
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if error.errno in _FORGIVEN_ERRORS and path.is_dir():
+            return
+        raise ConfigError(
+            f"the cache folder {path} cannot be used ({error.strerror}). Name a folder that you may"
+            " write to in --cache-folder or cache.folder, or leave it out: then no KV is kept on"
+            " disk."
+        ) from error
+
+
+def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
+    """What will keep the disk cache from holding what it is given, one sentence each."""
+    cache = deployment.cache
+    if not cache.folder:
+        return []
+    disk_bytes = cache.disk_mb * 2**20
+    if disk_bytes < memory.block_bytes:
+        return [
+            f"cache.disk_mb = {cache.disk_mb} is less than one block of {gb(memory.block_bytes)}:"
+            " nothing is kept."
+        ]
+    folder = Path(cache.folder)
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            return [f"cache.folder {folder} cannot be written to: nothing is kept there."]
+        status = os.statvfs(there)
+        free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
+        found = folder.stat() if there == folder else None
+        # Of ours it is taken from the others when the first process enters it
+        # (runtime/store/segments).
+        is_ours = (
+            found is not None
+            and os.geteuid() in (0, found.st_uid)
+            and not found.st_mode & stat.S_ISVTX
+        )
+        is_open = found is not None and bool(found.st_mode & stat.S_IWOTH) and not is_ours
+    except OSError as error:
+        return [
+            f"cache.folder {folder} fails ({error.strerror}): nothing is kept there until it works."
+        ]
+    warnings = []
+    if free_bytes < disk_bytes:
+        warnings.append(
+            f"cache.disk_mb = {cache.disk_mb} is more than the {gb(free_bytes)} that {folder} has"
+            " room for."
+        )
+    if is_open:
+        # Sums find damage, not intent; and names are anybody's guess where no API keys are asked
+        # for.
+        warnings.append(
+            f"cache.folder {folder} can be written to by every user here, who could put false KV in"
+            " it: name a folder of your own."
+        )
+    return warnings
+
+
+def _held_bytes(folder: Path) -> int:
+    """What lies there already: it is written over, not added to."""
+    held_bytes = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # Another deployment removed it meanwhile.
+            held_bytes += path.stat().st_blocks * 512  # stat(2)
+    return held_bytes

@@ -1,0 +1,103 @@
+"""Counts of a model's parameters and of the bytes that weights and KV take, by config.json alone.
+
+Knows no ranks and no deployment's memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hadal.core.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of a value by what it is."""
+
+    matrix: float = 4.0
+    """Projections and experts."""
+    other: int = 4
+    """Embedding, head and norms."""
+    kv: int = 4
+
+
+def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
+    """What values are held in; `stored`: the dtype of most of the checkpoint, empty where it was
+    not looked at (then FP8 as config.json says, else BF16, as the family is released).
+
+    On CPUs weights stay as they are stored where kernels compute from that: FP8 matrices with an
+    FP32 scale a block, beside BF16. On GPUs, an FP8 checkpoint is planned for fused kernels: the
+    same, and KV in BF16. All else is FP32, as it is served; see `ranks_in_fp32`.
+    """
+    kind = stored or ("F8_E4M3" if config.weight_block_size is not None else "BF16")
+    is_fp8 = kind == "F8_E4M3" and config.weight_block_size is not None
+    if is_fp8:
+        rows, columns = config.weight_block_size or (1, 1)
+        return Precision(1.0 + 4.0 / (rows * columns), 2, 2 if device == "cuda" else 4)
+    return Precision(2.0, 2) if device == "cpu" and kind == "BF16" else Precision()
+
+
+def model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) -> int:
+    """All weights of the main model, and of the MTP module where it drafts."""
+    matrices, others, gates, expert = parameters(config)
+    in_matrices = matrices + num_moe_layers(config) * config.n_routed_experts * expert
+    if has_drafts:
+        matrices, norms, gates_of_module, num_experts = module_parameters(config)
+        in_matrices += matrices + num_experts * expert
+        others += norms
+        gates += gates_of_module
+    return int(in_matrices * precision.matrix) + others * precision.other + 4 * gates
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return (all, used by one token) of the main model; the MTP module is not loaded for
+    serving.
+    """
+    matrices, others, gates, expert = parameters(config)
+    fixed = matrices + others + gates
+    num_moe = num_moe_layers(config)
+    return (
+        fixed + num_moe * config.n_routed_experts * expert,
+        fixed + num_moe * config.num_experts_per_tok * expert,
+    )
+
+
+def kv_bytes_per_token(
+    config: ModelConfig, precision: Precision, num_layers: int | None = None
+) -> int:
+    """What all layers cache of one token. `num_layers`: the model's if None."""
+    return (num_layers or config.num_hidden_layers) * config.entry_dim * precision.kv
+
+
+def num_moe_layers(config: ModelConfig) -> int:
+    return sum(config.is_moe(index) for index in range(config.num_hidden_layers))
+
+
+def parameters(config: ModelConfig) -> tuple[int, int, int, int]:
+    """(in matrices every rank has, in embedding, head and norms, in gates, in one expert of one
+    layer).
+    """
+    c = config
+    dim, num_moe = c.hidden_size, num_moe_layers(c)
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim + 2 * (c.index_head_dim or 0)
+    expert = 3 * dim * c.moe_intermediate_size
+    matrices = (
+        c.num_hidden_layers * c.attention_weights
+        + (c.num_hidden_layers - num_moe) * 3 * dim * c.intermediate_size
+    )
+    matrices += num_moe * c.n_shared_experts * expert
+    others = c.num_hidden_layers * norms + 2 * c.vocab_size * dim + dim
+    return matrices, others, num_moe * c.n_routed_experts * (dim + 1), expert
+
+
+def module_parameters(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Of the MTP module (in matrices that every rank has, in norms, in its gate, its routed
+    experts): one layer and a projection of two hidden states; embedding and head are the model's.
+    """
+    c, dim = config, config.hidden_size
+    is_moe = c.mtp_is_moe
+    width = c.n_shared_experts * c.moe_intermediate_size if is_moe else c.intermediate_size
+    matrices = c.attention_weights + 2 * dim * dim + 3 * dim * width
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 5 * dim + 2 * (c.index_head_dim or 0)
+    num_experts = c.n_routed_experts if is_moe else 0
+    return matrices, norms, num_experts * (dim + 1), num_experts
