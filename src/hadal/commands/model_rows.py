@@ -18,18 +18,12 @@ from hadal.core.families import FAMILY
 from hadal.core.model_config import ModelConfig, check_accepted, read_model_config, unknown_keys
 from hadal.runtime.amounts import gb, millions
 from hadal.runtime.headers import StoredWeights, stored_weights
+from hadal.runtime.host_limits import available_bytes
 from hadal.runtime.memory import MemoryPlan, why_not_fit
 from hadal.runtime.parameters import Precision, count_parameters, kv_bytes_per_token
 from hadal.runtime.plan_rows import Row, pools_text
 from hadal.runtime.pool_sizes import Room
-from hadal.runtime.resolve import (
-    TOKENIZERS,
-    available_bytes,
-    model_folder,
-    plan,
-    shipped_deployments,
-    why_not_run,
-)
+from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, shipped_deployments, why_not_run
 
 
 @dataclass(frozen=True)

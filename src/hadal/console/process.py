@@ -39,6 +39,7 @@ from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
 from hadal.gateway.desk.frames import read_frames
 from hadal.gateway.edge.guard import Edge
 from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (
     LISTEN_FD,
@@ -46,7 +47,7 @@ from hadal.runtime.process.process import (
     enter_child,
     read_run,
 )
-from hadal.runtime.topology import CONSOLE, open_listener, url_of
+from hadal.runtime.topology import CONSOLE
 from hadal.runtime.wire import open_wire
 
 log = logging.getLogger("hadal.console")

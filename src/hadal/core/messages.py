@@ -1002,9 +1002,9 @@ class Rollout(Message, frozen=True):
     model: str = ""
     """Folder of the checkpoint that the new ones serve; empty: the one that they serve now."""
     model_digest: str = ""
-    """Of its config.json and weights (runtime/resolve)."""
+    """Of its config.json and weights (runtime/fingerprint)."""
     fingerprint: str = ""
-    """Of what its KV depends on (runtime/resolve)."""
+    """Of what its KV depends on (runtime/fingerprint)."""
 
 
 # ---- front -> fleet ----

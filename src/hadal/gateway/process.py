@@ -39,6 +39,7 @@ from hadal.gateway.endpoints import Endpoint
 from hadal.runtime.batches import BatchesDown, BatchStore, batches_url
 from hadal.runtime.ledger.spent import read_spent
 from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.listener import open_listener
 from hadal.runtime.process.process import (
     EXIT_FATAL,
     HAS_SERVED,
@@ -47,7 +48,7 @@ from hadal.runtime.process.process import (
     add_life_arguments,
     enter_child,
 )
-from hadal.runtime.topology import GATEWAY, open_listener
+from hadal.runtime.topology import GATEWAY
 from hadal.runtime.wire import open_wire
 
 log = logging.getLogger("hadal.gateway")

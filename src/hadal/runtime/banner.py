@@ -15,10 +15,7 @@ from rich.text import Text
 
 from hadal import __version__
 from hadal.core.balance import OFF
-from hadal.core.config import (
-    ROLES,
-    units_of,
-)
+from hadal.core.config import ROLES, units_of
 from hadal.core.handshake import is_near
 from hadal.runtime.amounts import plural
 from hadal.runtime.ledger.store import shown
@@ -37,12 +34,7 @@ from hadal.runtime.plan_rows import (
 from hadal.runtime.process.child import ProcessPhase, Status
 from hadal.runtime.process.logs import fields
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import (
-    CONSOLE,
-    ranges,
-    rank_name,
-    unit_and_rank,
-)
+from hadal.runtime.topology import CONSOLE, ranges, rank_name, unit_and_rank
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from hadal.core.config import (
-    Deployment,
-)
+from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.runtime.amounts import gb
 from hadal.runtime.memory import MemoryPlan

@@ -15,7 +15,7 @@ import msgspec
 
 from hadal.core.errors import CheckpointError
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
 
 
@@ -40,7 +40,7 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     """Sum up the headers of all *.safetensors; None where there are none. Raises CheckpointError
     naming the file.
     """
-    paths = _weight_files(folder)
+    paths = weight_files(folder)
     num_bytes: Counter[str] = Counter()
     for path in paths:
         header = read_header(path)
@@ -51,7 +51,8 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     return StoredWeights(len(paths), dict(num_bytes)) if paths else None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the *.safetensors files of a folder, by name."""
     return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
@@ -68,7 +69,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
+            if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
                     f"{path}: damaged or cut off; its header claims {length} bytes."
                 )

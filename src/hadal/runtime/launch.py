@@ -59,6 +59,7 @@ from hadal.roles.recording import MadeFleet
 from hadal.runtime.agent import Joining
 from hadal.runtime.cores import allowed_cores, cores_of
 from hadal.runtime.fleet import FleetExecutor
+from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
 from hadal.runtime.process.child import (
     Child,
@@ -110,10 +111,8 @@ from hadal.runtime.topology import (
     gateway_names,
     judge_of,
     launch_plan,
-    open_listener,
     rank_name,
     unit_and_rank,
-    url_of,
     wire_name,
 )
 from hadal.runtime.transfer.pool import (

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hadal.core.errors import EXIT_CONFIG, CheckpointError
+from hadal.runtime.fingerprint import digest_of_model
 from hadal.runtime.process.process import Run
-from hadal.runtime.resolve import digest_of_model
 
 log = logging.getLogger(__name__)
 

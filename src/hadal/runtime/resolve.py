@@ -6,16 +6,10 @@ Looks at the model's folder and at this machine; starts nothing and loads no tor
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 import socket
-import struct
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -29,25 +23,19 @@ from hadal.core.config import (
     Deployment,
     LedgerConfig,
     UnitsConfig,
-    num_cache_layers,
 )
 from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.families import why_no_folder
-from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.model_config import (
-    ModelConfig,
-    check_accepted,
-    read_model_config,
-    unknown_keys,
-)
-from hadal.kernels.build import PLAIN, BuildError, instruction_set, runs_plain
-from hadal.kv.names import VERSION
+from hadal.core.model_config import ModelConfig, check_accepted, read_model_config, unknown_keys
+from hadal.kernels.build import BuildError, runs_plain
 from hadal.runtime.amounts import gb
 from hadal.runtime.batches import batches_url
 from hadal.runtime.cache_folder import absolute_folder, cache_warnings, make_cache_folder
-from hadal.runtime.devices import cpu_kind, gpus
+from hadal.runtime.devices import gpus
+from hadal.runtime.fingerprint import digest_of_model, fingerprint_of
 from hadal.runtime.headers import stored_weights
+from hadal.runtime.host_limits import available_bytes, memory_bytes, num_cores
 from hadal.runtime.ledger.store import file_of, ledger_url
 from hadal.runtime.memory import MemoryPlan, plan_memory, ranks_in_fp32, why_not_fit, with_blocks
 from hadal.runtime.pool_sizes import Room
@@ -56,119 +44,6 @@ from hadal.runtime.transfer.nixl import require_nixl
 from hadal.runtime.transfer.pool import POOL_DTYPE, free_shm_bytes, no_room
 from hadal.runtime.weight_check import check_weights
 from hadal.stats.prices import micro_usd, price_list
-
-# What KV depends on besides its text, in one word: the model's files, the layout of a block, the
-# precision.
-#
-# Equal fingerprints mean that a block of one deployment may be used by the other. Of a large
-# checkpoint a page out of every tensor is read, and one of every PIECE_BYTES of a large tensor, so
-# a fine-tune of equal shapes has another fingerprint even if it trained one tensor alone, and 700
-# GB take seconds. A few rows changed by hand may pass: rename the file. A file up to WHOLE_BYTES is
-# read whole.
-
-
-FINGERPRINT_BYTES = 16
-WHOLE_BYTES = 16 * 1024 * 1024
-NUM_SAMPLES = 64
-"""Samples that are taken of a larger file, at least: over all of it where it has fewer tensors."""
-SAMPLE_BYTES = 4096
-PIECE_BYTES = 16 * 1024 * 1024
-NUM_THREADS = 16
-"""They wait for reads: a disk answers as many at once, and one over a network takes a millisecond
-for each.
-"""
-_HEADER_MAX_BYTES = 100_000_000
-"""The format's own limit (safetensors)."""
-
-
-def fingerprint_of(
-    deployment: Deployment, config: ModelConfig, dtype: str, model_digest: str
-) -> str:
-    """Hex digits. `dtype`: of the pools."""
-    digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    layout = BLOCK_TOKENS, num_cache_layers(deployment, config), config.entry_dim
-    _add(
-        digest,
-        VERSION,
-        repr(layout).encode(),
-        dtype.encode(),
-        deployment.dispatch_format.encode(),
-        deployment.compute.encode(),
-        deployment.device.encode(),
-        model_digest.encode(),
-    )
-    if deployment.device == "cpu":  # Plain torch and each instruction set round differently.
-        computed = PLAIN if runs_plain() else instruction_set()
-        _add(digest, computed.encode(), cpu_kind().encode())
-    return digest.hexdigest()
-
-
-def digest_of_model(folder: Path) -> str:
-    """Hex digits of config.json and the weights. Raises CheckpointError if a file cannot be read."""
-    digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    try:
-        _add(digest, (folder / "config.json").read_bytes())
-        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for of_file in threads.map(_digest_of, files):
-                _add(digest, of_file)
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or folder}: cannot be read ({error.strerror})."
-        ) from error
-    return digest.hexdigest()
-
-
-def _add(digest: blake2b, *parts: bytes) -> None:
-    """Each with its length: what is at the end of one cannot be taken for the beginning of the
-    next.
-    """
-    for part in parts:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
-
-
-def _digest_of(path: Path) -> bytes:
-    digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        _add(digest, path.name.encode(), struct.pack("<Q", size))
-        if size <= WHOLE_BYTES:
-            _add(digest, path.read_bytes())
-            return digest.digest()
-        start = os.pread(file.fileno(), 8, 0)
-        header_bytes = min(struct.unpack("<Q", start)[0], _HEADER_MAX_BYTES, size - 8)
-        header = os.pread(file.fileno(), header_bytes, 8)
-        _add(digest, header)
-        for offset in _sample_offsets(header, size):
-            _add(digest, os.pread(file.fileno(), SAMPLE_BYTES, offset))
-    return digest.digest()
-
-
-def _sample_offsets(header: bytes, size: int) -> list[int]:
-    """Where to look: in the middle of every piece of every tensor, and over the file where there
-    are few of them.
-    """
-    data_at = 8 + len(header)
-    spans: list[tuple[int, int]] = []
-    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-        # Where it is no header, the model's loader will say so, and samples over the whole do.
-        spans = [
-            (data_at + begin, min(data_at + end, size))
-            for entry in json.loads(header).values()
-            if "data_offsets" in entry
-            for begin, end in [entry["data_offsets"]]
-            if 0 <= begin < end
-        ]
-    offsets = {
-        max(at, (at + min(at + PIECE_BYTES, end) - SAMPLE_BYTES) // 2)
-        for begin, end in spans
-        for at in range(begin, end, PIECE_BYTES)
-    }
-    num_more = max(0, NUM_SAMPLES - len(offsets))
-    offsets |= {data_at + index * (size - data_at) // num_more for index in range(num_more)}
-    return sorted(offsets)
-
 
 MODEL_VARIABLE = "HADAL_MODEL"
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -179,8 +54,6 @@ src/.
 _CONFIGS = (_PACKAGE / "configs").resolve()
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 """A model's folder has one of them, or both; the gateway reads the first that is there."""
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Control groups, of which a process is in one (version 2) or in one for each controller (version 1)."""
 
 
 @dataclass(frozen=True)
@@ -500,73 +373,9 @@ def shipped_deployments() -> list[Path]:
     return sorted(_CONFIGS.glob("*.toml"))
 
 
-def num_cores() -> int:
-    """Cores this process may use: its affinity, or fewer where its control groups have less time."""
-    cores = len(os.sched_getaffinity(0))
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        for said in _limits("cpu", files):
-            with contextlib.suppress(ValueError):  # "max".
-                quota, period = map(int, said.split())
-                cores = min(cores, max(1, quota // period)) if quota > 0 else cores
-    return cores
-
-
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where that is not known."""
-    return _at_most_the_limit(_meminfo("MemAvailable"))
-
-
 def _room_here() -> Room | None:
     free_bytes = available_bytes()
     return None if free_bytes is None else Room(free_bytes, free_shm_bytes())
-
-
-def memory_bytes() -> int | None:
-    """All memory of this machine, or as much as the process's control groups may use; None where
-    that is not known.
-    """
-    return _at_most_the_limit(_meminfo("MemTotal"))
-
-
-def _at_most_the_limit(there: int | None) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        for said in _limits("memory", (name,)):
-            with contextlib.suppress(ValueError):
-                there = int(said) if there is None else min(there, int(said))
-    return there
-
-
-def _limits(controller: str, names: Sequence[str]) -> Iterator[str]:
-    """What files of these names say, of the process's control group and of those around it. Seen from
-    a container, its own is often the outermost one.
-    """
-    try:
-        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = _GROUPS / controllers
-        own = top / path.lstrip("/")
-        for group in (own, *own.parents):
-            if not group.is_relative_to(top):
-                break
-            with contextlib.suppress(OSError):
-                yield " ".join((group / name).read_text(encoding="ascii") for name in names)
-
-
-def _meminfo(name: str) -> int | None:
-    """A line of proc(5)'s meminfo, in bytes."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _with_threads(units: UnitsConfig) -> UnitsConfig:

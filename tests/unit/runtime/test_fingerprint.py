@@ -12,8 +12,8 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import read_model_config
-from hadal.runtime import resolve as module
-from hadal.runtime.resolve import digest_of_model, fingerprint_of
+from hadal.runtime import fingerprint as module
+from hadal.runtime.fingerprint import digest_of_model, fingerprint_of
 
 SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
 NUM_TENSORS = 40

@@ -9,9 +9,10 @@ import pytest
 from hadal.core.config import Deployment
 from hadal.core.errors import CheckpointError
 from hadal.runtime import model_files
+from hadal.runtime.fingerprint import digest_of_model
 from hadal.runtime.model_files import check_model, watch_model
 from hadal.runtime.process.process import Run
-from hadal.runtime.resolve import digest_of_model, model_folder
+from hadal.runtime.resolve import model_folder
 from tests.waiting import wait_until
 
 

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import hadal.runtime.host_limits as host_limits
 import hadal.runtime.resolve as resolve_module
 from hadal.cli import app
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
@@ -146,9 +147,9 @@ def test_shared_memory_of_a_container_is_enough_for_the_model_that_ships(
 def test_the_limit_of_a_control_group_counts(
     group: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve_module, "_GROUPS", tmp_path)
-    monkeypatch.setattr(resolve_module, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(resolve_module, "_meminfo", lambda name: 64 << 30)
+    monkeypatch.setattr(host_limits, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host_limits, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_limits, "_meminfo", lambda name: 64 << 30)
     monkeypatch.setattr(resolve_module, "free_shm_bytes", lambda: 64 << 30)
     (tmp_path / "own").write_text(f"{group}\n")
     path = tmp_path / file

@@ -8,23 +8,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import hadal.runtime.host_limits as host_limits
 import hadal.runtime.resolve as resolve_module
 from hadal.core.config import CacheConfig, Deployment, LedgerConfig, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.runtime.banner import Banner
+from hadal.runtime.host_limits import available_bytes, memory_bytes, num_cores
+from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.process.child import ProcessStatus, Status, read_status, write_status
 from hadal.runtime.process.process import Run, read_run, write_run
-from hadal.runtime.resolve import (
-    available_bytes,
-    deployment_file,
-    memory_bytes,
-    model_folder,
-    num_cores,
-    plan,
-    resolve,
-    why_not_run,
-)
-from hadal.runtime.topology import open_listener, url_of
+from hadal.runtime.resolve import deployment_file, model_folder, plan, resolve, why_not_run
 from hadal.runtime.transfer import nixl
 from tests.waiting import DEADLINE_S
 
@@ -146,8 +139,8 @@ def test_a_containers_share_of_time_bounds_the_threads(
 
 def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, *own: str) -> None:
     """Control groups lie in this folder, and these are the process's."""
-    monkeypatch.setattr(resolve_module, "_GROUPS", folder)
-    monkeypatch.setattr(resolve_module, "_OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(host_limits, "_GROUPS", folder)
+    monkeypatch.setattr(host_limits, "_OWN_GROUPS", folder / "own")
     (folder / "own").write_text("\n".join(own) + "\n")
 
 

@@ -116,9 +116,9 @@ class Run:
     log_level: str = "info"
     log_format: str = TEXT
     fingerprint: str = ""
-    """What KV depends on besides its text (runtime/resolve)."""
+    """What KV depends on besides its text (runtime/fingerprint)."""
     model_digest: str = ""
-    """Of config.json and the weights that the server was started with (runtime/resolve)."""
+    """Of config.json and the weights that the server was started with (runtime/fingerprint)."""
     address: str = "127.0.0.1"
     """Of this node, where processes of other hosts reach those of this one."""
     secret: bytes = field(default=b"", repr=False)

@@ -1,0 +1,127 @@
+"""The fingerprint of KV: what it depends on besides its text, in one word: the model's files, the
+layout of a block, the precision.
+
+Equal fingerprints mean that a block of one deployment may be used by the other. Of a large
+checkpoint a page out of every tensor is read, and one of every PIECE_BYTES of a large tensor, so
+a fine-tune of equal shapes has another fingerprint even if it trained one tensor alone, and 700
+GB take seconds. A few rows changed by hand may pass: rename the file. A file up to WHOLE_BYTES is
+read whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+from hadal.core.config import Deployment, num_cache_layers
+from hadal.core.errors import CheckpointError
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import ModelConfig
+from hadal.kernels.build import PLAIN, instruction_set, runs_plain
+from hadal.kv.names import VERSION
+from hadal.runtime.devices import cpu_kind
+from hadal.runtime.headers import MAX_HEADER_BYTES, weight_files
+
+FINGERPRINT_BYTES = 16
+WHOLE_BYTES = 16 * 1024 * 1024
+NUM_SAMPLES = 64
+"""Samples that are taken of a larger file, at least: over all of it where it has fewer tensors."""
+SAMPLE_BYTES = 4096
+PIECE_BYTES = 16 * 1024 * 1024
+NUM_THREADS = 16
+"""They wait for reads: a disk answers as many at once, and one over a network takes a millisecond
+for each.
+"""
+
+
+def fingerprint_of(
+    deployment: Deployment, config: ModelConfig, dtype: str, model_digest: str
+) -> str:
+    """Hex digits. `dtype`: of the pools."""
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
+    layout = BLOCK_TOKENS, num_cache_layers(deployment, config), config.entry_dim
+    _add(
+        digest,
+        VERSION,
+        repr(layout).encode(),
+        dtype.encode(),
+        deployment.dispatch_format.encode(),
+        deployment.compute.encode(),
+        deployment.device.encode(),
+        model_digest.encode(),
+    )
+    if deployment.device == "cpu":  # Plain torch and each instruction set round differently.
+        computed = PLAIN if runs_plain() else instruction_set()
+        _add(digest, computed.encode(), cpu_kind().encode())
+    return digest.hexdigest()
+
+
+def digest_of_model(folder: Path) -> str:
+    """Hex digits of config.json and the weights. Raises CheckpointError if a file cannot be read."""
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
+    try:
+        _add(digest, (folder / "config.json").read_bytes())
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for of_file in threads.map(_digest_of, weight_files(folder)):
+                _add(digest, of_file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be read ({error.strerror})."
+        ) from error
+    return digest.hexdigest()
+
+
+def _add(digest: blake2b, *parts: bytes) -> None:
+    """Each with its length: what is at the end of one cannot be taken for the beginning of the
+    next.
+    """
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+
+
+def _digest_of(path: Path) -> bytes:
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        _add(digest, path.name.encode(), struct.pack("<Q", size))
+        if size <= WHOLE_BYTES:
+            _add(digest, path.read_bytes())
+            return digest.digest()
+        start = os.pread(file.fileno(), 8, 0)
+        header_bytes = min(struct.unpack("<Q", start)[0], MAX_HEADER_BYTES, size - 8)
+        header = os.pread(file.fileno(), header_bytes, 8)
+        _add(digest, header)
+        for offset in _sample_offsets(header, size):
+            _add(digest, os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return digest.digest()
+
+
+def _sample_offsets(header: bytes, size: int) -> list[int]:
+    """Where to look: in the middle of every piece of every tensor, and over the file where there
+    are few of them.
+    """
+    data_at = 8 + len(header)
+    spans: list[tuple[int, int]] = []
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        # Where it is no header, the model's loader will say so, and samples over the whole do.
+        spans = [
+            (data_at + begin, min(data_at + end, size))
+            for entry in json.loads(header).values()
+            if "data_offsets" in entry
+            for begin, end in [entry["data_offsets"]]
+            if 0 <= begin < end
+        ]
+    offsets = {
+        max(at, (at + min(at + PIECE_BYTES, end) - SAMPLE_BYTES) // 2)
+        for begin, end in spans
+        for at in range(begin, end, PIECE_BYTES)
+    }
+    num_more = max(0, NUM_SAMPLES - len(offsets))
+    offsets |= {data_at + index * (size - data_at) // num_more for index in range(num_more)}
+    return sorted(offsets)
