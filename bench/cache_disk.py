@@ -31,8 +31,9 @@ from hadal.core.cache import DiskLocation
 from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import BlocksRead, BlocksStored
+from hadal.runtime.store.buffers import make_buffer
 from hadal.runtime.store.disk import DiskStore
-from hadal.runtime.store.segments import Segment, make_buffer, segment_numbers
+from hadal.runtime.store.segments import Segment, segment_numbers
 
 PLAIN_BYTES = 8 * 1024 * 1024
 """Of one plain read or write."""

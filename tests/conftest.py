@@ -17,7 +17,7 @@ import httpx
 import pytest
 import typer.testing
 
-from hadal.runtime.ledger.store import LEDGER_VARIABLE
+from hadal.runtime.ledger.address import LEDGER_VARIABLE
 from tests import levels, needs, stacks
 from tests.fresh import RUN, VARIABLE
 from tests.waiting import Hang

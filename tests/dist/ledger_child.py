@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from hadal.core.facts import Fact, PackedFacts, RequestFact, sum_kv_tokens
+from hadal.runtime.ledger.address import ledger_url, outbox_of
 from hadal.runtime.ledger.outbox import LedgerOutbox
-from hadal.runtime.ledger.store import Store, StoreDown, ledger_url, outbox_of
+from hadal.runtime.ledger.store import Store, StoreDown
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import Written
 from hadal.stats.prices import R1

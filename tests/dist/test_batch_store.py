@@ -31,7 +31,7 @@ from hadal.runtime.batches import (
     BatchStore,
     FileRow,
 )
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.address import ledger_url
 from tests.dist.postgres import postgres
 from tests.waiting import DEADLINE_S, join
 

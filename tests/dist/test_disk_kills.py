@@ -14,8 +14,9 @@ import pytest
 
 from hadal.core.cache import DiskLocation, split
 from hadal.core.messages import ReadBlocks
-from hadal.runtime.store.disk import Loader
-from hadal.runtime.store.segments import Troubles, segment_bytes
+from hadal.runtime.store.loader import Loader
+from hadal.runtime.store.segments import segment_bytes
+from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.store.view import DiskView
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
 from tests.dist.segments import put_back, tables_of

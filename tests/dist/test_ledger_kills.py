@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger.store import Store, ledger_url, outbox_of
+from hadal.runtime.ledger.address import ledger_url, outbox_of
+from hadal.runtime.ledger.store import Store
 from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of

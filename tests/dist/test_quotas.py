@@ -14,7 +14,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.recorder import RECORD, read_recordings
 from tests.dist import gate
 from tests.dist.keyed import AUDITOR, ask, keys_command, model_of, with_keys

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hadal.core.plans import row_bytes
+from hadal.core.row_bytes import row_bytes
 
 HEAD_BYTES = 16
 """int32: rows, pairs, layer, kind of message."""

@@ -173,7 +173,7 @@ def forget(
     from hadal.core.errors import ConfigError
     from hadal.gateway.desk.keys import names_in
     from hadal.runtime.batches import BatchStore, batches_url
-    from hadal.runtime.ledger.store import file_of
+    from hadal.runtime.ledger.address import file_of
 
     if file.exists() and name in names_in(file):
         raise ConfigError(f"{name} has a key. Take it back first: hadal keys revoke {name}.")

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from hadal.commands.day_values import duration
 from hadal.core.errors import ConfigError
-from hadal.runtime.ledger.store import LedgerWindow, Store, ledger_url, shown
+from hadal.runtime.ledger.address import ledger_url, shown
+from hadal.runtime.ledger.store import LedgerWindow, Store
 from hadal.stats.ledger import LedgerError
 from hadal.stats.prices import BUCKET_S, HOUR_S, ModelPrices, price_list
 from hadal.stats.report import HOUR, QUANTILES, SHARED, TENANT, Detail, Line, Report, iso, report

@@ -38,7 +38,7 @@ from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
 from hadal.gateway.desk.frames import read_frames
 from hadal.gateway.edge.guard import Edge
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.process.child import read_status
 from hadal.runtime.process.process import (

@@ -37,8 +37,9 @@ from hadal.roles.front.front import Front
 from hadal.roles.front.names import FrontNames
 from hadal.roles.front.unit import Unit
 from hadal.roles.recording import MadeFront
+from hadal.runtime.ledger.address import ledger_url, outbox_of, shown
 from hadal.runtime.ledger.outbox import LedgerOutbox
-from hadal.runtime.ledger.store import Store, ledger_url, outbox_of, shown
+from hadal.runtime.ledger.store import Store
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.recorder import recorded

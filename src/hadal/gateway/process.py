@@ -37,8 +37,8 @@ from hadal.gateway.edge.connection import GatewayProtocol
 from hadal.gateway.edge.descriptors import ConnectionLimit, descriptor_limit
 from hadal.gateway.endpoints import Endpoint
 from hadal.runtime.batches import BatchesDown, BatchStore, batches_url
+from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.ledger.spent import read_spent
-from hadal.runtime.ledger.store import ledger_url
 from hadal.runtime.listener import open_listener
 from hadal.runtime.process.process import (
     EXIT_FATAL,

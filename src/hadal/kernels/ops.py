@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.core.plans import row_bytes
+from hadal.core.row_bytes import row_bytes
 from hadal.kernels import library
 from hadal.reference import codec as codec_twin
 from hadal.reference import ops as twin

@@ -19,10 +19,8 @@ Prefilled blocks that wait for a decode rank to copy them are under a lease (`Le
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -30,33 +28,8 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Key
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.policy.eviction import Arc, Lru
-
-# Stretches of blocks that lie side by side, so that each is moved at once.
-
-
-def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut rows of equal length where one of them does not go on with the next number: (index of the
-    first, how many).
-
-    Raises ValueError if their lengths differ.
-    """
-    if any(len(row) != len(first_row) for row in rows):
-        raise ValueError(
-            f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common."
-        )
-    cuts = {
-        index
-        for row in (first_row, *rows)
-        for index, (before, after) in enumerate(pairwise(row), 1)
-        if after != before + 1
-    }
-    start = 0
-    for end in (*sorted(cuts), len(first_row)):
-        if end > start:
-            yield start, end - start
-        start = end
 
 
 class _Owners(dict[Hashable, None]):
@@ -533,95 +506,3 @@ def _positions(name_to_before: Mapping[bytes, bytes]) -> dict[bytes, int]:
             position += 1
             positions[one] = position
     return positions
-
-
-# Leases on prefilled KV, each with an owner and a deadline. Knows no clock and frees nothing: it
-# says which leases ended, and the prefill leader gives the blocks back.
-
-
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """Blocks that stay as they are until `deadline_s` unless released."""
-
-    request_id: str
-    attempt: int
-    block_ids: tuple[int, ...]
-    deadline_s: float
-    rank: int = 0
-    """Whose blocks they are."""
-
-
-class Leases:
-    """The leases of one prefill unit. All last equally long, so the order of opening is the order
-    of deadlines.
-    """
-
-    def __init__(self) -> None:
-        self._leases: dict[Key, HeldLease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._leases
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        return next(iter(self._leases.values())).deadline_s if self._leases else None
-
-    def open(self, lease: HeldLease) -> None:
-        """Start a lease. Raises ValueError if the attempt has one, or if an older lease would
-        outlast it.
-        """
-        key = (lease.request_id, lease.attempt)
-        if key in self._leases:
-            raise ValueError(f"attempt {lease.attempt} of {lease.request_id} has a lease already.")
-        if self._leases and next(reversed(self._leases.values())).deadline_s > lease.deadline_s:
-            raise ValueError("leases must be opened in the order of their deadlines.")
-        self._leases[key] = lease
-
-    def release(self, request_id: str, attempt: int) -> HeldLease | None:
-        """End a lease. None if there is none: it expired, or was released before."""
-        return self._leases.pop((request_id, attempt), None)
-
-    def expired(self, now_s: float) -> list[HeldLease]:
-        """End every lease whose deadline has passed and return them, the oldest first."""
-        ended = []
-        for lease in self._leases.values():
-            if lease.deadline_s > now_s:
-                break
-            ended.append(lease)
-        for lease in ended:
-            del self._leases[lease.request_id, lease.attempt]
-        return ended
-
-    def clear(self) -> list[HeldLease]:
-        """End all leases and return them."""
-        ended = list(self._leases.values())
-        self._leases.clear()
-        return ended
-
-    def lose(self, rank: int) -> list[HeldLease]:
-        """End the leases on a rank's blocks, which are gone, and return them."""
-        ended = [lease for lease in self._leases.values() if lease.rank == rank]
-        for lease in ended:
-            del self._leases[lease.request_id, lease.attempt]
-        return ended
-
-    def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
-        """Return what is leased of a rank, by attempt. A block may be under several leases: they
-        only read it.
-        """
-        return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
-
-    def check(self) -> list[str]:
-        """Problems of the leases; empty when no lease has a block twice and deadlines are in
-        order.
-        """
-        problems = []
-        leases = list(self._leases.values())
-        if any(len(set(lease.block_ids)) != len(lease.block_ids) for lease in leases):
-            problems.append("a lease has a block twice")
-        if any(early.deadline_s > late.deadline_s for early, late in pairwise(leases)):
-            problems.append("leases are not in the order of their deadlines")
-        return problems

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hadal.core.plans import SCALE_GROUP, codes_bytes
+from hadal.core.row_bytes import SCALE_GROUP, codes_bytes
 
 # Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block, the last blocks
 # ragged.

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.core.plans import row_bytes
 from hadal.core.rope import RopeScaling
+from hadal.core.row_bytes import row_bytes
 from hadal.reference import codec
 from hadal.reference.params import Experts, Matrix, MlpWeights
 

@@ -18,7 +18,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import ROLES, units_of
 from hadal.core.handshake import is_near
 from hadal.runtime.amounts import plural
-from hadal.runtime.ledger.store import shown
+from hadal.runtime.ledger.address import shown
 from hadal.runtime.plan_rows import (
     Row,
     cache_rows,

@@ -29,7 +29,8 @@ from sqlalchemy import exc
 
 from hadal.core.errors import HadalError
 from hadal.core.facts import RequestFact
-from hadal.runtime.ledger.store import IS_READING, engine_of, file_of, ledger_url
+from hadal.runtime.ledger.address import file_of, ledger_url
+from hadal.runtime.ledger.store import IS_READING, engine_of
 from hadal.runtime.process.private import open_private
 
 PIECE_BYTES = 1 << 20

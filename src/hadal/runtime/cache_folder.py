@@ -87,7 +87,7 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
         free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
         found = folder.stat() if there == folder else None
         # Of ours it is taken from the others when the first process enters it
-        # (runtime/store/segments).
+        # (runtime/store/owned_segments).
         is_ours = (
             found is not None
             and os.geteuid() in (0, found.st_uid)

@@ -36,7 +36,7 @@ from hadal.runtime.devices import gpus
 from hadal.runtime.fingerprint import digest_of_model, fingerprint_of
 from hadal.runtime.headers import stored_weights
 from hadal.runtime.host_limits import available_bytes, memory_bytes, num_cores
-from hadal.runtime.ledger.store import file_of, ledger_url
+from hadal.runtime.ledger.address import file_of, ledger_url
 from hadal.runtime.memory import MemoryPlan, plan_memory, ranks_in_fp32, why_not_fit, with_blocks
 from hadal.runtime.pool_sizes import Room
 from hadal.runtime.topology import launch_plan, why_not_anywhere, why_not_here

@@ -17,7 +17,8 @@ from hadal.cli import app
 from hadal.commands import report
 from hadal.commands.report import run, seconds_of
 from hadal.core.facts import NodesFact, PackedFacts, RequestFact
-from hadal.runtime.ledger.store import LEDGER_VARIABLE, Store, ledger_url
+from hadal.runtime.ledger.address import LEDGER_VARIABLE, ledger_url
+from hadal.runtime.ledger.store import Store
 from hadal.stats.prices import R1
 
 NOW_S = 1_764_400_000.0

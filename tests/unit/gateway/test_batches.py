@@ -38,7 +38,7 @@ from hadal.runtime.batches import (
     BatchStore,
     batches_url,
 )
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.address import ledger_url
 from tests.waiting import DEADLINE_S, wait_for, wait_until
 
 from .scenes import TEXT, error_of

@@ -20,7 +20,7 @@ from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.guard import Edge
 from hadal.gateway.endpoints import endpoints_of
 from hadal.runtime.batches import BatchStore
-from hadal.runtime.ledger.store import ledger_url
+from hadal.runtime.ledger.address import ledger_url
 from tests.reply_types import read
 
 from .event_streams import named_events

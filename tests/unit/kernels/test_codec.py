@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.core.plans import row_bytes
+from hadal.core.row_bytes import row_bytes
 from hadal.kernels import ops
 from hadal.kernels.ops import route
 from hadal.reference import codec as slow

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hadal.kv.disk_slots import FreeRuns
+from hadal.kv.free_runs import FreeRuns
 from tests.fresh import fresh
 
 

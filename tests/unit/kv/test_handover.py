@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.kv.blocks import HeldLease, Leases
+from hadal.kv.leases import HeldLease, Leases
 
 
 def lease(name: str, deadline_s: float, *block_ids: int) -> HeldLease:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hadal.kv.blocks import runs
+from hadal.kv.runs import runs
 from tests.fresh import fresh
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hadal.core.handshake import key_of
-from hadal.core.plans import Source, row_bytes
+from hadal.core.plans import Source
+from hadal.core.row_bytes import row_bytes
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference import codec

@@ -51,8 +51,9 @@ from hadal.core.seams import (
     Send,
     Tick,
 )
-from hadal.kv.blocks import HeldLease, Leases, blocks_for
+from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
+from hadal.kv.leases import HeldLease, Leases
 from hadal.perf.shapes import num_moe_layers
 from hadal.policy.fairness import ServiceCounters, in_turns
 from hadal.roles.prefill.cache import PrefillCache

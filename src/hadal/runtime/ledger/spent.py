@@ -13,8 +13,9 @@ from pathlib import Path
 from hadal.core.facts import RequestFact, micros
 from hadal.core.messages import Spent
 from hadal.roles.front.tenants import RECENT_S
+from hadal.runtime.ledger.address import outbox_of
 from hadal.runtime.ledger.outbox import LedgerOutbox
-from hadal.runtime.ledger.store import Store, outbox_of
+from hadal.runtime.ledger.store import Store
 from hadal.stats.prices import DAY_S
 
 

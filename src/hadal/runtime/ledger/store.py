@@ -9,125 +9,31 @@ takes the lock at its beginning, so two processes take turns. What was committed
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import sqlite3
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc
-from sqlalchemy.exc import ArgumentError
 
-from hadal.core.balance import AUTO, OFF
 from hadal.core.documents import is_file
 from hadal.core.errors import HadalError
 from hadal.core.facts import NodesFact, PackedFacts
-from hadal.runtime.ledger.outbox import SUFFIX
-from hadal.runtime.process.private import open_private, state_folder, take_from_others
+from hadal.runtime.ledger.address import file_of, shown
+from hadal.runtime.process.private import open_private, take_from_others
 from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
 from hadal.stats.report import HOUR, Details
 from hadal.stats.tally import Tally
 from hadal.stats.usage import WorkSpan
 
-# Where the ledger is: from what was asked to the URL of a database, and the file of what waits
-# for it.
-#
-# Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the
-# others; without it, a file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state),
-# never in the working folder.
-
-
-LEDGER_VARIABLE = "HADAL_LEDGER"
-FILE_NAME = "ledger.sqlite"
-_DRIVERS = {
-    "sqlite": "sqlite",
-    "postgresql": "postgresql+psycopg",
-    "postgres": "postgresql+psycopg",
-}
-
-
-def ledger_url(asked: str) -> str:
-    """The database as a URL, a file's path absolute; "" for none: "off", or "auto" where nobody is
-    at home. Raises LedgerError.
-    """
-    asked = asked.strip()
-    if asked in ("", AUTO):
-        asked = os.environ.get(LEDGER_VARIABLE, "").strip()
-    if asked in ("", AUTO):
-        folder = state_folder()
-        return "" if folder is None else _file_url(folder / FILE_NAME)
-    if asked == OFF:
-        return ""
-    if "://" not in asked:
-        return _file_url(Path(asked))
-    try:
-        url = sa.make_url(asked)
-    except ArgumentError:
-        raise LedgerError(
-            "the ledger's URL cannot be read; take a path, or postgresql://USER:PASSWORD@HOST/NAME."
-        ) from None
-    driver = _DRIVERS.get(url.get_backend_name())
-    if driver is None:
-        raise LedgerError(
-            f"the ledger is kept in SQLite or PostgreSQL, not in {url.get_backend_name()}."
-        )
-    if driver == "sqlite":
-        if not url.database or url.database == ":memory:":
-            raise LedgerError(
-                "the ledger's URL names no file; a ledger in memory would be gone with its process."
-            )
-        return _file_url(Path(url.database))
-    if importlib.util.find_spec("psycopg") is None:
-        raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'hadal[postgres]'.")
-    return url.set(drivername=driver).render_as_string(hide_password=False)
-
-
-def shown(url: str) -> str:
-    """The database for people's eyes: a path, or a URL without its password."""
-    parsed = sa.make_url(url)
-    return (
-        parsed.database or ""
-        if parsed.get_backend_name() == "sqlite"
-        else parsed.render_as_string()
-    )
-
-
-def file_of(url: str) -> Path | None:
-    """The file of a SQLite ledger; None for a server's."""
-    parsed = sa.make_url(url)
-    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
-
-
-def outbox_of(url: str) -> Path:
-    """The file of what waits for this database: beside its file, else in the state folder."""
-    path = file_of(url)
-    if path is not None:
-        return path.with_name(f"{path.name}{SUFFIX}")
-    parsed = sa.make_url(url)
-    place = f"{parsed.host}:{parsed.port}/{parsed.database}".encode()
-    folder = state_folder() or Path(tempfile.gettempdir())
-    return folder / f"ledger-{blake2b(place, digest_size=6).hexdigest()}{SUFFIX}"
-
-
-def _file_url(path: Path) -> str:
-    try:
-        path = path.expanduser().absolute()
-    except RuntimeError:
-        raise LedgerError(
-            f"the ledger is to be at {path}; that user has no home here. Give the whole path."
-        ) from None
-    return sa.URL.create("sqlite", database=str(path)).render_as_string()
-
-
 log = logging.getLogger("hadal.ledger")
+
 
 BUSY_S = 5.0
 """How long a write waits for another process' write."""

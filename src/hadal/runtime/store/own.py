@@ -14,18 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import DiskLocation, number_of
-from hadal.kv.blocks import runs
 from hadal.kv.disk_slots import DiskSlots
-from hadal.runtime.store.segments import (
-    POSITION,
-    SEQUENCE,
-    Bytes,
-    OwnSegments,
-    Segment,
-    SegmentError,
-    Troubles,
-    names_of,
-)
+from hadal.kv.runs import runs
+from hadal.runtime.store.owned_segments import OwnSegments
+from hadal.runtime.store.segments import POSITION, SEQUENCE, Bytes, Segment, SegmentError, names_of
+from hadal.runtime.store.troubles import Troubles
 
 GROW_PAUSE_S = 30.0
 """After there was no room for a segment, none is tried for so long."""

@@ -23,17 +23,11 @@ Knows nothing of what is in a block, of budgets or of which block should go.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import logging
-import mmap
 import os
 import secrets
 import struct
-import threading
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,82 +37,12 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import split
 from hadal.core.errors import HadalError
-from hadal.runtime.process.private import open_private, take_from_others
-
-# Troubles with the folder of the disk cache. They are counted by kind, and each kind is one line in
-# the log of a process, whichever of its threads met with it and at what, and is logged again only
-# after a long while.
-
-
-log = logging.getLogger("hadal.disk")
-
-REPEAT_S = 600.0
-GONE = "gone"
-_logged_lock = threading.Lock()
-_logged: dict[tuple[Path, str], float] = {}
-"""(folder, kind) -> when it was logged. There is one of a process, for its store and its view meet
-with the same trouble.
-"""
-
-
-class Troubles:
-    """Troubles of one store or view. Called from any thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.kind_to_count: Counter[str] = Counter()
-        self._folder = folder
-        self._lock = threading.Lock()
-
-    def note(self, kind: str, text: str) -> None:
-        """Count it, and tell the log if it has not heard of this kind lately."""
-        now_s, key = time.monotonic(), (self._folder, kind)
-        with self._lock:
-            self.kind_to_count[kind] += 1
-        with _logged_lock:
-            is_new = now_s - _logged.get(key, -REPEAT_S) >= REPEAT_S
-            if is_new:
-                _logged[key] = now_s
-        if is_new:
-            log.warning("disk cache: %s", text)
-
-    def note_gone(self) -> None:
-        """The folder is not there."""
-        self.note(
-            GONE,
-            f"the folder {self._folder} is gone: what was in it is computed, and it is made again"
-            " as soon as there is something to keep",
-        )
-
-    def note_error(self, what: str, error: Exception) -> str:
-        """Note an exception; returns what to say to whoever asked. A cause is one kind, whatever it
-        is met at.
-        """
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (None, errno.ENOENT) and not self._folder.exists():
-            self.note_gone()
-        elif number is not None:
-            name = errno.errorcode.get(number, str(number))
-            self.note(
-                name,
-                f"the folder {self._folder} fails ({os.strerror(number)}): what cannot be read is "
-                "computed, and nothing is kept until it works again",
-            )
-        else:
-            self.note("segment", f"{error}; what was in it is computed")
-        return f"{what}: {error}"
-
-    def note_useless(self, error: Exception) -> None:
-        """Note a segment that is whole no more, or never was ours; it is not removed by us."""
-        text = (
-            f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
-            " has it"
-        )
-        self.note("useless segment", text)
-
+from hadal.runtime.process.private import open_private
 
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 """[slots, slot_bytes]"""
+
 
 PAGE = 4096
 SUFFIX = ".seg"
@@ -126,6 +50,7 @@ NEW_SUFFIX = ".new"
 RECORD_WORDS = 8
 NAME, POSITION, SUM, SEQUENCE, CHECK = slice(0, 2), 2, slice(3, 5), 5, 7
 """Columns of a table, uint64 [slots, RECORD_WORDS], little-endian on disk. Column 6 is 0."""
+
 
 _MAGIC = b"HADALSEG"
 _VERSION = 1
@@ -528,227 +453,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-# Memory that blocks pass through between a pool and a disk.
-
-
-HUGE_PAGE = 2 * 1024 * 1024
-
-
-def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
-    """Memory for adjacent slots, [slots, slot_bytes]: as many as `most_bytes` allows, one at least.
-
-    In huge pages where the kernel gives them: a request to a disk has so many stretches of memory
-    at most, and made of small pages it is a small request.
-    """
-    slot_bytes = slot_bytes_of(block_bytes)
-    num_slots = max(1, most_bytes // slot_bytes)
-    memory = mmap.mmap(
-        -1, num_slots * slot_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    with contextlib.suppress(OSError):  # A kernel without them.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    every: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-    # The kernel looks for huge pages now, which takes long where memory is full, and not in a load.
-    every.fill(0)
-    begin = -every.ctypes.data % HUGE_PAGE
-    return every[begin : begin + num_slots * slot_bytes].reshape(num_slots, slot_bytes)
-
-
-# The segments one writer of the disk cache owns: adopted from the dead or made, never beyond its
-# share.
-#
-# Deletes nothing but dead writers' segments of its own model, and those only while all of that
-# model's together exceed the deployment's budget; then oldest first. Knows nothing of which block
-# lies where.
-
-
-SEGMENT_BYTES = 256 * 1024 * 1024
-"""Size of a new segment, if the share is cut into PARTS by that: small enough that siblings can
-share what a dead writer left, large enough that there are few, for every leader holds all of them
-open.
-"""
-PARTS = 8, 64
-"""A share is cut into so many segments at least, at most."""
-ORPHAN_S = 60.0
-"""Time for which a dead writer's segments are left to its successor."""
-
-
-class OwnSegments:
-    """The segments that this writer owns. Called from the writer's thread alone. Methods raise
-    OSError where the folder fails.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        block_bytes: int,
-        share_bytes: int,
-        total_bytes: int,
-        troubles: Troubles,
-    ) -> None:
-        self._folder = folder
-        self._fingerprint = fingerprint
-        self._block_bytes = block_bytes
-        self._share_bytes = share_bytes
-        self._total_bytes = total_bytes
-        self._troubles = troubles
-        self._orphan_to_seen_s: dict[int, float] = {}
-        self._foreign: set[int] = set()
-        """Segments that are damaged, cut off or another model's: looked at once."""
-        self.segments: dict[int, Segment] = {}
-        """Number -> segment."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.total_bytes for segment in self.segments.values())
-
-    def enter(self) -> list[Segment]:
-        """Make the folder if need be, and adopt what the dead left, the newest first, up to the
-        share.
-        """
-        self.make_folder()
-        # A folder with other things in it, a home perhaps, is let be: segments are 0600 wherever
-        # they lie.
-        if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
-            with contextlib.suppress(
-                PermissionError
-            ):  # Another user's, which the start has said (runtime/cache_folder).
-                take_from_others(self._folder)
-        remove_unfinished(self._folder)
-        return self.adopt()
-
-    def make_folder(self) -> bool:
-        """Make the folder where it is not, at first or because somebody deleted it; True if it was
-        not there.
-        """
-        if self._folder.is_dir():
-            return False
-        # As the segments, for their owner alone: in whole, KV tells the prompts it is of.
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return True
-
-    def adopt(self, most: int | None = None) -> list[Segment]:
-        """Lock dead writers' segments as far as the share allows, `most` of them at most. Returns
-        the new ones.
-        """
-        adopted: list[Segment] = []
-        for number in self._others(newest_first=True):
-            if len(adopted) == most or self._share_bytes - self.num_bytes < segment_bytes(
-                1, self._block_bytes
-            ):
-                break
-            segment = self._adopt(number)
-            if segment is None:
-                continue
-            if self.num_bytes + segment.total_bytes > self._share_bytes:
-                segment.close()
-                continue
-            self.segments[number] = segment
-            adopted.append(segment)
-        return adopted
-
-    def create(self) -> Segment | None:
-        """Make an empty segment, as large as the share still allows; None if it allows none."""
-        left_bytes = self._share_bytes - self.num_bytes
-        slot_bytes = slot_bytes_of(self._block_bytes)
-        # Of a share that is more than the disk, parts could be too: then there would be room and
-        # nothing kept.
-        share_bytes = min(self._share_bytes, _disk_bytes(self._folder) or self._share_bytes)
-        wanted_bytes = max(min(SEGMENT_BYTES, share_bytes // PARTS[0]), share_bytes // PARTS[1])
-        num_slots = min(MAX_SEGMENT_SLOTS, max(1, wanted_bytes // slot_bytes))
-        while num_slots and segment_bytes(num_slots, self._block_bytes) > left_bytes:
-            num_slots = min(num_slots - 1, max(0, left_bytes // slot_bytes))
-        if not num_slots:
-            return None
-        segment = Segment.create(self._folder, self._fingerprint, self._block_bytes, num_slots)
-        self.segments[segment.number] = segment
-        return segment
-
-    def lose(self, number: int) -> None:
-        """Let go of a segment that is gone or does not work."""
-        self.segments.pop(number).close()
-
-    def refuse(self, number: int) -> None:
-        """Let go of a segment that cannot be read, for good."""
-        self._foreign.add(number)
-        self.lose(number)
-
-    def sweep(self) -> None:
-        """Delete what the dead left and nobody took up, while there is more of this model than the
-        budget.
-        """
-        now_s = time.monotonic()
-        sizes: dict[int, int] = {}
-        for number in self._others(newest_first=False):
-            try:
-                segment = Segment.open(self._folder, number)
-            except (OSError, SegmentError):
-                continue  # Removed since, or nothing that could be deleted for this model's sake.
-            if (segment.fingerprint, segment.block_bytes) == (self._fingerprint, self._block_bytes):
-                sizes[number] = segment.total_bytes
-            segment.close()
-        excess_bytes = self.num_bytes + sum(sizes.values()) - self._total_bytes
-        orphans: dict[int, float] = {}
-        for number, size in sizes.items():
-            if excess_bytes <= 0 or (orphan := self._adopt(number)) is None:
-                continue
-            orphans[number] = self._orphan_to_seen_s.get(number, now_s)
-            if now_s - orphans[number] >= ORPHAN_S:
-                orphan.unlink()
-                excess_bytes -= size
-            orphan.close()
-        self._orphan_to_seen_s = orphans
-
-    def close(self) -> None:
-        for segment in self.segments.values():
-            segment.close()
-        self.segments.clear()
-
-    def _others(self, *, newest_first: bool) -> list[int]:
-        """Numbers of segments that are not this writer's, by their last change."""
-        found: list[tuple[float, int]] = []
-        for number in segment_numbers(self._folder):
-            if number in self.segments or number in self._foreign:
-                continue
-            try:
-                found.append((segment_path(self._folder, number).stat().st_mtime, number))
-            except FileNotFoundError:
-                continue  # Removed since the folder was read.
-        return [number for _, number in sorted(found, reverse=newest_first)]
-
-    def _adopt(self, number: int) -> Segment | None:
-        """Lock it if it is a dead writer's, whole, and of this model."""
-        try:
-            segment = Segment.adopt(self._folder, number)
-        except (SegmentTakenError, FileNotFoundError):
-            return None
-        except SegmentError as error:
-            self._foreign.add(number)
-            self._troubles.note_useless(error)
-            return None
-        except OSError as error:  # One that cannot be had is no reason to do without the others.
-            if isinstance(error, PermissionError):
-                self._foreign.add(number)
-            self._troubles.note_error("adopt", error)
-            return None
-        try:
-            segment.require(self._fingerprint, self._block_bytes)
-        except OtherModelError as error:
-            self._foreign.add(number)
-            self._troubles.note(
-                "another model", f"{error}; it stays, beside this model's and its budget"
-            )
-            segment.close()
-            return None
-        return segment
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Size of the file system, with what others have of it; 0 where it does not say. Raises
-    OSError.
-    """
-    status = os.statvfs(folder)
-    return status.f_blocks * status.f_frsize

@@ -30,11 +30,11 @@ from hadal.runtime.store.segments import (
     OtherModelError,
     Segment,
     SegmentError,
-    Troubles,
     Words,
     segment_numbers,
     segment_path,
 )
+from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.worker import lower_priority
 
 LOOK_S = 0.2

@@ -21,8 +21,10 @@ import numpy as np
 from hadal.core.cache import DiskLocation, split
 from hadal.core.messages import StoreBlocks
 from hadal.core.plans import BlocksStored
+from hadal.runtime.store.buffers import make_buffer
 from hadal.runtime.store.own import Block, OwnBlocks
-from hadal.runtime.store.segments import Bytes, SegmentError, Troubles, make_buffer, sum_of
+from hadal.runtime.store.segments import Bytes, SegmentError, sum_of
+from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.worker import Worker
 
 BUFFER_BYTES = 16 * 1024 * 1024

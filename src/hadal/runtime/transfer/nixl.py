@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import KvLease
-from hadal.kv.blocks import runs
+from hadal.kv.runs import runs
 from hadal.runtime.transfer.peers import deadline_of
 from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError, HadalError
 from hadal.core.messages import BLOCK_TOKENS, KvLease
-from hadal.kv.blocks import runs
+from hadal.kv.runs import runs
 
 SHM_FOLDER = Path("/dev/shm")
 PREFIX = "hadal-"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.ledger.store import LEDGER_VARIABLE, file_of, ledger_url, outbox_of, shown
+from hadal.runtime.ledger.address import LEDGER_VARIABLE, file_of, ledger_url, outbox_of, shown
 from hadal.stats.ledger import LedgerError
 
 

@@ -9,9 +9,10 @@ import pytest
 from hadal.core.errors import HadalError
 from hadal.core.facts import PackedFacts, RequestFact
 from hadal.roles.front.tenants import RECENT_S
+from hadal.runtime.ledger.address import ledger_url, outbox_of
 from hadal.runtime.ledger.outbox import LedgerOutbox
 from hadal.runtime.ledger.spent import read_spent
-from hadal.runtime.ledger.store import Store, ledger_url, outbox_of
+from hadal.runtime.ledger.store import Store
 from hadal.stats.prices import DAY_S
 
 DAY = 20_000

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import PackedFacts, RequestFact
-from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url
+from hadal.runtime.ledger.address import ledger_url
+from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown
 from hadal.stats.ledger import LedgerError
 
 ALWAYS = (0, 2**60)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact
+from hadal.runtime.ledger.address import ledger_url, outbox_of
 from hadal.runtime.ledger.outbox import LedgerOutbox
-from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown, ledger_url, outbox_of
+from hadal.runtime.ledger.store import FactsRefused, Store, StoreDown
 from hadal.runtime.ledger.writer import LedgerWriter
 from hadal.stats.ledger import LedgerError, Written
 from tests.unit.runtime.ledger.test_outbox import left_in

@@ -14,7 +14,8 @@ from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.facts import PackedFacts
 from hadal.runtime.launch import _run_folder, _secret
-from hadal.runtime.ledger.store import Store, ledger_url
+from hadal.runtime.ledger.address import ledger_url
+from hadal.runtime.ledger.store import Store
 from hadal.runtime.process.child import STATUS_FILE
 from hadal.runtime.process.private import (
     append_private,
@@ -31,7 +32,8 @@ from hadal.runtime.process.process import (
     remove_stale_folders,
     write_run,
 )
-from hadal.runtime.store.segments import OwnSegments, Troubles
+from hadal.runtime.store.owned_segments import OwnSegments
+from hadal.runtime.store.troubles import Troubles
 
 
 def mode(path: Path) -> int:

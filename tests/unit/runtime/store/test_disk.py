@@ -21,9 +21,8 @@ from hadal.core.config import CacheConfig, Deployment, UnitsConfig
 from hadal.core.messages import StoreBlocks
 from hadal.core.plans import BlocksStored
 from hadal.runtime.process.process import Run
-from hadal.runtime.store import segments as disk_segments
+from hadal.runtime.store import owned_segments, writer
 from hadal.runtime.store import segments as segments
-from hadal.runtime.store import writer
 from hadal.runtime.store.disk import make_store, share_of
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
 from tests.needs import leave_out
@@ -394,7 +393,7 @@ def test_two_writers_in_one_folder_keep_apart(tmp_path: Path) -> None:
 def test_what_the_dead_left_is_shared_out_and_what_is_beyond_the_budget_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_segments, "ORPHAN_S", 0.0)
+    monkeypatch.setattr(owned_segments, "ORPHAN_S", 0.0)
     monkeypatch.setattr(writer, "SWEEP_S", 0.1)
     share = segment_bytes(16, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share) as one:

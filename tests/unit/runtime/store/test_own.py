@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hadal.core.cache import split
-from hadal.runtime.store import own, segments
+from hadal.runtime.store import own, owned_segments
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
 from hadal.runtime.store.view import DiskView
 from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names
@@ -42,7 +42,7 @@ def test_what_is_no_segment_keeps_nobody_from_the_others(tmp_path: Path, what: s
 def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "PARTS", (4, 64))
+    monkeypatch.setattr(owned_segments, "PARTS", (4, 64))
     names = new_names(60)
     share_bytes = 4 * segment_bytes(20, BLOCK_BYTES)
     with host(tmp_path, share_bytes=share_bytes) as one:

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from hadal.runtime.store import segments as module
+from hadal.runtime.store.buffers import HUGE_PAGE, make_buffer
 from hadal.runtime.store.segments import (
-    HUGE_PAGE,
     NAME,
     OtherModelError,
     Segment,
     SegmentError,
     SegmentTakenError,
     Words,
-    make_buffer,
     names_of,
     remove_unfinished,
     segment_bytes,

@@ -1,0 +1,27 @@
+"""Bytes of a row that travels between ranks, by format: for plans, and for the codec itself
+(reference/codec).
+"""
+
+from __future__ import annotations
+
+SCALE_GROUP = 128
+"""Channels with one FP32 scale (DeepSeek-V3 technical report, 3.3.2: tiles of 1 x 128)."""
+
+
+def row_bytes(hidden_size: int, row_format: str) -> int:
+    """Bytes of a row of `hidden_size` values. Raises ValueError on an unknown format."""
+    match row_format:
+        case "fp32":
+            return 4 * hidden_size
+        case "bf16":
+            return 2 * hidden_size
+        case "fp8" | "fp8_pow2":
+            return codes_bytes(hidden_size) + 4 * -(-hidden_size // SCALE_GROUP)
+    raise ValueError(f"{row_format!r} is no row format. Known: fp32, bf16, fp8, fp8_pow2.")
+
+
+def codes_bytes(hidden_size: int) -> int:
+    """Bytes of an FP8 row's codes: the scales behind them are read as FP32, so they begin at a
+    multiple of four.
+    """
+    return -(-hidden_size // 4) * 4

@@ -1,0 +1,29 @@
+"""Stretches of blocks that lie side by side, so that each is moved at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+
+def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut rows of equal length where one of them does not go on with the next number: (index of the
+    first, how many).
+
+    Raises ValueError if their lengths differ.
+    """
+    if any(len(row) != len(first_row) for row in rows):
+        raise ValueError(
+            f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common."
+        )
+    cuts = {
+        index
+        for row in (first_row, *rows)
+        for index, (before, after) in enumerate(pairwise(row), 1)
+        if after != before + 1
+    }
+    start = 0
+    for end in (*sorted(cuts), len(first_row)):
+        if end > start:
+            yield start, end - start
+        start = end

@@ -1,0 +1,33 @@
+"""Memory that blocks pass through between a pool and a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.runtime.store.segments import Bytes, slot_bytes_of
+
+HUGE_PAGE = 2 * 1024 * 1024
+
+
+def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
+    """Memory for adjacent slots, [slots, slot_bytes]: as many as `most_bytes` allows, one at least.
+
+    In huge pages where the kernel gives them: a request to a disk has so many stretches of memory
+    at most, and made of small pages it is a small request.
+    """
+    slot_bytes = slot_bytes_of(block_bytes)
+    num_slots = max(1, most_bytes // slot_bytes)
+    memory = mmap.mmap(
+        -1, num_slots * slot_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    with contextlib.suppress(OSError):  # A kernel without them.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    every: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+    # The kernel looks for huge pages now, which takes long where memory is full, and not in a load.
+    every.fill(0)
+    begin = -every.ctypes.data % HUGE_PAGE
+    return every[begin : begin + num_slots * slot_bytes].reshape(num_slots, slot_bytes)
