@@ -377,14 +377,10 @@ NO_TOKEN = "no token"
 """A row's failure, with details behind a colon: its logits are finite, and what the request itself
 adds to them leaves nothing to draw.
 """
-
-
 NOT_FINITE = "not finite"
 """A row's failure, with details behind a colon: the model computed numbers that are none. It would for
 every attempt, as its weights are damaged or overflow.
 """
-
-
 ByNode = tuple[int, int]
 """What went within a node, and what went between two."""
 NO_BYTES: ByNode = (0, 0)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.comm.mesh.link import refused_here
+from hadal.comm.mesh.refusals import refused_here
 from hadal.core.cache import DiskLocation
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages import Freed, Pull, ReadBlocks, Refused, StoreBlocks, UnitReport

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hadal.comm.expert_comm import (
+from hadal.comm.codec import (
     LOW_LATENCY,
     NORMAL,
     Codec,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.comm.expert_comm import ExpertComm, MessageError
+from hadal.comm.codec import MessageError
+from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.layout import MessageLayout
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.errors import InvariantError

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hadal.comm.expert_comm import ExpertComm, ExpertSlotCounts
+from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.expert_slot_counts import ExpertSlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from hadal.comm.expert_comm import LOW_LATENCY, NORMAL, Codec, LowLatencyMode, NormalMode
+from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec
 from hadal.comm.layout import DISPATCH_FORMATS, MessageLayout
+from hadal.comm.low_latency import LowLatencyMode
+from hadal.comm.normal import NormalMode
 from hadal.core.placement import spread
 from hadal.kernels import ops as message
 from hadal.kernels.ops import route

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hadal.comm.mesh import link
+from hadal.comm.mesh import refusals as link
 
 
 @pytest.fixture(autouse=True)

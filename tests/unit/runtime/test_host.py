@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hadal.comm.mesh.link import Refusals
+from hadal.comm.mesh.refusals import Refusals
 from hadal.core.handshake import key_of
 from hadal.core.messages import (
     Audit,

@@ -19,9 +19,7 @@ from hadal.runtime.process.process import Run
 from hadal.runtime.store.loader import READ_DEADLINE_S, Loader
 from hadal.runtime.store.own import OwnBlocks
 from hadal.runtime.store.owned_segments import OwnSegments
-from hadal.runtime.store.segments import (
-    Bytes,
-)
+from hadal.runtime.store.segments import Bytes
 from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, DiskWriter
 

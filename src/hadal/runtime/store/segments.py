@@ -42,16 +42,12 @@ from hadal.runtime.process.private import open_private
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 """[slots, slot_bytes]"""
-
-
 PAGE = 4096
 SUFFIX = ".seg"
 NEW_SUFFIX = ".new"
 RECORD_WORDS = 8
 NAME, POSITION, SUM, SEQUENCE, CHECK = slice(0, 2), 2, slice(3, 5), 5, 7
 """Columns of a table, uint64 [slots, RECORD_WORDS], little-endian on disk. Column 6 is 0."""
-
-
 _MAGIC = b"HADALSEG"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQ64s")

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from hadal.comm.mesh.link import Refusals
+from hadal.comm.mesh.refusals import Refusals
 from hadal.core.errors import HadalError
 from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, TAG_BYTES, Handshake, is_near
 from hadal.runtime.worker import lower_priority

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hadal.comm.group import PeerLost
-from hadal.comm.mesh import link as frames
-from hadal.comm.mesh import mesh
+from hadal.comm.mesh import frames as frames
+from hadal.comm.mesh import poller
+from hadal.comm.mesh.inbox import MAX_IN_FLIGHT
 from hadal.comm.mesh.link import Link
-from hadal.comm.mesh.mesh import MAX_IN_FLIGHT, MeshGroup
+from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.handshake import NONCE_BYTES, TAG_BYTES, Handshake
 from hadal.core.plans import Member
 from tests.fresh import fresh
@@ -431,7 +432,7 @@ def test_strangers_that_only_connect_keep_nobody_out() -> None:
 @pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(mesh, "is_near", lambda host: False)
+    monkeypatch.setattr(poller, "is_near", lambda host: False)
     with mesh_threads(3) as groups:
         for _ in range(20):
             run_threads([lambda group=group: exchange_sized(group, size) for group in groups])  # type: ignore[misc]
@@ -443,7 +444,7 @@ def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, si
 def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(mesh, "is_near", lambda host: False)
+    monkeypatch.setattr(poller, "is_near", lambda host: False)
     push = Link._push
 
     def spoiled(link: Link, item: Any) -> bool:
