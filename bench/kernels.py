@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from bench.machine import Limits, describe, measure_limits
 from hadal.core.model_config import SCALE_BLOCK
 from hadal.kernels import library
-from hadal.kernels.ops import experts, linear, mla_decode, select_positions
-from hadal.reference import ops as experts_twin
-from hadal.reference import ops as mla_twin
-from hadal.reference.codec import E4M3_MAX, num_scales
+from hadal.kernels.attention import mla_decode, select_positions
+from hadal.kernels.experts import experts
+from hadal.kernels.products import linear
+from hadal.kernels.weights import describe as describe_weights
+from hadal.reference import attention as mla_twin
+from hadal.reference import experts as experts_twin
+from hadal.reference.fp8 import E4M3_MAX, num_scales
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 SECONDS = 0.5
@@ -102,7 +105,7 @@ def bench_experts(limits: Limits) -> None:
         }
         for kind, held in kind_to_held.items():
             start_s = time.perf_counter()
-            library.describe(held)
+            describe_weights(held)
             took_s = time.perf_counter() - start_s
             print(f"experts {kind} {name}, all {num_experts} described{took_s * 1e6:16.0f} us")
         for num_tokens in (1, 8, 32, 128, 512, 2048):

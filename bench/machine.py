@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hadal.kernels.ops import linear
+from hadal.kernels.products import linear
 from hadal.reference.params import Matrix
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -34,7 +34,6 @@ from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
 from hadal.model.execute import Recorder, execute
 from hadal.overlap.plan import DISPATCH_START, parse
-from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
     Experts,
@@ -43,6 +42,7 @@ from hadal.reference.params import (
     MlpWeights,
     MoeWeights,
 )
+from hadal.reference.rope import cos_sin_table
 
 PROMPT_TOKENS = 2 * BLOCK_TOKENS
 VOCAB_SIZE = 512

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hadal.reference import codec
+from hadal.reference import fp8 as codec
 from tests.waiting import DEADLINE_S
 
 DEVICE = torch.device("cuda:0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hadal.reference.codec import E4M3_MAX
+from hadal.reference.fp8 import E4M3_MAX
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 KINDS = ("fp32", "bf16", "fp8", "fp32 rounding its inputs", "fp8 rounding its inputs")

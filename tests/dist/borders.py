@@ -25,7 +25,7 @@ from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import Service, Work, read_served_model
 from hadal.model.checkpoint import load_weights
 from hadal.model.sampler import Sampler
-from hadal.reference.model import forward, no_latents
+from hadal.reference.forward import forward, no_latents
 from hadal.reference.params import ModelWeights
 from hadal.reference.sampling import adjust, allowed, kept, pick, uniform
 from hadal.roles.front.names import FrontNames

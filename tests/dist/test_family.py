@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from hadal.model.checkpoint import load_weights
-from hadal.reference.model import generate
+from hadal.reference.forward import generate
 from tests.dist.serving import StartServer
 from tests.unit.gateway.test_family_chats import TEMPLATES
 from tests.unit.gateway.test_tiktoken import PATTERN, some_tokens, write_folder

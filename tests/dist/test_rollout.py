@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hadal.cli import app
 from hadal.model.checkpoint import load_weights
-from hadal.reference.model import generate
+from hadal.reference.forward import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import starting
 from tests.dist.served import RETRY

@@ -18,7 +18,7 @@ from hadal.model.cache import KvCache
 from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.overlap.plan import SCHEDULES, SEQUENTIAL, Schedule
-from hadal.reference.model import forward, no_latents
+from hadal.reference.forward import forward, no_latents
 from hadal.runtime.resolve import model_folder
 from tests.gpu.ranks import run_ranks
 from tests.needs import skip_unless

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hadal.comm.layout import HEAD_BYTES, MessageLayout
 from hadal.core.errors import HadalError
-from hadal.kernels import ops
+from hadal.kernels import codec as ops
 
 NORMAL, LOW_LATENCY = 1, 2
 """Kind of message, in its head: a rank in another mode must not be misread."""

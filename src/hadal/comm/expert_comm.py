@@ -33,8 +33,10 @@ from hadal.comm.normal import NormalMode
 from hadal.core.errors import InvariantError
 from hadal.core.placement import EMPTY, Placement
 from hadal.core.plans import NO_LINK_BYTES, LinkBytes
-from hadal.kernels.ops import MAX_TOP_K, Arrived, route, unpack
-from hadal.reference.ops import Replicas, Route
+from hadal.kernels.codec import MAX_TOP_K
+from hadal.kernels.message import Arrived, unpack
+from hadal.kernels.route import route
+from hadal.reference.route import Replicas, Route
 
 MAX_LIVE = 2
 """Handles: the two micro-batches."""

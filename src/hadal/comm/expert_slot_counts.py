@@ -2,7 +2,7 @@
 the tokens are.
 
 Knows no experts: an expert slot's count is its expert's as long as the placement stays. Adding is
-one op on the device, or one addition per pair where the kernels unpack (kernels/ops): nobody
+one op on the device, or one addition per pair where the kernels unpack (kernels/message): nobody
 waits and nothing is copied before `take`.
 
 Shapes: L MoE layers, S expert slots of the rank, M received pairs.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hadal.comm.layout import MessageLayout
 from hadal.core.plans import LinkBytes
-from hadal.reference.ops import Route
+from hadal.reference.route import Route
 
 
 class LinkByteCount:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hadal.comm.codec import LOW_LATENCY, Codec, check_size, read_head, write_head
 from hadal.comm.layout import HEAD_BYTES, MESSAGE_HEAD_BYTES, low_latency_buffers
-from hadal.kernels import ops
-from hadal.reference.ops import Route
+from hadal.kernels import message as ops
+from hadal.reference.route import Route
 
 
 @dataclass(frozen=True, slots=True)

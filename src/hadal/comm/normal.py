@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hadal.comm.codec import NORMAL, Codec, check_size, ints, read_head, write_head
 from hadal.comm.layout import HEAD_BYTES, PAIR_BYTES
-from hadal.kernels import ops
-from hadal.reference.ops import Route
+from hadal.kernels import message as ops
+from hadal.reference.route import Route
 
 
 class NormalMode:

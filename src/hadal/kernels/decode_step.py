@@ -5,7 +5,7 @@ Knows a model's weights and a rank's cache; knows nothing of requests. Weights a
 lie, none is copied. Rows of a batch may be several consecutive positions of one sequence: every
 row's entry is cached before any row attends. Shapes: B rows, T rows of which some only write their
 entry, V vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins:
-`hadal.reference.model`.
+`hadal.reference.decode` and `hadal.reference.mtp`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels import library
-from hadal.kernels.ops import BLOCK_TOKENS
+from hadal.kernels.attention import BLOCK_TOKENS
+from hadal.kernels.weights import address, takes
 from hadal.reference.params import (
     INDEX_NORM_EPS,
     LATENT_NORM_EPS,
@@ -97,7 +98,7 @@ def _takes(
     return (
         library.load() is not None
         and library.fits(weights.cos_sin, *vectors, *of_layers)
-        and library.takes(
+        and takes(
             weights.embed, weights.head, *matrices, *(x for y in layers for x in _matrices(y))
         )
     )
@@ -424,7 +425,7 @@ def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:
     """Where C finds it; None where there is none."""
     if part is None:
         return None
-    return part.data_ptr() if isinstance(part, Tensor) else library.address(part)
+    return part.data_ptr() if isinstance(part, Tensor) else address(part)
 
 
 def _check_rows(letter: str, tokens: Tensor, positions: Tensor, block_table: Tensor) -> None:
@@ -447,8 +448,6 @@ def _check_cache(weights: ModelWeights, cache_PLSD: Tensor, num_layers: int) -> 
 
 
 # A layer's weights in the order of cpu/step.h, LayerPointers.
-
-
 def _vectors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
     """Norms and the gate, all FP32."""
     a, moe = layer.attention, layer.moe
@@ -504,8 +503,6 @@ def _shape(
 
 
 # C trusts the config's dimensions, so every tensor must have them.
-
-
 def _check_weights(weights: ModelWeights) -> None:
     """What stands around the layers."""
     c = weights.config

@@ -13,24 +13,20 @@ import ctypes
 import functools
 import logging
 import threading
-import weakref
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hadal.core.model_config import SCALE_BLOCK
 from hadal.kernels.build import PLAIN, BuildError, OnElapsed, build, check_asked, instruction_set
-from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
+from hadal.reference.params import Matrix
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _teams: dict[int, int] = {}
 _on_elapsed: list[OnElapsed] = []
 """Who hears that it is being compiled; empty in processes that nobody waits for."""
-
 _STATUS = {
     1: "a token id is outside the vocabulary",
     2: "a position or length is negative or beyond the model's last position",
@@ -40,6 +36,7 @@ _STATUS = {
     7: "a row is to draft at a position before which there is none to attend to",
 }
 _OUT_OF_MEMORY = 5
+
 
 # One letter per argument of a C function: p pointer, i int32, l int64, f float.
 _ABI = {
@@ -167,91 +164,6 @@ def fits(*tensors: Tensor) -> bool:
     """Whether all tensors are what the kernels read: FP32, on the CPU, contiguous."""
     return all(
         x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
-    )
-
-
-# A weight as C reads it (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and what lies
-# there, made when it is first asked for and kept as long as the weight.
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("scales", ctypes.c_void_p)] + [
-        (name, ctypes.c_int32)
-        for name in (
-            "type",
-            "columns",
-            "first_row",
-            "is_tiled",
-            "is_rounding_inputs",
-        )
-    ]
-
-
-class _Mlp(ctypes.Structure):
-    _fields_ = [(name, _Matrix) for name in ("gate", "up", "down")]
-
-
-_TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
-TILED_COLUMNS = 512
-"""Tile units multiply matrices of so many columns and more: a smaller one is multiplied sooner than
-its tokens are packed. The shape decides and not the batch, which may not change a bit.
-"""
-_described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def takes(*weights: Matrix | MlpWeights | Experts | None) -> bool:
-    """Whether the kernels can multiply all these weights as they are."""
-    return all(describe(weight) is not None for weight in weights if weight is not None)
-
-
-def address(weight: Matrix | MlpWeights | Experts) -> int:
-    """Where C finds the weight, which the kernels take."""
-    return ctypes.addressof(describe(weight))
-
-
-def describe(weight: Matrix | MlpWeights | Experts) -> Any:
-    """The structure that C reads; None where the kernels do not take the weight. Raises ValueError
-    where shapes of one network, or of experts, do not match.
-    """
-    try:
-        return _described[weight]
-    except KeyError:
-        # The first one stays where two threads make it: its address may be in use.
-        return _described.setdefault(weight, _structure_of(weight))
-
-
-def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
-    if isinstance(weight, Matrix):
-        return _matrix_of(weight)
-    if isinstance(weight, MlpWeights):
-        check_shape("up", weight.up, weight.gate.shape)
-        check_shape("down", weight.down, weight.gate.shape[::-1])
-        parts = [_matrix_of(matrix) for matrix in (weight.gate, weight.up, weight.down)]
-        return None if None in parts else _Mlp(*parts)
-    for mlp in filter(None, weight.slots):
-        check_shape("an expert's gate", mlp.gate, weight.shape)
-    # Each expert's own is kept: of a layer whose experts change, only the new ones are described.
-    mlps = [_Mlp() if mlp is None else describe(mlp) for mlp in weight.slots]
-    return None if None in mlps else (_Mlp * len(mlps))(*mlps)
-
-
-def _matrix_of(matrix: Matrix) -> _Matrix | None:
-    values, scales = matrix.values, matrix.scales
-    code = _TYPE_CODES.get(values.dtype)
-    if code is None or any(x.device.type != "cpu" or not x.is_contiguous() for x in matrix.parts):
-        return None
-    if scales is not None and (matrix.block != SCALE_BLOCK or scales.dtype is not torch.float32):
-        return None
-    return _Matrix(
-        values.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        code,
-        matrix.shape[1],
-        0,
-        code != 0 and matrix.shape[1] >= TILED_COLUMNS,
-        matrix.is_rounding_inputs,
     )
 
 

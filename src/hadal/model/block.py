@@ -21,9 +21,9 @@ from torch import Tensor
 from hadal.comm.expert_comm import ExpertComm, Handle, Received
 from hadal.comm.group import Interval
 from hadal.core.model_config import ModelConfig
-from hadal.kernels.ops import experts as routed_experts
-from hadal.kernels.ops import gate as choose_experts
-from hadal.kernels.ops import linear, rms_norm, swiglu
+from hadal.kernels.experts import experts as routed_experts
+from hadal.kernels.experts import gate as choose_experts
+from hadal.kernels.products import linear, rms_norm, swiglu
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.overlap import plan

@@ -23,8 +23,7 @@ from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import SCALE_BLOCK, ModelConfig, read_model_config
 from hadal.core.placement import EMPTY
-from hadal.reference.codec import num_scales
-from hadal.reference.ops import cos_sin_table
+from hadal.reference.fp8 import num_scales
 from hadal.reference.params import (
     FP8,
     AttentionWeights,
@@ -37,6 +36,7 @@ from hadal.reference.params import (
     MoeWeights,
     MtpWeights,
 )
+from hadal.reference.rope import cos_sin_table
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -23,7 +23,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.plans import Chunk, Score
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
-from hadal.kernels.ops import linear
+from hadal.kernels.products import linear
 from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch, prefill_batch
 from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
@@ -33,8 +33,6 @@ from hadal.reference.params import LayerWeights, ModelWeights
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Rows of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
-
-
 _SCORED_AT_ONCE = 32
 """Rows whose logits are there at a time: those of a chunk would take hundreds of MiB."""
 

@@ -38,7 +38,7 @@ from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY, Placement, flip_arrays
 from hadal.core.plans import Formed, FormPlan, LayerFlip, Source, Staged, StagePlan, Waited
-from hadal.kernels.library import describe
+from hadal.kernels.weights import describe
 from hadal.model.checkpoint import AS_FP32, Checkpoint, Conversion, read_expert
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.params import Experts, MlpWeights, ModelWeights

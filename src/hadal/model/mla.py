@@ -20,22 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
-from hadal.kernels.ops import (
-    available,
-    heads_in,
-    heads_out,
-    linear,
-    mla_decode,
-    rms_norm,
-    select_positions,
-)
+from hadal.kernels.attention import available, mla_decode, select_positions
+from hadal.kernels.products import heads_in, heads_out, linear, rms_norm
 from hadal.model.batch import DecodeBatch, PrefillBatch, Span
-from hadal.reference.params import (
-    INDEX_NORM_EPS,
-    LATENT_NORM_EPS,
-    AttentionWeights,
-    IndexerWeights,
-)
+from hadal.reference.params import INDEX_NORM_EPS, LATENT_NORM_EPS, AttentionWeights, IndexerWeights
 
 ABSORBED_TOKENS = 64
 """Tokens of a large model's prompt that attend in absorbed form at a time: their queries are latents
@@ -70,7 +58,7 @@ class Queries:
 
 def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
     """Rotate x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then sin. The twin is
-    reference.ops.rotate.
+    reference.rope.rotate.
     """
     cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
     even, odd = x[..., 0::2], x[..., 1::2]

@@ -30,7 +30,7 @@ from torch import Tensor
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
 from hadal.kernels.decode_step import DraftStep, draft_available
-from hadal.kernels.ops import linear, rms_norm
+from hadal.kernels.products import linear, rms_norm
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch
 from hadal.model.block import MicroBatch

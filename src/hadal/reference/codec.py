@@ -4,7 +4,7 @@ came back.
 Knows nothing of ranks or messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to
 a multiple of 4, then one FP32 scale per 128 channels (the last group ragged), scale = max(amax,
 1e-4) / 448; "fp8_pow2": the scale rounded up to a power of two (DeepSeek-V3, arXiv 2412.19437,
-3.3.3). Fast twin: `hadal.kernels.ops`, bit-equal.
+3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
 
 Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token, G groups
 of 128 channels.
@@ -12,73 +12,12 @@ of 128 channels.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.row_bytes import SCALE_GROUP, codes_bytes
-
-# Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block, the last blocks
-# ragged.
-#
-# Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS of the release: W = code
-# * scale_inv.
-
-
-E4M3_MAX = 448.0
-
-
-def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """The values of E4M3 codes, exactly, looked up: in half the time of the cast.
-
-    The two NaN codes give +-480; a checkpoint has none, its quantiser saturates.
-    """
-    values = e4m3_values(codes.device)
-    return values.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
-
-
-@functools.cache
-def e4m3_values(device: torch.device) -> Tensor:
-    """Return the value of each code, FP32 [256], on this device; one tensor for all callers.
-
-    The bits of a value are those of an FP16 number that is 2^8 too small.
-    """
-    bits = torch.arange(256, dtype=torch.int16, device=device)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0
-
-
-def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scales of a matrix of this shape."""
-    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
-
-
-def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill `out` [..., rows, columns] with codes * scale_inv [..., bands, stripes]; a band of blocks
-    at a time, so that no copy of all is made.
-    """
-    rows, columns = codes.shape[-2:]
-    for band in range(scale_inv.shape[-2]):
-        part = slice(band * block[0], min((band + 1) * block[0], rows))
-        scales = scale_inv[..., band, None, :].float().repeat_interleave(block[1], dim=-1)
-        out[..., part, :].copy_(e4m3_to_f32(codes[..., part, :]) * scales[..., :columns])
-
-
-def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale_inv) of [rows, columns]: a block's largest magnitude becomes 448."""
-    rows, columns = weight.shape
-    bands, stripes = num_scales((rows, columns), block)
-    padded = torch.zeros(bands * block[0], stripes * block[1], device=weight.device)
-    padded[:rows, :columns] = weight
-    blocks = padded.view(bands, block[0], stripes, block[1])
-    scale_inv = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / E4M3_MAX
-    # Clamped because a cast beyond the range gives NaN on some devices.
-    codes = (
-        (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    )
-    return codes.view_as(padded)[:rows, :columns].contiguous(), scale_inv
-
+from hadal.reference.fp8 import E4M3_MAX, e4m3_to_f32
 
 MIN_AMAX = 1e-4
 _MANTISSA = 0x7FFFFF

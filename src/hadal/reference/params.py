@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import SCALE_BLOCK, ModelConfig
-from hadal.reference.codec import dequantise
+from hadal.reference.fp8 import dequantise
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the two norms inside MLA (q_a and kv_a). The released code fixes it; rms_norm_eps is

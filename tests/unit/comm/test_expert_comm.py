@@ -19,7 +19,7 @@ from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.errors import InvariantError
 from hadal.core.placement import Placement, spread, without
 from hadal.reference import codec as slow
-from hadal.reference.ops import all_to_all
+from hadal.reference.exchange import all_to_all
 from tests.fresh import fresh
 from tests.unit.comm.groups import mesh_threads, run_threads
 from tests.unit.comm.queues import QueueGroup, in_threads, queue_groups

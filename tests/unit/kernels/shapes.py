@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
-from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
     Experts,
@@ -23,6 +22,7 @@ from hadal.reference.params import (
     MoeWeights,
     MtpWeights,
 )
+from hadal.reference.rope import cos_sin_table
 from tests.stored import stored
 
 ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.

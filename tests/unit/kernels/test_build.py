@@ -12,7 +12,8 @@ import torch
 
 from hadal.commands.kernels import main as compile_now
 from hadal.kernels import build, library
-from hadal.kernels.ops import experts, linear
+from hadal.kernels.experts import experts
+from hadal.kernels.products import linear
 from tests.processes import is_alive
 from tests.stored import stored, stored_experts
 from tests.waiting import DEADLINE_S, wait_until

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from hadal.core.row_bytes import row_bytes
-from hadal.kernels import ops
-from hadal.kernels.ops import route
+from hadal.kernels import codec as ops
+from hadal.kernels.route import route
 from hadal.reference import codec as slow
-from hadal.reference import ops as slow_route
-from hadal.reference.ops import Replicas
+from hadal.reference import route as slow_route
+from hadal.reference.route import Replicas
 from tests.fresh import fresh
 
 FORMATS = ("fp32", "bf16", "fp8", "fp8_pow2")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.decode_step import DecodeStep, available
-from hadal.reference.model import decode_step
+from hadal.reference.decode import decode_step
 from hadal.reference.params import Matrix, ModelWeights
 from tests.stored import KINDS
 from tests.unit.kernels.shapes import odd_config, paged, random_weights

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.decode_step import DraftStep, draft_available
-from hadal.reference.model import draft_step
+from hadal.reference.mtp import draft_step
 from hadal.reference.params import Matrix, ModelWeights
 from tests.stored import KINDS
 from tests.unit.kernels.shapes import odd_config, paged, random_weights

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.kernels.ops import experts
-from hadal.reference import ops as twin
+from hadal.kernels.experts import experts
+from hadal.reference import experts as twin
 from hadal.reference.params import Experts, MlpWeights
 from tests.stored import KINDS, stored_experts
 

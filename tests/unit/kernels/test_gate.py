@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hadal.core.model_config import ModelConfig
-from hadal.kernels.ops import gate, rms_norm
-from hadal.reference import ops as slow_gate
-from hadal.reference import ops as slow_norm
+from hadal.kernels.experts import gate
+from hadal.kernels.products import rms_norm
+from hadal.reference import experts as slow_gate
+from hadal.reference import products as slow_norm
 from hadal.reference.params import Matrix
 from tests.unit.kernels.shapes import odd_config
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hadal.kernels.ops import heads_in, heads_out
-from hadal.reference import ops as twin
+from hadal.kernels.products import heads_in, heads_out
+from hadal.reference import products as twin
 from tests.stored import KINDS, stored
 
 pytestmark = pytest.mark.usefixtures("built")

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from hadal.kernels import library
-from hadal.kernels.ops import linear
-from hadal.reference import ops as twin
+from hadal.kernels.products import linear
+from hadal.reference import products as twin
 from hadal.reference.params import FP8, Matrix
 from tests.stored import KINDS, stored
 

@@ -8,9 +8,9 @@ from hadal.comm.layout import DISPATCH_FORMATS, MessageLayout
 from hadal.comm.low_latency import LowLatencyMode
 from hadal.comm.normal import NormalMode
 from hadal.core.placement import spread
-from hadal.kernels import ops as message
-from hadal.kernels.ops import route
-from hadal.reference.ops import Replicas
+from hadal.kernels import message as message
+from hadal.kernels.route import route
+from hadal.reference.route import Replicas
 from tests.fresh import fresh
 
 EXPERTS, RANKS, TOP_K = 12, 4, 3

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.kernels.ops import mla_decode
-from hadal.reference import ops as twin
+from hadal.kernels.attention import mla_decode
+from hadal.reference import attention as twin
 from tests.unit.kernels.shapes import Paged, paged
 
 pytestmark = pytest.mark.usefixtures("built")

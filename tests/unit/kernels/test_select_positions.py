@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.kernels.ops import select_positions
-from hadal.reference import ops as twin
+from hadal.kernels.attention import select_positions
+from hadal.reference import attention as twin
 from tests.unit.kernels.shapes import Paged, paged
 
 pytestmark = pytest.mark.usefixtures("built")

@@ -2,8 +2,8 @@
 
 import torch
 
-from hadal.kernels.ops import swiglu
-from hadal.reference import ops as slow
+from hadal.kernels.products import swiglu
+from hadal.reference import products as slow
 from tests.stored import stored_mlp
 
 

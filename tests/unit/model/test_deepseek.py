@@ -13,7 +13,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.model import forward, generate, no_latents
+from hadal.reference.forward import forward, generate, no_latents
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.unit.model.checkpoints import Peer

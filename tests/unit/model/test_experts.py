@@ -13,7 +13,7 @@ import torch
 from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
-from hadal.kernels import library
+from hadal.kernels import weights as kernel_weights
 from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
 from hadal.reference.params import Experts, Matrix, MlpWeights, ModelWeights
@@ -211,21 +211,21 @@ def test_no_step_describes_experts(plain: Peer, monkeypatch: pytest.MonkeyPatch)
         return [layer.moe.experts for layer in half.weights.layers if layer.moe is not None]
 
     made: list[object] = []
-    structure_of = library._structure_of
+    structure_of = kernel_weights._structure_of
 
     def spy(weight: Matrix | MlpWeights | Experts) -> object:
         made.append(weight)
         return structure_of(weight)
 
-    monkeypatch.setattr(library, "_structure_of", spy)
-    assert library.takes(*experts())
+    monkeypatch.setattr(kernel_weights, "_structure_of", spy)
+    assert kernel_weights.takes(*experts())
     assert made == []
     new = [7, 11, 9, EMPTY, 2, 12, 13, 3]
     assert half.stage(new, 1).error is None
     assert sum(isinstance(weight, MlpWeights) for weight in made) == 4, "11, 9, 12 and 13"
     made.clear()
     half.flip(new, 1)
-    assert library.takes(*experts())
+    assert kernel_weights.takes(*experts())
     assert made == []
 
 

@@ -16,7 +16,8 @@ from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.model import forward, mtp, no_latents
+from hadal.reference.forward import forward, no_latents
+from hadal.reference.mtp import mtp
 from hadal.reference.params import ModelWeights
 from tests.family import CONFIGS, small
 from tests.unit.model.checkpoints import dequantise, shake

@@ -36,7 +36,7 @@ from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore, Membership
 from hadal.model.runner import ModelRunner
-from hadal.reference.model import generate
+from hadal.reference.forward import generate
 from hadal.reference.params import MlpWeights
 from tests.fresh import fresh
 from tests.unit.comm.groups import member, run_threads

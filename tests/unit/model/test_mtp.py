@@ -23,8 +23,9 @@ from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.mtp import MtpModule, right_drafts
-from hadal.reference.model import draft_step, forward, no_latents
-from hadal.reference.model import mtp as reference_mtp
+from hadal.reference.forward import forward, no_latents
+from hadal.reference.mtp import draft_step
+from hadal.reference.mtp import mtp as reference_mtp
 from hadal.reference.params import Experts, Matrix, ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import everyday_cases

@@ -16,8 +16,8 @@ from hadal.core.plans import Source
 from hadal.core.row_bytes import row_bytes
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference import codec
-from hadal.reference.ops import all_to_all
+from hadal.reference import codec, fp8
+from hadal.reference.exchange import all_to_all
 from hadal.reference.params import Matrix, MlpWeights
 from hadal.runtime.transfer.experts import ExpertClient, ExpertServer
 from tests.pretend import DEVICE, on_gpu, pretend_gpu
@@ -64,10 +64,10 @@ def test_sparse_attention_gives_the_cpus_logits(kind: str) -> None:
 def test_codes_of_both_devices_are_the_same(gpu: torch.device) -> None:
     weight = torch.randn(200, 150)
     for values in (weight, weight.to(gpu)):
-        codes, scales = codec.quantise(values, (128, 128))
+        codes, scales = fp8.quantise(values, (128, 128))
         assert codes.device == scales.device == values.device
         out = torch.empty_like(values)
-        codec.dequantise(codes, scales, (128, 128), out)
+        fp8.dequantise(codes, scales, (128, 128), out)
         assert torch.allclose(out.cpu(), weight, rtol=0.07, atol=0.01)
 
 

@@ -15,7 +15,7 @@ from hadal.model.cache import KvCache, block_bytes
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.overlap.plan import SCHEDULES
-from hadal.reference.model import generate
+from hadal.reference.forward import generate
 from tests.unit.model.checkpoints import Peer
 from tests.unit.model.test_deepseek import random_tokens
 

@@ -19,7 +19,7 @@ from hadal.core.plans import Chunk
 from hadal.kernels import library
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.model import forward, no_latents
+from hadal.reference.forward import forward, no_latents
 from hadal.reference.params import ModelWeights
 from tests.needs import leave_out
 from tests.stored import KINDS

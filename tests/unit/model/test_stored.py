@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hadal.core.plans import Chunk
 from hadal.kernels import library
+from hadal.kernels.weights import takes
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.codec import num_scales
-from hadal.reference.model import forward, no_latents
+from hadal.reference.forward import forward, no_latents
+from hadal.reference.fp8 import num_scales
 from hadal.reference.params import FP8, Matrix, ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.stored import KINDS, stored
@@ -204,7 +205,7 @@ def test_blocks_that_no_kernel_takes_are_converted() -> None:
     for block in ((128, 64), (64, 128), (4, 128), (128, 256)):
         scales = torch.full(num_scales((8, 96), block), 0.5)
         odd = Matrix(codes, scales, block)
-        assert not library.takes(odd)
+        assert not takes(odd)
         assert torch.equal(Conversion()(odd).values, torch.full((8, 96), 0.5))
     kept = Matrix(codes, torch.full((1, 1), 0.5))
     assert Conversion()(kept).values is codes

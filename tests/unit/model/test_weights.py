@@ -14,7 +14,7 @@ from hadal.core.errors import CheckpointError
 from hadal.model.cache import KvCache
 from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.reference.codec import quantise
+from hadal.reference.fp8 import quantise
 from tests.unit.model.checkpoints import Peer, save_random
 from tests.unit.model.test_deepseek import NUM_TOKENS, TOLERANCE, chunk, difference, random_tokens
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
-from hadal.reference.ops import cos_sin_table
 from hadal.reference.params import (
     AttentionWeights,
     Experts,
@@ -18,6 +17,7 @@ from hadal.reference.params import (
     ModelWeights,
     MoeWeights,
 )
+from hadal.reference.rope import cos_sin_table
 
 _FIELDS: dict[str, Any] = {
     "model_type": "deepseek_v3",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.model import decode_step, forward, no_latents
+from hadal.reference.decode import decode_step
+from hadal.reference.forward import forward, no_latents
 from tests.unit.reference.shapes import make_config, random_weights
 
 

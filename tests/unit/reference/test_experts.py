@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hadal.reference.ops import experts, swiglu
+from hadal.reference.experts import experts
+from hadal.reference.products import swiglu
 from tests.stored import stored_experts, stored_mlp
 
 

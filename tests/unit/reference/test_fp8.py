@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.codec import E4M3_MAX, dequantise, e4m3_to_f32, num_scales, quantise
+from hadal.reference.fp8 import E4M3_MAX, dequantise, e4m3_to_f32, num_scales, quantise
 
 
 def test_every_finite_code_decodes_exactly() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hadal.reference.ops import gate
+from hadal.reference.experts import gate
 from hadal.reference.params import Matrix
 from tests.unit.reference.shapes import make_config
 

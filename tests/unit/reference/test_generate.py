@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.model import forward, generate, no_latents
+from hadal.reference.forward import forward, generate, no_latents
 from hadal.reference.params import ModelWeights
 from tests.unit.reference.shapes import make_config, random_weights
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.ops import heads_in, heads_out, mla_decode, mla_prefill
+from hadal.reference.attention import mla_decode, mla_prefill
 from hadal.reference.params import Matrix
+from hadal.reference.products import heads_in, heads_out
 
 HEADS, N, R, C, W, LAYERS, BLOCK = 3, 6, 4, 12, 5, 2, 64
 SCALE = 0.3

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hadal.reference.ops import rms_norm
+from hadal.reference.products import rms_norm
 
 
 def test_formula() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hadal.reference.ops import cos_sin_table, rotate
+from hadal.reference.rope import cos_sin_table, rotate
 from tests.unit.reference.shapes import make_config
 
 YARN = {

@@ -1,0 +1,182 @@
+"""MLA's core attention on a CPU, in absorbed form over the paged latent cache, and the positions that
+its sparse form selects. Knows nothing of projections.
+
+All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
+ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.
+Each op has a slow twin of the same name in `hadal.reference.attention`, which runs where the
+kernels cannot (a GPU, no compiler). Shapes: B requests, H heads, C latent, R rotated, P blocks, L
+layers, S = 64 block tokens, M blocks of a request, D values of an entry, C + R or more, K selected
+positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hadal.kernels import library
+from hadal.reference import attention as twin
+
+BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
+
+
+def available(cache_PLSD: Tensor) -> bool:
+    """Whether the fast path takes this cache; the twin does otherwise."""
+    return (
+        library.load() is not None
+        and library.fits(cache_PLSD)
+        and cache_PLSD.shape[2] == BLOCK_TOKENS
+    )
+
+
+def mla_decode(
+    q_latent_BHC: Tensor,
+    q_rope_BHR: Tensor,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    selected_BK: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, its
+    new token included; where these are more than K, it attends to selected_BK[b] of them, which
+    ascend. With `first` 1 position 0 is not seen: an MTP module has no entry there.
+
+    Raises ValueError if shapes do not match, a length is negative, a table names a block that is
+    not there, a selected position is not seen, or `first` is neither 0 nor 1.
+    """
+    _check_first(first)
+    lib = library.load()
+    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
+        return twin.mla_decode(
+            q_latent_BHC,
+            q_rope_BHR,
+            cache_PLSD,
+            layer_index,
+            block_table_BM,
+            lengths_B,
+            scale,
+            selected_BK,
+            first,
+        )
+    batch, heads, c = q_latent_BHC.shape
+    r = q_rope_BHR.shape[-1]
+    library.check_shape("q_rope_BHR", q_rope_BHR, (batch, heads, r))
+    seen, _kept = _seen(batch, c + r, cache_PLSD, layer_index, block_table_BM, lengths_B)
+    o_BHC = torch.empty((batch, heads, c))
+    if batch == 0:
+        return o_BHC
+    selected: tuple[int | None, int] = None, 0
+    if selected_BK is not None:
+        num_selected = selected_BK.shape[-1]
+        library.check_shape("selected_BK", selected_BK, (batch, num_selected))
+        selected_BK = library.as_int(selected_BK, torch.int32)
+        selected = selected_BK.data_ptr(), num_selected
+    library.check_status(
+        lib.hadal_mla_decode(
+            library.team(),
+            q_latent_BHC.data_ptr(),
+            q_rope_BHR.data_ptr(),
+            batch,
+            heads,
+            c,
+            r,
+            *seen,
+            *selected,
+            first,
+            scale,
+            o_BHC.data_ptr(),
+        )
+    )
+    return o_BHC
+
+
+def select_positions(
+    q_BJX: Tensor,
+    weights_BJ: Tensor,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+    num_selected: int,
+    first: int = 0,
+) -> Tensor:
+    """Return selected [B, K] int32, ascending: the K positions that score best for a row, of the
+    first lengths_B[b] of its blocks, but none before `first`. Rows of K or fewer say nothing. A
+    position's key is the last X values of its entry (DeepSeek-V3.2's lightning indexer; J index
+    heads, X index key).
+
+    Raises ValueError as `mla_decode`.
+    """
+    _check_first(first)
+    lib = library.load()
+    if lib is None or not library.fits(q_BJX, weights_BJ) or not available(cache_PLSD):
+        return twin.select_positions(
+            q_BJX,
+            weights_BJ,
+            cache_PLSD,
+            layer_index,
+            block_table_BM,
+            lengths_B,
+            num_selected,
+            first,
+        )
+    batch, heads, width = q_BJX.shape
+    library.check_shape("weights_BJ", weights_BJ, (batch, heads))
+    seen, _kept = _seen(batch, width, cache_PLSD, layer_index, block_table_BM, lengths_B)
+    selected_BK = torch.zeros((batch, num_selected), dtype=torch.int32)
+    library.check_status(
+        lib.hadal_select_positions(
+            library.team(),
+            q_BJX.data_ptr(),
+            weights_BJ.data_ptr(),
+            batch,
+            heads,
+            width,
+            *seen,
+            num_selected,
+            first,
+            selected_BK.data_ptr(),
+        )
+    )
+    return selected_BK
+
+
+def _check_first(first: int) -> None:
+    if first not in (0, 1):
+        raise ValueError(f"first is {first}; attention begins at position 0 or 1.")
+
+
+def _seen(
+    batch: int,
+    width: int,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
+) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
+    """What C is told of a cache whose entries have `width` values or more, and of what each row
+    sees; and tensors to keep until it has returned. Raises ValueError.
+    """
+    num_blocks, num_layers, _, entry = cache_PLSD.shape
+    if entry < width:
+        raise ValueError(f"cache_PLSD has entries of {entry} values; {width} are read.")
+    library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
+    library.check_shape("lengths_B", lengths_B, (batch,))
+    if not 0 <= layer_index < num_layers:
+        raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
+    table_BM = library.as_int(block_table_BM, torch.int32)
+    lengths_B = library.as_int(lengths_B, torch.int64)
+    told = (
+        cache_PLSD.data_ptr(),
+        entry,
+        num_blocks,
+        num_layers,
+        layer_index,
+        table_BM.data_ptr(),
+        table_BM.shape[1],
+        lengths_B.data_ptr(),
+    )
+    return told, (table_BM, lengths_B)

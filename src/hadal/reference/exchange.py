@@ -1,0 +1,50 @@
+"""Dispatch and combine as what they mean: every token through its experts, all ranks' tokens in one
+process.
+
+Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows
+reach the same experts and the same sum is made; what the dispatch format does to a row is a
+function the caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Rows = Callable[[Tensor], Tensor]
+
+
+def exact(rows_ND: Tensor) -> Tensor:
+    """Dispatch in FP32: rows arrive as they left."""
+    return rows_ND
+
+
+def all_to_all(
+    x_TD: Mapping[int, Tensor],
+    ids_TK: Mapping[int, Tensor],
+    weights_TK: Mapping[int, Tensor],
+    experts: Callable[[int, Tensor], Tensor],
+    there: Rows = exact,
+    back: Rows = exact,
+) -> dict[int, Tensor]:
+    """Return routed [T, D] of every rank: sum over k, by ascending expert id, of weight *
+    back(expert(there(x))).
+
+    `experts(e, x_ND)` is expert e's output for some rows, each computed by itself.
+    """
+    routed = {}
+    for rank, x in x_TD.items():
+        order_TK = ids_TK[rank].argsort(dim=1, stable=True)
+        ids, weights = ids_TK[rank].gather(1, order_TK), weights_TK[rank].gather(1, order_TK)
+        total_TD = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        for token in range(len(x)):
+            for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+                row_1D = back(experts(expert, there(x[token : token + 1])))
+                # Rounded to FP32 after every addition, the product not rounded.
+                total_TD[token] = (
+                    (total_TD[token] + weight.double() * row_1D[0].double()).float().double()
+                )
+        routed[rank] = total_TD.float()
+    return routed
