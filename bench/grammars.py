@@ -29,8 +29,8 @@ from bench.checkpoints import mid_model
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import MASK, Chunk, DecodePlan, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import AS_STORED, load_weights
 from hadal.model.runner import ModelRunner
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.runtime.resolve import model_folder

@@ -22,8 +22,8 @@ from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa, kernel_team
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_FP32, AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import AS_FP32, AS_STORED, Conversion, load_weights
 from hadal.model.runner import ModelRunner
 from hadal.runtime.pinning import LOOK_S, PinnedTeam
 

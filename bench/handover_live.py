@@ -36,8 +36,8 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepPlan
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import load_weights
 from hadal.model.runner import ModelRunner
 from hadal.runtime.host import SWITCH_INTERVAL_S
 from hadal.runtime.transfer.nixl import package

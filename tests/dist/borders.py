@@ -23,7 +23,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import Service, Work, read_served_model
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.model.sampler import Sampler
 from hadal.reference.forward import forward, no_latents
 from hadal.reference.params import ModelWeights

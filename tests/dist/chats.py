@@ -20,7 +20,7 @@ import torch
 from evals.run import held_out_examples
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL, Case, plain_answer

@@ -32,10 +32,11 @@ from hadal.core.plans import (
     StepDone,
 )
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
-from hadal.model.experts import ExpertStore, Membership
+from hadal.model.experts import ExpertStore
+from hadal.model.load import load_weights
+from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.overlap.plan import SEQUENTIAL, Schedule
 from hadal.reference.params import ModelWeights

@@ -23,7 +23,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.gateway.openai import Turn
 from hadal.gateway.text.chat import read_chat_format
 from hadal.gateway.text.vocabulary import read_vocabulary
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.forward import generate
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder

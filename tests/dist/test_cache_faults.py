@@ -27,7 +27,7 @@ from hadal.core.cache import (
     STORED_BLOCKS,
 )
 from hadal.core.errors import EXIT_CONFIG
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.runtime.resolve import model_folder
 from tests.dist.cached import cache_fields, settle, wait_found
 from tests.dist.chats import Chat, Named, everyday_chats, talk, with_kv, wrong

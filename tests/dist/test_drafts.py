@@ -17,8 +17,8 @@ import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import AS_STORED, load_weights
 from hadal.model.mtp import MtpModule, right_drafts
 from hadal.runtime.resolve import model_folder, resolve
 from tests.dist.cached import settle, total, wait_found

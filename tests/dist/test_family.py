@@ -11,7 +11,7 @@ import httpx
 import pytest
 import tiktoken
 
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.forward import generate
 from tests.dist.serving import StartServer
 from tests.unit.gateway.test_family_chats import TEMPLATES

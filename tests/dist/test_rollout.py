@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.forward import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import starting

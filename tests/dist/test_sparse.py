@@ -17,7 +17,7 @@ import torch
 from hadal.core.cache import DISK_HIT_TOKENS, MEMORY_HIT_TOKENS
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.kernels import library
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.forward import generate
 from hadal.reference.params import Matrix, ModelWeights
 from tests.dist import gate

@@ -18,7 +18,7 @@ from hadal.core import model_keys
 from hadal.core.errors import CheckpointError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.model_keys import ConfigKey, Table, Use
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference import fp8 as codec
 from hadal.reference.forward import forward, no_latents
 from tests.drawn.cases import CLASS_OF, Case, oracle_config

@@ -14,8 +14,8 @@ from hadal.comm.torch_group import TorchGroup
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Member
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import Conversion, load_weights
 from hadal.overlap.plan import SCHEDULES, Schedule
 from hadal.runtime.resolve import model_folder
 

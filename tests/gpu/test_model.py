@@ -15,8 +15,8 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import Conversion, load_weights
 from hadal.overlap.plan import SCHEDULES, SEQUENTIAL, Schedule
 from hadal.reference.forward import forward, no_latents
 from hadal.runtime.resolve import model_folder

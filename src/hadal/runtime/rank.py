@@ -34,9 +34,10 @@ from hadal.core.plans import FormPlan
 from hadal.core.seams import Clock, Effect, Event
 from hadal.kernels.library import kernel_team, load, prepare
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.experts import ExpertStore, Membership
+from hadal.model.experts import ExpertStore
+from hadal.model.load import Conversion, load_weights
+from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import RankProgress, RankRole

@@ -1,6 +1,6 @@
 """Check from names, shapes and types of tensors whether the weights in a folder can be loaded.
 
-The tensors are those that model/checkpoint reads; tests/unit/runtime/test_weight_check.py compares the
+The tensors are those that model/load reads; tests/unit/runtime/test_weight_check.py compares the
 two. Loads no torch and reads no values.
 """
 

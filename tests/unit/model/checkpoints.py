@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.checkpoints import dequantised
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.params import ModelWeights
 
 _BASE: dict[str, Any] = {

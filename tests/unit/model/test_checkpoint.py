@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hadal.core.errors import CheckpointError
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

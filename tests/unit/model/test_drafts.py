@@ -18,12 +18,13 @@ from hadal.core.drafts import Compared, summed
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Draw, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_STORED, load_weights
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.drafts import Drafter, PromptTails
 from hadal.model.execute import Recorder
+from hadal.model.load import AS_STORED, load_weights
 from hadal.model.mtp import MtpModule, right_drafts
-from hadal.model.runner import ModelRunner, RankTable
+from hadal.model.rank_table import RankTable
+from hadal.model.runner import ModelRunner
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from hadal.tokens.grammars import Grammars, grammar_text

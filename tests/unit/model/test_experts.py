@@ -14,8 +14,8 @@ from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 from hadal.kernels import weights as kernel_weights
-from hadal.model.checkpoint import load_weights
 from hadal.model.experts import ExpertStore
+from hadal.model.load import load_weights
 from hadal.reference.params import Experts, Matrix, MlpWeights, ModelWeights
 from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer

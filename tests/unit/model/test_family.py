@@ -14,8 +14,8 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import load_weights
 from hadal.reference.forward import forward, no_latents
 from hadal.reference.mtp import mtp
 from hadal.reference.params import ModelWeights

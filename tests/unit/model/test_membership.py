@@ -32,9 +32,10 @@ from hadal.core.plans import (
 )
 from hadal.kernels import library
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.experts import ExpertStore, Membership
+from hadal.model.experts import ExpertStore
+from hadal.model.load import load_weights
+from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.reference.forward import generate
 from hadal.reference.params import MlpWeights

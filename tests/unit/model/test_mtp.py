@@ -20,8 +20,8 @@ from hadal.core.plans import Chunk
 from hadal.kernels import library
 from hadal.model.batch import prefill_batch
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import load_weights
 from hadal.model.mtp import MtpModule, right_drafts
 from hadal.reference.forward import forward, no_latents
 from hadal.reference.mtp import draft_step

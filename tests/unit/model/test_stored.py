@@ -19,8 +19,8 @@ from hadal.core.plans import Chunk
 from hadal.kernels import library
 from hadal.kernels.weights import takes
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import AS_STORED, Conversion, load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import AS_STORED, Conversion, load_weights
 from hadal.reference.forward import forward, no_latents
 from hadal.reference.fp8 import num_scales
 from hadal.reference.params import FP8, Matrix, ModelWeights

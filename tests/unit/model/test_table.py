@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.core.plans import Join, Sampling
-from hadal.model.runner import RankTable
+from hadal.model.rank_table import RankTable
 
 
 def test_written_blocks_are_those_of_the_positions_so_far() -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hadal.core.errors import CheckpointError
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import load_weights
 from hadal.reference.fp8 import quantise
 from tests.unit.model.checkpoints import Peer, save_random
 from tests.unit.model.test_deepseek import NUM_TOKENS, TOLERANCE, chunk, difference, random_tokens

@@ -13,8 +13,8 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import Placement, spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
-from hadal.model.checkpoint import load_weights
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.load import load_weights
 from hadal.overlap.plan import Schedule
 from tests.unit.comm.queues import in_threads, queue_groups
 from tests.unit.model.checkpoints import Peer

@@ -19,7 +19,7 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
-from hadal.model.checkpoint import load_weights
+from hadal.model.load import load_weights
 from hadal.reference.params import ModelWeights
 from hadal.runtime.headers import stored_weights
 from hadal.runtime.memory import RankMemory, plan_memory, with_blocks

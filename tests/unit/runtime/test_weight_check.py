@@ -14,7 +14,8 @@ import torch
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.model_config import read_model_config
-from hadal.model.checkpoint import Checkpoint, Conversion, _Loader
+from hadal.model.checkpoint import Checkpoint
+from hadal.model.load import Conversion, _Loader
 from hadal.reference.params import Matrix
 from hadal.runtime.resolve import model_folder, plan
 from hadal.runtime.weight_check import Wanted, check_weights, model_tensors, mtp_tensors

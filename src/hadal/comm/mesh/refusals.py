@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hadal.comm.mesh.link")
 
 
 REFUSALS_S = 60.0

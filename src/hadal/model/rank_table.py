@@ -1,0 +1,187 @@
+"""A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
+once.
+
+The leader sends differences; from then on the rank advances every row that it computes by itself. Rows
+are packed, behind them those that rest in this step or drew a stop id, so that a step reads prefixes of
+the arrays; else the order of rows means nothing. Shapes: B rows of the step, M blocks of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.plans import Join
+from hadal.core.stops import StopIds
+
+
+class RankTable:
+    """Which slot decodes what, where, with which blocks."""
+
+    def __init__(self, max_slots: int, max_positions: int) -> None:
+        max_blocks = -(-max_positions // BLOCK_TOKENS)
+        self._max_positions = max_positions
+        self._row_of_slot: dict[int, int] = {}
+        self._num_resting = 0
+        self._ended: set[int] = set()
+        """Slots that drew a stop id: nobody wants what would come behind it."""
+        self._stops = StopIds(max_slots)
+        self._slots = np.zeros(max_slots, np.int64)
+        self._tokens = np.zeros(max_slots, np.int64)
+        self._positions = np.zeros(max_slots, np.int64)
+        self._rooms = np.zeros(max_slots, np.int64)
+        # What was never set is the scratch block: a step past the last block harms nobody.
+        self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
+
+    def note_ends(self, slots_N: np.ndarray, tokens_N: np.ndarray) -> bool:
+        """These slots drew these tokens. Return whether one of them was a stop id."""
+        is_stop_N = self._stops.are_drawn(slots_N, tokens_N)
+        self._ended.update(slots_N[is_stop_N].tolist())
+        return bool(is_stop_N.any())
+
+    def __len__(self) -> int:
+        """Return the number of rows that the step computes."""
+        return len(self._row_of_slot) - self._num_resting
+
+    @property
+    def occupied(self) -> Collection[int]:
+        """All slots, those that rest included."""
+        return self._row_of_slot.keys()
+
+    def leave(self, slot: int) -> None:
+        """Remove a slot; one that is not there was cleared after a failed step."""
+        self._ended.discard(slot)
+        row = self._row_of_slot.pop(slot, None)
+        if row is None:
+            return
+        last = len(self._row_of_slot)  # The last row moves into the gap.
+        if row != last:
+            for array in self._arrays:
+                array[row] = array[last]
+            self._row_of_slot[int(self._slots[row])] = row
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self._slots, self._tokens, self._positions, self._rooms, self._blocks
+
+    def rest(self, resting: Collection[int]) -> None:
+        """Leave exactly these slots, and those that have ended, out of the next step. Raises ValueError
+        for a slot that is not occupied.
+        """
+        if not resting and not self._num_resting and not self._ended:
+            return
+        self._check_occupied(resting, "that rest")
+        resting = self._ended.union(resting)
+        num_rows, self._num_resting = len(self._row_of_slot), len(resting)
+        is_resting = np.zeros(num_rows, np.bool_)
+        is_resting[[self._row_of_slot[slot] for slot in resting]] = True
+        order = np.argsort(is_resting, kind="stable")
+        for array in self._arrays:
+            array[:num_rows] = array[order]
+        self._row_of_slot = {slot: row for row, slot in enumerate(self._slots[:num_rows].tolist())}
+
+    def join(self, join: Join) -> None:
+        """Add a slot, in place of what it held. Raises ValueError for one that does not fit the
+        table.
+        """
+        if not 0 <= join.slot < len(self._slots):
+            raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
+        if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:
+            raise ValueError(
+                f"slot {join.slot}: {join.num_tokens} tokens exceed the model's"
+                f" {self._max_positions} positions"
+            )
+        self.leave(join.slot)
+        row = len(self._row_of_slot)
+        self._row_of_slot[join.slot] = row
+        self._slots[row] = join.slot
+        self._tokens[row] = join.last_token
+        self._positions[row] = join.num_tokens
+        self._blocks[row] = SCRATCH_BLOCK
+        self._blocks[row, : len(join.block_ids)] = join.block_ids
+        self._rooms[row] = self._room(len(join.block_ids))
+        self._stops.set(join.slot, join.stop_ids)
+
+    def grow(self, slot: int, index: int, block_id: int) -> None:
+        """Give a slot another block."""
+        row = self._row_of_slot.get(slot)
+        if row is not None:
+            self._blocks[row, index] = block_id
+            self._rooms[row] = self._room(index + 1)
+
+    def written_blocks(self, slot: int) -> list[int]:
+        """The blocks that hold the positions so far; none for a slot that is not there."""
+        row = self._row_of_slot.get(slot)
+        if row is None:
+            return []
+        num_blocks = -(-int(self._positions[row]) // BLOCK_TOKENS)
+        return [int(block_id) for block_id in self._blocks[row, :num_blocks]]
+
+    def clear(self) -> None:
+        self._row_of_slot.clear()
+        self._ended.clear()
+        self._num_resting = 0
+
+    @property
+    def slots_B(self) -> np.ndarray:
+        return self._slots[: len(self)]
+
+    @property
+    def tokens_B(self) -> np.ndarray:
+        """The last token of each row, whose KV the next step writes ..."""
+        return self._tokens[: len(self)]
+
+    @property
+    def positions_B(self) -> np.ndarray:
+        """... at these positions."""
+        return self._positions[: len(self)]
+
+    @property
+    def rooms_B(self) -> np.ndarray:
+        """Positions that each row's blocks hold."""
+        return self._rooms[: len(self)]
+
+    def table_BM(self, last_position: int) -> Tensor:
+        """Return the rows' blocks, int32, side by side, M as wide as this position needs."""
+        num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
+        return torch.from_numpy(np.ascontiguousarray(self._blocks[: len(self), :num_blocks]))
+
+    def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the two micro-batches; `second` are slots of the step. Raises ValueError for one that
+        is not occupied.
+        """
+        self._check_occupied(second, "of the second micro-batch")
+        is_second = np.zeros(len(self._row_of_slot), np.bool_)
+        is_second[[self._row_of_slot[slot] for slot in second]] = True
+        is_second = is_second[: len(self)]  # One that ended rests.
+        return np.flatnonzero(~is_second), np.flatnonzero(is_second)
+
+    def _check_occupied(self, slots: Collection[int], which: str) -> None:
+        absent = sorted(slot for slot in slots if slot not in self._row_of_slot)
+        if absent:
+            raise ValueError(f"slots {absent} {which} are not occupied")
+
+    def _room(self, num_blocks: int) -> int:
+        return min(num_blocks * BLOCK_TOKENS, self._max_positions)
+
+    def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray) -> None:
+        """Every row of the step got so many tokens; the last is what the next step feeds."""
+        num_rows = len(self)
+        self._tokens[:num_rows] = tokens_B
+        positions = self._positions[:num_rows]
+        # A row that finished at the context's end may be stepped once more before its leave
+        # arrives.
+        np.minimum(positions + num_drawn_B, self._max_positions - 1, out=positions)
+
+    def full_blocks(self, rows: np.ndarray, num_before_B: np.ndarray) -> set[int]:
+        """Blocks of these rows that are full now and were not, when each row had so many."""
+        num_now_B = self.positions_B // BLOCK_TOKENS
+        return {
+            int(block_id)
+            for row in rows
+            for block_id in self._blocks[row, num_before_B[row] : num_now_B[row]]
+        }
