@@ -48,7 +48,7 @@ class FolderReport:
     memory_bytes: int | None
     """Memory to fit the model in; None where that of this machine is not known."""
     fits: list[Fit]
-    unknown_keys: list[str]
+    unknown_keys: tuple[str, ...]
     text: ServedText | None
     """Tokenizer and templates; None where the gateway cannot read them."""
     why_not_served: str
