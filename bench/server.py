@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.subject import ROOT
-from hadal.runtime.process.child import Status, read_status
+from hadal.runtime.process.status import Status, read_status
 
 STOP_TIMEOUT_S = 30.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.process.child import Status, read_status
+from hadal.runtime.process.status import Status, read_status
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER
 from tests.dist import gate

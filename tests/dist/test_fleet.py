@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.process.child import read_fleet
+from hadal.runtime.process.status import read_fleet
 from tests.dist.answers import Streams, complete, under_way
 from tests.dist.serving import Server, StartServer, metric
 from tests.waiting import DEADLINE_S, join, wait_until

@@ -29,7 +29,8 @@ from hadal.policy.demand import DAY_S
 from hadal.progress import Bar
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.fleet import Fleet
-from hadal.runtime.process.child import ProcessEnd, ProcessPhase, ProcessStatus, Status
+from hadal.runtime.process.child import ProcessPhase
+from hadal.runtime.process.status import ProcessEnd, ProcessStatus, Status
 from hadal.runtime.topology import GATEWAY, ProcessPlan, launch_plan
 from hadal.sim.day.clock import DemandCurve
 from hadal.sim.day.study import Study

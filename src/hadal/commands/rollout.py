@@ -20,8 +20,8 @@ from hadal.commands.status import Found, find, wrong
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR, Rollout
 from hadal.progress import Bar
-from hadal.runtime.process.child import RolloutStatus, read_status
 from hadal.runtime.process.process import read_run
+from hadal.runtime.process.status import RolloutStatus, read_status
 from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, with_digests
 from hadal.runtime.wire import ZmqWire
 

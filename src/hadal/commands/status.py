@@ -26,15 +26,10 @@ from rich.text import Text
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR
-from hadal.runtime.process.child import (
-    ProcessPhase,
-    ProcessStatus,
-    Status,
-    read_status,
-    wrong_nodes,
-)
+from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
+from hadal.runtime.process.status import ProcessStatus, Status, read_status, wrong_nodes
 from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_rank
 
 EXIT_INCOMPLETE = 1

@@ -33,8 +33,8 @@ from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
 from hadal.gateway.desk.frames import ConsoleFrame, LogLine
 from hadal.gateway.desk.trace import TraceReply
 from hadal.runtime.ledger.store import Store
-from hadal.runtime.process.child import Status, read_fleet, read_status
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
+from hadal.runtime.process.status import Status, read_fleet, read_status
 from hadal.stats.report import BY, report
 
 log = logging.getLogger("hadal.console")

@@ -23,7 +23,8 @@ from hadal.core.overview import LayerMove, Overview
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.gateway.desk.trace import TraceReply
 from hadal.overlap.trace import covered_share, duration_s, shares
-from hadal.runtime.process.child import ProcessPhase, ProcessStatus, Status, wrong_nodes
+from hadal.runtime.process.child import ProcessPhase
+from hadal.runtime.process.status import ProcessStatus, Status, wrong_nodes
 from hadal.runtime.topology import CONSOLE, unit_and_rank
 
 _NODE_RANKS = 8

@@ -47,7 +47,6 @@ from hadal.core.messages import (
 )
 from hadal.roles.nodes import agent_name
 from hadal.runtime.devices import cpu_kind
-from hadal.runtime.process.child import look_at
 from hadal.runtime.process.forks import (
     API_KEYS,
     API_KEYS_FILE,
@@ -73,6 +72,7 @@ from hadal.runtime.process.process import (
     versions,
     write_run,
 )
+from hadal.runtime.process.watch import look_at
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, gateway_nodes, judge_of
 from hadal.runtime.transfer.pool import (
     remove_shared_memory,

@@ -31,8 +31,9 @@ from hadal.runtime.plan_rows import (
     print_warnings,
     totals_text,
 )
-from hadal.runtime.process.child import ProcessPhase, Status
+from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.logs import fields
+from hadal.runtime.process.status import Status
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import CONSOLE, ranges, rank_name, unit_and_rank
 

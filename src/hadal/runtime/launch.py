@@ -61,19 +61,7 @@ from hadal.runtime.cores import allowed_cores, cores_of
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.nodes import Elsewhere, LiveNodes, address_here, is_same, kept_run
-from hadal.runtime.process.child import (
-    Child,
-    ProcessEnd,
-    ProcessPhase,
-    RolloutStatus,
-    Sight,
-    Starting,
-    Status,
-    Watch,
-    look_at,
-    write_fleet,
-    write_status,
-)
+from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import (
     API_KEYS,
     API_KEYS_FILE,
@@ -102,6 +90,15 @@ from hadal.runtime.process.process import (
     versions,
     write_run,
 )
+from hadal.runtime.process.starting import Starting
+from hadal.runtime.process.status import (
+    ProcessEnd,
+    RolloutStatus,
+    Status,
+    write_fleet,
+    write_status,
+)
+from hadal.runtime.process.watch import Sight, Watch, look_at
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (

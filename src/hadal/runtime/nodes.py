@@ -39,8 +39,8 @@ from hadal.core.messages import (
 )
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
 from hadal.runtime.agent import Joining
-from hadal.runtime.process.child import NodeStatus
 from hadal.runtime.process.process import Run
+from hadal.runtime.process.status import NodeStatus
 from hadal.runtime.topology import (
     ProcessPlan,
     gateways_here,

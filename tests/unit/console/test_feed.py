@@ -19,8 +19,8 @@ from hadal.core.overview import EXPERTS_MAX, Buckets, Overview, UnitExperts
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.ledger.store import Store
-from hadal.runtime.process.child import Status, write_status
 from hadal.runtime.process.logs import LOGS_FOLDER
+from hadal.runtime.process.status import Status, write_status
 from tests.unit.stats.facts import START_S, random_facts
 from tests.waiting import DEADLINE_S, wait_for
 

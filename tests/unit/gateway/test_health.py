@@ -13,7 +13,7 @@ from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfi
 from hadal.core.messages import FrontSnapshot, Totals, UnitReport
 from hadal.gateway.desk.health import health_of
 from hadal.roles.nodes import NodePhase
-from hadal.runtime.process.child import NodeStatus, Status, wrong_nodes
+from hadal.runtime.process.status import NodeStatus, Status, wrong_nodes
 
 DEPLOYMENT = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(units=1, ranks=4))
 FLEET = Deployment(prefill=UnitsConfig(units=1), fleet=FleetConfig(mode="auto", prefill_max=3))

@@ -16,7 +16,7 @@ from hadal.core.errors import ConfigError
 from hadal.runtime.banner import Banner
 from hadal.runtime.cache_folder import absolute_folder, make_cache_folder
 from hadal.runtime.plan_rows import cache_rows
-from hadal.runtime.process.child import Status
+from hadal.runtime.process.status import Status
 from hadal.runtime.resolve import Resolved, plan
 
 

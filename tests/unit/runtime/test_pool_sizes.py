@@ -23,7 +23,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.banner import Banner
 from hadal.runtime.plan_rows import pools_text, print_plan
 from hadal.runtime.pool_sizes import MOST_BYTES, NUM_SCRATCH_BLOCKS, Room, pool_blocks
-from hadal.runtime.process.child import Status
+from hadal.runtime.process.status import Status
 from hadal.runtime.resolve import plan, resolve, why_not_run
 
 BLOCK_BYTES = 1 << 20

@@ -15,8 +15,8 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.runtime.banner import Banner
 from hadal.runtime.host_limits import available_bytes, memory_bytes, num_cores
 from hadal.runtime.listener import open_listener, url_of
-from hadal.runtime.process.child import ProcessStatus, Status, read_status, write_status
 from hadal.runtime.process.process import Run, read_run, write_run
+from hadal.runtime.process.status import ProcessStatus, Status, read_status, write_status
 from hadal.runtime.resolve import deployment_file, model_folder, plan, resolve, why_not_run
 from hadal.runtime.transfer import nixl
 from tests.waiting import DEADLINE_S

@@ -16,7 +16,7 @@ import msgspec
 from hadal.core.errors import ConfigError
 from hadal.core.overview import FleetSeen, Overview
 from hadal.gateway.desk.trace import TraceReply
-from hadal.runtime.process.child import Status
+from hadal.runtime.process.status import Status
 
 _MAX_BYTES = 1 << 28
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hadal.runtime.process.child import Status, read_status, wrong_nodes
+from hadal.runtime.process.status import Status, read_status, wrong_nodes
 
 
 class RunStatus:

@@ -16,7 +16,6 @@ from hadal.core.facts import PackedFacts
 from hadal.runtime.launch import _run_folder, _secret
 from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.ledger.store import Store
-from hadal.runtime.process.child import STATUS_FILE
 from hadal.runtime.process.private import (
     append_private,
     is_private,
@@ -25,7 +24,14 @@ from hadal.runtime.process.private import (
     replace_private,
     take_from_others,
 )
-from hadal.runtime.process.process import RUN_FILE, Run, read_run, remove_stale_folders, write_run
+from hadal.runtime.process.process import (
+    RUN_FILE,
+    Run,
+    read_run,
+    remove_stale_folders,
+    write_run,
+)
+from hadal.runtime.process.status import STATUS_FILE
 from hadal.runtime.store.owned_segments import OwnSegments
 from hadal.runtime.store.troubles import Troubles
 

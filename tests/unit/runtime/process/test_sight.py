@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hadal.runtime.process.child import look_at
+from hadal.runtime.process.watch import look_at
 from tests.needs import skip_unless
 from tests.waiting import wait_until
 

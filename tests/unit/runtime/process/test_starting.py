@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from hadal.runtime.process.child import Child, ProcessPhase, Starting
+from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.logs import Doing
+from hadal.runtime.process.starting import Starting
 
 
 def children(*names: str) -> list[Child]:

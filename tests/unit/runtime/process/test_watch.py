@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.process.child import Sight, Watch, look_at
+from hadal.runtime.process.watch import Sight, Watch, look_at
 from tests.needs import skip_unless
 from tests.waiting import DEADLINE_S, wait_until
 
