@@ -402,8 +402,8 @@ class Agent:
         """Tell a judge how one of its processes fares."""
         running = self._running.get(name)
         if running is not None and running.code is None:
-            sight = look_at(running.process.pid)
-            self._wire.send(judge_of(name), Sighting(name, sight.waited_s, sight.is_stopped))
+            state = look_at(running.process.pid)
+            self._wire.send(judge_of(name), Sighting(name, state.waited_s, state.is_stopped))
 
     def _wait_s(self) -> float:
         is_coming_up = any(

@@ -98,7 +98,7 @@ from hadal.runtime.process.status import (
     write_fleet,
     write_status,
 )
-from hadal.runtime.process.watch import Sight, Watch, look_at
+from hadal.runtime.process.watch import ProcessState, Watch, look_at
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import (
@@ -273,7 +273,7 @@ class Supervisor:
         self._nodes = self._live_nodes(adopts=left is not None)
         self._cores = {} if self._nodes else self._cores_here()
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
-        self._gateways = Watch(self._deployment.gateway_timeout_s, _MAX_WAIT_S, self._sight_of)
+        self._gateways = Watch(self._deployment.gateway_timeout_s, _MAX_WAIT_S, self._state_of)
         self._fleet: FleetExecutor | None = None
         self._num_reviews = 0
         """Decisions of the fleet that were written down."""
@@ -799,8 +799,8 @@ class Supervisor:
         if self._nodes is not None and not self._is_here(child):
             self._nodes.see(name)
             return
-        sight = look_at(child.pid)
-        self._wire.send(judge_of(name), Sighting(name, sight.waited_s, sight.is_stopped))
+        state = look_at(child.pid)
+        self._wire.send(judge_of(name), Sighting(name, state.waited_s, state.is_stopped))
 
     def _given_up(self, message: UnitDown) -> None:
         """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped
@@ -881,11 +881,11 @@ class Supervisor:
             self._children[name].signal(signal.SIGKILL)
             self._gateways.heard(now_s, name)  # It is killed once.
 
-    def _sight_of(self, name: str) -> Sight:
+    def _state_of(self, name: str) -> ProcessState:
         """How a gateway's process fares, as far as its host says it."""
         child = self._children[name]
         if self._nodes is not None and not self._is_here(child):
-            return Sight(self._nodes.waited_s(name), is_stopped=False)
+            return ProcessState(self._nodes.waited_s(name), is_stopped=False)
         return look_at(child.pid)
 
     def _stop_signal(self, number: int) -> None:

@@ -20,27 +20,27 @@ _STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Seconds count from the process's start, over all threads that it has now."""
+class ProcessState:
+    """Scheduling of one process. Seconds count from its start, over all threads that it has now."""
 
     waited_s: float
     """A thread was ready to run and had no processor (proc(5), schedstat)."""
     is_stopped: bool
 
 
-def look_at(pid: int) -> Sight:
+def look_at(pid: int) -> ProcessState:
     """See how a process fares. One that is gone has waited for nothing."""
     waited_ns = 0
     try:
-        is_stopped = _state(_PROC / str(pid) / "stat") in _STOPPED
+        is_stopped = _kernel_state(_PROC / str(pid) / "stat") in _STOPPED
         for thread in os.scandir(_PROC / str(pid) / "task"):
             waited_ns += _waited_ns(Path(thread.path) / "schedstat")
     except OSError:
-        return Sight(0.0, is_stopped=False)
-    return Sight(waited_ns / 1e9, is_stopped)
+        return ProcessState(0.0, is_stopped=False)
+    return ProcessState(waited_ns / 1e9, is_stopped)
 
 
-def _state(path: Path) -> str:
+def _kernel_state(path: Path) -> str:
     """The letter behind the command, which stands in brackets and may hold any character."""
     return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
 
@@ -59,13 +59,15 @@ def _waited_ns(path: Path) -> int:
 class Watch:
     """Times are of whatever clock the caller reads, in seconds."""
 
-    def __init__(self, timeout_s: float, period_s: float, sight_of: Callable[[str], Sight]) -> None:
+    def __init__(
+        self, timeout_s: float, period_s: float, state_of: Callable[[str], ProcessState]
+    ) -> None:
         """A process may be silent for `timeout_s` in which it could run; `frozen` is called every
-        `period_s` at least, unless this process stands still itself. `sight_of`: how one fares, by
+        `period_s` at least, unless this process stands still itself. `state_of`: how one fares, by
         its name.
         """
         self._absence = Absence(period_s)
-        self._sight_of = sight_of
+        self._state_of = state_of
         self._suspects = Suspects(timeout_s)
         self._name_to_heard_s: dict[str, float] = {}
 
@@ -84,8 +86,8 @@ class Watch:
             now_s, {name: now_s - self._name_to_heard_s[name] for name in names}
         )
         for name in self._suspects.to_ask(now_s):
-            sight = self._sight_of(name)
-            self._suspects.sighted(now_s, Sighting(name, sight.waited_s, sight.is_stopped))
+            state = self._state_of(name)
+            self._suspects.sighted(now_s, Sighting(name, state.waited_s, state.is_stopped))
         return frozen
 
     def why(self, name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.process.watch import Sight, Watch, look_at
+from hadal.runtime.process.watch import ProcessState, Watch, look_at
 from tests.needs import skip_unless
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -34,8 +34,8 @@ def frozen_at(
     return found
 
 
-def watching(look: Sight | None = None) -> Watch:
-    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: look or Sight(3.0, is_stopped=False))
+def watching(look: ProcessState | None = None) -> Watch:
+    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: look or ProcessState(3.0, is_stopped=False))
     for name in PIDS:
         watch.heard(0.0, name)
     return watch
@@ -48,7 +48,7 @@ def test_one_that_says_nothing_though_it_could_is_frozen() -> None:
 
 
 def test_a_stopped_one_is_frozen() -> None:
-    stopped = Sight(0.0, is_stopped=True)
+    stopped = ProcessState(0.0, is_stopped=True)
     assert frozen_at(watching(stopped), 0.0, 10.0, speaks=("gateway",)) == {
         "gateway-1": TIMEOUT_S + PERIOD_S
     }
@@ -56,7 +56,7 @@ def test_a_stopped_one_is_frozen() -> None:
 
 def test_one_that_gets_no_processor_is_waited_for() -> None:
     waited_s = count(0.0, TIMEOUT_S)
-    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: Sight(next(waited_s), is_stopped=False))
+    watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: ProcessState(next(waited_s), is_stopped=False))
     for name in PIDS:
         watch.heard(0.0, name)
     assert frozen_at(watch, 0.0, 10.0, speaks=("gateway",)) == {}
