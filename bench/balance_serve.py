@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hadal.cli import app
-from hadal.runtime import launch
 from hadal.runtime.process.child import Child
+from hadal.runtime.supervisor import supervisor
 
 DEVICE = "bench.balance_device"
 
@@ -28,5 +28,5 @@ class DeviceChild(Child):
 
 
 if __name__ == "__main__":
-    launch.Child = DeviceChild  # type: ignore[attr-defined]
+    supervisor.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()

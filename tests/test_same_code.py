@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import hadal.gateway.process
-import hadal.runtime.launch
 import hadal.runtime.rank
+import hadal.runtime.supervisor.rollout
 import hadal.sim.day.fluid
 import hadal.sim.world.units
 import hadal.sim.world.world
@@ -292,7 +292,8 @@ def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
     assert hadal.sim.world.world.Front is hadal.gateway.assembly.Front
     assert hadal.sim.world.units.make_leader is hadal.runtime.rank.make_leader
-    made = hadal.runtime.launch.make_fleet(Deployment(fleet=FleetConfig(mode="auto")), 0.0)
+    deployment = Deployment(fleet=FleetConfig(mode="auto"))
+    made = hadal.runtime.supervisor.rollout.make_fleet(deployment, 0.0)
     assert type(made) is hadal.sim.day.fluid.Fleet
 
 

@@ -256,10 +256,10 @@ def serve(
     forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
     from hadal.core.handshake import is_near
     from hadal.runtime.banner import OPEN_TO_ALL, Banner, log_status
-    from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
     from hadal.runtime.process.logs import JSON, TEXT, start_log
     from hadal.runtime.resolve import resolve, unknown_keys_warnings
+    from hadal.runtime.supervisor.options import Options
 
     level = "warning" if quiet and log_level == "info" else log_level
     try:

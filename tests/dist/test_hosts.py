@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from hadal.core.errors import EXIT_CONFIG
-from hadal.runtime.launch import EXIT_GAVE_UP
+from hadal.runtime.supervisor.run_end import EXIT_GAVE_UP
 from tests.dist.conftest import StartServer
 from tests.dist.gate import DECODE
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts

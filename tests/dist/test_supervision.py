@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.launch import SAME_SIGNAL_S
 from hadal.runtime.process.process import RUN_FILE
 from hadal.runtime.resolve import model_folder
+from hadal.runtime.supervisor.draining import SAME_SIGNAL_S
 from tests.dist.answers import asked, complete, under_way
 from tests.dist.conftest import starting
 from tests.dist.serving import RANKED, SOURCE, STOP_TIMEOUT_S, Server, StartServer, blocks_used

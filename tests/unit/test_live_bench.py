@@ -25,7 +25,8 @@ from bench.server import Running
 from hadal.comm.expert_comm import Received
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.model.block import MicroBatch
-from hadal.runtime import launch
+from hadal.runtime.supervisor import supervisor
+from hadal.runtime.supervisor.options import Options
 from hadal.runtime.topology import launch_plan
 
 LOG = """\
@@ -100,10 +101,9 @@ def test_balancing_is_claimed_of_virtual_devices_alone() -> None:
 
 
 def test_ranks_alone_are_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "Child", DeviceChild)
-    options = cast("launch.Options", SimpleNamespace(log_dir=None, log_format="text"))
+    monkeypatch.setattr(supervisor, "Child", DeviceChild)
     for plan in launch_plan(Deployment(decode=UnitsConfig(ranks=2))):
-        child = launch._child(plan, options, tmp_path, 1)
+        child = supervisor._child(plan, Options(), tmp_path, 1)
         is_device = child._arguments[0] == DEVICE
         assert is_device == plan.name.startswith("decode-0."), plan.name
         assert child._arguments[1:] == plan.arguments

@@ -1,0 +1,97 @@
+"""The drain: running streams finish before the server ends.
+
+Sends Drain, and no other message. Ends no unit: that is done when the loop is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+
+from hadal.core.messages import FRONT, Drain
+from hadal.runtime.process.child import ProcessPhase
+from hadal.runtime.supervisor.children import Children
+from hadal.runtime.supervisor.rollout import Rollouts
+from hadal.runtime.supervisor.run_end import RunEnd
+from hadal.runtime.supervisor.status import StatusWriter
+from hadal.runtime.topology import GATEWAY
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.supervisor")
+
+SAME_SIGNAL_S = 0.2
+"""What ends a group of processes reaches some of them twice, as make passes on what it is sent: a
+second signal so soon is the first one.
+"""
+
+
+class Draining:
+    """Consequences of signals to end."""
+
+    def __init__(
+        self,
+        wire: ZmqWire,
+        listener: socket.socket,
+        timeout_s: float,
+        children: Children,
+        rollouts: Rollouts,
+        status: StatusWriter,
+        end: RunEnd,
+    ) -> None:
+        """`listener`: the gateways' socket. `timeout_s`: how long streams may take to finish."""
+        self._wire = wire
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._children = children
+        self._rollouts = rollouts
+        self._status = status
+        self._end = end
+
+    def signalled(self, number: int) -> None:
+        """Begin to drain; at the second signal end at once."""
+        if number == signal.SIGCHLD:
+            return
+        now_s = time.monotonic()
+        if self._end.drain_until_s is not None:
+            if now_s < self._end.drain_until_s - self._timeout_s + SAME_SIGNAL_S:
+                return
+            log.warning("ending at once")
+            self._end.exit_at_once(128 + number)
+            return
+        self._end.drain(now_s + self._timeout_s)
+        fronting = self._children.by_name[GATEWAY]
+        if fronting.phase is not ProcessPhase.READY and not self._children.other_gateways():
+            self._end.exit(0)  # There is no stream to finish.
+            return
+        self._rollouts.stop()  # What is there is enough for what runs.
+        log.info(
+            "ending: running streams have %.0f s to finish; the same signal again ends them now",
+            self._timeout_s,
+        )
+        for child in self._children.later_gateways:
+            child.dismiss()
+            if child.phase is ProcessPhase.READY:
+                self._wire.send(child.name, Drain())
+            else:
+                child.signal(signal.SIGTERM)
+        if fronting.phase is ProcessPhase.READY:
+            self.drain_front()
+        self._status.write()
+
+    def drain_front(self) -> None:
+        """Drain the gateway with the front. Where that is being started again, to be called as soon
+        as it is ready: others' streams go on under it.
+        """
+        self._wire.send(FRONT, Drain())
+        if not self._children.other_gateways():  # Else another may have to be started.
+            # The gateway's copy is the last: when it closes it, connections are refused.
+            self._listener.close()
+
+    def end_if_due(self) -> None:
+        """End the run if streams have taken too long."""
+        until_s = self._end.drain_until_s
+        if until_s is not None and time.monotonic() > until_s:
+            log.warning("streams still run after %.0f s; ending them", self._timeout_s)
+            self._end.exit(0)

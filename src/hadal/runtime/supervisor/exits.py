@@ -1,0 +1,184 @@
+"""The ends of processes: which other processes are told, and whether and when one starts again.
+
+How long a child backs off is its own affair (process/child). Whether requests survive is the
+front's business, which is sent UnitDown at once, or LeaderDown where ranks wait for another leader.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+
+from hadal.core.errors import EXIT_CONFIG
+from hadal.core.messages import FRONT, LENDER, LeaderDown, UnitDown
+from hadal.runtime.process.child import Child, ProcessPhase
+from hadal.runtime.process.forks import reap_others
+from hadal.runtime.process.logs import about
+from hadal.runtime.process.status import ProcessEnd
+from hadal.runtime.supervisor.children import Children
+from hadal.runtime.supervisor.rollout import Rollouts
+from hadal.runtime.supervisor.run_end import EXIT_GAVE_UP, RunEnd
+from hadal.runtime.supervisor.starter import Starter
+from hadal.runtime.supervisor.status import StatusWriter
+from hadal.runtime.topology import CONSOLE, GATEWAY, unit_and_rank
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.supervisor")
+
+TAKEOVERS_MAX = 2
+"""Starts of a leader in vain before the ranks that wait for it are ended: the cause may be what
+they hold.
+"""
+
+
+class Exits:
+    """Consequences of the ends of processes."""
+
+    def __init__(
+        self,
+        wire: ZmqWire,
+        children: Children,
+        starter: Starter,
+        rollouts: Rollouts,
+        status: StatusWriter,
+        end: RunEnd,
+    ) -> None:
+        self._wire = wire
+        self._children = children
+        self._starter = starter
+        self._rollouts = rollouts
+        self._status = status
+        self._end = end
+        self._ended_ranks: dict[tuple[str, str], list[str]] = {}
+        """(unit, reason) -> ranks whose end the leader is to be sent."""
+
+    def reap(self) -> None:
+        """Act on the ends of all processes that have ended since."""
+        self._reap_each()
+        for (unit, reason), (first, *others) in self._ended_ranks.items():
+            self._wire.send(unit, UnitDown(first, reason, tuple(others)))
+        self._ended_ranks.clear()
+
+    def _reap_each(self) -> None:
+        here = [child for child in self._children.all if self._children.is_here(child)]
+        reap_others({self._starter.forks_pid, *(child.pid for child in here)})
+        for child in self._children.all:
+            now_s = time.monotonic()
+            lost = self._children.why_lost(child)
+            if lost:
+                child.excuse()
+            code = child.poll(now_s)
+            if code is not None:
+                self._ended(child, now_s, code, lost or _how(code))
+
+    def _ended(self, child: Child, now_s: float, code: int, reason: str) -> None:
+        child.last_end = reason
+        self._status.note_end(ProcessEnd(time.time(), child.name, reason, not child.is_wanted))
+        if (
+            child.name == GATEWAY
+            and self._end.is_draining
+            and not (code and self._children.other_gateways())
+        ):
+            log.log(
+                logging.INFO if code == 0 else logging.WARNING,
+                "the gateway has ended: %s",
+                reason,
+            )
+            child.phase = ProcessPhase.ENDED
+            self._end.exit(0)
+            return
+        self._starter.clear_after(child)
+        why = child.why_give_up(now_s)
+        if code == EXIT_CONFIG and child.ready_s < child.started_s:
+            why = f"{child.name} cannot start"
+        if why is None and self._has_successor(child):
+            self._wire.send(FRONT, LeaderDown(child.name, reason))
+            log.warning(
+                "%s ended: %s; its ranks wait for another",
+                child.name,
+                reason,
+                extra=about(child.name),
+            )
+            self._status.write()
+            return
+        self._tell(child, reason)
+        is_asked = self._rollouts.ended(child, now_s, reason)
+        level = logging.INFO if is_asked else logging.WARNING
+        log.log(level, "%s ended: %s", child.name, reason, extra=about(child.name))
+        if why is not None:
+            self._put_off_or_end(child, now_s, code, f"{why} ({reason})")
+        self._status.write()
+
+    def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
+        """Start it again much later, if the server can do without it or has served; else end."""
+        if self._children.has_served or self._can_spare(child):
+            rest_s = child.put_off(now_s)
+            log.error(
+                "%s: %s; it is started again in %.0f s",
+                why,
+                "the others go on without it"
+                if self._children.can_serve()
+                else "nothing is served until it is back",
+                rest_s,
+                extra=about(child.name),
+            )
+        else:
+            log.error("%s: the server ends", why, extra=about(child.name))
+            self._end.exit(EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP)
+
+    def _tell(self, child: Child, reason: str) -> None:
+        """Report the end of a unit to the front, and the end of a rank to its leader."""
+        unit, rank = unit_and_rank(child.name)
+        if child.name == GATEWAY or child.role in (LENDER, CONSOLE):
+            return  # The next one's first message says it.
+        if rank is not None:
+            self._ended_ranks.setdefault((unit, reason), []).append(child.name)
+            return
+        self._wire.send(FRONT, UnitDown(child.name, reason))
+        for other in self._children.ranks_of(unit):
+            if other.pid:
+                log.warning(
+                    "%s ends with its leader, which none takes over from",
+                    other.name,
+                    extra=about(other.name),
+                )
+            other.replace()
+
+    def _has_successor(self, child: Child) -> bool:
+        """Return whether it led ranks that live and that the next one may take over: not if that
+        was tried in vain.
+        """
+        ranks = self._children.ranks_of(child.name)
+        ranks_live = any(rank.phase is ProcessPhase.READY for rank in ranks)
+        return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
+
+    def _can_spare(self, child: Child) -> bool:
+        """Return whether the server can do without it: a rank of a unit that works with others, a
+        unit beside others of a fleet, or the process of the pages.
+        """
+        if child.role == CONSOLE:
+            return True
+        unit, rank = unit_and_rank(child.name)
+        if rank is None and self._rollouts.has_unit(unit):
+            return self._rollouts.has_other(unit)
+        if rank is None or self._children.by_name[unit].phase is not ProcessPhase.READY:
+            return False
+        return any(
+            other.phase is ProcessPhase.READY
+            for other in self._children.ranks_of(unit)
+            if other is not child
+        )
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    if -code == signal.SIGBUS:
+        return (
+            "killed by SIGBUS: a file that it had mapped became shorter; the model's, it is likely"
+        )
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

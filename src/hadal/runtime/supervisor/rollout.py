@@ -1,0 +1,169 @@
+"""The fleet of a run, and its rollouts, which replace all units by ones of another model or code.
+
+Owns the fleet and how far the last rollout is. What to start and stop the fleet's role decides
+(roles/fleet); runtime/fleet carries it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import msgspec
+
+from hadal.core.messages import SUPERVISOR, Demand, Rollout, UnitUp
+from hadal.roles.fleet import make_fleet
+from hadal.roles.recording import MadeFleet
+from hadal.runtime.fleet import FleetExecutor
+from hadal.runtime.process.child import Child
+from hadal.runtime.process.process import messages_digest, rollout_arguments
+from hadal.runtime.process.status import RolloutStatus
+from hadal.runtime.recorder import recorded
+from hadal.runtime.supervisor.children import Children
+from hadal.runtime.supervisor.run_end import RunEnd
+from hadal.runtime.supervisor.run_files import RunFiles
+from hadal.runtime.supervisor.starter import Starter
+from hadal.runtime.supervisor.status import StatusWriter
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.supervisor")
+
+
+class Rollouts:
+    """Fleet of a run, from when it is known what runs until the run drains, and its rollouts."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        wire: ZmqWire,
+        children: Children,
+        starter: Starter,
+        status: StatusWriter,
+        end: RunEnd,
+    ) -> None:
+        self._files = files
+        self._wire = wire
+        self._children = children
+        self._starter = starter
+        self._status = status
+        self._end = end
+        self._fleet: FleetExecutor | None = None
+        self._num_reviews = 0
+        """Number of the fleet's decisions when fleet.json was written last."""
+        self._rollout: RolloutStatus | None = None
+        self._last_rollout = Rollout()
+
+    def make_fleet_if_due(self) -> None:
+        """Have the fleet decide from when it is known what runs."""
+        is_due = self._children.is_known and not self._end.is_draining
+        if is_due and self._fleet is None and self._files.run.deployment.fleet.is_on:
+            self._fleet = self._make_fleet()
+
+    def _make_fleet(self) -> FleetExecutor:
+        now_s, run = time.monotonic(), self._files.run
+        made = MadeFleet(time.time() - now_s)
+        fleet = recorded(
+            make_fleet(run.deployment, made.day_s),
+            SUPERVISOR,
+            made,
+            run.run_id,
+            run.deployment,
+        )
+        return FleetExecutor(fleet, self._children.by_name, self._wire.send, now_s)
+
+    def stop(self) -> None:
+        """Decide nothing any more."""
+        self._fleet = None
+
+    def tell(self, message: Demand | UnitUp) -> None:
+        """Send the fleet a message, if there is one."""
+        if self._fleet is not None:
+            self._fleet.tell(time.monotonic(), message)
+
+    def ended(self, child: Child, now_s: float, reason: str) -> bool:
+        """Tell the fleet of a unit's end; True if it, or the unit that it is a rank of, is not
+        wanted.
+        """
+        if self._fleet is None:
+            return False
+        if child.name in self._fleet.units:
+            return self._fleet.ended(now_s, child.name, reason)
+        return not child.is_wanted
+
+    def has_unit(self, unit: str) -> bool:
+        """Return whether there is a fleet, and this unit is of it."""
+        return self._fleet is not None and unit in self._fleet.units
+
+    def has_other(self, unit: str) -> bool:
+        """Return whether another unit of its role works."""
+        return self._fleet is not None and self._fleet.has_other(unit)
+
+    def look(self) -> None:
+        """Let the fleet decide, and notice how far the rollout is."""
+        if self._fleet is None:
+            return
+        self._fleet.tick(time.monotonic())
+        if self._fleet.num_reviews != self._num_reviews:
+            self._num_reviews = self._fleet.num_reviews
+            self._files.write_fleet(self._fleet.seen(time.monotonic()))
+        self._look_at_rollout(self._fleet)
+
+    def roll_out(self, message: Rollout) -> None:
+        """Begin to replace all units; what an earlier rollout has not replaced yet, too. From now
+        on there is a fleet, be their number fixed.
+        """
+        now_s = time.monotonic()
+        if self._end.is_draining:
+            return
+        if self._fleet is None:
+            self._fleet = self._make_fleet()
+        if not message.model:
+            message = self._last_rollout  # What the last one brought goes on being served.
+        try:
+            self._files.replace_run(dataclasses.replace(self._files.run, rollout=message))
+        except OSError as error:
+            folder = self._files.folder
+            log.error("nothing is rolled out: %s cannot be written to (%s)", folder, error)
+            return
+        self._last_rollout = message
+        self._starter.renew_code()
+        number = self._rollout.number + 1 if self._rollout is not None else 1
+        model = message.model or self._files.run.deployment.model
+        log.info("replacing all units by ones that serve %s", model)
+        self._fleet.roll_out(now_s, message, rollout_arguments(message, messages_digest()))
+        num_left = self._fleet.num_unreplaced
+        self._rollout = RolloutStatus(number, model, num_left, num_left)
+        self._status.show_rollout(self._rollout)
+
+    def resume_if_due(self) -> None:
+        """Go on with what the supervisor before had begun, once it is known what runs."""
+        begun = self._files.run.rollout if self._rollout is None else None
+        if begun is not None and self._children.is_known and not self._end.is_draining:
+            log.info("going on with the rollout that the supervisor before had begun")
+            self.roll_out(begun)
+
+    def _look_at_rollout(self, fleet: FleetExecutor) -> None:
+        """Notice how far it is, and its end."""
+        if self._rollout is None or not self._rollout.num_left:
+            return
+        num_left, num_failed = fleet.num_unreplaced, fleet.num_failed
+        if (num_left, num_failed) == (self._rollout.num_left, self._rollout.num_failed):
+            return
+        self._rollout = dataclasses.replace(self._rollout, num_left=num_left, num_failed=num_failed)
+        if not num_left:
+            self._end_rollout()
+        self._status.show_rollout(self._rollout)
+
+    def _end_rollout(self) -> None:
+        """Make the run one of what the new units serve."""
+        new = self._last_rollout
+        run = dataclasses.replace(self._files.run, rollout=None)
+        if new.model:
+            run = dataclasses.replace(
+                run,
+                deployment=msgspec.structs.replace(run.deployment, model=new.model),
+                model_digest=new.model_digest,
+                fingerprint=new.fingerprint,
+            )
+        self._files.change_run(run)

@@ -1,0 +1,67 @@
+"""The files of a run that its supervisor alone writes: run.json, status.json and fleet.json.
+
+Owns the Run. Knows nothing of why it changes, nor of what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from hadal.core.overview import FleetSeen
+from hadal.runtime.process.process import Run, write_run
+from hadal.runtime.process.status import Status, write_fleet, write_status
+
+log = logging.getLogger("hadal.supervisor")
+
+
+class RunFiles:
+    """Files of one run folder. A full disk must not end what serves: it is logged once."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        """Write run.json, which processes read at their start."""
+        self.folder = folder
+        self._run = run
+        self._is_unwritten = False
+        """The last write failed."""
+        self._is_run_old = False
+        """run.json has the run as it was before its last rollout ended."""
+        write_run(folder, run)
+
+    @property
+    def run(self) -> Run:
+        """The run as processes that start from now on are to see it."""
+        return self._run
+
+    def replace_run(self, run: Run) -> None:
+        """Write another run.json at once. Raises OSError, and then the run is as it was."""
+        write_run(self.folder, run)
+        self._run = run
+
+    def change_run(self, run: Run) -> None:
+        """Have run.json written with the next status, again and again until it could be."""
+        self._run = run
+        self._is_run_old = True
+
+    def write_status(self, make: Callable[[], Status]) -> None:
+        """Write status.json, and run.json if it is old."""
+        if self._is_run_old:
+            self._is_run_old = not self._write(lambda: write_run(self.folder, self._run))
+        self._write(lambda: write_status(self.folder, make()))
+
+    def write_fleet(self, seen: FleetSeen) -> None:
+        """Write fleet.json."""
+        self._write(lambda: write_fleet(self.folder, seen))
+
+    def _write(self, write: Callable[[], None]) -> bool:
+        """Return whether it could be written. The first failure in a row is logged."""
+        try:
+            write()
+        except OSError as error:
+            if not self._is_unwritten:
+                log.warning("what is told in %s is old (%s)", self.folder, error)
+            self._is_unwritten = True
+        else:
+            self._is_unwritten = False
+        return not self._is_unwritten

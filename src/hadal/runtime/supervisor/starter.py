@@ -1,0 +1,169 @@
+"""Starts the processes of a run, here or on a node, ends them, and removes what they leave.
+
+When a child may start again is its own affair (process/child), and why one is ended is decided in
+other parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Collection, Mapping
+
+from hadal.core.messages import LENDER
+from hadal.runtime.nodes import LiveNodes
+from hadal.runtime.process.child import Child, ProcessPhase
+from hadal.runtime.process.forks import Forks, Left, environment, start_here
+from hadal.runtime.process.process import HAS_SERVED, LISTEN_FD, life_arguments
+from hadal.runtime.supervisor.children import Children
+from hadal.runtime.supervisor.options import Listeners
+from hadal.runtime.supervisor.run_files import RunFiles
+from hadal.runtime.topology import CONSOLE, GATEWAY, wire_name
+from hadal.runtime.transfer.pool import remove_shared_memory
+from hadal.runtime.wire import ZmqWire, address_path, socket_path
+
+log = logging.getLogger("hadal.supervisor")
+
+STOP_S = 4.0
+"""Time from SIGTERM to SIGKILL when the run ends."""
+HERE = (GATEWAY, LENDER, CONSOLE)
+"""Roles of processes that run beside the supervisor, wherever units do."""
+
+
+class Starter:
+    """Owner of the fork server, and the only part that starts processes."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        wire: ZmqWire,
+        children: Children,
+        listeners: Listeners,
+        keys: Mapping[str, str],
+        forks: Forks,
+        left: Left,
+    ) -> None:
+        """`keys`: environment of gateways, with the API keys. `left`: files that a fork server
+        removes should the supervisor be killed.
+        """
+        self._run_id = files.run.run_id
+        self._folder = files.folder
+        self._wire = wire
+        self._children = children
+        self._listeners = listeners
+        self._keys = dict(keys)
+        self._environment = environment()
+        self._forks = forks
+        self._left = left
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether units are to be forked, and cannot be yet."""
+        return self._forks.is_warming
+
+    @property
+    def forks_pid(self) -> int:
+        """Pid of the fork server; 0: there is none."""
+        return self._forks.pid
+
+    def start_due(self) -> bool:
+        """Start what is to be started by now. Returns whether there was any that could be."""
+        now_s = time.monotonic()
+        due = [
+            child
+            for child in self._children.all
+            if child.phase is ProcessPhase.WAITING and child.start_at_s <= now_s
+        ]
+        return any([self._start(now_s, child) for child in due])
+
+    def _start(self, now_s: float, child: Child) -> bool:
+        """Start a process where it is to run; False if that is not there, or not able to yet."""
+        has_served = self._children.has_served
+        more = (HAS_SERVED,) if child.role == GATEWAY and has_served else ()
+        nodes = self._children.nodes
+        if nodes is not None and not self._children.is_here(child):
+            return self._start_on(nodes, now_s, child, more)
+        if self._forks.is_warming and child.role not in HERE:
+            return False  # Gateways import other things, and need not wait for torch.
+        return self._start_here(now_s, child, more)
+
+    def _start_on(
+        self, nodes: LiveNodes, now_s: float, child: Child, more: tuple[str, ...]
+    ) -> bool:
+        plan = self._children.plans[child.name]
+        node = nodes.node_for(plan)
+        if node is None or nodes.is_adopting:
+            return False
+        child.start(
+            now_s,
+            lambda arguments, life: nodes.start(plan, node, (*arguments, *more), life),
+        )
+        self._wire.expect(child.name, child.life)
+        return True
+
+    def _start_here(self, now_s: float, child: Child, more: tuple[str, ...]) -> bool:
+        threads = self._children.plans[child.name].threads
+        environment = {**self._environment, "OMP_NUM_THREADS": str(threads)}
+        fds: tuple[int, ...] = ()
+        if child.role == GATEWAY:
+            fds = (self._listeners.gateway.fileno(),)
+            environment[LISTEN_FD] = str(fds[0])
+        elif child.role == CONSOLE and self._listeners.pages is not None:
+            fds = (self._listeners.pages.fileno(),)
+            environment[LISTEN_FD] = str(fds[0])
+        if child.role in (GATEWAY, LENDER):  # The lender gives the keys to nodes with gateways.
+            environment |= self._keys
+        # The pages share nothing with what is warm: a fork would hold torch's memory for nothing.
+        forks = self._forks if child.role != CONSOLE else None
+        try:
+            child.start(
+                now_s,
+                lambda arguments, life: start_here(
+                    child.name,
+                    [*arguments, *life_arguments(self._folder, life), *more],
+                    environment,
+                    fds,
+                    forks,
+                ),
+            )
+        except OSError as error:
+            again_s = child.delay(now_s)
+            log.warning("%s cannot be started (%s); again in %g s", child.name, error, again_s)
+            return False
+        self._wire.expect(wire_name(child.name), child.life)
+        return True
+
+    def renew_code(self) -> None:
+        """Have what is started from now on run the code that is installed now."""
+        self._forks.close()  # It has imported the code that was there when the server started.
+        self._forks = Forks(self._environment)
+        self._forks.clear_after(self._left)
+        if self._children.nodes is not None:
+            self._children.nodes.renew_code()
+
+    def clear_after(self, child: Child) -> None:
+        """Remove what a dead process cannot."""
+        name = wire_name(child.name)
+        self._wire.forget(name)
+        if not self._children.is_here(child):
+            return  # Its node does.
+        socket_path(self._folder, name).unlink(missing_ok=True)
+        address_path(self._folder, name).unlink(missing_ok=True)
+        if not self._children.ranks_of(
+            child.name
+        ):  # A leader has none; its ranks' names begin with its own.
+            remove_shared_memory(self._run_id, child.name)
+
+    def end(self, children: Collection[Child], deadline_s: float) -> None:
+        """End these, and kill those that still run at the deadline."""
+        for child in children:
+            child.signal(signal.SIGTERM)
+        for child in children:
+            if not child.wait(deadline_s - time.monotonic()):
+                child.signal(signal.SIGKILL)
+                child.wait(STOP_S)
+
+    def close(self) -> None:
+        """Start nothing any more."""
+        self._forks.close()
