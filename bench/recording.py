@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.client import percentile
 from bench.load import bodies, run_load
 from bench.server import launched, wait_ready
-from hadal.roles.recording import AnyEffect, AnyEvent, Call, Recording
+from hadal.roles.recording import AnyEffect, AnyEvent, Call, RecordedRole, Recording
 from hadal.runtime.recorder import RECORD, read_recordings, recorded
 
 CONCURRENCY = 32
@@ -120,7 +120,7 @@ def again(recording: Recording, folder: Path, count: int, apart_s: float) -> lis
     return [new - bare for new, bare in zip(times_us(noted, calls, apart_s), bare_us, strict=True)]
 
 
-def times_us(role: Echo, calls: Sequence[Call], apart_s: float) -> list[float]:
+def times_us(role: RecordedRole, calls: Sequence[Call], apart_s: float) -> list[float]:
     """How long each call takes, with a pause before it."""
     found, was_on = [], gc.isenabled()
     gc.disable()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.recording import Cost, again, cost_of, recording_into, shown, table
-from hadal.runtime.recorder import RECORD, read_recordings
+from hadal.runtime.recorder import RECORD, Recorded, read_recordings
 from tests.unit.sim.recorded import record
 
 
@@ -49,7 +49,7 @@ def test_what_a_call_takes_anyway_is_not_the_recorders(
     (front,) = (recording for recording in record(1, 5) if recording.process == "front")
     monkeypatch.setattr(
         "bench.recording.times_us",
-        lambda role, calls, apart_s: [5.0 if "handle" in vars(role) else 2.0 for _ in calls],
+        lambda role, calls, apart_s: [5.0 if isinstance(role, Recorded) else 2.0 for _ in calls],
     )
     assert again(front, tmp_path, 4, 0.0) == [3.0] * 4
 

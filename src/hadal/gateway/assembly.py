@@ -88,8 +88,10 @@ def make_gateway(
         front = Front(
             deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint
         )
-        front = recorded(front, FRONT, made, run_id, deployment)
-        link = host = Host(front, wire, clock.now, epoch=made.epoch, others=gateways[1:])
+        calls = recorded(front, FRONT, made, run_id, deployment)
+        link = host = Host(
+            front, wire, clock.now, epoch=made.epoch, others=gateways[1:], calls=calls
+        )
         names, units = front.names, lambda: front.units.by_name
     else:  # The gateway with the front records which units are up.
         names = FrontNames(deployment.cache, fingerprint)

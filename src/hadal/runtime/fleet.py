@@ -25,6 +25,7 @@ from hadal.core.seams import (
     WithdrawNodes,
 )
 from hadal.roles.fleet import Fleet
+from hadal.roles.recording import RecordedRole
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.topology import unit_and_rank
 
@@ -44,11 +45,14 @@ class FleetExecutor:
     def __init__(
         self,
         role: Fleet,
+        calls: RecordedRole,
         children: Mapping[str, Child],
         send: Callable[[str, AnyMessage], None],
         now_s: float,
     ) -> None:
+        """`calls`: what is called instead of the role, as runtime/recorder has it."""
         self._role = role
+        self._calls = calls
         self._send = send
         self._more_arguments: tuple[str, ...] = ()
         """Of what is started from now on."""
@@ -70,7 +74,7 @@ class FleetExecutor:
         self._gone: list[str] = []
         """Units that were to be stopped and did not run."""
         self._apply(
-            now_s, role.handle(now_s, UnitsFound(running)) if running else role.start(now_s)
+            now_s, calls.handle(now_s, UnitsFound(running)) if running else calls.start(now_s)
         )
         for child in children.values():
             if child.is_adopted and not child.is_wanted:
@@ -83,7 +87,7 @@ class FleetExecutor:
 
     def tell(self, now_s: float, event: Event) -> None:
         """Something happened that the role is to hear."""
-        self._apply(now_s, self._role.handle(now_s, event))
+        self._apply(now_s, self._calls.handle(now_s, event))
 
     def roll_out(self, now_s: float, message: Rollout, more_arguments: tuple[str, ...]) -> None:
         """Have each unit replaced by one whose processes are given these arguments, too."""

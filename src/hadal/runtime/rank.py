@@ -41,7 +41,7 @@ from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement, make_leader, moves_experts
 from hadal.roles.ranks.rank import RankProgress, RankRole
-from hadal.roles.recording import MadeRank, MadeSoleLeader
+from hadal.roles.recording import MadeRank, MadeSoleLeader, RecordedRole
 from hadal.runtime.cores import cores_of
 from hadal.runtime.devices import take_gpu
 from hadal.runtime.finite_check import watch_matrices
@@ -170,7 +170,7 @@ class News:
 class Noticing:
     """A rank's role whose news hear of every formation first."""
 
-    def __init__(self, role: RankRole, news: News) -> None:
+    def __init__(self, role: RecordedRole, news: News) -> None:
         self._role = role
         self._news = news
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -40,12 +40,11 @@ RECORD = "HADAL_RECORD"
 SUFFIX = ".rec"
 
 
-R = TypeVar("R", bound=RecordedRole)
-
-
-def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deployment) -> R:
-    """Return the role. Where recordings are wanted, its calls are written down from now on; else it
-    is as it was.
+def recorded(
+    role: RecordedRole, process: str, made: Made, run_id: str, deployment: Deployment
+) -> RecordedRole:
+    """Return what a host calls instead of the role: where recordings are wanted a Recorded, which
+    writes its calls down, else the role itself.
 
     `process`: its name on the wire. Raises ConfigError if the folder cannot be written to.
     """
@@ -60,12 +59,24 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
     )
     tape = Tape(partial(_append, _open(Path(folder), process)))
     tape.write(Opening(VERSION, run_id, process, made, deployment))
-    # On the object itself: it stays what it is to everybody who has more to ask of it than these
-    # two.
-    for name in ("start", "handle"):
-        setattr(role, name, tape.noting(getattr(role, name)))
     log.info("recording into %s", folder)
-    return role
+    return Recorded(role, tape)
+
+
+class Recorded:
+    """A role whose calls are written down. Questions that change nothing go to the role itself."""
+
+    def __init__(self, role: RecordedRole, tape: Tape) -> None:
+        self._role = role
+        self._tape = tape
+
+    def start(self, now_s: float) -> list[Any]:
+        """Return the role's first effects."""
+        return self._tape.note(self._role.start, now_s)
+
+    def handle(self, now_s: float, *events: Any) -> list[Any]:
+        """Return the role's answer to these events."""
+        return self._tape.note(self._role.handle, now_s, *events)
 
 
 class Tape:
@@ -77,21 +88,17 @@ class Tape:
         """`append` puts bytes at the file's end."""
         self._append: Callable[[bytes], object] | None = append
 
-    def noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call(now_s, *events)`, written down with what comes of it; what it raises is noted and
-        raised.
+    def note(self, call: Callable[..., list[Any]], now_s: float, *events: Any) -> list[Any]:
+        """Return the answer of `call(now_s, *events)`, and write both down. An error that it raises
+        is written down and raised.
         """
-
-        def noted(now_s: float, *events: Any) -> Any:
-            try:
-                effects = call(now_s, *events)
-            except Exception as error:
-                self.write(Call(now_s, events, (), f"{type(error).__name__}: {error}"))
-                raise
-            self.write(Call(now_s, events, tuple(effects)))
-            return effects
-
-        return noted
+        try:
+            effects = call(now_s, *events)
+        except Exception as error:
+            self.write(Call(now_s, events, (), f"{type(error).__name__}: {error}"))
+            raise
+        self.write(Call(now_s, events, tuple(effects)))
+        return effects
 
     def write(self, entry: Opening | Call) -> None:
         """Append one entry and hand it to the kernel."""

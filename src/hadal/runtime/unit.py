@@ -23,7 +23,7 @@ from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
 from hadal.roles.ranks.membership import Routine
 from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
-from hadal.roles.recording import MadeLeader
+from hadal.roles.recording import MadeLeader, RecordedRole
 from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.logs import tell_doing
@@ -76,17 +76,11 @@ def make_host(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = new_epoch()
     config = read_model_config(Path(run.deployment.model), run.deployment.accept_config)
-    leader = Spoken(
-        recorded(
-            make_ranked_leader(
-                run.deployment, config, unit, role, epoch, fingerprint=run.fingerprint
-            ),
-            unit,
-            MadeLeader(role, epoch, run.fingerprint, config),
-            run.run_id,
-            run.deployment,
-        )
+    ranked = make_ranked_leader(
+        run.deployment, config, unit, role, epoch, fingerprint=run.fingerprint
     )
+    made = MadeLeader(role, epoch, run.fingerprint, config)
+    leader = Spoken(ranked, recorded(ranked, unit, made, run.run_id, run.deployment))
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
@@ -108,12 +102,14 @@ class Spoken:
     it.
     """
 
-    def __init__(self, leader: RankedLeader) -> None:
+    def __init__(self, leader: RankedLeader, calls: RecordedRole) -> None:
+        """`calls`: what is called instead of the leader, as runtime/recorder has it."""
         self._leader = leader
+        self._calls = calls
         self._idle_ms = 0.0
 
     def start(self, now_s: float) -> list[Effect]:
-        return self._leader.start(now_s)
+        return self._calls.start(now_s)
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
@@ -121,7 +117,7 @@ class Spoken:
             for op_time in event.done.op_times:
                 if op_time.op == IDLE:
                     self._idle_ms += _SMOOTHING * (1000.0 * op_time.seconds - self._idle_ms)
-        effects = [self._measured(effect) for effect in self._leader.handle(now_s, event)]
+        effects = [self._measured(effect) for effect in self._calls.handle(now_s, event)]
         for note in self._leader.take_notes():
             log.log(logging.INFO if isinstance(note, Routine) else logging.WARNING, "%s", note)
         return effects

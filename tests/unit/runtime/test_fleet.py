@@ -58,8 +58,9 @@ class World:
             self.children[name].is_adopted = True
         self.sent: list[tuple[str, Any]] = []
         self.now_s, self.tokens = 0.0, 0
+        fleet = make_fleet(deployment, 0.0)
         self.executor = FleetExecutor(
-            make_fleet(deployment, 0.0), self.children, lambda *what: self.sent.append(what), 0.0
+            fleet, fleet, self.children, lambda *what: self.sent.append(what), 0.0
         )
 
     def phases(self) -> list[str]:

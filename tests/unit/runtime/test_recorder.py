@@ -26,7 +26,7 @@ from hadal.roles.recording import (
     frame,
     parse,
 )
-from hadal.runtime.recorder import RECORD, Tape, read_recordings, recorded
+from hadal.runtime.recorder import RECORD, Recorded, Tape, read_recordings, recorded
 
 URL = "postgresql://user:secret@host/name"
 DEPLOYMENT = Deployment(model="m", ledger=LedgerConfig(url=URL), batches=BatchesConfig(url=URL))
@@ -74,9 +74,10 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     "what it heard, what it answered"
 )
 def test_every_call_is_written_at_once(folder: Path) -> None:
-    role = recorded(Role(), "front", MADE, "run", DEPLOYMENT)
+    inner = Role()
+    role = recorded(inner, "front", MADE, "run", DEPLOYMENT)
     assert role.start(1.0) == [WakeAt(2.0)]
-    assert role.is_up
+    assert vars(inner) == {"is_up": True}  # It was called, and is what it was else.
     assert role.handle(2.0, Tick()) == [WakeAt(3.0)]
     (recording,) = read_recordings(folder)
     assert recording.calls == (Call(1.0, (), (WakeAt(2.0),)), Call(2.0, (Tick(),), (WakeAt(3.0),)))
@@ -115,7 +116,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_process(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tape = Tape(full)
-    handle = tape.noting(Role().handle)
+    handle = Recorded(Role(), tape).handle
     assert handle(1.0, Tick()) == [WakeAt(2.0)]
     assert handle(2.0, Tick()) == [WakeAt(3.0)]
     assert caplog.text.count("the recording ends here") == 1

@@ -35,7 +35,8 @@ def make(role: str) -> Spoken:
     units = UnitsConfig(ranks=2, max_requests=4, kv_blocks=70)
     deployment = plan(Deployment(device="cpu", prefill=units, decode=units)).deployment
     model = read_model_config(Path(deployment.model))
-    leader = Spoken(make_ranked_leader(deployment, model, f"{role}-0", role, "e1"))
+    ranked = make_ranked_leader(deployment, model, f"{role}-0", role, "e1")
+    leader = Spoken(ranked, ranked)
     assert not [e for e in leader.start(0.0) if isinstance(e, Send)], (
         "nobody knows the unit before its ranks are there"
     )

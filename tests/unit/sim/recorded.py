@@ -26,7 +26,7 @@ from hadal.roles.recording import (
     Recording,
     parse,
 )
-from hadal.runtime.recorder import Tape
+from hadal.runtime.recorder import Recorded, Tape
 from hadal.sim.world.process import Process, SimClock
 
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
@@ -34,14 +34,6 @@ UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
 DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UNITS, drafts="auto"))
 """Its decode units draft as many tokens as pay."""
-
-
-class Recorded:
-    """A role whose calls are recorded."""
-
-    def __init__(self, role: Any, tape: Tape) -> None:
-        self.start = tape.noting(role.start)
-        self.handle = tape.noting(role.handle)
 
 
 class Runner:

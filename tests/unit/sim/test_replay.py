@@ -23,12 +23,12 @@ from hadal.core.seams import Send
 from hadal.roles.front.record import Record
 from hadal.roles.front.routing import RequestRouting
 from hadal.roles.recording import VERSION, Call, MadeFront, Opening, RecordedRole, Recording, parse
-from hadal.runtime.recorder import Tape
+from hadal.runtime.recorder import Recorded, Tape
 from hadal.sim.replay import decision_of, replay
 from tests.columns import Row, tokens_message
 from tests.fresh import fresh
 from tests.unit.roles.driving import generation, of, sent
-from tests.unit.sim.recorded import DEPLOYMENT, DRAFTING, Recorded, record
+from tests.unit.sim.recorded import DEPLOYMENT, DRAFTING, record
 
 
 @pytest.fixture(scope="module")

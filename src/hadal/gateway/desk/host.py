@@ -58,6 +58,7 @@ from hadal.policy.admission import Refusal
 from hadal.roles.front.front import refused
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import answer_to
+from hadal.roles.recording import RecordedRole
 from hadal.runtime.process.logs import fields
 from hadal.runtime.topology import GATEWAY
 
@@ -124,9 +125,11 @@ class Host(Doors):
         *,
         epoch: str = "",
         others: Iterable[str] = (),
+        calls: RecordedRole | None = None,
     ) -> None:
         """`others` are the gateways whose generations the front has as well; `epoch` is the front's,
-        new at every start.
+        new at every start. `calls` receives the front's events in its place, to record them
+        (runtime/recorder); None: nothing is recorded.
         """
         super().__init__()
         self.pages = Pages(FRONT, wire.send)
@@ -141,6 +144,7 @@ class Host(Doors):
         self.unit_listeners: list[Callable[[], None]] = []
         """Functions to call after units came or went."""
         self._front = front
+        self._calls: RecordedRole = calls if calls is not None else front
         self._wire = wire
         self._now = now
         self._mailboxes: dict[str, Mailbox | Outbox] = {}
@@ -187,7 +191,7 @@ class Host(Doors):
         if self._expected:
             self._idle.clear()
             asyncio.get_running_loop().call_later(_EXPECTED_S, self._expect_no_more)
-        for effect in self._front.start(self._now()):
+        for effect in self._calls.start(self._now()):
             self._apply(effect)
         while True:
             messages = await self._wire.receive_async()
@@ -376,7 +380,7 @@ class Host(Doors):
     def _handle(self, events: Sequence[Event]) -> None:
         try:
             for event in events:
-                for effect in self._front.handle(self._now(), event):
+                for effect in self._calls.handle(self._now(), event):
                     self._apply(effect)
             for name, outbox in self._outboxes.items():
                 if delivers := outbox.take():

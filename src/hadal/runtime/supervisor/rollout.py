@@ -63,14 +63,9 @@ class Rollouts:
     def _make_fleet(self) -> FleetExecutor:
         now_s, run = time.monotonic(), self._files.run
         made = MadeFleet(time.time() - now_s)
-        fleet = recorded(
-            make_fleet(run.deployment, made.day_s),
-            SUPERVISOR,
-            made,
-            run.run_id,
-            run.deployment,
-        )
-        return FleetExecutor(fleet, self._children.by_name, self._wire.send, now_s)
+        fleet = make_fleet(run.deployment, made.day_s)
+        calls = recorded(fleet, SUPERVISOR, made, run.run_id, run.deployment)
+        return FleetExecutor(fleet, calls, self._children.by_name, self._wire.send, now_s)
 
     def stop(self) -> None:
         """Decide nothing any more."""
