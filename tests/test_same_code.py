@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import hadal.gateway.process
-import hadal.runtime.rank
+import hadal.runtime.rank.host
 import hadal.runtime.supervisor.rollout
 import hadal.sim.day.fluid
 import hadal.sim.world.units
@@ -28,7 +28,7 @@ SERVER = (
     "hadal.gateway.process",
     "hadal.runtime.launch",
     "hadal.runtime.unit",
-    "hadal.runtime.rank",
+    "hadal.runtime.rank.host",
 )
 """What `hadal serve` starts, and what starts it."""
 SIMULATOR = (
@@ -291,7 +291,7 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
     assert hadal.sim.world.world.Front is hadal.gateway.assembly.Front
-    assert hadal.sim.world.units.make_leader is hadal.runtime.rank.make_leader
+    assert hadal.sim.world.units.make_leader is hadal.runtime.rank.host.make_leader
     deployment = Deployment(fleet=FleetConfig(mode="auto"))
     made = hadal.runtime.supervisor.rollout.make_fleet(deployment, 0.0)
     assert type(made) is hadal.sim.day.fluid.Fleet

@@ -44,7 +44,7 @@ log = logging.getLogger("hadal.leader")
 _SMOOTHING = 0.1
 
 
-_WITH_RUNNER = "hadal.runtime.rank"
+_WITH_RUNNER = "hadal.runtime.rank.host"
 """Imported where there is a Runner alone: it loads torch."""
 
 

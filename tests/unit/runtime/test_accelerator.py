@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hadal.core.errors import ConfigError
-from hadal.runtime.rank import open_device
+from hadal.runtime.rank.device import open_device
 from tests.needs import skip_unless
 
 

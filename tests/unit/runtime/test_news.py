@@ -11,7 +11,7 @@ import pytest
 from hadal.core.messages import RankForm, RankStep
 from hadal.core.plans import FormPlan, Member, PrefillPlan
 from hadal.roles.ranks.rank import RankProgress, RankRole
-from hadal.runtime.rank import News, Noticing
+from hadal.runtime.rank.news import News, Noticing
 
 LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
 

@@ -36,7 +36,10 @@ from hadal.kernels import library
 from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run
-from hadal.runtime.rank import News, make_group, make_lone_runner, make_runner, open_device
+from hadal.runtime.rank.device import open_device
+from hadal.runtime.rank.group import make_group
+from hadal.runtime.rank.news import News
+from hadal.runtime.rank.runner import make_lone_runner, make_runner
 from hadal.runtime.resolve import Resolved, model_folder, plan
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.tokens.grammars import grammar_text
@@ -314,7 +317,7 @@ def on_the_cpu(case: Case) -> dict[int, Answer]:
     with pytest.MonkeyPatch.context() as patch:
         if case.is_rounded:
             patch.setattr(library, "load", lambda: None)
-            patch.setattr("hadal.runtime.rank.load", lambda: None)
+            patch.setattr("hadal.runtime.rank.runner.load", lambda: None)
         return served_alone(case, "cpu")
 
 

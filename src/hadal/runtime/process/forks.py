@@ -43,7 +43,7 @@ import msgspec
 
 from hadal.runtime.process.entry import PR_SET_PDEATHSIG
 
-UNIT_MODULES = ("hadal.runtime.rank", "hadal.runtime.unit")
+UNIT_MODULES = ("hadal.runtime.rank.host", "hadal.runtime.unit")
 MODULES = (*UNIT_MODULES, "hadal.gateway.process")
 """Modules that forked processes need, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"

@@ -1,0 +1,217 @@
+"""A process with a Runner: it loads the model, or one rank's share of it, and hosts the rank's role,
+or the leader of a unit that has no other rank.
+
+A rank of many joins its unit's exchanges and does what the unit's leader says. It listens for its
+peers before it says that it is ready; who they are it learns with the first FormPlan. Started by
+runtime/unit.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hadal.core.config import num_cache_layers, units_of
+from hadal.core.errors import ConfigError
+from hadal.core.handshake import key_of
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.seams import Clock, Effect
+from hadal.kernels.library import kernel_team
+from hadal.roles.leaders import make_leader, moves_experts
+from hadal.roles.ranks.rank import RankRole
+from hadal.roles.recording import MadeRank, MadeSoleLeader
+from hadal.runtime.cores import cores_of
+from hadal.runtime.finite_check import watch_matrices
+from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
+from hadal.runtime.model_files import check_model, watch_model
+from hadal.runtime.pinning import PinnedTeam
+from hadal.runtime.process.process import LiveClock, Run, new_epoch
+from hadal.runtime.rank.device import open_device
+from hadal.runtime.rank.group import make_group
+from hadal.runtime.rank.news import News, Noticing
+from hadal.runtime.rank.runner import make_lone_runner, make_runner
+from hadal.runtime.recorder import recorded
+from hadal.runtime.store.disk import DiskStore, make_store
+from hadal.runtime.store.view import make_view
+from hadal.runtime.topology import rank_name
+from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer, Stager
+from hadal.runtime.transfer.grants import Grants
+from hadal.runtime.transfer.kv import KvTransfer, live_transfer
+from hadal.runtime.transfer.pool import KvPool, pool_name
+from hadal.runtime.wire import ZmqWire, open_wire
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """What a process with a Runner is, whether it is one rank of many or a whole unit."""
+
+    run: Run
+    unit: str
+    role: str
+    name: str
+    """The process's name on the wire."""
+    folder: Path
+    life: int
+    epoch: str
+    device: str
+    config: ModelConfig
+    pool: KvPool
+    clock: Clock
+
+    def wires(self) -> tuple[ZmqWire, KvTransfer]:
+        """Make what moves its messages, and KV out of other pools and its own."""
+        grants = Grants(self.run.secret, self.name)
+        kv_transfer = live_transfer(self.pool, self.run, grants)
+        return open_wire(self.run, self.name, self.folder, self.life, grants), kv_transfer
+
+    def pinned_team(self) -> PinnedTeam:
+        """Make what places its computing threads."""
+        return PinnedTeam(partial(cores_of, self.run.deployment, self.name), kernel_team)
+
+    def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
+        return make_store(self.run, self.role, self.pool.blocks, wake)
+
+
+def make_host(
+    run: Run,
+    unit: str,
+    role: str,
+    rank: int | None,
+    gpu: int | None,
+    folder: Path,
+    life: int = 0,
+) -> tuple[UnitHost, list[Effect]]:
+    """Load the model, or one rank's part of it, and put the process together; also return its first
+    effects. `rank` None: the unit has no other rank, and its leader is in this process. `gpu`: of
+    this node; None: it computes on the CPU. Raises ConfigError.
+    """
+    deployment = run.deployment
+    units = units_of(deployment, role)
+    torch.set_num_threads(units.threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    epoch = new_epoch()
+    name = unit if rank is None else rank_name(unit, rank)
+    device = open_device(gpu)
+    config = read_model_config(Path(deployment.model), deployment.accept_config)
+    watch_model(Path(deployment.model))
+    check_model(run)
+    num_layers = num_cache_layers(deployment, config)
+    shape = (units.kv_blocks, num_layers, BLOCK_TOKENS, config.entry_dim)
+    pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
+    process = RankProcess(
+        run, unit, role, name, folder, life, epoch, device, config, pool, LiveClock()
+    )
+    try:
+        made = _host_alone(process) if rank is None else _host_of_many(process, rank)
+    except ConfigError:
+        pool.close()
+        raise
+    watch_matrices(
+        Path(deployment.model),
+        config,
+        part=rank or 0,
+        num_parts=units.ranks,
+        with_mtp=num_layers > config.num_hidden_layers,
+    )
+    return made
+
+
+def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
+    """A unit of one rank: its leader plans for the Runner beside it."""
+    run, config, role = process.run, process.config, process.role
+    runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
+    _freeze()
+    wire, kv_transfer = process.wires()
+    leader = recorded(
+        make_leader(
+            run.deployment,
+            config,
+            process.unit,
+            role,
+            process.epoch,
+            kv_transfer.address,
+            fingerprint=run.fingerprint,
+        ),
+        process.unit,
+        MadeSoleLeader(role, process.epoch, kv_transfer.address, run.fingerprint, config),
+        run.run_id,
+        run.deployment,
+    )
+    host = UnitHost(
+        leader,
+        runner,
+        wire,
+        process.pool,
+        process.clock,
+        step_deadline_s=STEP_DEADLINE_S,
+        make_disk=process.make_disk,
+        pinned_team=process.pinned_team(),
+        make_view=lambda wake: make_view(run, wake),
+        kv_transfer=kv_transfer,
+    )
+    return host, leader.start(process.clock.now())
+
+
+def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effect]]:
+    """One rank of a unit: it does what a leader in another process says."""
+    run, unit, epoch = process.run, process.unit, process.epoch
+    deployment, role, device = run.deployment, process.role, process.device
+    news = News()
+    group = make_group(
+        run, rank, epoch, news, folder=process.folder / "groups" / unit, device=device
+    )
+    try:
+        runner, store = make_runner(
+            deployment, process.config, role, rank, group, process.pool, device
+        )
+    except ConfigError:
+        group.close()
+        raise
+    _freeze()
+    # Its experts stay where they are, or others may have them: then it needs theirs as well.
+    expert_transfer = (
+        ExpertTransfer(run.address, key_of(run.secret, PURPOSE), store.expert)
+        if moves_experts(units_of(deployment, role))
+        else None
+    )
+    wire, kv_transfer = process.wires()
+    expert_port = expert_transfer.port if expert_transfer else 0
+    rank_role = recorded(
+        RankRole(
+            unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port=expert_port
+        ),
+        process.name,
+        MadeRank(unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port),
+        run.run_id,
+        deployment,
+    )
+    host = UnitHost(
+        Noticing(rank_role, news),
+        runner,
+        wire,
+        process.pool,
+        process.clock,
+        step_deadline_s=STEP_DEADLINE_S,
+        news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
+        make_stager=(
+            (lambda wake: Stager(store.stage, expert_transfer, wake)) if expert_transfer else None
+        ),
+        make_disk=process.make_disk,
+        pinned_team=process.pinned_team(),
+        kv_transfer=kv_transfer,
+    )
+    news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
+    return host, rank_role.start(process.clock.now())
+
+
+def _freeze() -> None:
+    """What is there now stays: no collection need look at it again."""
+    gc.collect()
+    gc.freeze()
