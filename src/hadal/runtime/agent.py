@@ -66,12 +66,11 @@ from hadal.runtime.process.process import (
     Run,
     life_arguments,
     raise_descriptor_limit,
-    read_signals,
     remove_stale_folders,
-    signal_pipe,
     versions,
     write_run,
 )
+from hadal.runtime.process.signals import read_signals, signal_pipe
 from hadal.runtime.process.watch import look_at
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, gateway_nodes, judge_of
 from hadal.runtime.transfer.pool import (

@@ -41,7 +41,8 @@ from hadal.core.seams import (
 from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.process import EXIT_FATAL, EXIT_STUCK
-from hadal.runtime.transfer.kv import Copier, KvTransfer
+from hadal.runtime.transfer.copier import Copier
+from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.transfer.pool import KvPool
 from hadal.runtime.wire import ZmqWire
 
@@ -69,7 +70,7 @@ class Leader(Protocol):
 
 
 class ExpertStager(Protocol):
-    """The part of runtime/transfer/experts that a host needs; the leader of many ranks is not to
+    """The part of runtime/transfer/stager that a host needs; the leader of many ranks is not to
     load it.
     """
 

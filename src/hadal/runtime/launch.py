@@ -37,8 +37,8 @@ from hadal.runtime.process.process import (
     is_heard,
     raise_descriptor_limit,
     remove_stale_folders,
-    signal_pipe,
 )
+from hadal.runtime.process.signals import signal_pipe
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.supervisor.options import Listeners, Options
 from hadal.runtime.supervisor.readiness import Announce

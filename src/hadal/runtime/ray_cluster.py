@@ -62,13 +62,7 @@ from hadal.runtime.agent import Joining
 from hadal.runtime.nodes import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
-from hadal.runtime.process.process import (
-    EXIT_LEASE,
-    Run,
-    add_life_arguments,
-    enter_child,
-    read_run,
-)
+from hadal.runtime.process.process import EXIT_LEASE, Run, add_life_arguments, enter_child, read_run
 from hadal.runtime.topology import gateway_nodes, place_units, ranges
 from hadal.runtime.wire import ZmqWire, address_path, read_address
 

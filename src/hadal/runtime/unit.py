@@ -26,14 +26,9 @@ from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
 from hadal.roles.recording import MadeLeader, RecordedRole
 from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.process.logs import tell_doing
-from hadal.runtime.process.process import (
-    LiveClock,
-    Run,
-    enter_unit,
-    new_epoch,
-    unit_arguments,
-)
+from hadal.runtime.process.process import Run, enter_unit, new_epoch, unit_arguments
 from hadal.runtime.recorder import recorded
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name

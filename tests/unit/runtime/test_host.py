@@ -44,9 +44,11 @@ from hadal.core.plans import (
 from hadal.core.seams import Effect, Event, Execute, Form, Send, Stage, Tick, WakeAt
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.host import UnitHost
-from hadal.runtime.process.process import EXIT_STUCK, LiveClock
-from hadal.runtime.transfer.experts import ExpertTransfer, Stager
+from hadal.runtime.process.clock import LiveClock
+from hadal.runtime.process.process import EXIT_STUCK
+from hadal.runtime.transfer.experts import ExpertTransfer
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
+from hadal.runtime.transfer.stager import Stager
 from hadal.runtime.wire import ZmqWire
 from tests.stored import stored_mlp
 from tests.unit.runtime.test_compute import Clock
@@ -415,7 +417,7 @@ import time
 from pathlib import Path
 from hadal.core.plans import PrefillPlan
 from hadal.core.seams import Execute
-from hadal.runtime.process.process import LiveClock
+from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.host import UnitHost
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire

@@ -15,7 +15,7 @@ from hadal.core.messages import Cancel, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews, Effect, Event, Send, UsedBlocks
 from hadal.runtime.host import UnitHost
-from hadal.runtime.process.process import LiveClock
+from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.store.disk import DiskStore
 from hadal.runtime.store.view import DiskView
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory

@@ -15,12 +15,9 @@ import platform
 import resource
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.metadata import version
@@ -34,49 +31,6 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages import AnyMessage, Rollout
 from hadal.runtime.process.logs import TEXT, start_log
 from hadal.runtime.process.private import replace_private
-
-# Signals as bytes on a descriptor, so that one sleep waits for everything.
-
-
-@contextmanager
-def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """A descriptor that can be read when one of these signals came. As before when the block
-    ends.
-    """
-    receiver, sender = socket.socketpair()
-    receiver.setblocking(False)
-    sender.setblocking(False)
-    old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # What is ignored stays so: `nohup` and a shell's background mean it.
-    heard = [n for n in numbers if n == signal.SIGCHLD or signal.getsignal(n) is not signal.SIG_IGN]
-    old = {number: signal.signal(number, lambda *_: None) for number in heard}
-    try:
-        yield receiver.fileno()
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_fd)
-        receiver.close()
-        sender.close()
-
-
-def read_signals(fd: int) -> bytes:
-    """The numbers of those that came since, one a byte."""
-    with contextlib.suppress(BlockingIOError):
-        return os.read(fd, 4096)
-    return b""
-
-
-# The Clock seam, live: the machine's monotone clock. Every process of one host reads the same
-# one.
-
-
-class LiveClock:
-    """Seconds since boot; comparable between processes of a host, never set back."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
 
 log = logging.getLogger(__name__)
 

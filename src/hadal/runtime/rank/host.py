@@ -32,7 +32,8 @@ from hadal.runtime.finite_check import watch_matrices
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost
 from hadal.runtime.model_files import check_model, watch_model
 from hadal.runtime.pinning import PinnedTeam
-from hadal.runtime.process.process import LiveClock, Run, new_epoch
+from hadal.runtime.process.clock import LiveClock
+from hadal.runtime.process.process import Run, new_epoch
 from hadal.runtime.rank.device import open_device
 from hadal.runtime.rank.group import make_group
 from hadal.runtime.rank.news import News, Noticing
@@ -41,10 +42,11 @@ from hadal.runtime.recorder import recorded
 from hadal.runtime.store.disk import DiskStore, make_store
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
-from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer, Stager
+from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.kv import KvTransfer, live_transfer
 from hadal.runtime.transfer.pool import KvPool, pool_name
+from hadal.runtime.transfer.stager import Stager
 from hadal.runtime.wire import ZmqWire, open_wire
 
 

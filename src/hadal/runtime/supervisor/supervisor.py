@@ -39,7 +39,8 @@ from hadal.runtime.process.child import Child
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE, Forks, Left
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptHandler, KeptLines
 from hadal.runtime.process.private import make_private
-from hadal.runtime.process.process import RUN_FILE, Run, read_signals, versions
+from hadal.runtime.process.process import RUN_FILE, Run, versions
+from hadal.runtime.process.signals import read_signals
 from hadal.runtime.process.starting import Starting
 from hadal.runtime.supervisor.adoption import NodeKeeper
 from hadal.runtime.supervisor.children import Children

@@ -26,29 +26,19 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hadal.core.plans import Source, Staged, StagePlan
-from hadal.model.experts import Fetch, Overtaken
+from hadal.core.plans import Source
 from hadal.runtime.transfer.peers import BadPeer, Channel, PeerLink, PeerServer, deadline_of
-from hadal.runtime.worker import SHARE, Pace, Worker
+from hadal.runtime.worker import SHARE, Pace
 
 log = logging.getLogger(__name__)
 
-# The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the
-# steps that run.
-#
-#     host thread     submit(plan) ........................ take() -> Staged
-#     stage thread              fetch rest fetch rest ... |
-#
-# It is slow on purpose (runtime/worker): nobody waits for a better placement, everybody waits for a
-# late step. Knows neither weights nor placements: the store (model/experts) builds the layer, and
-# is given a way to fetch experts.
 
-
-MAX_WAITING = 8
-"""A leader installs one layer at a time, so this many wait only if it gave the ones before up."""
-
-Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
-"""(plan, fetch, rest) -> what came of it: model/experts.ExpertStore.stage."""
+PURPOSE = "experts 4"
+"""Purpose of the key (core/handshake.key_of)."""
+PIECE_BYTES = 1 << 20
+"""Sent or received between two looks at the clock."""
+_MAX_LINKS = 1024
+"""Peers that are remembered as failed, at most."""
 
 
 class Weights(Protocol):
@@ -58,110 +48,8 @@ class Weights(Protocol):
     def parts(self) -> tuple[Tensor, ...]: ...
 
 
-class WeightTransfer(Protocol):
-    """What a stager needs of ExpertTransfer."""
-
-    def fetch(
-        self, layer: int, source: Source, into: Weights, rest: Callable[[], None]
-    ) -> bool: ...
-
-    def close(self, timeout_s: float) -> bool: ...
-
-
-class Stager:
-    """Runs StagePlans one at a time. All methods are called from the host's thread.
-
-    Every plan is answered, except those that a newer formation voids.
-    """
-
-    def __init__(self, stage: Stage, transfer: WeightTransfer, wake: Callable[[], None]) -> None:
-        """`transfer` is the stager's from now on. `wake` is called, from the thread, when there is
-        something to take.
-        """
-        self._stage = stage
-        self._transfer = transfer
-        self._wake = wake
-        self._formation = 0
-        """Number of the newest plan, or the newest FormPlan: what belongs to an older one is void.
-        """
-        self._pace = Pace()
-        self._worker = Worker("stage", self._run, wake, in_background=True)
-        self._worker.start()
-
-    def submit(self, plan: StagePlan) -> None:
-        """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is
-        replaced by it.
-        """
-        self.void(plan.formation)
-        worker = self._worker
-        with worker.changed:
-            if plan.formation < self._formation:
-                return
-            for old in [waiting for waiting in worker.waiting if waiting.layer == plan.layer]:
-                worker.waiting.remove(old)
-                self._refuse(old, f"stage {plan.stage_id} takes its place")
-            if len(worker.waiting) >= MAX_WAITING:
-                self._refuse(plan, f"{MAX_WAITING} layers wait already")
-            else:
-                worker.submit(plan)
-
-    def void(self, formation: int) -> None:
-        """This formation begins: drop what waits for older ones, and break off what is being
-        staged for one.
-        """
-        with self._worker.changed:
-            if formation > self._formation:
-                self._formation = formation
-                self._worker.waiting.clear()
-                self._worker.changed.notify_all()
-
-    def take(self) -> list[Staged]:
-        """Return the outcomes that are ready. Raises what broke the thread, if anything did."""
-        return self._worker.take()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Break off what is being staged, end the thread and close the transfer. False if either
-        took longer than `timeout_s`.
-        """
-        is_ended = self._worker.stop(timeout_s)
-        return self._transfer.close(timeout_s) and is_ended
-
-    def _refuse(self, plan: StagePlan, error: str) -> None:
-        self._worker.put(Staged(plan.formation, plan.stage_id, plan.layer, error))
-        self._wake()
-
-    def _run(self, plan: StagePlan) -> Staged | None:
-        # A store answers with its errors; one that raises is broken, and the host ends.
-        staged = self._stage(plan, *self._fetch_and_rest(plan))
-        return None if self._is_void(plan) else staged
-
-    def _is_void(self, plan: StagePlan) -> bool:
-        return self._worker.is_stopping or plan.formation < self._formation
-
-    def _fetch_and_rest(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
-        def rest() -> None:
-            owed_s = self._pace.owed_s()
-            if owed_s:
-                with self._worker.changed:
-                    self._worker.changed.wait_for(lambda: self._is_void(plan), owed_s)
-            if self._is_void(plan):
-                raise Overtaken(f"stage {plan.stage_id} of formation {plan.formation}")
-
-        def fetch(layer: int, source: Source, into: Weights) -> bool:
-            return self._transfer.fetch(layer, source, into, rest)
-
-        return fetch, rest
-
-
 Held = Callable[[int, int], Weights | None]
 """(MoE layer, expert) -> its weights, None if it is not held here. From any thread."""
-
-PURPOSE = "experts 4"
-"""Purpose of the key (core/handshake.key_of)."""
-PIECE_BYTES = 1 << 20
-"""Sent or received between two looks at the clock."""
-_MAX_LINKS = 1024
-"""Peers that are remembered as failed, at most."""
 
 
 class AskExpert(msgspec.Struct, frozen=True, array_like=True, tag=True):

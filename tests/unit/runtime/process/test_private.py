@@ -24,13 +24,7 @@ from hadal.runtime.process.private import (
     replace_private,
     take_from_others,
 )
-from hadal.runtime.process.process import (
-    RUN_FILE,
-    Run,
-    read_run,
-    remove_stale_folders,
-    write_run,
-)
+from hadal.runtime.process.process import RUN_FILE, Run, read_run, remove_stale_folders, write_run
 from hadal.runtime.process.status import STATUS_FILE
 from hadal.runtime.store.owned_segments import OwnSegments
 from hadal.runtime.store.troubles import Troubles

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 
-from hadal.runtime.process.process import read_signals, signal_pipe
+from hadal.runtime.process.signals import read_signals, signal_pipe
 
 
 def test_a_signal_is_a_byte_that_wakes_a_sleep() -> None:

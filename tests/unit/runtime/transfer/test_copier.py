@@ -8,7 +8,7 @@ import pytest
 
 from hadal.core.messages import KvLease, Pull
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
-from hadal.runtime.transfer.kv import INLINE_BYTES, NUM_THREADS, Copier
+from hadal.runtime.transfer.copier import INLINE_BYTES, NUM_THREADS, Copier
 from tests.waiting import DEADLINE_S, join, wait_until
 
 BLOCK = 1 << 20

@@ -16,7 +16,8 @@ import torch
 from hadal.core.handshake import key_of
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
-from hadal.runtime.transfer.experts import MAX_WAITING, ExpertTransfer, Stager
+from hadal.runtime.transfer.experts import ExpertTransfer
+from hadal.runtime.transfer.stager import MAX_WAITING, Stager
 from hadal.runtime.worker import NICE
 from tests.stored import stored_mlp
 from tests.waiting import DEADLINE_S, wait_until
