@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.day_parts import cache_of, placed
-from hadal.commands.simulate import processes
+from hadal.commands.processes import processes
 from hadal.policy.scaling import Units
 from hadal.sim.day.cache import CacheDay
 from hadal.sim.day.curves import HourSetting, HourWindow, run_hour
