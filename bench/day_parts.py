@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hadal.commands.simulate import expert_ranks
+from hadal.commands.simulate_stages import expert_ranks
 from hadal.sim.day.cache import CacheDay
 from hadal.sim.day.demand import cache_day
 from hadal.sim.day.study import Study

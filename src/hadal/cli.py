@@ -728,7 +728,8 @@ def simulate(
     """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by
     hour.
     """
-    from hadal.commands.simulate import SimulateOptions, read_study, run, study_toml
+    from hadal.commands.simulate import SimulateOptions, run
+    from hadal.commands.simulate_files import read_study, study_toml
 
     study = read_study(
         preset,

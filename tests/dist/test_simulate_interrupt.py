@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.commands.simulate import study_toml
+from hadal.commands.simulate_files import study_toml
 from tests.levels import FULL
 from tests.unit.sim.studies import WORKLOAD, small
 from tests.waiting import DEADLINE_S, wait_until

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hadal.commands.simulate import expert_ranks
+from hadal.commands.simulate_stages import expert_ranks
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.facts import NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages import Demand, UnitDown, UnitUp

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hadal.cli import app
-from hadal.commands.simulate import study_toml
+from hadal.commands.simulate_files import study_toml
 from tests.unit.commands.pages import PLOTLY, Page
 from tests.unit.sim.studies import WORKLOAD, small
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hadal.commands.simulate import _finite, hours_of, read_study, study_toml
+from hadal.commands.simulate_files import finite, hours_of, read_study, study_toml
 from hadal.core.errors import ConfigError
 from hadal.sim.day.study import Study
 from hadal.sim.sessions import LogNormal, SystemPrompt
@@ -141,4 +141,4 @@ def test_json_has_no_infinite_numbers() -> None:
         "a": [1.0, float("inf"), (float("nan"), "x", None, 3)],
         "b": {"c": -float("inf"), "d": True},
     }
-    assert _finite(given) == {"a": [1.0, None, [None, "x", None, 3]], "b": {"c": None, "d": True}}
+    assert finite(given) == {"a": [1.0, None, [None, "x", None, 3]], "b": {"c": None, "d": True}}
