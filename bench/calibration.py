@@ -38,9 +38,10 @@ from bench.shared_data import SILICON, find, why_missing
 from hadal.cli import app
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.layer import Layer, MicroBatchLoad
+from hadal.perf.links import Links, expected_holders
 from hadal.perf.roofline import BOUNDS, CONSTANTS, CURVES, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
-from hadal.perf.step import Links, StepModel, expected_holders
+from hadal.perf.step import StepModel
 
 PAGE = ROOT / "docs" / "calibration.md"
 SILICON_HEAD = "## Silicon rows\n"

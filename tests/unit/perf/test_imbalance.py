@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from hadal.perf.step import PLACED_BY_NODES, expected_imbalance, expected_maximum
+from hadal.perf.imbalance import expected_imbalance, expected_maximum
+from hadal.perf.step import PLACED_BY_NODES
 from hadal.policy.experts.balance import rebalance_experts
 from tests.needs import shared_data
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bench.calibration_points import LOW_LATENCY, LOW_LATENCY_H100, NORMAL
 from hadal.core.plans import NO_LINK_BYTES
 from hadal.perf.hardware import H800, HARDWARE
+from hadal.perf.links import Links, expected_holders, remote_holders
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.perf.step import Links, expected_holders, remote_holders
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 8])

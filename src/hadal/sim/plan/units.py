@@ -22,11 +22,13 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.perf.explain import StepPrice
+from hadal.perf.flags import prefill_flags
 from hadal.perf.hardware import Hardware
+from hadal.perf.imbalance import expected_maximum
 from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
-from hadal.perf.step import MTP_ACCEPT, StepModel, expected_maximum, prefill_flags
+from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.policy.capacity import MEAN, USE_MAX, Slo, prefill_use
 from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan.traffic import Traffic
