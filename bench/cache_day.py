@@ -25,8 +25,9 @@ from rich.table import Table
 from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Lru
 from hadal.sim.day.cache import BUDGET_BYTES, IDLE_EDGES_S, CacheDay, simulate_cache
-from hadal.sim.day.clock import DEEPSEEK_SHARES, HOUR_S, hour_beijing, hour_index
-from hadal.sim.day.curves import window
+from hadal.sim.day.clock import DEEPSEEK_SHARES, hour_beijing, hour_index
+from hadal.sim.day.published import HOUR_S
+from hadal.sim.day.window import window
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
 

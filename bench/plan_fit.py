@@ -28,7 +28,7 @@ from hadal.perf.hardware import hardware_named
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel
 from hadal.policy.capacity import Slo
-from hadal.sim.day.curves import uncollected
+from hadal.sim.day.hour_window import uncollected
 from hadal.sim.plan.deploy import prompts_max
 from hadal.sim.plan.search import CONTEXT_MAX, arrivals
 from hadal.sim.plan.traffic import Traffic

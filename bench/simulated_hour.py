@@ -25,7 +25,7 @@ from bench.day_parts import cache_of, placed
 from hadal.commands.processes import processes
 from hadal.policy.scaling import Units
 from hadal.sim.day.cache import CacheDay
-from hadal.sim.day.curves import HourSetting, HourWindow, run_hour
+from hadal.sim.day.hour_window import HourSetting, HourWindow, run_hour
 from hadal.sim.day.study import Study
 
 HOUR = 10

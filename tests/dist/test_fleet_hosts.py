@@ -43,8 +43,8 @@ from hadal.core.messages import DrainUnit, Generation, KeepUnit
 from hadal.core.plans import Sampling
 from hadal.core.seams import FleetEffect, Send, StartUnit, StopUnit
 from hadal.roles.fleet import NUM_SAMPLES
-from hadal.sim.day.clock import HOUR_S as REAL_HOUR_S
 from hadal.sim.day.clock import DemandClock, hour_beijing
+from hadal.sim.day.published import HOUR_S as REAL_HOUR_S
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Hosts
 from tests.dist.test_hosts import SMALL, Deployed, is_gone, serve
 from tests.sim.engine import VOCAB

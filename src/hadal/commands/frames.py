@@ -32,7 +32,7 @@ from hadal.roles.fleet import Fleet
 from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.status import ProcessEnd, ProcessStatus, Status
 from hadal.runtime.topology import GATEWAY, ProcessPlan, launch_plan
-from hadal.sim.day.clock import DemandCurve
+from hadal.sim.day.published import DemandCurve
 from hadal.sim.day.study import Study
 from hadal.sim.expert_loads import balanced, draw_loads
 from hadal.sim.world.seen import Requests

@@ -18,7 +18,8 @@ from hadal.commands.simulate_stages import Simulated, SimulationPlan, check_prom
 from hadal.commands.simulate_tables import show
 from hadal.core.errors import ConfigError
 from hadal.progress import Bar
-from hadal.sim.day.study import Study, what_ifs
+from hadal.sim.day.study import Study
+from hadal.sim.day.what_ifs import what_ifs
 
 
 @dataclass(frozen=True)

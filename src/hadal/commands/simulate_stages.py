@@ -22,22 +22,20 @@ from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.day.cache import CacheDay
 from hadal.sim.day.curves import (
     REQUESTS_PER_RANK,
-    FluidResult,
-    HourSetting,
-    HourWindow,
     UnitCurves,
     batch_max,
     batch_within,
     decode_curve,
     decode_point,
-    fluid_day,
     points_at,
     prefill_point,
-    run_hour,
 )
 from hadal.sim.day.demand import DayDemand, cache_day, day_demand, generator, kv_length_about
+from hadal.sim.day.fluid_day import FluidResult, fluid_day
+from hadal.sim.day.hour_window import HourSetting, HourWindow, run_hour
 from hadal.sim.day.result import DayResult, day_result, result_json
-from hadal.sim.day.study import Study, same_cache, same_units
+from hadal.sim.day.study import Study
+from hadal.sim.day.what_ifs import same_cache, same_units
 from hadal.sim.expert_loads import ExpertRanks, expert_share
 
 Advance = Callable[[str, float], None]

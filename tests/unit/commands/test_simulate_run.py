@@ -26,7 +26,8 @@ from hadal.commands.simulate_stages import (
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.day.curves import points_at
-from hadal.sim.day.study import Study, what_ifs
+from hadal.sim.day.study import Study
+from hadal.sim.day.what_ifs import what_ifs
 from tests.unit.commands.dying import die
 from tests.unit.commands.pages import Page, text_of
 from tests.unit.sim.studies import WORKLOAD, small

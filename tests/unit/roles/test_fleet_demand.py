@@ -7,7 +7,7 @@ import pytest
 from hadal.core.messages import Demand
 from hadal.policy.demand import FLAT
 from hadal.roles.fleet import NUM_SAMPLES, DemandMeter
-from hadal.sim.day.clock import HOURLY_SHARES, SHAPE
+from hadal.sim.day.published import HOURLY_SHARES, SHAPE
 
 
 def demand(tokens_in: float, tokens_out: float = 0.0, epoch: str = "f") -> Demand:

@@ -13,19 +13,10 @@ from typing import Any
 from hadal.core.config import DECODE, PREFILL
 from hadal.perf.step import StepModel
 from hadal.sim.day.cache import CacheDay
-from hadal.sim.day.curves import (
-    FluidResult,
-    HourSetting,
-    HourWindow,
-    UnitCurves,
-    batch_max,
-    decode_curve,
-    decode_point,
-    fluid_day,
-    prefill_point,
-    run_hour,
-)
+from hadal.sim.day.curves import UnitCurves, batch_max, decode_curve, decode_point, prefill_point
 from hadal.sim.day.demand import DayDemand, cache_day, day_demand
+from hadal.sim.day.fluid_day import FluidResult, fluid_day
+from hadal.sim.day.hour_window import HourSetting, HourWindow, run_hour
 from hadal.sim.day.study import CacheStudy, FleetStudy, Study, UnitsStudy, WindowStudy
 from hadal.sim.sessions import LogNormal, WorkloadParams
 

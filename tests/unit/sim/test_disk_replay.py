@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hadal.core.cache import NAME_BYTES, split
 from hadal.policy.eviction import Lru
-from hadal.sim.day.cache import POLL_S, DiskReplay
+from hadal.sim.day.disk_replay import POLL_S, DiskReplay
 
 
 def chain(text: int, num_blocks: int) -> bytes:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import DEEPSEEK_SHARES, HOUR_S, hour_index
+from hadal.sim.day.clock import DEEPSEEK_SHARES, hour_index
+from hadal.sim.day.published import HOUR_S
 from hadal.sim.sessions import (
     LogNormal,
     SystemPrompt,

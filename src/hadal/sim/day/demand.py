@@ -19,15 +19,8 @@ from numpy.typing import NDArray
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.sim.day.cache import CacheDay, simulate_cache
-from hadal.sim.day.clock import (
-    FIRST_HOUR,
-    HOUR_S,
-    DemandClock,
-    DemandCurve,
-    Floats,
-    Ints,
-    hour_index,
-)
+from hadal.sim.day.clock import DemandClock, Floats, Ints, hour_index
+from hadal.sim.day.published import FIRST_HOUR, HOUR_S, DemandCurve
 from hadal.sim.day.study import CACHE_POLICIES, PB, Study
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload

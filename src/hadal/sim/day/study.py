@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
@@ -23,14 +23,14 @@ from hadal.core.config import (
     LimitsConfig,
     UnitsConfig,
 )
-from hadal.perf.hardware import RENTS, hardware_named
+from hadal.perf.hardware import hardware_named
 from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.policy.eviction import Arc, Lru
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.sim.day.cache import BUDGET_BYTES
 from hadal.sim.sessions import WorkloadParams
 from hadal.sim.world.units import kv_blocks
-from hadal.stats.prices import R1, ModelPrices, micro_usd, price_list
+from hadal.stats.prices import ModelPrices, micro_usd, price_list
 
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
@@ -286,69 +286,3 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, f"{path}[{index}]")
     elif isinstance(value, int | float):
         yield path, float(value)
-
-
-# Other days: a study with one thing changed, to see what it is worth.
-#
-# Each is a whole study of its own, so it goes through the same stages; what it has in common with
-# the first is not measured twice (`same_units`, `same_cache`).
-
-
-def what_ifs(study: Study) -> list[tuple[str, Study]]:
-    """(what is changed, the study), the balancers first. What is so already, or cannot be with
-    these units (they may not fit the other hardware), is left out.
-    """
-    other = "h800" if study.hardware.lower() == "h200" else "h200"
-    wanted: list[tuple[str, dict[str, Any]]] = [
-        (
-            "requests to ranks in turn (round-robin)",
-            {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES},
-        ),
-        (
-            "no expert balancer",
-            {role: replace(study.units_of(role), expert_balance=OFF) for role in ROLES},
-        ),
-        (
-            f"{other.upper()} at ${RENTS[other].usd:.2f} an hour",
-            {"hardware": other, "gpu_hour_usd": RENTS[other].usd},
-        ),
-        ("a tenth of the cache", {"cache": replace(study.cache, disk_pb=study.cache.disk_pb / 10)}),
-        ("R1's prices as charged, cheaper at night", {"prices": R1.name}),
-        ("no drafts in decode", {"drafts": 0}),
-    ]
-    found = []
-    for name, changes in wanted:
-        try:
-            changed = replace(study, **changes)
-        except ValueError:
-            continue
-        if changed != study:
-            found.append((name, changed))
-    return found
-
-
-def same_units(one: Study, other: Study) -> bool:
-    """Whether a unit does the same in both."""
-    return _units(one) == _units(other)
-
-
-def same_cache(one: Study, other: Study) -> bool:
-    """Whether a cache finds the same in both."""
-    return (one.workload, one.cache, one.seed) == (other.workload, other.cache, other.seed)
-
-
-def _units(study: Study) -> tuple[object, ...]:
-    units = tuple(
-        (of.ranks, of.redundant_experts, of.max_requests, of.request_balance, of.expert_balance)
-        for of in (study.prefill, study.decode)
-    )
-    return (
-        study.hardware,
-        study.chunk_tokens,
-        study.drafts,
-        study.mtp_accept,
-        units,
-        study.workload,
-        study.window,
-        study.seed,
-    )

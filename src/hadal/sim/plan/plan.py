@@ -23,8 +23,11 @@ from hadal.policy.capacity import USE_MAX, Slo, units_needed
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet import Fleet
-from hadal.sim.day.clock import HOUR_S, Floats, Ints
-from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
+from hadal.sim.day.clock import Floats, Ints
+from hadal.sim.day.fluid import Faults, FluidDay
+from hadal.sim.day.hours import Day
+from hadal.sim.day.published import HOUR_S
+from hadal.sim.day.vessels import UnitModel
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import SPARE_SIGMAS, DecodeUnit, PrefillUnit, Pricing, Rejected
 

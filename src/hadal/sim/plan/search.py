@@ -23,7 +23,7 @@ from hadal.perf.roofline import FP4, FP8
 from hadal.policy.capacity import MEAN
 from hadal.policy.scaling import RoleRules
 from hadal.sim.day.clock import Floats, Ints
-from hadal.sim.day.fluid import UnitModel
+from hadal.sim.day.vessels import UnitModel
 from hadal.sim.plan.deploy import deployment_of
 from hadal.sim.plan.plan import (
     DeploymentPlan,

@@ -22,7 +22,8 @@ from numpy.random import Generator
 from hadal.core.documents import cut, parse_json, shown
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
-from hadal.sim.day.clock import HOUR_S, SHAPE, TOKENS_IN, TOKENS_OUT, DemandCurve, Floats, Ints
+from hadal.sim.day.clock import Floats, Ints
+from hadal.sim.day.published import HOUR_S, SHAPE, TOKENS_IN, TOKENS_OUT, DemandCurve
 from hadal.sim.workload import NO_PREFIX, V3, Parts, Workload
 
 # Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files

@@ -11,10 +11,10 @@ import pytest
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import HOUR_S
-from hadal.sim.day.curves import FluidResult
 from hadal.sim.day.demand import DayDemand
-from hadal.sim.day.result import BEGIN_S, BEIJING_S, day_report, day_tally, nodes_facts
+from hadal.sim.day.fluid_day import FluidResult
+from hadal.sim.day.published import HOUR_S
+from hadal.sim.day.tally import BEGIN_S, BEIJING_S, day_report, day_tally, nodes_facts
 from hadal.stats.report import MODEL, Report
 from hadal.stats.tally import Counts, Tally
 from tests.unit.sim import worlds

@@ -17,7 +17,7 @@ from hadal.sim.day.cache import (
     simulate_cache,
     tokens_shared_own,
 )
-from hadal.sim.day.clock import HOUR_S
+from hadal.sim.day.published import HOUR_S
 from hadal.sim.sessions import LogNormal, WorkloadParams, generate
 from hadal.sim.workload import R1
 from tests.unit.sim.worlds import Row, of

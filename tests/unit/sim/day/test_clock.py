@@ -8,12 +8,12 @@ import pytest
 from hadal.policy.quotas import DAY_S
 from hadal.sim.day.clock import (
     DEEPSEEK_SHARES,
-    HOUR_S,
     STEP_S,
     DemandClock,
     hour_beijing,
     hour_index,
 )
+from hadal.sim.day.published import HOUR_S
 
 SHAPE = DemandClock()
 HOURS_S = np.arange(25) * HOUR_S

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.sim.day.curves import UnitCurves, fluid_day
+from hadal.sim.day.curves import UnitCurves
+from hadal.sim.day.fluid_day import fluid_day
 from tests.unit.sim.studies import curves, fluid, load, small
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, DemandCurve
+from hadal.sim.day.published import FIRST_HOUR, HOURLY_SHARES, DemandCurve
 from tests.needs import shared_data
 
 

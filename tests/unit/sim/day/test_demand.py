@@ -9,7 +9,6 @@ import pytest
 
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S
-from hadal.sim.day.clock import HOUR_S
 from hadal.sim.day.demand import (
     SAMPLE,
     DayDemand,
@@ -19,6 +18,7 @@ from hadal.sim.day.demand import (
     kv_length_about,
     sample_of,
 )
+from hadal.sim.day.published import HOUR_S
 from hadal.sim.day.study import Study
 from hadal.sim.sessions import WorkloadParams
 from tests.unit.sim import worlds

@@ -10,8 +10,10 @@ import pytest
 
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet import Fleet
-from hadal.sim.day.clock import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve
-from hadal.sim.day.fluid import Day, Faults, FluidDay, UnitModel
+from hadal.sim.day.fluid import Faults, FluidDay
+from hadal.sim.day.hours import Day
+from hadal.sim.day.published import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve
+from hadal.sim.day.vessels import UnitModel
 
 UNIT_PREFILL = 574e3
 """Tokens/s of a prefill unit with hits: 7,839 a GPU (profile-data), 43.7 % computed."""

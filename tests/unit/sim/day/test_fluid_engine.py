@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.demand import Floats
-from hadal.sim.day.fluid import Engine, UnitModel
+from hadal.sim.day.vessels import Engine, UnitModel
 
 MODEL = UnitModel(1e5, 10, lambda batch: 0.02 + 0.0002 * batch, 100.0)
 

@@ -12,9 +12,10 @@ import pytest
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.scaling import Units
-from hadal.sim.day.clock import HOUR_S
-from hadal.sim.day.curves import HourWindow, requests_of, run_hour, uncollected, window
 from hadal.sim.day.demand import generator, with_tokens_at
+from hadal.sim.day.hour_window import HourWindow, requests_of, run_hour, uncollected
+from hadal.sim.day.published import HOUR_S
+from hadal.sim.day.window import window
 from tests.unit.sim.studies import (
     LOOKED_AT,
     PLACED,

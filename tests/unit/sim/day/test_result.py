@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hadal.core.config import ROLES
-from hadal.sim.day.curves import HourWindow
+from hadal.sim.day.hour_window import HourWindow
 from hadal.sim.day.result import FLAT, PUBLISHED, DayResult, day_result, result_json
 from hadal.sim.day.study import Study
 from hadal.sim.expert_loads import ExpertRanks, expert_share

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hadal.core.balance import OFF, TURNS
-from hadal.sim.day.study import Study, UnitsStudy, same_cache, same_units, what_ifs
+from hadal.sim.day.study import Study, UnitsStudy
+from hadal.sim.day.what_ifs import same_cache, same_units, what_ifs
 from hadal.sim.sessions import WorkloadParams
 from tests.unit.sim.studies import small
 

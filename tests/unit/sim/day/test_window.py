@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hadal.sim.day.cache import CacheDay, simulate_cache
-from hadal.sim.day.clock import HOUR_S
-from hadal.sim.day.curves import Window, window
+from hadal.sim.day.published import HOUR_S
+from hadal.sim.day.window import Window, window
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.demand import FLAT
-from hadal.sim.day.clock import SHAPE, TOKENS_IN, TOKENS_OUT
+from hadal.sim.day.published import SHAPE, TOKENS_IN, TOKENS_OUT
 from hadal.sim.plan.traffic import EXAMPLE, Traffic, traffic_from, traffic_of
 from tests.unit.sim.worlds import Row, of
 
