@@ -25,7 +25,7 @@ from rich.table import Table
 
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.step import StepModel
-from hadal.sim.world.seen import Requests
+from hadal.sim.world.requests import Requests
 from hadal.sim.world.world import FleetWorld
 
 REQUESTS_PER_S = 2_000.0

@@ -30,7 +30,7 @@ from hadal.perf.step import StepModel
 from hadal.policy.capacity import Slo
 from hadal.sim.day.hour_window import uncollected
 from hadal.sim.plan.deploy import prompts_max
-from hadal.sim.plan.search import CONTEXT_MAX, arrivals
+from hadal.sim.plan.measure import CONTEXT_MAX, arrivals
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import (
     PAIRS_UNEVEN,

@@ -17,7 +17,7 @@ from hadal.core.cache import DiskLocation, split
 from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews
-from hadal.sim.world.process import SimClock
+from hadal.sim.world.clock import SimClock
 from tests.sim.engine import Cells, Pool
 
 

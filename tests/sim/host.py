@@ -11,7 +11,7 @@ from hadal.core.cache import num_names
 from hadal.core.messages import AnyMessage, Deliver, Freed, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Send, Tick, UsedBlocks, WakeAt
-from hadal.sim.world.process import SimClock
+from hadal.sim.world.clock import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
 from tests.sim.starving import Starving

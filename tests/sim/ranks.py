@@ -20,7 +20,7 @@ from hadal.core.messages import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.roles.ranks.rank import RankProgress, RankRole
-from hadal.sim.world.process import SimClock
+from hadal.sim.world.clock import SimClock
 from tests.sim.engine import DecodeEngine, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host

@@ -47,7 +47,7 @@ from hadal.roles.ranks.membership import UnitMembership, UnitPhase
 from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
-from hadal.sim.world.process import SimClock
+from hadal.sim.world.clock import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults, SimDisk

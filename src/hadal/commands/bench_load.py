@@ -26,7 +26,7 @@ from numpy.random import Generator
 
 from hadal.core.documents import MAX_TABLE_BYTES, read_text, shown
 from hadal.core.errors import ConfigError, HadalError
-from hadal.sim.plan.traffic import MOONCAKE_PART_TOKENS, azure, mooncake_rows
+from hadal.sim.plan.traces import MOONCAKE_PART_TOKENS, azure, mooncake_rows
 
 # What is asked for: lengths by a distribution, or a trace's requests.
 

@@ -35,8 +35,9 @@ from hadal.runtime.topology import GATEWAY, ProcessPlan, launch_plan
 from hadal.sim.day.published import DemandCurve
 from hadal.sim.day.study import Study
 from hadal.sim.expert_loads import balanced, draw_loads
-from hadal.sim.world.seen import Requests
-from hadal.sim.world.world import FleetWorld, RanksDie, WorldFaults
+from hadal.sim.world.faults import RanksDie, WorldFaults
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.world import FleetWorld
 from hadal.stats.report import BY, report
 from hadal.stats.tally import Tally
 

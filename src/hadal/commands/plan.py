@@ -24,27 +24,14 @@ from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import MEAN, parse_slo
 from hadal.progress import Bar
+from hadal.sim.plan.day import DayRules
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
-from hadal.sim.plan.plan import (
-    DayRules,
-    DeploymentPlan,
-    HardwarePlans,
-    SearchOptions,
-    price_hardware,
-)
-from hadal.sim.plan.search import (
-    FleetDay,
-    Measured,
-    Row,
-    Search,
-    dimension_rows,
-    fluid_of,
-    impossible,
-    too_large,
-    what_if_rows,
-    why,
-)
-from hadal.sim.plan.traffic import Traffic, azure, mooncake, traffic_from, traffic_of
+from hadal.sim.plan.measure import FleetDay, Measured, fluid_of
+from hadal.sim.plan.plan import DeploymentPlan, HardwarePlans, SearchOptions, price_hardware
+from hadal.sim.plan.rows import Row, dimension_rows, what_if_rows, why
+from hadal.sim.plan.search import Search, impossible, too_large
+from hadal.sim.plan.traces import azure, mooncake
+from hadal.sim.plan.traffic import Traffic, traffic_from, traffic_of
 from hadal.sim.plan.units import Pricing
 
 # What `hadal plan` reads and writes: traffic, prices, deployments, plan.json.

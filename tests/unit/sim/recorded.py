@@ -27,7 +27,8 @@ from hadal.roles.recording import (
     parse,
 )
 from hadal.runtime.recorder import Recorded, Tape
-from hadal.sim.world.process import Process, SimClock
+from hadal.sim.world.clock import SimClock
+from hadal.sim.world.process import Process
 
 MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)

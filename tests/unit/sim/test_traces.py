@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hadal.sim.day.cache import replay
-from hadal.sim.plan.traffic import azure, mooncake
+from hadal.sim.plan.traces import azure, mooncake
 from hadal.sim.workload import Workload
 from tests.needs import shared_data
 

@@ -25,7 +25,8 @@ from hadal.sim.day.demand import generator, with_tokens_at
 from hadal.sim.day.published import HOUR_S
 from hadal.sim.day.study import Study
 from hadal.sim.day.window import Window, window
-from hadal.sim.world.seen import Reading, Requests
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.seen import Reading
 from hadal.sim.world.world import FleetWorld
 
 SAMPLE_S = 1.0

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from typing import Any, Protocol
 
 from hadal.core.messages import AnyMessage, Deliver, Freed, Named, Pull, ReadBlocks, StoreBlocks
@@ -36,41 +34,7 @@ from hadal.core.seams import (
     UsedBlocks,
     WakeAt,
 )
-
-# Simulated time: a queue of things to do, in the order of their times; equal times keep the order
-# of their making.
-
-
-Action = Callable[[], None]
-
-
-class SimClock:
-    """The Clock seam, and what makes its time pass."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-        self._queue: list[tuple[float, int, Action]] = []
-        self._numbers = count()
-
-    def now(self) -> float:
-        return self._now_s
-
-    def at(self, time_s: float, action: Action) -> None:
-        heappush(
-            self._queue,
-            (time_s if time_s > self._now_s else self._now_s, next(self._numbers), action),
-        )
-
-    def after(self, delay_s: float, action: Action) -> None:
-        self.at(self._now_s + delay_s, action)
-
-    def run(self, until_s: float, is_done: Callable[[], bool] | None = None) -> None:
-        """Do what is due up to `until_s`, or until `is_done`."""
-        queue = self._queue
-        while queue and queue[0][0] <= until_s and not (is_done is not None and is_done()):
-            self._now_s, _, action = heappop(queue)
-            action()
-
+from hadal.sim.world.clock import SimClock
 
 DiskAnswer = tuple[float, BlocksRead | BlocksStored]
 """How long a read or write takes, and what comes of it."""

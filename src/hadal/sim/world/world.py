@@ -3,237 +3,48 @@ serve, priced steps.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
                              |  ^
-                             v  |  disk (sim/world/units): what it has of each prompt is known beforehand
+                             v  |  disk (sim/world/disk): what it has of each prompt is known beforehand
 
 The same requests, deployment and models make the same run. What is simulated is what costs time:
 steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
-a range of its length, a block is named by its place (sim/world/seen), and tokens are counted where
-they would be delivered. Requests that ran before are placed at the start, so that
-seconds of an hour can be looked at without the hour before.
+a range of its length, a block is named by its place (sim/world/requests), and tokens are counted
+where they would be delivered. Requests that ran before are placed at the start, so that seconds of
+an hour can be looked at without the hour before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, num_drafts_max, units_of
-from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     BLOCK_TOKENS,
     AnyMessage,
     Deliver,
-    FrontUp,
-    Generation,
-    KvLease,
-    Prefill,
-    PrefillDone,
     Pull,
     ReadBlocks,
-    Release,
     StoreBlocks,
     Submit,
-    Token,
     UnitDown,
-    UnitUp,
 )
 from hadal.core.plans import BlocksRead, BlocksStored, ByNode
-from hadal.core.seams import Effect, Event, Send, Tick
-from hadal.kv.blocks import blocks_for
 from hadal.perf.explain import StepPrice
 from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.front.front import Front
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.unit.tokens import finish_of
-from hadal.sim.runners import STOP_ID, WORD_ID, DecodeRunner
-from hadal.sim.world.process import Process, Role, SimClock
-from hadal.sim.world.seen import FINGERPRINT, Reading, Requests, WorldLog, nothing_seen, read
-from hadal.sim.world.units import (
-    DiskSpeed,
-    LoggedRunner,
-    SimUnit,
-    WorldDisk,
-    runner_of,
-    simulated_leader,
-    token_bytes,
-)
-
-# What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow,
-# disks that fail, units that die or start late.
-#
-# Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are
-# the world's.
-
-
-@dataclass(frozen=True)
-class RanksDie:
-    """One rank, or all of a node: the unit forms without them, and again when they are back."""
-
-    at_s: float
-    unit: str
-    ranks: tuple[int, ...]
-    form_s: float = 2.0
-    """Time until the unit works without them."""
-    back_s: float = 60.0
-    """Time from their death until they are back with empty pools; it is later than the forming."""
-
-
-@dataclass(frozen=True)
-class RankSlow:
-    """A rank's part of each step takes `factor` times as long."""
-
-    begin_s: float
-    end_s: float
-    unit: str
-    rank: int
-    factor: float
-
-
-@dataclass(frozen=True)
-class DiskLost:
-    """Reads of a node fail at once."""
-
-    begin_s: float
-    end_s: float
-    unit: str
-    node: int | None = None
-    """Index of the node among those of the unit; None: all of the unit."""
-
-
-@dataclass(frozen=True)
-class UnitDies:
-    """A unit dies, its leader with all ranks: the front hears of it, and it starts again."""
-
-    at_s: float
-    unit: str
-    notice_s: float = 0.1
-    """Time until the front hears of it."""
-    start_s: float = 60.0
-    """Time from its death until it is up again."""
-
-
-@dataclass(frozen=True)
-class UnitLate:
-    """Is not up before `start_s`."""
-
-    unit: str
-    start_s: float
-
-
-@dataclass(frozen=True)
-class WorldFaults:
-    """All of one world. Raises ValueError for what cannot be."""
-
-    ranks: tuple[RanksDie, ...] = ()
-    slow: tuple[RankSlow, ...] = ()
-    disks: tuple[DiskLost, ...] = ()
-    units: tuple[UnitDies, ...] = ()
-    late: tuple[UnitLate, ...] = ()
-
-    def __post_init__(self) -> None:
-        for one in self.ranks:
-            if not one.ranks or not 0.0 <= one.form_s < one.back_s:
-                raise ValueError(
-                    f"{one}: somebody has to die, and come back after the unit has formed."
-                )
-        for slow in self.slow:
-            if slow.factor < 1.0 or slow.end_s <= slow.begin_s:
-                raise ValueError(f"{slow}: a slow rank takes longer, for some time.")
-        for dies in self.units:
-            if not 0.0 <= dies.notice_s < dies.start_s:
-                raise ValueError(f"{dies}: the front hears of a death before the unit is up again.")
-
-    def check(self, unit_to_ranks: Mapping[str, int]) -> None:
-        """Raises ValueError if one is of a unit or rank that there is not."""
-        named: list[tuple[str, Iterable[int]]] = [(one.unit, one.ranks) for one in self.ranks]
-        named += [(one.unit, (one.rank,)) for one in self.slow]
-        named += [(one.unit, ()) for some in (self.disks, self.units, self.late) for one in some]
-        for unit, ranks in named:
-            if unit not in unit_to_ranks or any(
-                not 0 <= rank < unit_to_ranks[unit] for rank in ranks
-            ):
-                raise ValueError(
-                    f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}."
-                )
-
-    def start_s(self, unit: str) -> float:
-        """When a unit may be up first."""
-        return max((one.start_s for one in self.late if one.unit == unit), default=0.0)
-
-    def is_disk_lost(self, now_s: float, unit: str, node: int) -> bool:
-        """Whether reads of a unit's node fail now."""
-        return any(
-            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s
-            for one in self.disks
-        )
-
-
-# How requests that ran before a simulated world began come to run in it: a unit that has prefilled
-# them all.
-#
-#     0 hops         decode units up, and this one instead of those of prefill
-#     SUBMIT_HOPS    all of them enter through the front, which chooses their decode units
-#                    this one answers at once: the next token, and a lease on KV that takes no time
-#                    to pull
-#     PLACED_HOPS    later this one is down, and prefill's units are up; who comes from now on is prefilled by them
-#
-# So front and decode leaders place them as they would place any others, together, and no step has
-# only some of them. The KV of each was there before; its prefill cost nobody anything. Knows the
-# messages of a prefill leader and no ranks.
-
-
-WARM = "prefill-warm"
-"""The unit's name, and that of its pool."""
-SUBMIT_HOPS = 2
-"""A hop: what a message takes until somebody looks at it. This unit's word that it is up has one to
-go.
-"""
-PLACED_HOPS = 6
-"""Messages until a placed request runs: to this unit, to the front, to decode, a pull, and to the
-front again.
-"""
-_ENDLESS = 1 << 40
-
-
-class WarmUnit:
-    """`output_tokens`: request number -> length of its output."""
-
-    def __init__(self, output_tokens: Callable[[int], int]) -> None:
-        self._output_tokens = output_tokens
-
-    def start(self, now_s: float) -> list[Effect]:
-        """Be up."""
-        return [Send("front", UnitUp(WARM, PREFILL, WARM, _ENDLESS, _ENDLESS))]
-
-    def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Answer prompts; nothing is held, so nothing need be released."""
-        out: list[Effect] = []
-        for event in events:
-            match event:
-                case Prefill(generation):
-                    out.append(Send("front", self._done(generation)))
-                case FrontUp():
-                    out += self.start(now_s)
-                case Release() | Tick():
-                    pass
-                case _:
-                    raise InvariantError(f"{WARM} cannot take {type(event).__name__}")
-        return out
-
-    def _done(self, generation: Generation) -> PrefillDone:
-        index = len(generation.output)
-        num_tokens = len(generation.prompt) + index
-        is_last = index + 1 >= self._output_tokens(generation.sampling.seed)
-        value = STOP_ID if is_last else WORD_ID
-        finish = finish_of(generation, index, value)
-        blocks = (0,) * blocks_for(num_tokens)
-        lease = None if finish is not None else KvLease(WARM, blocks, blocks, num_tokens)
-        token = Token(generation.request_id, generation.attempt, index, value, finish)
-        return PrefillDone(WARM, token, lease, num_tokens)
+from hadal.sim.runners import DecodeRunner
+from hadal.sim.world.clock import SimClock
+from hadal.sim.world.disk import DiskSpeed, WorldDisk
+from hadal.sim.world.faults import RanksDie, RankSlow, UnitDies, WorldFaults
+from hadal.sim.world.process import Process, Role
+from hadal.sim.world.requests import FINGERPRINT, Requests
+from hadal.sim.world.seen import Reading, WorldLog, nothing_seen, read
+from hadal.sim.world.units import LoggedRunner, SimUnit, runner_of, simulated_leader, token_bytes
+from hadal.sim.world.warm import PLACED_HOPS, SUBMIT_HOPS, WARM, WarmUnit
 
 
 class FleetWorld:

@@ -9,7 +9,7 @@ from hadal.policy.demand import FLAT
 from hadal.policy.scaling import RoleRules
 from hadal.sim.day.published import SHAPE
 from hadal.sim.day.vessels import UnitModel
-from hadal.sim.plan.plan import STEP_S, DayRules, bundled_hours, fluid_day, needs_of
+from hadal.sim.plan.day import STEP_S, DayRules, bundled_hours, fluid_day, needs_of
 from hadal.sim.plan.traffic import Traffic
 
 

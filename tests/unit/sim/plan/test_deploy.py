@@ -11,8 +11,9 @@ from hadal.core.config import read_deployment, to_toml
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.roles.fleet import rules_of
 from hadal.runtime.resolve import plan as resolve
+from hadal.sim.plan.day import DayRules
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of
-from hadal.sim.plan.plan import DayRules, SearchOptions, price_hardware
+from hadal.sim.plan.plan import SearchOptions, price_hardware
 from hadal.sim.world.units import kv_blocks
 from tests.unit.sim.plan.test_plan import best
 from tests.unit.sim.plans import small

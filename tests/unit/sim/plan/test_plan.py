@@ -9,13 +9,8 @@ import pytest
 from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
-from hadal.sim.plan.plan import (
-    DayRules,
-    DeploymentPlan,
-    HardwarePlans,
-    SearchOptions,
-    price_hardware,
-)
+from hadal.sim.plan.day import DayRules
+from hadal.sim.plan.plan import DeploymentPlan, HardwarePlans, SearchOptions, price_hardware
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import Pricing
 

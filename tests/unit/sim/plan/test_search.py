@@ -12,8 +12,9 @@ from hadal.perf.hardware import HARDWARE, Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
 from hadal.sim.plan import search as plan_search
+from hadal.sim.plan.measure import Measured, measure
 from hadal.sim.plan.plan import DeploymentPlan, SearchOptions, price_hardware
-from hadal.sim.plan.search import NODES_MAX, Measured, Search, impossible, measure, too_large
+from hadal.sim.plan.search import NODES_MAX, Search, impossible, too_large
 from hadal.sim.plan.units import Pricing
 from tests.unit.sim.plans import SLO, SMALL, small
 

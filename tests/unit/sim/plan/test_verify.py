@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hadal.policy.capacity import Slo
-from hadal.sim.plan import search
-from hadal.sim.plan.search import (
+from hadal.sim.plan import measure as plan_measure
+from hadal.sim.plan.measure import (
     MEASURE_S,
     RANKS_MAX,
     REQUESTS_MAX,
@@ -133,7 +133,7 @@ def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(
     ).ranked()[0]
     whole = fluid_of(plan, np.random.default_rng(1))
     monkeypatch.setattr(
-        search, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
+        plan_measure, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
     )
     halves = fluid_of(plan, np.random.default_rng(1))
     # What is rounded up to whole units is so in each half.

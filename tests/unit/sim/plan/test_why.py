@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.sim.plan.search import dimension_rows, rejected_rows, what_if_rows, why
+from hadal.sim.plan.rows import dimension_rows, rejected_rows, what_if_rows, why
 from tests.unit.sim.plan.test_plan import best, priced
 
 

@@ -8,8 +8,8 @@ import pytest
 from hadal.core.cache import NAME_BYTES, slice_of, split
 from hadal.core.messages import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead
-from hadal.sim.world.seen import chain_of
-from hadal.sim.world.units import DiskSpeed, WorldDisk
+from hadal.sim.world.disk import DiskSpeed, WorldDisk
+from hadal.sim.world.requests import chain_of
 
 BLOCK_BYTES = 1000.0
 

@@ -12,16 +12,9 @@ import pytest
 from numpy.random import Generator
 
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.sim.world.seen import Requests
-from hadal.sim.world.world import (
-    DiskLost,
-    FleetWorld,
-    RanksDie,
-    RankSlow,
-    UnitDies,
-    UnitLate,
-    WorldFaults,
-)
+from hadal.sim.world.faults import DiskLost, RanksDie, RankSlow, UnitDies, UnitLate, WorldFaults
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.world import FleetWorld
 from tests.fresh import seeds
 from tests.unit.sim.world.test_world import (
     cached,

@@ -18,7 +18,8 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
-from hadal.sim.world.process import Process, SimClock
+from hadal.sim.world.clock import SimClock
+from hadal.sim.world.process import Process
 
 
 class Scripted:

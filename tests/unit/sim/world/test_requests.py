@@ -7,7 +7,7 @@ import pytest
 
 from hadal.core.cache import slice_of, split
 from hadal.kv.names import extend, root_of
-from hadal.sim.world.seen import Requests, block_of, chain_of
+from hadal.sim.world.requests import Requests, block_of, chain_of
 
 
 def columns(*values: int) -> np.ndarray:

@@ -9,7 +9,8 @@ import pytest
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.sim.runners import StepWork
-from hadal.sim.world.seen import Reading, Requests, WorldLog, nothing_seen, read
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.seen import Reading, WorldLog, nothing_seen, read
 
 
 def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0) -> Reading:

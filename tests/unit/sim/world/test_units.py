@@ -5,7 +5,8 @@ from __future__ import annotations
 from hadal.core.seams import Effect, Event, RankReset
 from hadal.perf.step import StepModel
 from hadal.sim.runners import DecodeRunner
-from hadal.sim.world.process import Process, SimClock
+from hadal.sim.world.clock import SimClock
+from hadal.sim.world.process import Process
 from hadal.sim.world.units import SimUnit
 
 

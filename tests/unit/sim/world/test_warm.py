@@ -13,8 +13,8 @@ from hadal.core.plans import Sampling
 from hadal.core.seams import Send
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.sim.runners import STOP_ID
-from hadal.sim.world.seen import Requests
-from hadal.sim.world.world import WARM, WarmUnit
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.warm import WARM, WarmUnit
 from tests.unit.sim.world.test_world import deployment, requests, world
 
 

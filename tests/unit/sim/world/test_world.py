@@ -16,8 +16,9 @@ from hadal.perf.hardware import HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3, kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.sim.world.seen import Requests
-from hadal.sim.world.units import DiskSpeed, kv_blocks
+from hadal.sim.world.disk import DiskSpeed
+from hadal.sim.world.requests import Requests
+from hadal.sim.world.units import kv_blocks
 from hadal.sim.world.world import FleetWorld
 from tests.levels import FULL, MORE
 
