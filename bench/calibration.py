@@ -36,10 +36,11 @@ from bench.calibration_points import (
 from bench.calibration_silicon import silicon
 from bench.shared_data import SILICON, find, why_missing
 from hadal.cli import app
+from hadal.perf.constants import BOUNDS, CONSTANTS
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.layer import Layer, MicroBatchLoad
 from hadal.perf.links import Links, expected_holders
-from hadal.perf.roofline import BOUNDS, CONSTANTS, CURVES, Roofline
+from hadal.perf.roofline import CURVES, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
 from hadal.perf.step import StepModel
 

@@ -24,7 +24,7 @@ from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.gateway.desk.trace import TraceReply
-from hadal.perf.explain import traced_step
+from hadal.perf.trace import traced_step
 from hadal.policy.demand import DAY_S
 from hadal.progress import Bar
 from hadal.roles.experts.experts import ExpertBalancer

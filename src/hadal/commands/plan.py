@@ -19,7 +19,8 @@ from hadal.core.config import to_toml
 from hadal.core.documents import MAX_TABLE_BYTES, MAX_TOML_BYTES, parse_toml, read_text, shown
 from hadal.core.errors import ConfigError
 from hadal.core.model_config import read_model_config
-from hadal.perf.hardware import HARDWARE, hardware_named, rents
+from hadal.perf.hardware import HARDWARE, hardware_named
+from hadal.perf.rent import rents
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import MEAN, parse_slo

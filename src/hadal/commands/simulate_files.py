@@ -19,7 +19,7 @@ from hadal.commands.simulate_stages import Simulated
 from hadal.core.config import read_toml, to_toml
 from hadal.core.documents import converted, shown
 from hadal.core.errors import ConfigError
-from hadal.perf.explain import steps_trace
+from hadal.perf.trace import steps_trace
 from hadal.sim.day.clock import hour_beijing
 from hadal.sim.day.study import Study
 

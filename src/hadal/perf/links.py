@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from hadal.core.config import PREFILL
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import NO_LINK_BYTES, LinkBytes
+from hadal.perf.constants import CONSTANTS, Constants
 from hadal.perf.hardware import Hardware
-from hadal.perf.roofline import CONSTANTS, Constants
 from hadal.perf.shapes import combine_bytes, low_latency_dispatch_bytes, normal_dispatch_bytes
 
 

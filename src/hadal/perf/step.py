@@ -19,6 +19,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import LinkBytes
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
+from hadal.perf.constants import CONSTANTS, Constants
 from hadal.perf.explain import DENSE_LAYERS, HOST, StepPart, StepPrice, part_of
 from hadal.perf.flags import decode_flags, prefill_flags
 from hadal.perf.hardware import H800, Hardware
@@ -26,7 +27,7 @@ from hadal.perf.imbalance import expected_imbalance
 from hadal.perf.layer import Kernel, Layer, MicroBatchLoad, kernels_of, op_seconds
 from hadal.perf.links import COMM_SMS, Links
 from hadal.perf.price import OpSeconds, price_stack
-from hadal.perf.roofline import BF16, CONSTANTS, DTYPE_BYTES, FP4, FP8, Constants, Roofline
+from hadal.perf.roofline import BF16, DTYPE_BYTES, FP4, FP8, Roofline
 from hadal.perf.shapes import (
     DEEPSEEK_V3,
     causal_pairs,

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hadal.perf.roofline import BOUNDS, CONSTANTS, MAX_CONSTANTS, Constants
+from hadal.perf.constants import BOUNDS, CONSTANTS, MAX_CONSTANTS, Constants
 from hadal.perf.step import StepModel
 
 NAMES = [field.name for field in fields(Constants)]

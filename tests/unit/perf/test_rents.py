@@ -2,7 +2,8 @@
 
 import pytest
 
-from hadal.perf.hardware import HARDWARE, RENTS, rents
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rent import RENTS, rents
 
 
 @pytest.mark.promise("H20 and B200 are left out until a price is given")

@@ -10,8 +10,9 @@ import pytest
 
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling
 from hadal.overlap.plan import DECODE_FIVE, SEQUENTIAL
-from hadal.perf.explain import StepPrice, steps_trace
+from hadal.perf.explain import StepPrice
 from hadal.perf.step import StepModel
+from hadal.perf.trace import steps_trace
 from hadal.sim.runners import DecodeRunner, PrefillRunner
 
 MODEL = StepModel(144)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from hadal.perf.hardware import HARDWARE, Rent
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
 from hadal.sim.plan.plan import HardwarePlans, SearchOptions, price_hardware

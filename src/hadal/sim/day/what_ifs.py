@@ -11,7 +11,7 @@ from typing import Any
 
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import ROLES
-from hadal.perf.hardware import RENTS
+from hadal.perf.rent import RENTS
 from hadal.sim.day.study import Study
 from hadal.stats.prices import R1
 

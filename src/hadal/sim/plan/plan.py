@@ -18,7 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from hadal.perf.hardware import Hardware, Rent
+from hadal.perf.hardware import Hardware
+from hadal.perf.rent import Rent
 from hadal.perf.roofline import FP8
 from hadal.policy.capacity import USE_MAX, Slo, units_needed
 from hadal.sim.day.clock import Floats

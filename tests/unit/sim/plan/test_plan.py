@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from hadal.perf.hardware import HARDWARE, Rent
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
 from hadal.sim.plan.day import DayRules

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from hadal.perf.hardware import HARDWARE, Rent
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.capacity import Slo
 from hadal.sim.plan import search as plan_search
