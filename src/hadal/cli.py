@@ -510,7 +510,8 @@ def logs(
     run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
 ) -> None:
     """Print what a running server's processes wrote last."""
-    from hadal.commands.status import find, print_logs
+    from hadal.commands.logs import print_logs
+    from hadal.commands.status import find
 
     try:
         print_logs(find(run_folder), name, lines, is_followed=is_followed)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.plan import read_traffic
+from hadal.commands.plan_files import read_traffic
 from hadal.commands.simulate_files import read_study, study_toml
 from hadal.core.config import read_deployment
 from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text

@@ -1,18 +1,16 @@
-"""`hadal status` and `hadal logs`: what runs on this host, and what its processes wrote last.
+"""`hadal status`: what runs on this host.
 
 Reads the run folder of a server, which is its user's alone: nothing is asked of the server itself,
-so both work when it does not answer.
+so it works when the server does not answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from rich.text import Text
 from hadal.core.errors import ConfigError
 from hadal.core.messages import SUPERVISOR
 from hadal.runtime.process.child import ProcessPhase
-from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
 from hadal.runtime.process.status import ProcessStatus, Status, read_status, wrong_nodes
 from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_rank
@@ -36,9 +33,6 @@ EXIT_INCOMPLETE = 1
 """Something of the server is missing."""
 _ENDS = 3
 """Ends of a unit's processes that are shown."""
-FOLLOW_S = 0.2
-"""How often `--follow` looks for new lines."""
-_WRITTEN = re.compile(rb'(?:\{"time":")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
 
 
 @dataclass(frozen=True)
@@ -183,47 +177,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * limit:
             return f"{seconds / limit:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-# ---- what the processes wrote ----
-
-
-def processes_of(found: Found, name: str | None) -> list[str]:
-    """The processes that a name means: one, all of a unit, or all there are. Raises ConfigError for
-    one that is not there.
-    """
-    every = [*found.status.processes, SUPERVISOR]
-    if name is None:
-        return every
-    of_unit = [plan.name for plan in units(found.plans).get(name, [])]
-    if not of_unit and name not in every:
-        raise ConfigError(f"there is no {name!r}; these are: {', '.join(every)}.")
-    return of_unit or [name]
-
-
-def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
-    """The lines of several processes in the order of their times."""
-    entries: list[tuple[bytes, list[bytes]]] = []
-    for lines in lines_of_each:
-        for line in lines:
-            written = _WRITTEN.match(line)
-            if written or not entries:
-                entries.append((written[1] if written else b"", [line]))
-            else:
-                entries[-1][1].append(line)  # It belongs to the one before, as a traceback does.
-    return [line for _, lines in sorted(entries, key=lambda entry: entry[0]) for line in lines]
-
-
-def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: bool) -> None:
-    """Print the last lines; with `is_followed`, go on with new ones until the server has ended."""
-    folder, out = found.folder / LOGS_FOLDER, sys.stdout.buffer
-    readers = [KeptReader(folder, process) for process in processes_of(found, name)]
-    lines = in_order(reader.read() for reader in readers)
-    out.writelines(lines[max(0, len(lines) - num_lines) :])
-    out.flush()
-    is_up = is_followed
-    while is_up:
-        time.sleep(FOLLOW_S)
-        is_up = is_heard(found.folder / f"{SUPERVISOR}.sock")  # Before: its last words are read.
-        out.writelines(in_order(reader.read() for reader in readers))
-        out.flush()

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from hadal.commands.report import dollars, render
+from hadal.commands.report_tables import dollars, render
 from hadal.core.facts import NodesFact
 from hadal.stats.prices import R1, ModelPrices
 from hadal.stats.report import report
