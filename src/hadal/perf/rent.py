@@ -1,4 +1,6 @@
-"""Prices of a GPU-hour of each kind, where a source states one; without one the user names it."""
+"""Prices of a GPU-hour of each kind, where a source states one; without one the user names it.
+Knows no speeds.
+"""
 
 from __future__ import annotations
 

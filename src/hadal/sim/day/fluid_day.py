@@ -3,7 +3,7 @@ serves.
 
 Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its
 clock is that of Beijing, as the fleet sees it; hours are counted from second 0, noon, as
-everywhere else here.
+everywhere else here. Knows no single request.
 """
 
 from __future__ import annotations

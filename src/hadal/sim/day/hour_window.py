@@ -4,7 +4,7 @@ about all of them.
     settle | measured seconds |        what runs at the start is there already, as far as it would have come
 
 The fleet is the one that the fluid day has at the middle of the hour. A value goes in and a value
-comes out, so that hours can be looked at in other processes.
+comes out, so that hours can be looked at in other processes. Knows no fleet and no other hour.
 """
 
 from __future__ import annotations

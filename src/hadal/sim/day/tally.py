@@ -4,7 +4,7 @@ the report of them.
 Requests are the sample of the day (sim/day/demand), each as long as it was drawn, with its tokens
 as fast as its hour had them; counters are then as many times as the sample is smaller. Units are
 what the fluid day owned, minute by minute. What a day came to is so counted, priced and reported
-by the code that does it for what was really served.
+by the code that does it for what was really served. Simulates nothing.
 """
 
 from __future__ import annotations

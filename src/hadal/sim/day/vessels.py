@@ -13,7 +13,7 @@ What flows out is what flowed in less what stayed, so that nothing is lost by ro
 that is given back has on average as much before it as a new one: lengths are taken to be
 exponential.
 
-Knows no fleet, no clock of the day and no faults.
+Knows no fleet and no hour of the day.
 """
 
 from __future__ import annotations

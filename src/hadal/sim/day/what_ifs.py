@@ -1,7 +1,7 @@
 """Other days: a study with one thing changed, to see what it is worth.
 
 Each is a whole study of its own, so it goes through the same stages; what it has in common with
-the first is not measured twice (`same_units`, `same_cache`).
+the first is not measured twice (`same_units`, `same_cache`). Simulates nothing.
 """
 
 from __future__ import annotations

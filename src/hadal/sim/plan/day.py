@@ -5,7 +5,7 @@ without running it.
     at least
 
 which is when policy/scaling gives a unit up; it starts one later than that, so this is a little
-more. `fluid_day` runs the role itself.
+more. `fluid_day` runs the role itself. Knows no prices.
 """
 
 from __future__ import annotations

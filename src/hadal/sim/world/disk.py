@@ -9,7 +9,7 @@ What there is is a number for each request: so many first blocks of it. A node's
 storage NIC, one read behind the other, and writes beside the reads, for a link carries both ways
 at once. Nothing is read or written: a block's text is its name.
 
-Knows no leader and no requests.
+Knows no roles and no prices of steps.
 """
 
 from __future__ import annotations
