@@ -89,6 +89,9 @@ def hours_of(text: str) -> tuple[int, ...]:
 
 
 def write_result(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:
+    """Write result, report and, if a window ran, the trace of a step of the busiest one. Return the
+    paths. Raises ConfigError.
+    """
     # Not at the top: reading a study, and refusing one, draws nothing.
     from hadal.commands.day_page import report_html
 
