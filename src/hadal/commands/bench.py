@@ -16,7 +16,7 @@ from hadal.commands.examples import examples
 from hadal.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hadal.commands.bench_asks import Level
+    from hadal.commands.bench_load import Level
 
 EPILOG = examples(
     ("hadal bench", "the server on this machine, with 1, 4 and 16 requests at once"),
@@ -124,9 +124,13 @@ def bench(
     """Load a server that speaks OpenAI's API, Hadal's or another, and measure latency, throughput and
     goodput.
     """
-    from hadal.commands.bench_asks import Texts, parse_lengths, read_trace
-    from hadal.commands.bench_load import LoadPlan
-    from hadal.commands.bench_request import Target
+    from hadal.commands.bench_load import (
+        LoadPlan,
+        Target,
+        Texts,
+        parse_lengths,
+        read_trace,
+    )
     from hadal.commands.bench_run import BenchOptions, run
     from hadal.commands.bench_values import parse_promises
 
@@ -162,7 +166,7 @@ def bench(
 
 def _levels(rate: str, concurrency: str, speed: float | None) -> list[Level]:
     """`speed`: of a trace, where there is one. Raises ConfigError."""
-    from hadal.commands.bench_asks import Level
+    from hadal.commands.bench_load import Level
 
     if not rate and not concurrency:
         if speed is not None:
