@@ -124,14 +124,11 @@ def bench(
     """Load a server that speaks OpenAI's API, Hadal's or another, and measure latency, throughput and
     goodput.
     """
-    from hadal.commands.bench_load import (
-        LoadPlan,
-        Target,
-        Texts,
-        parse_lengths,
-        read_trace,
-    )
+    from hadal.commands.bench_lengths import parse_lengths, read_trace
+    from hadal.commands.bench_load import LoadPlan
+    from hadal.commands.bench_request import Target
     from hadal.commands.bench_run import BenchOptions, run
+    from hadal.commands.bench_texts import Texts
     from hadal.commands.bench_values import parse_promises
 
     if endpoint not in ("chat", "completions"):

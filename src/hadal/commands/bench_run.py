@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hadal.commands.bench_load import Level, LevelRun, LoadPlan, Target, Texts, run_levels
+from hadal.commands.bench_load import Level, LevelRun, LoadPlan, run_levels
 from hadal.commands.bench_page import bench_html
+from hadal.commands.bench_request import Target
+from hadal.commands.bench_texts import Texts
 from hadal.commands.bench_values import QUANTILES, summary
 from hadal.commands.day_values import compact, duration, mapping, number, percent, plain, rows
 from hadal.commands.plan_files import check_folder

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hadal.commands.bench_load import STOPPED, LevelRun, Sample
+from hadal.commands.bench_load import STOPPED, LevelRun
+from hadal.commands.bench_request import Sample
 from hadal.core.documents import shown
 from hadal.core.errors import ConfigError
 

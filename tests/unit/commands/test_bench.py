@@ -11,22 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.bench_load import (
-    STOPPED,
-    BenchAsk,
-    Calibration,
-    Level,
-    LevelRun,
-    LoadPlan,
-    Sample,
-    Target,
-    Texts,
-    _follow,
-    parse_lengths,
-    read_trace,
-    run_level,
-)
+from hadal.commands.bench_calibration import Calibration
+from hadal.commands.bench_lengths import BenchAsk, parse_lengths, read_trace
+from hadal.commands.bench_load import STOPPED, Level, LevelRun, LoadPlan, run_level
 from hadal.commands.bench_page import bench_html
+from hadal.commands.bench_request import Sample, Target, _follow
+from hadal.commands.bench_texts import Texts
 from hadal.commands.bench_values import level_summary, parse_promises, summary
 from hadal.core.errors import ConfigError
 from tests.unit.commands.pages import PLOTLY, Page

@@ -1,0 +1,175 @@
+"""One streamed request to a server that speaks OpenAI's API, and the times of its text.
+
+    sample = Sample(due_s=0.0)
+    await measure(client, target, target.body(prompt, 100, is_streamed=True), sample, now)
+
+`Sample` holds what was measured, also when the request failed. Knows the API's streams; does not know
+when requests are sent, nor how prompts are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from httpx_sse import EventSource, SSEError
+
+from hadal.core.errors import HadalError
+
+STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+"""Fields of a body whose answer is streamed, with its usage at the end."""
+
+
+class BenchError(HadalError):
+    """The server cannot be measured, and why."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """What became of a request. Times are seconds since its level began."""
+
+    due_s: float
+    sent_s: float = 0.0
+    first_s: float | None = None
+    last_s: float | None = None
+    """When the last piece with text came."""
+    end_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Times between pieces with text."""
+    num_pieces: int = 0
+    tokens_in: int | None = None
+    """As the server counts; None: it does not say."""
+    tokens_out: int | None = None
+    tokens_cached: int | None = None
+    error: str = ""
+    """Its kind; empty: none."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model of a server, and how it is asked."""
+
+    url: str
+    """With /v1."""
+    model: str
+    api_key: str = ""
+    endpoint: str = "chat"
+    """chat or completions."""
+    ignores_eos: bool = False
+    timeout_s: float = 120.0
+
+    @property
+    def path(self) -> str:
+        """The endpoint's, behind /v1."""
+        return "/chat/completions" if self.endpoint == "chat" else "/completions"
+
+    def body(self, prompt: str, tokens_out: int, *, is_streamed: bool) -> dict[str, Any]:
+        """Return a request's body."""
+        fields: dict[str, Any] = {"model": self.model, "max_tokens": tokens_out}
+        if self.endpoint == "chat":
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            fields["prompt"] = prompt
+        if is_streamed:
+            fields |= STREAMED
+        return fields | ({"ignore_eos": True} if self.ignores_eos else {})
+
+
+def client_for(target: Target) -> httpx.AsyncClient:
+    """A client with as many connections as there are requests."""
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    return httpx.AsyncClient(
+        headers=headers,
+        timeout=httpx.Timeout(target.timeout_s, connect=min(10.0, target.timeout_s)),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+    )
+
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+
+
+async def measure(
+    client: httpx.AsyncClient,
+    target: Target,
+    body: dict[str, Any],
+    sample: Sample,
+    now: Callable[[], float],
+) -> None:
+    """Send a streamed body and write its times and usage into `sample`. Raises nothing but
+    CancelledError.
+    """
+    sample.sent_s = now()
+    try:
+        async with (
+            asyncio.timeout(target.timeout_s),
+            client.stream("POST", target.url + target.path, json=body) as reply,
+        ):
+            if reply.status_code != 200:
+                sample.error = _refusal(reply.status_code, await reply.aread())
+            else:
+                await _follow(reply, sample, now)
+    except (TimeoutError, httpx.TimeoutException):
+        sample.error = f"no end within {target.timeout_s:g} s"
+    except httpx.ConnectError:
+        sample.error = "no connection"
+    except (httpx.HTTPError, httpx.StreamError):
+        sample.error = "the connection broke"
+    sample.end_s = now()
+
+
+async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float]) -> None:
+    """Read a stream to its end."""
+    is_done = False
+    try:
+        async with aclosing(EventSource(reply).aiter_sse()) as events:
+            async for event in events:
+                if event.data == "[DONE]":
+                    is_done = True
+                    break
+                chunk = msgspec.json.decode(event.data)
+                if "error" in chunk:
+                    sample.error = f"in the stream: {_code(chunk['error'])}"
+                    return
+                _take_chunk(chunk, sample, now())
+    except (SSEError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        sample.error = "not a stream of OpenAI's API"
+        return
+    if not is_done:
+        sample.error = "the stream ended early"
+    elif sample.first_s is None:
+        sample.error = "no text came"
+
+
+def _take_chunk(chunk: dict[str, Any], sample: Sample, now_s: float) -> None:
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or choice
+        if any(delta.get(name) for name in (*_TEXTS, "text")):
+            if sample.last_s is None:
+                sample.first_s = now_s
+            else:
+                sample.gaps_s.append(now_s - sample.last_s)
+            sample.last_s = now_s
+            sample.num_pieces += 1
+    if usage := chunk.get("usage"):
+        sample.tokens_in, sample.tokens_out = usage["prompt_tokens"], usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        sample.tokens_cached = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return f"{status} {_code(msgspec.json.decode(body)['error'])}".strip()
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return str(status)
+
+
+def _code(error: Any) -> str:
+    """A short name of an error, of which there are few: its code, else its type."""
+    if not isinstance(error, dict):
+        return "error"
+    return str(error.get("code") or error.get("type") or "error")[:60]
