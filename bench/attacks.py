@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.claims import Claim, print_claims
-from bench.client import percentile
 from bench.server import launched, wait_ready
 from bench.subject import ROOT
+from bench.tables import percentile
 
 Address = tuple[str, int]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

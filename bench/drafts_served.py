@@ -21,26 +21,22 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import track
 
-from bench.client import Stream
-from bench.load import bodies, run_load
+from bench.load import bodies, num_tokens, run_load, token_ms
 from bench.machine import describe
 from bench.server import Running, launched, wait_ready
+from hadal.commands.bench_request import Sample
 from hadal.kernels.library import isa
 
 OFF = "0"
 PREFILL_STEP = 'hadal_step_ms{unit="prefill-0"}'
 
 
-def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Stream]]:
+def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Sample]]:
     """(tokens/s, answers) of all chats."""
     requests = [{**body, "temperature": 0} for body in bodies(num_chats)]
     start_s = time.perf_counter()
-    streams = asyncio.run(run_load(server.address, requests, concurrency))
-    seconds = time.perf_counter() - start_s
-    errors = [answer.error for answer in streams if answer.error]
-    if errors:
-        raise RuntimeError(f"{len(errors)} chats failed; the first: {errors[0]}")
-    return sum(answer.num_tokens for answer in streams) / seconds, streams
+    samples = asyncio.run(run_load(server.address, requests, concurrency))
+    return num_tokens(samples) / (time.perf_counter() - start_s), samples
 
 
 def accepted(server: Running) -> str:
@@ -80,16 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for concurrency in options.concurrency:
             rates: dict[str, list[float]] = {drafts: [] for drafts in servers}
             pauses: dict[str, list[float]] = {drafts: [] for drafts in servers}
-            num_tokens = set()
+            lengths = set()
             for turn in track(range(-1, options.rounds), f"{concurrency} at once", console=console):
                 for drafts in servers if turn % 2 else [*servers][::-1]:
                     rate, answers = once(servers[drafts], options.chats, concurrency)
-                    num_tokens.add(sum(answer.num_tokens for answer in answers))
+                    lengths.add(num_tokens(answers))
                     if turn >= 0:  # Before, everything was touched once.
                         rates[drafts].append(rate)
-                        pauses[drafts] += [answer.per_token_s for answer in answers]
-            if len(num_tokens) != 1:
-                raise RuntimeError(f"the answers differ: {num_tokens} tokens")
+                        pauses[drafts] += token_ms(answers)
+            if len(lengths) != 1:
+                raise RuntimeError(f"the answers differ: {lengths} tokens")
             for drafts, of in rates.items():
                 ratios = [rate / off for rate, off in zip(of, rates[OFF], strict=True)]
                 between = statistics.median(pauses[drafts]) / statistics.median(pauses[OFF])

@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.client import percentile
 from bench.live_load import Ask, ClosedLoop, balance_of, http_client, read_metrics
 from bench.live_rounds import LOOK_S, MODEL, Scene, until_busy
 from bench.live_steps import Period, Step, periods, watch_steps
 from bench.server import Running
+from bench.tables import percentile
 
 FLIPPED = (
     r"^\S+ {unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas"

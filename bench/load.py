@@ -4,30 +4,121 @@ concurrency grows.
     python -m bench.load [--quick] [--requests 500]
 
 Prompts are held-out questions of the tasks the shipped model knows, answers end where it ends them.
-Closed loop: a client sends its next request when the last is answered. The clients run on the same
-cores as the server.
+Closed loop: a client sends its next request when the last is answered. Requests are sent and measured
+as `hadal bench` does it (hadal.commands.bench_request), over a transport that costs little: the clients
+run on the same cores as the server.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
-from rich.table import Table
 
 from bench.checkpoints import SHIPPED
-from bench.client import Stream, percentile, stream
-from bench.server import launched, wait_ready
+from bench.server import Address, launched, wait_ready
 from bench.subject import ROOT
+from bench.tables import parser_of, percentile, table_of
 from evals.run import held_out_examples
+from hadal.commands.bench_request import STREAMED, Sample, Target, client_for, measure
+from hadal.commands.bench_values import tpot_s, ttft_s
 
 CONCURRENCIES = (1, 8, 32, 64)
+TIMEOUT_S = 600.0
+
+
+class CheapTransport(httpx.AsyncBaseTransport):
+    """HTTP/1.0 over a connection per request: an answer is what is read until the connection ends."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request whose body is whole, and return its answer as soon as the head is there."""
+        url = request.url
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
+        content = await request.aread()
+        path = url.raw_path.decode()
+        lines = [f"{request.method} {path} HTTP/1.0", *map(": ".join, request.headers.items())]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + content)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        fields = [line.split(": ", 1) for line in head[1:] if line]
+        return httpx.Response(
+            int(head[0].split(" ")[1]),
+            headers=[(name, value) for name, value in fields],
+            stream=_Pieces(reader, writer),
+        )
+
+
+class _Pieces(httpx.AsyncByteStream):
+    """An answer's body as it comes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while piece := await self._reader.read(65536):
+            yield piece
+
+    async def aclose(self) -> None:
+        self._writer.close()
+
+
+async def stream(address: Address, endpoint: str, body: Mapping[str, Any], key: str = "") -> Sample:
+    """Send a body, streamed, and return what was measured; times are of time.perf_counter().
+
+    `endpoint`: chat or completions. `key`: of its tenant; empty: none. Raises RuntimeError if the
+    request fails.
+    """
+    url = f"http://{address[0]}:{address[1]}/v1"
+    target = Target(url, "", key, endpoint, timeout_s=TIMEOUT_S)
+    # A token may be no text: ids are in each piece.
+    ids = {"return_token_ids": True} if endpoint == "completions" else {}
+    async with client_for(target, CheapTransport()) as client:
+        sample = Sample(time.perf_counter())
+        await measure(client, target, {**body, **ids, **STREAMED}, sample, time.perf_counter)
+    if sample.error:
+        raise RuntimeError(f"a request failed: {sample.error}")
+    return sample
+
+
+def first_ms(samples: Sequence[Sample]) -> list[float]:
+    """Return the times to the first token."""
+    return [1e3 * seconds for sample in samples if (seconds := ttft_s(sample)) is not None]
+
+
+def token_ms(samples: Sequence[Sample]) -> list[float]:
+    """Return each stream's mean time between tokens; streams of one token have none."""
+    return [1e3 * seconds for sample in samples if (seconds := tpot_s(sample)) is not None]
+
+
+def spans(values_ms: Sequence[float], digits: int, share: float = 0.95) -> str:
+    """Return the median and a percentile as tables have them."""
+    return ", ".join(f"{percentile(values_ms, at):.{digits}f}" for at in (0.5, share))
+
+
+def num_tokens(samples: Sequence[Sample]) -> int:
+    """Return all tokens of the answers."""
+    return sum(sample.tokens_out or 0 for sample in samples)
+
+
+def rate(samples: Sequence[Sample]) -> float:
+    """Return tokens a second, from the first request to the last token."""
+    last_s = max(sample.last_s or 0.0 for sample in samples)
+    return num_tokens(samples) / (last_s - min(sample.sent_s for sample in samples))
+
+
+def random_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Return a greedy completion of tokens that goes on to its length."""
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
 
 
 def bodies(num_requests: int) -> list[dict[str, Any]]:
@@ -45,75 +136,49 @@ def bodies(num_requests: int) -> list[dict[str, Any]]:
 
 
 async def run_load(
-    address: tuple[str, int], requests: Sequence[dict[str, Any]], concurrency: int
-) -> list[Stream]:
-    """Send all requests, `concurrency` at a time."""
+    address: Address, requests: Sequence[dict[str, Any]], concurrency: int
+) -> list[Sample]:
+    """Send all chat requests, `concurrency` at a time. Raises RuntimeError if one fails."""
     waiting = iter(requests)
-    results: list[Stream] = []
+    results: list[Sample] = []
 
     async def client() -> None:
         for body in waiting:
-            results.append(await stream(address, "/v1/chat/completions", body))
+            results.append(await stream(address, "chat", body))
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
     return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.load", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="32 requests, concurrency 1 and 32")
+    parser = parser_of("load", __doc__, "32 requests, concurrency 1 and 32")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
     options = parser.parse_args(arguments)
     console = Console()
-    table = Table(title="hadal serve, hadal-tiny, chat requests", title_justify="left")
-    for name in (
-        "concurrency",
-        "requests",
-        "tokens/s out",
-        "ttft p50 ms",
-        "p99",
-        "per token p50 ms",
-        "p99",
-        "errors",
-    ):
-        table.add_column(name, justify="right")
+    table = table_of(
+        "concurrency|requests|tokens/s out|ttft ms p50, p99|ms a token p50, p99",
+        "hadal serve, hadal-tiny, chat requests",
+        0,
+    )
     with launched(checkout=options.checkout) as running:
         wait_ready(running)
         asyncio.run(run_load(running.address, bodies(16), 8))  # Warm-up.
         for concurrency in (1, 32) if options.quick else CONCURRENCIES:
-            num_requests = (
-                32
-                if options.quick
-                else min(options.requests, 32 + options.requests * concurrency // 64)
+            wanted = min(options.requests, 32 + options.requests * concurrency // 64)
+            number = 32 if options.quick else wanted
+            start_s = time.perf_counter()
+            samples = asyncio.run(run_load(running.address, bodies(number), concurrency))
+            seconds = time.perf_counter() - start_s
+            table.add_row(
+                str(concurrency),
+                str(number),
+                f"{num_tokens(samples) / seconds:,.0f}",
+                spans(first_ms(samples), 0, 0.99),
+                spans(token_ms(samples), 2, 0.99),
             )
-            start = time.perf_counter()
-            results = asyncio.run(run_load(running.address, bodies(num_requests), concurrency))
-            seconds = time.perf_counter() - start
-            table.add_row(*row(concurrency, results, seconds))
             console.print(f"  [dim]concurrency {concurrency}: {seconds:.1f} s[/dim]")
     console.print(table)
-
-
-def row(concurrency: int, results: list[Stream], seconds: float) -> list[str]:
-    """One line of the table."""
-    good = [result for result in results if result.error is None]
-    if not good:
-        return [str(concurrency), str(len(results)), *["-"] * 5, str(len(results))]
-    first_ms = [1e3 * result.first_s for result in good]
-    token_ms = [1e3 * result.per_token_s for result in good if result.num_tokens > 1] or [0.0]
-    return [
-        str(concurrency),
-        str(len(results)),
-        f"{sum(result.num_tokens for result in good) / seconds:,.0f}",
-        f"{statistics.median(first_ms):.0f}",
-        f"{percentile(first_ms, 0.99):.0f}",
-        f"{statistics.median(token_ms):.2f}",
-        f"{percentile(token_ms, 0.99):.2f}",
-        str(len(results) - len(good)),
-    ]
 
 
 if __name__ == "__main__":

@@ -10,30 +10,27 @@ streams.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import json
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.checkpoints import MODELS, SHIPPED, stored_model
-from bench.client import Stream, percentile, stream
-from bench.load import run_load
+from bench.load import first_ms, random_body, run_load, spans, stream, token_ms
 from bench.machine import describe
-from bench.server import Running, launched, request, wait_ready
+from bench.server import Address, Running, launched, request, wait_ready
 from bench.subject import ROOT
+from bench.tables import parser_of, table_of
+from hadal.commands.bench_request import Sample
 
 NUM_LINES, NUM_LONG = 400, 2000
 SECONDS = 6.0
-Address = tuple[str, int]
 
 
 def question(number: int) -> dict[str, Any]:
@@ -106,19 +103,16 @@ def direct_s(running: Running, round_: int) -> float:
 
 async def keep_asking(
     address: Address, model: str, shape: tuple[int, int], until_s: float, rng: random.Random
-) -> list[Stream]:
+) -> list[Sample]:
     """Ask for one stream after the other. `shape`: tokens in and out."""
     done = []
     while time.perf_counter() < until_s:
         prompt = [rng.randrange(20, 900) for _ in range(shape[0])]
-        body = {"model": model, "prompt": prompt, "max_tokens": shape[1], "ignore_eos": True}
-        done.append(await stream(address, "/v1/completions", {**body, "temperature": 0}))
-        if done[-1].error:
-            raise RuntimeError(done[-1].error)
+        done.append(await stream(address, "completions", random_body(model, prompt, shape[1])))
     return done
 
 
-async def two_streams(running: Running, seconds: float) -> list[Stream]:
+async def two_streams(running: Running, seconds: float) -> list[Sample]:
     """Return what a user with two streams got."""
     until_s, rng = time.perf_counter() + seconds, random.Random(seconds)
     one, other = await asyncio.gather(
@@ -127,7 +121,7 @@ async def two_streams(running: Running, seconds: float) -> list[Stream]:
     return one + other
 
 
-async def prompts_beside(running: Running, model: str, seconds: float) -> list[Stream]:
+async def prompts_beside(running: Running, model: str, seconds: float) -> list[Sample]:
     """Return prompts of 512 tokens that came while 16 streams ran."""
     until_s, rng = time.perf_counter() + seconds, random.Random(7)
     beside = [keep_asking(running.address, model, (20, 300), until_s, rng) for _ in range(16)]
@@ -136,29 +130,18 @@ async def prompts_beside(running: Running, model: str, seconds: float) -> list[S
     return found[0][1:]  # The first came while the streams began.
 
 
-def times(name: str, streams: Sequence[Stream]) -> tuple[str, str, str]:
+def times(name: str, streams: Sequence[Sample]) -> tuple[str, str, str]:
     """Return a line of the table."""
-    between = [1e3 * each.per_token_s for each in streams]
-    first = [1e3 * each.first_s for each in streams]
-    return (
-        name,
-        f"{statistics.median(between):.2f}, {percentile(between, 0.95):.2f}",
-        f"{statistics.median(first):.1f}, {percentile(first, 0.95):.1f}",
-    )
+    return name, spans(token_ms(streams), 2), spans(first_ms(streams), 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.others", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="hadal-tiny alone, two seconds each")
+    parser = parser_of("others", __doc__, "hadal-tiny alone, two seconds each")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
     options = parser.parse_args(arguments)
     console, seconds = Console(width=110), 2.0 if options.quick else SECONDS
     console.print(f"[bold]requests beside others[/bold]: {describe()}")
-    table = Table()
-    for column in ("what", "ms between tokens, p50, p95", "ms to the first, p50, p95"):
-        table.add_column(column)
+    table = table_of("what|ms between tokens, p50, p95|ms to the first, p50, p95", num_left=3)
     with launched(checkout=options.checkout) as running:
         wait_ready(running)
         direct_s(running, 9)

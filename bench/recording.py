@@ -28,9 +28,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.client import percentile
 from bench.load import bodies, run_load
 from bench.server import launched, wait_ready
+from bench.tables import percentile
 from hadal.roles.recording import AnyEffect, AnyEvent, Call, RecordedRole, Recording
 from hadal.runtime.recorder import RECORD, read_recordings, recorded
 

@@ -22,6 +22,8 @@ from bench.subject import ROOT
 from hadal.runtime.process.status import Status, read_status
 
 STOP_TIMEOUT_S = 30.0
+Address = tuple[str, int]
+"""Host and port."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Running:
         return status
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Address:
         """Host and port."""
         url = urllib.parse.urlsplit(self.status.url)
         return url.hostname or "127.0.0.1", url.port or 80
@@ -75,7 +77,7 @@ class Running:
 
 
 def request(
-    address: tuple[str, int], method: str, path: str, body: Mapping[str, Any] | None = None
+    address: Address, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> tuple[int, bytes]:
     """One HTTP exchange on a connection of its own."""
     connection = http.client.HTTPConnection(*address, timeout=120)

@@ -9,22 +9,21 @@ tokens that came while all streams ran; times are of the tenant with two streams
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.checkpoints import MODELS, SHIPPED, stored_model
-from bench.client import Stream, percentile, stream
+from bench.load import first_ms, random_body, rate, spans, stream, token_ms
 from bench.machine import describe
 from bench.server import Running, launched, wait_ready
 from bench.subject import ROOT
+from bench.tables import parser_of, table_of
+from hadal.commands.bench_request import Sample
 
 HEAVY, LIGHT = "heavy-key", "light-key"
 NUM_HEAVY, NUM_LIGHT = 32, 2
@@ -34,60 +33,40 @@ NUM_BEFORE = 10
 """Requests of the tenant that leaves."""
 
 
-async def keep_open(running: Running, model: str, key: str, until_s: float) -> list[Stream]:
+async def keep_open(running: Running, model: str, key: str, until_s: float) -> list[Sample]:
     """Ask for one stream after the other."""
     rng, done = random.Random(key), []
     while time.perf_counter() < until_s:
         prompt = [rng.randrange(20, 1000) for _ in range(NUM_IN)]
-        body = {"model": model, "prompt": prompt, "max_tokens": NUM_OUT, "ignore_eos": True}
-        body["temperature"] = 0
-        done.append(await stream(running.address, "/v1/completions", body, key))
-        if done[-1].error:
-            raise RuntimeError(done[-1].error)
+        body = random_body(model, prompt, NUM_OUT)
+        done.append(await stream(running.address, "completions", body, key))
     return done
 
 
 async def run(
     running: Running, model: str, tenants: dict[str, int], seconds: float
-) -> dict[str, list[Stream]]:
+) -> dict[str, list[Sample]]:
     """Return each tenant's finished streams. `tenants`: key -> streams at once."""
     until_s = time.perf_counter() + seconds
     keys = [key for key, number in tenants.items() for _ in range(number)]
     found = await asyncio.gather(*(keep_open(running, model, key, until_s) for key in keys))
-    streams: dict[str, list[Stream]] = {key: [] for key in tenants}
+    streams: dict[str, list[Sample]] = {key: [] for key in tenants}
     for key, done in zip(keys, found, strict=True):
         streams[key] += done
     return streams
 
 
-def rate(streams: Sequence[Stream]) -> float:
-    """Return tokens a second."""
-    first_s = min(each.started_s for each in streams)
-    last_s = max(each.piece_times_s[-1] for each in streams)
-    return sum(each.num_tokens for each in streams) / (last_s - first_s)
-
-
-def row(name: str, streams: dict[str, list[Stream]]) -> tuple[str, ...]:
+def row(name: str, streams: dict[str, list[Sample]]) -> tuple[str, ...]:
     """Return a line of the table."""
     light = streams.get(LIGHT, [])
     cells = [name, f"{rate(streams[HEAVY]):.0f}" if HEAVY in streams else ""]
     if not light:
         return (*cells, "", "", "")
-    between = [1e3 * each.per_token_s for each in light]
-    first = [1e3 * each.first_s for each in light]
-    return (
-        *cells,
-        f"{rate(light):.0f}",
-        f"{statistics.median(between):.2f}, {percentile(between, 0.95):.2f}",
-        f"{statistics.median(first):.1f}, {percentile(first, 0.95):.1f}",
-    )
+    return (*cells, f"{rate(light):.0f}", spans(token_ms(light), 2), spans(first_ms(light), 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tenants", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="hadal-tiny, two seconds each")
+    parser = parser_of("tenants", __doc__, "hadal-tiny, two seconds each")
     parser.add_argument("--model", choices=("hadal-tiny", "mid"), default="hadal-tiny")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
     options = parser.parse_args(arguments)
@@ -96,15 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SHIPPED if options.model == SHIPPED.name else stored_model("mid", "fp8", MODELS / "mid-fp8")
     )
     console.print(f"[bold]two tenants, {options.model}[/bold]: {describe()}")
-    table = Table()
-    for column in (
-        "the other tenant",
-        f"{NUM_HEAVY} streams, tokens/s",
-        "two streams, tokens/s",
-        "ms between tokens, p50, p95",
-        "ms to the first, p50, p95",
-    ):
-        table.add_column(column)
+    table = table_of(
+        f"the other tenant|{NUM_HEAVY} streams, tokens/s|two streams, tokens/s"
+        "|ms between tokens, p50, p95|ms to the first, p50, p95",
+        num_left=5,
+    )
     deployment = f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
     keys = {"HADAL_API_KEYS": f"{HEAVY},{LIGHT}"}
     with launched(deployment, keys, checkout=options.checkout) as running:

@@ -9,8 +9,6 @@ configs/laptop_ep.toml; and llama.cpp's server, where `make bench-peers` set it 
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -23,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.checkpoints import MODELS, SHIPPED, stored_model
-from bench.client import stream
+from bench.load import random_body
 from bench.machine import describe
 from bench.peers.installed import LLAMA_SERVER
-from bench.server import launched, request, wait_ready
+from bench.server import Address, launched, request, wait_ready
 from bench.servers import llama_server
 from bench.subject import ROOT
+from bench.tables import parser_of, table_of
 
-Address = tuple[str, int]
 Ask = Callable[[Sequence[int], int], tuple[list[int], int, float]]
 """(prompt, tokens wanted) -> the answer, tokens of the prompt that were found, and the ms to the first."""
 NUM_CHATS, NUM_TURNS = 6, 10
@@ -57,14 +54,13 @@ def post(address: Address, path: str, body: Mapping[str, Any]) -> dict[str, Any]
 
 
 def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Ask our server: for one token as a stream, then for all."""
-    body = {"model": "m", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
-    seen = asyncio.run(stream(address, "/v1/completions", {**body, "ignore_eos": True}))
-    if seen.error:
-        raise RuntimeError(seen.error)
-    body = {"model": "m", "prompt": list(prompt), "max_tokens": number, "return_token_ids": True}
+    """Ask our server: for one token, then for all."""
+    begun_s = time.perf_counter()
+    usage = post(address, "/v1/completions", random_body("m", prompt, 1))["usage"]
+    first_ms = 1e3 * (time.perf_counter() - begun_s)
+    body = {**random_body("m", prompt, number), "return_token_ids": True}
     answer = post(address, "/v1/completions", body)["choices"][0]["token_ids"]
-    return list(answer), seen.num_cached_tokens, 1e3 * seen.first_s
+    return list(answer), usage["prompt_cache_hit_tokens"], first_ms
 
 
 def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
@@ -110,10 +106,7 @@ def served(deployment: str, checkout: Path) -> Iterator[Address]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.turns", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="two chats each, hadal-tiny")
+    parser = parser_of("turns", __doc__, "two chats each, hadal-tiny")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
     options = parser.parse_args(arguments)
     console, num_chats = Console(width=110), 2 if options.quick else NUM_CHATS
@@ -122,9 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = f'model = "{folder}"\nmodel_name = "m"\n'
     ranks = (options.checkout / "configs" / "laptop_ep.toml").read_text()
     ranks = "\n".join(line for line in ranks.splitlines() if not line.startswith("model"))
-    table = Table()
-    for column in ("server", "second turn, found", "first token, ms", "ten turns", "first, ms"):
-        table.add_column(column)
+    columns = "server|second turn, found|first token, ms|ten turns|first, ms"
+    table = table_of(columns, num_left=5)
     with tempfile.TemporaryDirectory() as cache:
         deployments = {
             f"{folder.name}, default": model,

@@ -15,4 +15,4 @@ def test_the_plan_of_the_published_peak_is_timed(capsys: pytest.CaptureFixture[s
 def test_a_part_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         hosts.main(["steps"])
-    assert "unknown: steps. Known: plan, start, step, handover." in capsys.readouterr().err
+    assert "unknown: steps. Known: plan, start, step." in capsys.readouterr().err

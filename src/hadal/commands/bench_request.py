@@ -80,17 +80,23 @@ class Target:
         return fields | ({"ignore_eos": True} if self.ignores_eos else {})
 
 
-def client_for(target: Target) -> httpx.AsyncClient:
-    """A client with as many connections as there are requests."""
+def client_for(
+    target: Target, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """Return a client with as many connections as there are requests. `transport`: in place of
+    httpx's own.
+    """
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
+        transport=transport,
         headers=headers,
         timeout=httpx.Timeout(target.timeout_s, connect=min(10.0, target.timeout_s)),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
     )
 
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "text", "token_ids")
+"""Fields of a piece that has tokens. Servers send ids where a body asks for them."""
 
 
 async def measure(
@@ -148,7 +154,7 @@ async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float
 def _take_chunk(chunk: dict[str, Any], sample: Sample, now_s: float) -> None:
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or choice
-        if any(delta.get(name) for name in (*_TEXTS, "text")):
+        if any(delta.get(name) for name in _TEXTS):
             if sample.last_s is None:
                 sample.first_s = now_s
             else:
