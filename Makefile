@@ -56,7 +56,7 @@ check: setup  ## ruff and strict type checking
 	@$(BIN)/ruff format --quiet --check . || { echo "Not as ruff lays it out: .venv/bin/ruff format ."; exit 1; }
 	@$(BIN)/mypy
 
-bench: setup  ## speed beside the peers and the machine's limits, step breakdown, start-up
+bench: setup  ## speed beside the peers and the machine's limits, load, overlap, balance
 	@$(BIN)/python -m bench $(ARGS)
 
 bench-quick: setup  ## the same in a few minutes, with rough figures

@@ -1,13 +1,11 @@
 """`make bench`: every benchmark in turn. `python -m bench [--quick]
-[engine|served|overlap|dispatch ...]`.
+[engine|served|overlap ...]`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,13 +18,9 @@ from bench import (
     balance_live,
     balance_prefill,
     cache_day,
-    cache_disk,
     claims,
     control_plane,
-    dispatch_bytes,
     engine,
-    expert_skew,
-    handover,
     hosts,
     load,
     overlap,
@@ -35,40 +29,24 @@ from bench import (
     recording,
     rows,
     served,
-    simulated_hour,
-    startup,
 )
-from bench.checkpoints import ROOT
 from bench.shared_data import NAME_TO_SOURCE, why_missing
 
-
-def _kernels(arguments: Sequence[str]) -> None:
-    """In a process of its own: it sets torch's threads for good."""
-    subprocess.run([sys.executable, "-m", "bench.kernels"], cwd=ROOT, check=True, timeout=3600)
-
-
 BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
-    "startup": startup.main,
     "engine": engine.main,
     "served": served.main,
     "load": load.main,
-    "kernels": _kernels,
     "overlap": overlap.main,
-    "dispatch": dispatch_bytes.main,
-    "handover": handover.main,
     "hosts": hosts.main,
     "attacks": attacks.main,
     "rows": rows.main,
     "balance_experts": balance_experts.main,
-    "expert_skew": expert_skew.main,
     "balance_decode": balance_decode.main,
     "balance_prefill": balance_prefill.main,
     "balance_live": balance_live.main,
     "cache_day": cache_day.main,
-    "cache_disk": cache_disk.main,
     "control_plane": control_plane.main,
     "prefill_unit": prefill_unit.main,
-    "simulated_hour": simulated_hour.main,
     "recording": recording.main,
     "plan_fit": plan_fit.main,
 }

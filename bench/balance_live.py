@@ -13,8 +13,6 @@ on GPUs. How much that is worth depends on the costs chosen for the device, whic
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from rich.table import Table
 
 from bench.balance_device import DeviceCosts
 from bench.claims import Claim, print_claims
-from bench.live_installs import Watched, first_and_last, ratio, told, watch
 from bench.live_load import Ask, lognormal_lengths, task_prompts
 from bench.live_rounds import (
     BOTH,
@@ -34,16 +31,14 @@ from bench.live_rounds import (
     Scene,
     Served,
     Variant,
-    launch,
     measure,
     serve_all,
 )
-from bench.server import wait_ready
+from bench.tables import parser_of
 from hadal.core.balance import EXPERTS as EXPERT_LOADS
 from hadal.core.balance import KV, OBJECTIVES, TIME
 
 TASK = "arithmetic"
-REGIMES = ("arithmetic", "letters", "talk", "reverse")
 DECODE_DEVICE = DeviceCosts(row_us=120.0, position_us=1.0)
 """A step of 48 requests then spends about the same on attention as on experts, and most of its time
 in both.
@@ -61,13 +56,10 @@ class Sizes:
     warm_s: float
     settle_s: float
     window_s: float
-    regime_s: float
-    num_cycles: int
-    """Times that all regimes are served, one after the other."""
 
 
-FULL = Sizes(num_rounds=3, warm_s=40.0, settle_s=4.0, window_s=12.0, regime_s=20.0, num_cycles=2)
-QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0, regime_s=15.0, num_cycles=1)
+FULL = Sizes(num_rounds=3, warm_s=40.0, settle_s=4.0, window_s=12.0)
+QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0)
 
 
 def decode_asks() -> list[Ask]:
@@ -88,11 +80,6 @@ def prefill_asks() -> list[Ask]:
         Ask(prompt, 1)
         for prompt in task_prompts(TASK, lognormal_lengths(128, 400.0, 1.2, seed=5), seed=6)
     ]
-
-
-def short_asks(task: str) -> list[Ask]:
-    """Single questions of a task, answered to their end: its own experts are what a step uses."""
-    return [Ask(prompt, 160) for prompt in task_prompts(task, [16] * 64, seed=7)]
 
 
 def scenes() -> dict[str, Scene]:
@@ -218,61 +205,16 @@ def run_scene(
         return table(scene, servers, others_cores), claims(scene, servers)
 
 
-def run_installs(scene: Scene, sizes: Sizes, console: Console) -> None:
-    """The same changing load with and without the expert balancer, step by step."""
-    regimes = [short_asks(task) for task in REGIMES * sizes.num_cycles]
-    watched: dict[str, Watched] = {}
-    for variant in (OFF, EXPERTS):
-        with launch(scene, variant) as running:
-            wait_ready(running)
-            watched[variant.name] = asyncio.run(watch(scene, running, regimes, sizes.regime_s))
-    off, on = watched["off"], watched["experts"]
-    console.print(f"[bold]installations, {scene.name}[/bold]")
-    console.print(f"  {' > '.join(REGIMES)}, {sizes.num_cycles} times, {sizes.regime_s:g} s each")
-    num_moved = sum(flip.num_moved for flip in on.flips)
-    console.print(f"  {len(on.flips)} layers flipped, {num_moved} replicas moved")
-    for name, seconds in (
-        ("balancer off", off.outside()),
-        ("on, outside installations", on.outside()),
-        ("on, during installations", on.during()),
-    ):
-        console.print(f"  {name}: {told(seconds)}")
-    for text, base in (
-        ("steps outside", on.outside()),
-        ("steps of the server without", off.outside()),
-    ):
-        over = ratio(on.during(), base)
-        console.print(f"  p99 during over p99 of {text}: {'-' if over is None else f'{over:.2f}x'}")
-    for task, looks, looks_off in zip(REGIMES * sizes.num_cycles, on.looks, off.looks, strict=True):
-        for objective in ("experts", "experts_worst"):
-            ends, ends_off = first_and_last(looks, objective), first_and_last(looks_off, objective)
-            if ends is not None and ends_off is not None:
-                console.print(
-                    f"  {task}, {objective}: {ends[0]:.3f} at first, {ends[1]:.3f} at last; "
-                    f"without balancer {ends_off[0]:.3f}, {ends_off[1]:.3f}",
-                    soft_wrap=True,
-                )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.balance_live", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one short round, fewer scenes")
+    parser = parser_of("balance_live", __doc__, "one short round, fewer scenes")
     known = scenes()
-    installs = {f"installs, {name}": known[name] for name in list(known)[:2]}
-    names = [*known, *installs]
     parser.add_argument(
-        "--scene", action="append", choices=names, help="default: all; --quick: fewer"
+        "--scene", action="append", choices=known, help="default: all; --quick: fewer"
     )
     options = parser.parse_args(arguments)
     console = Console()
     sizes = QUICK if options.quick else FULL
-    chosen = options.scene or ([*list(known)[:3], *installs] if options.quick else names)
-    for name in chosen:
-        if name in installs:
-            run_installs(installs[name], sizes, console)
-            continue
+    for name in options.scene or list(known)[: 3 if options.quick else None]:
         scene = known[name]
         variants = (
             (OFF, EXPERTS, REQUESTS, BOTH)

@@ -1,45 +1,27 @@
-"""What ten open consoles cost the gateway, and the pictures of the pages in docs/.
+"""The pictures of the pages in docs/, and what a refresh of a page costs a browser.
 
-    python -m bench.pages [--rounds N]     p99 of short requests with ten consoles open, by that without
-    python -m bench.pages --near           the same, with their browser on this host
-    python -m bench.pages --refresh        ms of a browser's main thread per refresh of a page with 278 nodes
-    python -m bench.pages --pictures       docs/pages-*.png, of `laptop_ep` that `hadal bench` loads
-
-Rounds with and without are taken in turn, and the figure is the median of the rounds' own ratios.
-Operators look from hosts of their own: a console here is a connection that is sent all that a browser
-would be, and draws none of it.
+python -m bench.pages --refresh        ms of a browser's main thread per refresh of a page with 278 nodes
+python -m bench.pages --pictures       docs/pages-*.png, of `laptop_ep` that `hadal bench` loads
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
-import asyncio
-import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
-
-import httpx
-import socketio  # type: ignore[import-untyped]
 
 from bench.server import Running, launched, wait_ready
+from bench.tables import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-NUM_CONSOLES = 10
-ROUND_S, SETTLE_S = 15.0, 6.0
 MOST_REFRESH_MS = 200
-CONCURRENCY = 2
 SIZES = {"wide": (1400, 900), "narrow": (390, 844)}
 LOADED_S = 90
 """Load before the console's first picture: percentiles are of a minute."""
@@ -52,103 +34,6 @@ prices = "0/0/0"
 gpu_hour_usd = 0.0
 """
 """Added to `laptop_ep`. No price is set: a margin at the rent of six GPUs would mean nothing here."""
-DEPLOYMENT = """
-[console]
-port = 0
-[prefill]
-threads = 1
-kv_memory_mb = 64
-[decode]
-ranks = 2
-threads = 1
-kv_memory_mb = 32
-redundant_experts = 32
-"""
-
-
-@contextmanager
-def serving() -> Iterator[Running]:
-    """A server that answers and has pages."""
-    with launched(DEPLOYMENT) as server:
-        wait_ready(server)
-        yield server
-
-
-class FarConsole:
-    """A console in a browser elsewhere: it is sent all that one shows."""
-
-    def __init__(self) -> None:
-        self.num_frames = 0
-        self._socket = socketio.AsyncClient(reconnection=False)
-        self._client_id = ""
-        self._next_message = 0
-
-    async def open(self, url: str) -> None:
-        """Load the page and connect, as the page's script does (createApp in NiceGUI 3's nicegui.js)."""
-        async with httpx.AsyncClient(trust_env=False) as client:
-            page = (await client.get(f"{url}/console")).raise_for_status().text
-        found = re.search(r"query: ({.*?}),", page)
-        assert found is not None, "the page names no query for its socket"
-        asked = ast.literal_eval(found[1])
-        self._client_id = asked["client_id"]
-        self._socket.on("*", self._got)
-        browser = {name: str(uuid.uuid4()) for name in ("document_id", "tab_id", "old_tab_id")}
-        query = {**asked, "implicit_handshake": "true", **browser}
-        await self._socket.connect(
-            f"{url}?{urlencode(query)}",
-            socketio_path="/_nicegui_ws/socket.io",
-            transports=["websocket"],
-        )
-
-    async def close(self) -> None:
-        """Leave the page."""
-        await self._socket.disconnect()
-
-    async def acknowledge(self) -> None:
-        """Tell the server what need not be kept for this page any more."""
-        told = {"client_id": self._client_id, "next_message_id": self._next_message}
-        await self._socket.emit("ack", told)
-
-    async def _got(self, event: str, message: dict[str, Any] | None = None) -> None:
-        message = message or {}
-        self._next_message = max(self._next_message, message.get("_id", -1) + 1)
-        self.num_frames += "hadalFrames" in message.get("code", "")
-        if "request_id" in message:  # What a browser keeps: nothing.
-            answer = {"request_id": message["request_id"], "client_id": self._client_id}
-            await self._socket.emit("javascript_response", {**answer, "result": ""})
-
-
-async def watch_far(url: str) -> None:
-    """Keep ten consoles open until the input ends; print the fewest frames that one of them got."""
-    consoles = [FarConsole() for _ in range(NUM_CONSOLES)]
-    for console in consoles:
-        await console.open(url)
-    print("open", flush=True)
-    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    while not ended.done():
-        await asyncio.wait([ended], timeout=3.0)
-        for console in consoles:
-            await console.acknowledge()
-    for console in consoles:
-        await console.close()
-    print(min(console.num_frames for console in consoles), flush=True)
-
-
-def watch_near(url: str) -> None:
-    """The same, in a browser that draws them."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = chromium(playwright)
-        opened = [browser.new_page() for _ in range(NUM_CONSOLES)]
-        for page in opened:
-            page.goto(f"{url}/console")
-            page.wait_for_selector(".h-unit")
-        print("open", flush=True)
-        sys.stdin.read()
-        frames = [page.evaluate("window.hadalFrames || 0") for page in opened]
-        browser.close()
-    print(min(frames), flush=True)
 
 
 def chromium(playwright: Any) -> Any:
@@ -157,61 +42,6 @@ def chromium(playwright: Any) -> Any:
     if path is None:
         raise SystemExit("there is no chromium here: apt-get install chromium")
     return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-
-
-async def p99_ms(url: str, seconds: float) -> float:
-    """Of short requests, a few at once, one after the other."""
-    took: list[float] = []
-    end_s = time.monotonic() + seconds
-    body = {"model": "hadal-tiny", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
-
-    async def work(client: httpx.AsyncClient) -> None:
-        while time.monotonic() < end_s:
-            begun_s = time.monotonic()
-            reply = await client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
-            reply.raise_for_status()
-            took.append(1e3 * (time.monotonic() - begun_s))
-
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-        await asyncio.gather(*(work(client) for _ in range(CONCURRENCY)))
-    return statistics.quantiles(took, n=100)[98]
-
-
-@contextmanager
-def watching(pages: str, *, is_near: bool) -> Iterator[None]:
-    """Ten consoles are open, at the lowest priority. Raises SystemExit if they were shown nothing."""
-    bench = [sys.executable, "-m", "bench.pages", "--watch", pages, *["--near"] * is_near]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(["nice", "-n", "19", *bench], stdin=pipe, stdout=pipe, text=True) as run:
-        assert run.stdout is not None
-        if run.stdout.readline() != "open\n":
-            raise SystemExit("the consoles do not open; what is above says why")
-        yield
-        said, _ = run.communicate()
-    if int(said or 0) < ROUND_S / 2:
-        raise SystemExit(f"a console was sent {said.strip() or 'nothing'} of what it shows")
-
-
-def compare(num_rounds: int, *, is_near: bool) -> None:
-    """Print each round's two figures, and the median of their ratios."""
-    with serving() as server:
-        pages = pages_of(server)
-        url = server.status.url
-        asyncio.run(p99_ms(url, SETTLE_S))
-        ratios = []
-        for number in range(num_rounds):
-            found = {}
-            for has_consoles in (False, True) if number % 2 == 0 else (True, False):
-                with watching(pages, is_near=is_near) if has_consoles else nullcontext():
-                    time.sleep(SETTLE_S)
-                    found[has_consoles] = asyncio.run(p99_ms(url, ROUND_S))
-            ratios.append(found[True] / found[False])
-            print(
-                f"round {number + 1}: p99 {found[False]:.1f} ms without, {found[True]:.1f} ms with"
-                f" {NUM_CONSOLES} consoles: {ratios[-1]:.3f}",
-                flush=True,
-            )
-    print(f"median of {num_rounds} rounds: {statistics.median(ratios):.3f}")
 
 
 def pages_of(server: Running) -> str:
@@ -352,26 +182,18 @@ def picture_console(browser: Any, url: str, size: str, scheme: str) -> None:
 
 def main() -> None:
     """Parse what is asked, and do it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser = parser_of("pages", __doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--pictures", action="store_true")
     frames_help = "of hadal simulate --frames, for --refresh"
     parser.add_argument("--frames", type=Path, help=frames_help)
-    parser.add_argument("--near", action="store_true", help="a browser on this host draws them")
-    parser.add_argument("--watch", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.watch:
-        if asked.near:
-            watch_near(asked.watch)
-        else:
-            asyncio.run(watch_far(asked.watch))
-    elif asked.refresh:
+    if asked.refresh == asked.pictures:
+        parser.error("--refresh or --pictures is needed.")
+    if asked.refresh:
         refresh(asked.frames)
-    elif asked.pictures:
-        pictures()
     else:
-        compare(asked.rounds, is_near=asked.near)
+        pictures()
 
 
 if __name__ == "__main__":

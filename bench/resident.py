@@ -13,7 +13,6 @@ removed at the end.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shutil
 import subprocess
@@ -26,9 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from bench.checkpoints import MODELS, stored_model
-from bench.machine import describe, measure_limits
-from bench.server import Running, launched, request
-from bench.startup import wait_for
+from bench.machine import describe, measure_limits, tree_of
+from bench.server import Running, launched, request, wait_for
 
 TIMEOUT_S = 300.0
 NUM_DECODED = 12
@@ -144,24 +142,12 @@ def _prefill(console: Console, running: Running, model: str, num_tokens: int) ->
 def _resident_bytes(running: Running) -> tuple[int, int]:
     """(proportional set size, bytes that several processes map) of the server's processes."""
     pss = shared = 0
-    for pid in _descendants(running.process.pid):
+    for pid in tree_of(running.process.pid):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         kb = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
         pss += kb["Pss"] * 1024
         shared += (kb["Shared_Clean"] + kb["Shared_Dirty"]) * 1024
     return pss, shared
-
-
-def _descendants(pid: int) -> list[int]:
-    """The process and all that it started, and those that they started."""
-    parent_of = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # It ended meanwhile.
-            parent_of[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parent_of.items() if parent == one]
-    return found
 
 
 def _kv_bytes(running: Running) -> int:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,18 +143,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_TIMEOUT_S)
 
 
+def wait_for(
+    condition: Callable[[], bool], running: Running, what: str, timeout_s: float = 180.0
+) -> None:
+    """Look again and again. Raises RuntimeError where the server ends or the time passes."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s and running.process.poll() is None:
+        with contextlib.suppress(OSError, RuntimeError):  # Not listening yet, or no status yet.
+            if condition():
+                return
+        time.sleep(0.01)
+    raise RuntimeError(f"{what} not seen:\n{running.log.read_text(errors='replace')[-2000:]}")
+
+
 def wait_ready(running: Running, timeout_s: float = 120.0) -> None:
     """Return when /health says that requests can be answered. Raises RuntimeError with the log's
     end if that fails.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if running.process.poll() is not None:
-            break
-        with contextlib.suppress(OSError, RuntimeError):
-            running.get("/health")
-            return
-        time.sleep(0.02)
-    raise RuntimeError(
-        f"the server is not ready:\n{running.log.read_text(errors='replace')[-2000:]}"
-    )
+    wait_for(lambda: bool(running.get("/health")), running, "a ready server was", timeout_s)

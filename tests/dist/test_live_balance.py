@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from bench.live_installs import FLIPPED, STAGING
 from bench.live_load import Ask, ClosedLoop, http_client
 from tests.dist import eager
 from tests.dist.conftest import starting
@@ -29,6 +28,15 @@ from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.waiting import wait_for
 
+FLIPPED = (
+    r"^\S+ {unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas"
+    r" moved: (\d+)"
+)
+STAGING = (
+    r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move:"
+    r" ([1-9]\d*)"
+)
+"""Lines of a leader's log: an installation that is whole, and the begin of one that moves replicas."""
 UNIT = "decode-0"
 LABEL = f'unit="{UNIT}"'
 NUM_CLIENTS = 20

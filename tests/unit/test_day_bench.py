@@ -1,6 +1,4 @@
-"""The benches of the simulated day's parts, on a small study: what they print is what was
-measured.
-"""
+"""The bench of a simulated prefill unit, on a small study: it prints what was measured."""
 
 from __future__ import annotations
 
@@ -12,10 +10,8 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from bench import prefill_unit, simulated_hour
-from bench.day_parts import placed
-from bench.prefill_unit import settings
-from bench.simulated_hour import Cost, peak_bytes
+from bench import prefill_unit
+from bench.prefill_unit import placed, settings
 from hadal.core.config import DECODE, PREFILL
 from hadal.perf.shapes import causal_pairs
 from hadal.sim.day.curves import prefill_point
@@ -23,7 +19,7 @@ from hadal.sim.day.study import Study
 from hadal.sim.runners import NO_WORK, StepWork
 from hadal.sim.world.seen import WorldLog
 from hadal.sim.world.world import FleetWorld
-from tests.unit.sim.studies import PLACED, cached_day, load, looked, setting, small
+from tests.unit.sim.studies import cached_day, load, small
 
 
 def text_of(table: object) -> str:
@@ -85,19 +81,3 @@ def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     assert f"{run.share:.1%}" in text
     assert f"{0.75 * run.share:.1%}" in text
     assert text.count("100.0%") == 2
-
-
-@pytest.mark.more("a fleet is simulated; its parts are tested in tests/unit/sim/day")
-def test_an_hour_is_run_and_what_it_cost_is_shown() -> None:
-    study = small(window=replace(small().window, seconds=0.5, settle_s=0.5))
-    before = peak_bytes()
-    cost = simulated_hour.measured(study, PLACED, setting(), cached_day())
-    assert cost.cpu_s > 0
-    assert cost.memory_bytes >= before > 10e6
-    assert cost.window.problems == ()
-    text = text_of(simulated_hour.table(small(), Cost(looked(), 2.0, 3_000_000_000)))
-    units = setting().units
-    assert f"{units.prefill} + {units.decode} units, 2 + 2 s simulated in 2.0 s of a core" in text
-    assert f"{looked().num_events / 2.0:,.0f}" in text
-    assert f"{looked().num_running:,}, {looked().num_came:,}" in text
-    assert "3.00 GB" in text

@@ -1,10 +1,7 @@
-"""What bench/balance_live reckons with: steps' periods, what a log says of installations, and ops
-that take a time.
-"""
+"""What bench/balance_live reckons with: gauges, claims, prompts, and ops that take a time."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +14,8 @@ from bench import balance_device
 from bench.balance_device import Overruns, lasting, num_positions, num_rows
 from bench.balance_live import DECODE_DEVICE, claims
 from bench.balance_serve import DEVICE, DeviceChild
-from bench.live_installs import STAGING, Flip, Watched, ratio, read_flips
 from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
 from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Scene, Served, Variant, Window
-from bench.live_steps import Period, Step, periods
 from bench.server import Running
 from hadal.comm.expert_comm import Received
 from hadal.core.config import Deployment, UnitsConfig
@@ -28,42 +23,6 @@ from hadal.model.block import MicroBatch
 from hadal.runtime.supervisor import supervisor
 from hadal.runtime.supervisor.options import Options
 from hadal.runtime.topology import launch_plan
-
-LOG = """\
-2026-01-02T17:00:01.100Z decode-0     INFO    MoE layer 2: staging begins after step 90; replicas to move: 7
-2026-01-02T17:00:01.200Z decode-1     INFO    MoE layer 0 flipped in step 94, begun after step 92; replicas moved: 3
-2026-01-02T17:00:01.300Z decode-0     INFO    MoE layer 2 flipped in step 93, begun after step 90; replicas moved: 7
-2026-01-02T17:00:02.200Z decode-0     INFO    MoE layer 1: staging begins after step 96; replicas to move: 0
-2026-01-02T17:00:02.300Z decode-0     INFO    MoE layer 1 flipped in step 97, begun after step 96; replicas moved: 0
-"""
-
-
-def test_flips_are_read_of_one_unit() -> None:
-    assert read_flips(LOG, "decode-0") == [Flip(2, 90, 93, 7), Flip(1, 96, 97, 0)]
-    assert read_flips(LOG, "decode") == []
-    assert re.findall(STAGING.format(unit="decode-0"), LOG, re.M) == [
-        ("2", "90", "7")
-    ]  # A new split moves nothing.
-
-
-def test_periods_are_of_steps_that_follow_one_another() -> None:
-    starts = ((3, 4.0), (1, 1.0), (2, 2.0), (7, 9.0), (8, 9.5))
-    steps = [Step(step_id, start_s, start_s + 0.5, 8, {}) for step_id, start_s in starts]
-    assert periods(steps) == [
-        Period(1, 1.0, 1.0, 8),
-        Period(2, 2.0, 2.0, 8),
-        Period(7, 9.0, 0.5, 8),
-    ]
-
-
-def test_steps_of_installations_are_told_from_the_others() -> None:
-    watched = Watched(
-        read_flips(LOG, "decode-0"), [Period(i, 0.0, float(i), 1) for i in range(88, 100)], []
-    )
-    assert watched.during() == [91, 92, 93, 97]
-    assert watched.outside() == [88, 89, 90, 94, 95, 96, 98, 99]
-    assert ratio([1.0, 3.0], [2.0]) == 1.5
-    assert ratio([], [2.0]) is None
 
 
 def test_gauges_of_a_unit() -> None:

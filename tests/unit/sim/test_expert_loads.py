@@ -8,12 +8,22 @@ import pytest
 from bench.expert_loads import DECODE as DECODE_NAMES
 from bench.expert_loads import PREFILL as PREFILL_NAMES
 from bench.expert_loads import read_loads
-from bench.expert_skew import figures
 from hadal.core.balance import AUTO, OFF
-from hadal.core.config import DECODE, PREFILL
+from hadal.core.config import DECODE, PREFILL, UnitsConfig
+from hadal.core.placement import spread
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel, redundant_default
-from hadal.sim.expert_loads import POLICIES, ExpertRanks, draw_loads, expert_share
+from hadal.policy.experts.balance import Cluster, balance, rank_loads
+from hadal.policy.experts.search import Floats
+from hadal.roles.leaders import keeps_groups
+from hadal.sim.expert_loads import (
+    NUM_GROUPS,
+    POLICIES,
+    RANKS_PER_NODE,
+    ExpertRanks,
+    draw_loads,
+    expert_share,
+)
 from tests.needs import shared_data
 
 NUM_SEEDS = 8
@@ -43,6 +53,39 @@ def test_placements_leave_what_they_leave_of_measured_loads(
 ) -> None:
     """SGLang's published loads, workload by workload (1.142 to 1.155 for the fourth)."""
     assert low <= imbalance(policy, phase, num_ranks) <= high
+
+
+def figures(phase: str, loads: Floats) -> list[float]:
+    """Return the skew of loads [layers, experts], then what is left of it on a unit: off, auto.
+
+    Means over layers: deviations of the logarithm of groups' means, and of experts within their group;
+    the heaviest and the eighth heaviest expert over the mean; maximum over mean of the ranks, with
+    experts in order (off) and with our balancer (auto).
+    """
+    share = loads / loads.mean(axis=1, keepdims=True)
+    grouped = share.reshape(len(share), NUM_GROUPS, -1)
+    logs = np.log(np.maximum(grouped, 1e-3))
+    heaviest = np.sort(share, axis=1)
+    num_ranks = {PREFILL: 32, DECODE: 144}[phase]
+    units = UnitsConfig(ranks=num_ranks, ranks_per_node=RANKS_PER_NODE, redundant_experts=32)
+    by_nodes = keeps_groups(units, DEEPSEEK_V3, phase)
+    cluster = Cluster.even(
+        num_ranks, num_ranks // RANKS_PER_NODE, (share.shape[1] + 32) // num_ranks
+    )
+    plan = balance(
+        share, cluster, mode="hierarchical" if by_nodes else "global", num_groups=NUM_GROUPS
+    )
+    left = []
+    for placement in (spread(*share.shape, num_ranks, 32), plan.placement):
+        received = rank_loads(placement, share)
+        left.append(float((received.max(axis=1) / received.mean(axis=1)).mean()))
+    return [
+        float(np.log(grouped.mean(axis=2)).std(axis=1).mean()),
+        float(logs.std(axis=2).mean()),
+        float(heaviest[:, -1].mean()),
+        float(heaviest[:, -8].mean()),
+        *left,
+    ]
 
 
 def test_drawn_loads_are_like_the_measured_ones() -> None:
