@@ -17,7 +17,6 @@ from bench import (
     balance_experts,
     balance_live,
     balance_prefill,
-    cache_day,
     claims,
     control_plane,
     engine,
@@ -33,22 +32,11 @@ from bench import (
 from bench.shared_data import NAME_TO_SOURCE, why_missing
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
-    "engine": engine.main,
-    "served": served.main,
-    "load": load.main,
-    "overlap": overlap.main,
-    "hosts": hosts.main,
-    "attacks": attacks.main,
-    "rows": rows.main,
-    "balance_experts": balance_experts.main,
-    "balance_decode": balance_decode.main,
-    "balance_prefill": balance_prefill.main,
-    "balance_live": balance_live.main,
-    "cache_day": cache_day.main,
-    "control_plane": control_plane.main,
-    "prefill_unit": prefill_unit.main,
-    "recording": recording.main,
-    "plan_fit": plan_fit.main,
+    module.__name__.removeprefix("bench."): module.main
+    for module in (
+        *(engine, served, load, overlap, hosts, attacks, rows, balance_experts, balance_decode),
+        *(balance_prefill, balance_live, control_plane, prefill_unit, recording, plan_fit),
+    )
 }
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import itertools
 import json
 import random
@@ -23,20 +22,18 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.claims import Claim, print_claims
-from bench.server import launched, wait_ready
+from bench.server import Address, request, serving
 from bench.subject import ROOT
-from bench.tables import percentile
+from bench.tables import parser_of, percentile, table_of
 
-Address = tuple[str, int]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ATTACKER, OTHER = "key-of-the-attacker", "key-of-the-other"
 ANSWER_TOKENS = 32
@@ -285,27 +282,17 @@ class Seen:
 
 def ask(address: Address, number: int) -> tuple[int, float]:
     """One request of the other tenant: its status, 0 for none in time, and its seconds."""
-    body = json.dumps(
-        {
-            "model": "hadal-tiny",
-            "prompt": f"Number {number}: tell me a story.",
-            "max_tokens": ANSWER_TOKENS,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-    )
-    started_s = time.perf_counter()
-    connection = http.client.HTTPConnection(*address, timeout=WAIT_S)
-    try:
-        headers = {"Authorization": f"Bearer {OTHER}", "Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", body, headers)
-        reply = connection.getresponse()
-        reply.read()
-        return reply.status, time.perf_counter() - started_s
-    except OSError:
-        return 0, time.perf_counter() - started_s
-    finally:
-        connection.close()
+    body = {
+        "model": "hadal-tiny",
+        "prompt": f"Number {number}: tell me a story.",
+        "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    started_s, status = time.perf_counter(), 0
+    with suppress(OSError):
+        status, _ = request(address, "POST", "/v1/completions", body, OTHER, WAIT_S)
+    return status, time.perf_counter() - started_s
 
 
 def watch(address: Address, span_s: float, most: int, numbers: itertools.count[int]) -> Seen:
@@ -326,8 +313,7 @@ def watch(address: Address, span_s: float, most: int, numbers: itertools.count[i
 def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tuple[Seen, Seen]:
     """The other tenant alone, and during the attack."""
     keys = {"HADAL_API_KEYS": f"{ATTACKER},{OTHER}"}
-    with launched(environment=keys, checkout=checkout) as server:
-        wait_ready(server)
+    with serving(environment=keys, checkout=checkout) as server:
         numbers = itertools.count()
         watch(server.address, WAIT_S, 3, numbers)  # What is slow once is not the attack's doing.
         alone = watch(server.address, span_s, num_alone, numbers)
@@ -358,22 +344,10 @@ def watch_attacked(
 
 def show(rows: Sequence[tuple[Attack, Seen, Seen]]) -> None:
     """Print the table."""
-    table = Table(title="another tenant's requests of 32 tokens, one after the other")
-    for column in (
-        "attack",
-        "alone p50",
-        "p95",
-        "worst",
-        "attacked: answered",
-        "p50",
-        "p95",
-        "worst",
-        "p50 ratio",
-        "refused with",
-    ):
-        table.add_column(
-            column, justify="left" if column in ("attack", "refused with") else "right"
-        )
+    table = table_of(
+        "attack|alone p50|p95|worst|attacked: answered|p50|p95|worst|p50 ratio|refused with",
+        "another tenant's requests of 32 tokens, one after the other",
+    )
     for attack, alone, seen in rows:
         refused = ", ".join(str(status or "no answer") for status in sorted(set(seen.refusals)))
         table.add_row(
@@ -409,8 +383,7 @@ def _ms(time_s: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.attacks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="seconds for each attack")
+    parser = parser_of("attacks", __doc__, "seconds for each attack")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="serve this checkout")
     parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="only this one")
     parser.add_argument(

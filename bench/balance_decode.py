@@ -10,18 +10,17 @@ checkout, and left out where they are not.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.decode_rules import PEERS, rule
 from bench.decode_world import Result, UnitReport, World, r1_load, trace_loads
 from bench.shared_data import AZURE, MOONCAKE, why_missing
+from bench.tables import parser_of, table_of
 from hadal.policy.decode_balance import Arrival, Move, MoveTerms, choose_moves, place
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
@@ -83,9 +82,10 @@ def measure(
     title = (
         f"{load.name}: {load.mean_kv:.0f} tokens of KV a request, output {load.output_N.mean():.0f}"
     )
-    table = Table(title=f"{title}; {num_steps} steps, {num_seeds} seeds")
-    for name in ("rule", "kv", "requests", "efficiency", "moved", "running", "us a placement"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    table = table_of(
+        "rule|kv|requests|efficiency|moved|running|us a placement",
+        f"{title}; {num_steps} steps, {num_seeds} seeds",
+    )
     for case in cases:
         results = [run(load, case, num_steps, seed) for seed in range(num_seeds)]
         num = sum(result.num_steps for result in results)
@@ -166,12 +166,7 @@ def show_time(console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.balance_decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
+    parser = parser_of("balance_decode", __doc__, "one seed, few steps")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument(
         "--trigger", type=float, default=MoveTerms().trigger, help="move above this share of a rank"

@@ -1,7 +1,12 @@
 """A rank's process that is a device of its own: real messages, weights and tokens, but heavy ops
 take a device's time.
 
+    python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
+
+The first line is `hadal serve` whose ranks are such processes: the supervisor starts every process by
+a module's name, and here the ranks' is another. Leader and gateway, and a unit of one rank, run as
+always.
 
 Ranks that share cores take the same time together however the work is spread over them, so on one
 machine balance shows in no clock. Here the routed experts' op lasts as long as the rows that the
@@ -17,20 +22,24 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
+from hadal.cli import app
 from hadal.comm.group import Interval
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.model.block import OPS, MicroBatch, Op
 from hadal.overlap.plan import ATTN_CORE, EXPERTS
 from hadal.reference.params import LayerWeights
-from hadal.runtime import unit
+from hadal.runtime import launch, unit
+from hadal.runtime.process.child import Child
 
 log = logging.getLogger("bench.device")
 
+DEVICE = "bench.balance_device"
 COSTS = "HADAL_BENCH_DEVICE"
 """Environment variable: DeviceCosts as JSON."""
 SAY_EVERY = 1000
@@ -107,8 +116,22 @@ def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns
     return run
 
 
+class DeviceChild(Child):
+    """A child whose module is this one where it is a rank."""
+
+    def __init__(self, name: str, role: str, arguments: Sequence[str], *more: Any) -> None:
+        module, *rest = arguments
+        super().__init__(name, role, [DEVICE if "--rank" in rest else module, *rest], *more)
+
+
+def serve() -> None:
+    """Run `hadal serve` whose ranks are devices."""
+    launch.Child = DeviceChild  # type: ignore[attr-defined]
+    app()
+
+
 def main() -> int:
-    """`hadal.runtime.unit` with a device's ops."""
+    """Run `hadal.runtime.unit` with a device's ops."""
     costs = msgspec.json.decode(os.environ[COSTS], type=DeviceCosts)
     overruns = Overruns()
     OPS[EXPERTS] = lasting(OPS[EXPERTS], num_rows, 1e-6 * costs.row_us, overruns)
@@ -117,4 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve() if sys.argv[1:2] == ["serve"] else main())

@@ -9,7 +9,6 @@ of CPU time, one thread.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import statistics
@@ -20,12 +19,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from bench.balance_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
 from bench.balance_replan import replans, windows
 from bench.balance_traffic import traffic
-from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
 from bench.shared_data import EXPERT_LOADS, find, why_missing
+from bench.tables import parser_of, table_of
 from hadal.policy.experts.balance import Cluster, balance
 from hadal.policy.experts.search import Floats
 
@@ -83,20 +82,18 @@ def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> fl
 def placements(
     console: Console, folder: Path, eplb: Callable[..., Any] | None, repeats: int
 ) -> None:
-    table = Table(
-        title="expert placements: mean / worst layer / ms, averaged over the matrices",
-        title_justify="left",
+    table = table_of(
+        "case|mode|ours|EPLB|bound",
+        "expert placements: mean / worst layer / ms, averaged over the matrices",
+        num_left=2,
     )
-    for column in ("case", "mode", "ours", "EPLB", "bound"):
-        table.add_column(column, justify="left" if column in ("case", "mode") else "right")
     for case, mode, num_ranks, num_expert_slots, names in CASES:
         cluster = Cluster.even(num_ranks, NUM_NODES, num_expert_slots)
         rows, theirs, bounds = [], [], []
         for name in names:
             loads = read_loads(folder, name)
             plan, ms = timed(
-                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS),
-                repeats,
+                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS), repeats
             )
             rows.append((plan.balancedness_L.mean(), plan.balancedness_L.min(), ms))
             bounds.append(bound(loads, mode, num_ranks, num_expert_slots))
@@ -130,8 +127,7 @@ def run_eplb(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.balance_experts", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser = parser_of("balance_experts", __doc__, "one repetition")
     parser.add_argument("--eplb", help="folder with DeepSeek's eplb.py")
     options = parser.parse_args(arguments)
     console = Console(width=120)

@@ -85,34 +85,26 @@ def prefill_asks() -> list[Ask]:
 def scenes() -> dict[str, Scene]:
     decode, prefill = decode_asks(), prefill_asks()
     chunks = "chunk_tokens = 256\n"
+    virtual, real = "virtual devices", "real compute"
+    decodes = ((virtual, DECODE_DEVICE), (real, None))
+    prefills = (
+        (virtual, 4, 48, PREFILL_DEVICE),
+        (virtual, 2, 32, PREFILL_DEVICE),
+        (real, 4, 48, None),
+    )
     return {
         scene.name: scene
         for scene in (
-            Scene(
-                "decode EP4, virtual devices", "decode", 4, decode, 48, DECODE_DEVICE, DECODE_RANKS
+            *(
+                Scene(f"decode EP4, {kind}", "decode", 4, decode, 48, device, DECODE_RANKS)
+                for kind, device in decodes
             ),
-            Scene("decode EP4, real compute", "decode", 4, decode, 48, None, DECODE_RANKS),
-            Scene(
-                "prefill EP4, virtual devices",
-                "prefill",
-                4,
-                prefill,
-                48,
-                PREFILL_DEVICE,
-                "",
-                chunks,
+            *(
+                Scene(
+                    f"prefill EP{ranks}, {kind}", "prefill", ranks, prefill, num, device, "", chunks
+                )
+                for kind, ranks, num, device in prefills
             ),
-            Scene(
-                "prefill EP2, virtual devices",
-                "prefill",
-                2,
-                prefill,
-                32,
-                PREFILL_DEVICE,
-                "",
-                chunks,
-            ),
-            Scene("prefill EP4, real compute", "prefill", 4, prefill, 48, None, "", chunks),
         )
     }
 

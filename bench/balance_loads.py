@@ -1,25 +1,29 @@
-"""Loads for the prefill balancer: measured traces where their files are, seeded lognormals
-otherwise.
+"""Loads that balancers are compared on: prompts from measured traces where their files are, seeded
+lognormals otherwise; measured DeepSeek-V3 expert loads; and a clock of CPU time.
 
-Files are looked up by bench/shared_data.
+bench/shared_data looks the files up.
 """
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.shared_data import shared_data
+from hadal.policy.experts.search import Floats
+from hadal.sim.plan import traffic
+from hadal.sim.plan.traces import MOONCAKE_PART_TOKENS, mooncake_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK_TOKENS = 512
-"""Of a hash id in the Mooncake traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +63,19 @@ def mooncake(path: Path) -> UnitReport:
     seen: set[int] = set()
     arrivals = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            num_blocks = 0
-            for block in row["hash_ids"]:
-                if block not in seen:
-                    break
-                num_blocks += 1
-            seen.update(row["hash_ids"])
-            num_cached = min(num_blocks * BLOCK_TOKENS, row["input_length"] - 1)
-            arrivals.append(
-                Arrival(row["timestamp"] / 1e3, num_cached, row["input_length"] - num_cached)
-            )
+        for row in mooncake_rows(lines):
+            num_blocks = sum(1 for _ in takewhile(seen.__contains__, row.parts))
+            seen.update(row.parts)
+            num_cached = min(num_blocks * MOONCAKE_PART_TOKENS, row.tokens_in - 1)
+            arrivals.append(Arrival(row.at_s, num_cached, row.tokens_in - num_cached))
     return UnitReport("mooncake-conv", path.name, tuple(arrivals))
 
 
 def azure(name: str, path: Path) -> UnitReport:
     """Azure's 2023 traces hold lengths only: nothing is cached."""
-    with path.open(encoding="utf-8", newline="") as rows:
-        read = [
-            (datetime.fromisoformat(r["TIMESTAMP"][:26]), int(r["ContextTokens"]))
-            for r in csv.DictReader(rows)
-        ]
-    return UnitReport(
-        name,
-        path.name,
-        tuple(Arrival((at - read[0][0]).total_seconds(), 0, max(1, n)) for at, n in read),
-    )
+    read = traffic.azure(path.read_text(encoding="utf-8").splitlines())
+    arrivals = zip(read.arrival_s.tolist(), read.tokens_in.tolist(), strict=True)
+    return UnitReport(name, path.name, tuple(Arrival(at, 0, max(1, n)) for at, n in arrivals))
 
 
 def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> UnitReport:
@@ -125,3 +115,32 @@ def loads(seed: int = 0) -> list[UnitReport]:
     if conv_path is not None:
         out.append(azure("azure-conv", conv_path))
     return out
+
+
+PREFILL = (
+    "prefill_in512",
+    "prefill_in1024",
+    "prefill_in500out1500",
+    "prefill_in1000out1000",
+    "prefill_in2000out100",
+)
+DECODE = ("decode_in500out1500", "decode_in1000out1000", "decode_in2000out100")
+NUM_GROUPS, NUM_NODES = 8, 4
+
+
+def read_loads(folder: Path, name: str) -> Floats:
+    loads = np.array(
+        json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes()))["tokens_per_expert"],
+        float,
+    )
+    return np.asarray(loads[loads.sum(axis=1) > 0])
+
+
+def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """Return (the result, median ms of CPU time)."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        result = call()
+        times.append(1e3 * (time.process_time() - start))
+    return result, statistics.median(times)

@@ -14,13 +14,11 @@ here.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from bench.balance_loads import UnitReport, loads
 from bench.balance_prefill_sim import (
@@ -38,6 +36,7 @@ from bench.balance_prefill_sim import (
     round_robin,
     simulate,
 )
+from bench.tables import parser_of, table_of
 from hadal.policy.prefill_balance import StepLimits
 
 OURS = "hadal"
@@ -75,19 +74,10 @@ def mark(value: float, target: float, *, is_least: bool) -> str:
 
 def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
     """One table of a load: all rules, always as many prompts as they want to see."""
-    table = Table(title=f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)")
-    for name in (
-        "rule",
-        "efficiency",
-        "free",
-        "time",
-        "attention",
-        "tokens",
-        "tokens/rank/step",
-        "plan ms, median",
-        "p99",
-    ):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    table = table_of(
+        ("rule|efficiency|free|time|attention|tokens|tokens/rank/step|plan ms, median|p99"),
+        f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)",
+    )
     outcomes: dict[str, Outcome] = {}
     for name, rule in rules(load, limits.num_tokens_mean).items():
         outcomes[name] = out = simulate(
@@ -127,18 +117,10 @@ def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks:
     """
     duration_s = ideal_s(load, num_ranks) / SHARE
     stretched = load.stretched(duration_s)
-    table = Table(
-        title=f"{load.name}, {SHARE:.0%} of ideal capacity, {duration_s:.0f} s of arrivals"
+    table = table_of(
+        "rule|TTFT mean s|p50|p99|busy after the last arrival|plan ms, median",
+        f"{load.name}, {SHARE:.0%} of ideal capacity, {duration_s:.0f} s of arrivals",
     )
-    for name in (
-        "rule",
-        "TTFT mean s",
-        "p50",
-        "p99",
-        "busy after the last arrival",
-        "plan ms, median",
-    ):
-        table.add_column(name, justify="left" if name == "rule" else "right")
     for name, rule in rules(load, limits.num_tokens_mean).items():
         out = simulate(stretched, rule(), limits, num_ranks=num_ranks, is_saturated=False)
         ttfts_s = np.array(out.ttfts_s)
@@ -157,9 +139,8 @@ def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.balance_prefill", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help=f"the first {QUICK_ARRIVALS} prompts of each load"
+    parser = parser_of(
+        "balance_prefill", __doc__, f"the first {QUICK_ARRIVALS} prompts of each load"
     )
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a mean step")

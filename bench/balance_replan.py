@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, read_loads, timed
+from bench.balance_loads import DECODE, NUM_GROUPS, NUM_NODES, read_loads, timed
+from bench.tables import table_of
 from hadal.core.placement import Placement
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness
 from hadal.policy.experts.search import Floats
@@ -47,23 +47,11 @@ def replans(console: Console, folder: Path) -> None:
     """Every sequence of every case: means over its re-plans, and the least of them beside the
     greedy.
     """
-    table = Table(
-        title="replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)",
-        title_justify="left",
+    table = table_of(
+        "case|loads|moved|balanced|stale|of greedy|least|+ split|ms|1 layer ms",
+        "replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)",
+        num_left=2,
     )
-    for column in (
-        "case",
-        "loads",
-        "moved",
-        "balanced",
-        "stale",
-        "of greedy",
-        "least",
-        "+ split",
-        "ms",
-        "1 layer ms",
-    ):
-        table.add_column(column, justify="left" if column in ("case", "loads") else "right")
     for case, num_ranks, num_expert_slots, limit, target in CASES:
         cluster = Cluster.even(num_ranks, 1, num_expert_slots)
         for kind, steps in sequences(folder).items():
@@ -131,12 +119,7 @@ def one_layer_ms(
         one = loads[layer : layer + 1]
         _, ms = timed(
             lambda: balance(
-                one,
-                cluster,
-                current=now,
-                max_moves=max_moves,
-                target=target,
-                weighted=True,
+                one, cluster, current=now, max_moves=max_moves, target=target, weighted=True
             ),
             3,
         )
@@ -148,9 +131,11 @@ def windows(console: Console, folder: Path) -> None:
     """Steps that are now of one decode mix, now of another: planned for 12, judged on 24 others of
     the same kind.
     """
-    table = Table(title="mean/max of steps to come, planned for a window", title_justify="left")
-    for column in ("case", "plan", "for the sums", "for the steps", "ms"):
-        table.add_column(column, justify="left" if column in ("case", "plan") else "right")
+    table = table_of(
+        "case|plan|for the sums|for the steps|ms",
+        "mean/max of steps to come, planned for a window",
+        num_left=2,
+    )
     mixes = [read_loads(folder, name) for name in DECODE]
     random = np.random.default_rng(5)
     for case, num_ranks, num_expert_slots, limit, target in CASES:
@@ -166,25 +151,13 @@ def windows(console: Console, folder: Path) -> None:
         plans: dict[str, Callable[[Floats], ExpertPlan]] = {
             "global": lambda loads: balance(loads, cluster),
             "hybrid": lambda loads: balance(
-                loads,
-                cluster,
-                mode="hybrid",
-                num_groups=NUM_GROUPS,
-                target=asked,
+                loads, cluster, mode="hybrid", num_groups=NUM_GROUPS, target=asked
             ),
             "near": lambda loads: balance(
-                loads,
-                cluster,
-                current=today,
-                max_moves=near,
-                target=asked,
+                loads, cluster, current=today, max_moves=near, target=asked
             ),
             "split only": lambda loads: balance(
-                loads,
-                cluster,
-                current=today,
-                max_moves=0,
-                weighted=True,
+                loads, cluster, current=today, max_moves=0, weighted=True
             ),
         }
         for name, make in plans.items():

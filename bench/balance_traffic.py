@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
-from bench.expert_loads import NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
+from bench.balance_loads import NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
+from bench.tables import table_of
 from hadal.core.placement import Placement
 from hadal.policy.experts.balance import Cluster, balance
 from hadal.policy.experts.search import Floats, Ints, Singles
@@ -86,23 +86,12 @@ def remote_nodes(
 
 def traffic(console: Console, folder: Path, *, is_quick: bool) -> None:
     every, num_tokens = (14, 2048) if is_quick else (7, 8192)
-    table = Table(
-        title=(
-            f"prefill 32 ranks on 4 nodes: traffic between nodes, every {every}th layer; ms for all"
-            " layers"
-        ),
-        title_justify="left",
+    table = table_of(
+        "loads|plan|mean / worst|remote nodes a token|vs hierarchical|local first|ms",
+        f"prefill 32 ranks on 4 nodes: traffic between nodes, every {every}th layer; ms for all"
+        " layers",
+        num_left=2,
     )
-    for column in (
-        "loads",
-        "plan",
-        "mean / worst",
-        "remote nodes a token",
-        "vs hierarchical",
-        "local first",
-        "ms",
-    ):
-        table.add_column(column, justify="left" if column in ("loads", "plan") else "right")
     cluster = Cluster.even(NUM_RANKS, NUM_NODES, NUM_SLOTS)
     fits: list[float] = []
     for name in PREFILL:
@@ -124,8 +113,7 @@ def traffic(console: Console, folder: Path, *, is_quick: bool) -> None:
             ("global", 0.0),
         ):
             plan, ms = timed(
-                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS, target=target),
-                3,
+                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS, target=target), 3
             )
             plain, local = (
                 np.mean(

@@ -9,7 +9,6 @@ that the page stays whole.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import shlex
@@ -35,6 +34,7 @@ from bench.calibration_points import (
 )
 from bench.calibration_silicon import silicon
 from bench.shared_data import SILICON, find, why_missing
+from bench.tables import parser_of
 from hadal.cli import app
 from hadal.perf.constants import BOUNDS, CONSTANTS
 from hadal.perf.hardware import HARDWARE
@@ -287,9 +287,7 @@ def _short(value: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("calibration", __doc__)
     parser.add_argument("--write", action="store_true", help="write docs/calibration.md")
     options = parser.parse_args(arguments)
     if options.write and find(SILICON) is None:

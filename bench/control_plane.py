@@ -11,7 +11,6 @@ is many objects.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
 import pstats
@@ -21,8 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from bench.tables import parser_of, table_of
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.step import StepModel
 from hadal.sim.world.requests import Requests
@@ -61,10 +60,7 @@ def requests(per_s: float, until_s: float) -> Requests:
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Run, and print one table."""
-    parser = argparse.ArgumentParser(
-        prog="bench control_plane", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
-    parser.add_argument("--quick", action="store_true", help="a ninth of the fleet, for 10 s")
+    parser = parser_of("control_plane", __doc__, "a ninth of the fleet, for 10 s")
     parser.add_argument("--seconds", type=float, default=0.0, help="simulated (20, quick 10)")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument(
@@ -97,13 +93,8 @@ def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
     num_steps = sum(process.num_steps for process in world.processes.values())
     is_long = asked.tokens_out > 20
     tpot_s = (seen.end_s - seen.first_token_s)[is_long] / (asked.tokens_out[is_long] - 1)
-    table = Table(
-        "",
-        "",
-        title=(
-            f"{len(world.processes) - 1} units, {until_s:g} s simulated in {cpu_s:.1f} s of a core"
-        ),
-    )
+    title = f"{len(world.processes) - 1} units, {until_s:g} s simulated in {cpu_s:.1f} s of a core"
+    table = table_of("|", title, num_left=2)
     for name, value in (
         ("requests that came", f"{len(asked):,}"),
         ("ended, failed", f"{int(np.isfinite(seen.end_s).sum()):,}, {int(seen.is_failed.sum())}"),

@@ -101,20 +101,6 @@ class Peer:
         return ranks
 
 
-def _random(
-    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
-) -> int:
-    return int(random.choice(free))
-
-
-def _round_robin(
-    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
-) -> int:
-    return int(
-        free[(free >= number % kv_R.size).argmax()]
-    )  # The next with a free slot; argmax of none is the first.
-
-
 def _power_of_two(
     kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
 ) -> int:
@@ -122,24 +108,19 @@ def _power_of_two(
     return first if requests_R[first] <= requests_R[second] else second
 
 
-def _least_requests(
-    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
-) -> int:
-    return int(free[requests_R[free].argmin()])
-
-
-def _least_kv(
-    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
-) -> int:
-    return int(free[kv_R[free].argmin()])
-
-
 PEERS: dict[str, Choice] = {
-    "random": _random,
-    "round robin": _round_robin,
+    "random": lambda kv_R, requests_R, free, random, number: int(random.choice(free)),
+    # The next with a free slot; argmax of none is the first.
+    "round robin": lambda kv_R, requests_R, free, random, number: int(
+        free[(free >= number % kv_R.size).argmax()]
+    ),
     "power of two (requests)": _power_of_two,
-    "least requests (vLLM)": _least_requests,
-    "least KV (SGLang total_tokens)": _least_kv,
+    "least requests (vLLM)": lambda kv_R, requests_R, free, random, number: int(
+        free[requests_R[free].argmin()]
+    ),
+    "least KV (SGLang total_tokens)": lambda kv_R, requests_R, free, random, number: int(
+        free[kv_R[free].argmin()]
+    ),
 }
 
 

@@ -12,9 +12,7 @@ Shapes: R ranks, S slots of a rank. KV is counted in tokens.
 
 from __future__ import annotations
 
-import csv
 import gzip
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.shared_data import shared_data
+from bench.shared_data import AZURE, MOONCAKE, find
 from hadal.policy.decode_balance import Move, RunningView
 from hadal.policy.views import DecodeRanksView, Ints
+from hadal.sim.plan.traces import azure, mooncake_rows
 
 KV_S = 2.9e-8
 REQUEST_S = 1.2e-4
@@ -65,26 +64,15 @@ def r1_load(seed: int = 1, num: int = 50_000) -> UnitReport:
 
 def trace_loads() -> list[UnitReport]:
     """The public traces that are there."""
-    folder, loads = shared_data(), []
-    if folder is not None and (path := folder / "mooncake_conversation.jsonl.gz").is_file():
+    loads = []
+    if (path := find(MOONCAKE)) is not None:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
-        loads.append(
-            _load("mooncake-conv", [(row["input_length"], row["output_length"]) for row in rows])
-        )
-    if folder is not None and (path := folder / "azure2023_conv.csv").is_file():
-        with path.open(encoding="utf-8") as text:
-            pairs = [
-                (int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-                for row in csv.DictReader(text)
-            ]
-        loads.append(_load("azure-conv", pairs))
+            pairs = np.array([(row.tokens_in, row.tokens_out) for row in mooncake_rows(lines)])
+        loads.append(UnitReport("mooncake-conv", *pairs[pairs[:, 1] > 0].T))
+    if (path := find(AZURE)) is not None:
+        read = azure(path.read_text(encoding="utf-8").splitlines())
+        loads.append(UnitReport("azure-conv", read.tokens_in, read.tokens_out))
     return loads
-
-
-def _load(name: str, pairs: list[tuple[int, int]]) -> UnitReport:
-    kept = np.array([pair for pair in pairs if pair[1] > 0], np.int64)
-    return UnitReport(name, kept[:, 0], kept[:, 1])
 
 
 @dataclass

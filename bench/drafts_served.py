@@ -10,7 +10,6 @@ step is the server's own smoothed `hadal_step_ms` at the end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import statistics
@@ -24,6 +23,7 @@ from rich.progress import track
 from bench.load import bodies, num_tokens, run_load, token_ms
 from bench.machine import describe
 from bench.server import Running, launched, wait_ready
+from bench.tables import parser_of
 from hadal.commands.bench_request import Sample
 from hadal.kernels.library import isa
 
@@ -56,9 +56,7 @@ def accepted(server: Running) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.drafts_served", description=__doc__.split("\n\n", 1)[0]
-    )
+    parser = parser_of("drafts_served", __doc__)
     parser.add_argument("--drafts", nargs="+", default=["auto", "1", "2"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)

@@ -11,7 +11,6 @@ others in BF16 (llama.cpp in Q8_0, too).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +19,21 @@ from rich.console import Console
 
 from bench.bound import FP32_BYTES
 from bench.checkpoints import MODELS, PEERS, mid_model, shipped_model_fp32, stored_model
-from bench.engine_report import report, wide_console
+from bench.engine_report import (
+    CONTEXT,
+    POINTS,
+    QUICK_POINTS,
+    EngineResult,
+    ModelResult,
+    Point,
+    Series,
+    report,
+    wide_console,
+)
 from bench.machine import CpuWatch, Limits, describe, measure_limits
 from bench.peers.installed import Engine, hadal, installed_peers, stored_peers
-from bench.results import CONTEXT, POINTS, QUICK_POINTS, EngineResult, ModelResult, Point, Series
 from bench.subject import SubjectFailed, SubjectProcess, SubjectUnsupported
+from bench.tables import parser_of
 from hadal.core.model_config import read_model_config
 
 
@@ -152,10 +161,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one repetition, fewer points")
+    parser = parser_of("engine", __doc__, "one repetition, fewer points")
     parser.add_argument(
         "--model",
         action="append",

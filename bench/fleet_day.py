@@ -12,7 +12,6 @@ node-hours at $2 a GPU-hour.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.tables import parser_of, table_of
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import FLAT, DayShape, Floats
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
@@ -147,21 +147,14 @@ def what_ifs(base: Setting) -> Iterator[tuple[str, Setting]]:
 
 def hours_table(day: Day) -> Table:
     """Hour by hour."""
-    table = Table(title="The day, hour by hour (Beijing)", title_justify="left")
-    for column in (
-        "hour",
-        "nodes mean",
-        "peak",
-        "prefill",
-        "decode",
-        "in, 10^9",
-        "out, 10^9",
-        "prefill use",
-        "batch a GPU",
-        "tokens/s/user",
-        "longest wait, s",
-    ):
-        table.add_column(column, justify="right")
+    table = table_of(
+        (
+            "hour|nodes mean|peak|prefill|decode|in, 10^9|out, 10^9|prefill use|batch a GPU"
+            "|tokens/s/user|longest wait, s"
+        ),
+        "The day, hour by hour (Beijing)",
+        num_left=0,
+    )
     for hour in day.hours:
         table.add_row(
             f"{hour.hour:02}:00",
@@ -189,9 +182,7 @@ def hours_table(day: Day) -> Table:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("fleet_day", __doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours-only", action="store_true", help="leave out what moves them")
     arguments = parser.parse_args()
@@ -201,18 +192,10 @@ def main() -> None:
     console.print(hours_table(first))
     if arguments.hours_only:
         return
-    table = Table(title="What moves it: one thing at a time", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in (
-        "nodes mean",
-        "peak",
-        "least",
-        "changes",
-        "$ a day",
-        "slowest hour, tokens/s/user",
-        "longest wait, s",
-    ):
-        table.add_column(column, justify="right")
+    table = table_of(
+        "|nodes mean|peak|least|changes|$ a day|slowest hour, tokens/s/user|longest wait, s",
+        "What moves it: one thing at a time",
+    )
     for name, setting in [("as above", base), *what_ifs(base)]:
         day = first if setting == base else run(setting, arguments.seed)
         table.add_row(

@@ -10,7 +10,6 @@ modules is on the stack.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -22,12 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.machine import cpu_seconds, describe, tree_of
 from bench.served import FIRST_LOOK_S, LOOK_S, Answer, begin, folder_of, look_until, settle
 from bench.servers import Server, hadal_server
 from bench.subject import ROOT, prompts
+from bench.tables import parser_of, table_of
 from hadal.core.model_config import read_model_config
 
 NUM_TOKENS = {"hadal-tiny": 1000, "mid": 300}
@@ -40,10 +39,7 @@ def look(pid: int, raw: Path) -> subprocess.Popen[bytes]:
     """Begin to look at a process."""
     spy = [
         str(Path(sys.executable).parent / "py-spy"),
-        "record",
-        "--format",
-        "raw",
-        "--nonblocking",
+        *["record", "--format", "raw", "--nonblocking"],
     ]
     options = ["--pid", str(pid), "--rate", str(RATE), "--duration", str(LOOKED_S)]
     quiet = subprocess.DEVNULL
@@ -97,9 +93,7 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gateway_parts", description=__doc__.split("\n", 1)[0]
-    )
+    parser = parser_of("gateway_parts", __doc__)
     parser.add_argument("--model", action="append", choices=list(NUM_TOKENS), help="default: both")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
@@ -111,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = folder_of(model)
         with hadal_server(folder, threads, checkout=options.checkout) as server:
             parts = measure(server, folder, options.streams, NUM_TOKENS[model])
-        table = Table(title=f"{model}, {options.streams} streams", title_justify="left")
-        table.add_column("part")
-        table.add_column("us a token", justify="right")
+        table = table_of("part|us a token", f"{model}, {options.streams} streams")
         for part, cost_us in parts.items():
             table.add_row(part or "all", f"{cost_us:.1f}")
         console.print(table)

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import httpx
 
+from bench.server import samples_of
 from evals.run import held_out_examples
 from evals.tasks import Example
 from hadal.gateway.openai import Turn
@@ -178,9 +179,7 @@ def http_client(url: str, num_clients: int) -> httpx.AsyncClient:
 
 async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
     """Every sample of /metrics by its full name, labels included."""
-    reply = await http.get("/metrics")
-    lines = [line.rsplit(" ", 1) for line in reply.text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines}
+    return samples_of((await http.get("/metrics")).text)
 
 
 def balance_of(metrics: dict[str, float], unit: str) -> dict[str, float]:

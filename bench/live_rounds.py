@@ -155,7 +155,7 @@ def launch(scene: Scene, variant: Variant) -> contextlib.AbstractContextManager[
     if scene.device is None:
         return launched(scene.deployment(variant))
     return launched(
-        scene.deployment(variant), scene.device.environment(), module="bench.balance_serve"
+        scene.deployment(variant), scene.device.environment(), module="bench.balance_device"
     )
 
 

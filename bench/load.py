@@ -12,6 +12,7 @@ run on the same cores as the server.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import httpx
 from rich.console import Console
 
 from bench.checkpoints import SHIPPED
-from bench.server import Address, launched, wait_ready
+from bench.server import Address, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, percentile, table_of
 from evals.run import held_out_examples
@@ -121,6 +122,23 @@ def random_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str,
     }
 
 
+async def keep_asking(
+    address: Address,
+    model: str,
+    shape: tuple[int, int],
+    until_s: float,
+    rng: random.Random,
+    key: str = "",
+) -> list[Sample]:
+    """Ask for one random stream after the other. `shape`: tokens in and out. `key`: of a tenant."""
+    done = []
+    while time.perf_counter() < until_s:
+        prompt = [rng.randrange(20, 900) for _ in range(shape[0])]
+        body = random_body(model, prompt, shape[1])
+        done.append(await stream(address, "completions", body, key))
+    return done
+
+
 def bodies(num_requests: int) -> list[dict[str, Any]]:
     """Chat requests of mixed lengths, the same in every run."""
     examples = held_out_examples(max(1, num_requests // 8), seed=11)
@@ -161,8 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hadal serve, hadal-tiny, chat requests",
         0,
     )
-    with launched(checkout=options.checkout) as running:
-        wait_ready(running)
+    with serving(checkout=options.checkout) as running:
         asyncio.run(run_load(running.address, bodies(16), 8))  # Warm-up.
         for concurrency in (1, 32) if options.quick else CONCURRENCIES:
             wanted = min(options.requests, 32 + options.requests * concurrency // 64)

@@ -101,6 +101,48 @@ def describe() -> dict[str, str | int | float]:
     }
 
 
+FOREIGN_MAX = 0.08
+"""Share of all cores' time."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The whole machine's busy CPU seconds, at a time."""
+
+    at_s: float
+    busy_s: float
+
+
+def read_usage() -> Usage:
+    return parse_usage(Path("/proc/stat").read_text(), time.perf_counter())
+
+
+def parse_usage(stat: str, at_s: float) -> Usage:
+    """The first line of /proc/stat: user nice system idle iowait irq softirq steal. What a
+    hypervisor stole is busy.
+    """
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, stat.split("\n", 1)[0].split()[1:9]
+    )
+    return Usage(at_s, (user + nice + system + irq + softirq + steal) / CLOCK_TICKS)
+
+
+def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> float:
+    """Part of the machine that others used between the two, when we used `own_s` CPU seconds."""
+    return max(0.0, after.busy_s - before.busy_s - own_s) / (
+        num_cores * max(after.at_s - before.at_s, 1e-3)
+    )
+
+
+def is_quiet(num_cores: int, seconds: float = 0.2) -> bool:
+    """Whether others leave the machine alone just now. A round begun while they do not would be
+    dropped anyway.
+    """
+    before = read_usage()
+    time.sleep(seconds)
+    return foreign_share(before, read_usage(), 0.0, num_cores) <= FOREIGN_MAX
+
+
 class CpuWatch:
     """How many cores others kept busy between `start` and `stop`: all busy time less that of the
     processes watched.
@@ -123,12 +165,9 @@ class CpuWatch:
         return max(0.0, (busy - own) / max(seconds, 1e-3))
 
     def _read(self) -> tuple[float, float, float]:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(
-            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        )
-        busy = (user + nice + system + irq + softirq + steal) / CLOCK_TICKS
         ours = {pid for root in self._watched for pid in tree_of(root)}
-        return time.monotonic(), busy, cpu_seconds(ours)
+        usage = read_usage()
+        return usage.at_s, usage.busy_s, cpu_seconds(ours)
 
 
 def tree_of(root: int, without: Collection[int] = ()) -> set[int]:

@@ -11,7 +11,6 @@ streams.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 import time
@@ -19,12 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 
 from bench.checkpoints import MODELS, SHIPPED, stored_model
-from bench.load import first_ms, random_body, run_load, spans, stream, token_ms
+from bench.load import first_ms, keep_asking, run_load, spans, token_ms
 from bench.machine import describe
-from bench.server import Address, Running, launched, request, wait_ready
+from bench.server import Running, asked, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, table_of
 from hadal.commands.bench_request import Sample
@@ -46,40 +46,19 @@ def upload(running: Running, num_lines: int) -> str:
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
         for number, body in enumerate(map(question, range(num_lines)))
     )
-    file = _upload(running.address, "\n".join(map(json.dumps, lines)).encode())
+    content = "\n".join(map(json.dumps, lines)).encode()
+    reply = httpx.post(
+        f"{running.status.url}/v1/files",
+        data={"purpose": "batch"},
+        files={"file": ("a.jsonl", content)},
+        timeout=120,
+    )
     body = {
-        "input_file_id": file,
+        "input_file_id": reply.raise_for_status().json()["id"],
         "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
     }
     return str(asked(running.address, "POST", "/v1/batches", body)["id"])
-
-
-def _upload(address: Address, content: bytes) -> str:
-    """Upload a file of requests, and return its id."""
-    border = "-border-of-a-part-"
-    text = (
-        f'--{border}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
-    )
-    body = text.encode() + content + f"\r\n--{border}--\r\n".encode()
-    kind = {"Content-Type": f"multipart/form-data; boundary={border}"}
-    connection = http.client.HTTPConnection(*address, timeout=120)
-    connection.request("POST", "/v1/files", body, kind)
-    answer = connection.getresponse().read()
-    connection.close()
-    return str(json.loads(answer)["id"])
-
-
-def asked(
-    address: Address, method: str, path: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return an answer. Raises RuntimeError if it is an error."""
-    status, answer = request(address, method, path, body)
-    if status != 200:
-        raise RuntimeError(f"{method} {path} was answered with {status}: {answer[:200]!r}")
-    fields: dict[str, Any] = json.loads(answer)
-    return fields
 
 
 def batch_s(running: Running) -> float:
@@ -99,17 +78,6 @@ def direct_s(running: Running, round_: int) -> float:
     bodies = [question(1000 * round_ + number) for number in range(NUM_LINES)]
     asyncio.run(run_load(running.address, bodies, 32))
     return time.perf_counter() - start_s
-
-
-async def keep_asking(
-    address: Address, model: str, shape: tuple[int, int], until_s: float, rng: random.Random
-) -> list[Sample]:
-    """Ask for one stream after the other. `shape`: tokens in and out."""
-    done = []
-    while time.perf_counter() < until_s:
-        prompt = [rng.randrange(20, 900) for _ in range(shape[0])]
-        done.append(await stream(address, "completions", random_body(model, prompt, shape[1])))
-    return done
 
 
 async def two_streams(running: Running, seconds: float) -> list[Sample]:
@@ -142,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console, seconds = Console(width=110), 2.0 if options.quick else SECONDS
     console.print(f"[bold]requests beside others[/bold]: {describe()}")
     table = table_of("what|ms between tokens, p50, p95|ms to the first, p50, p95", num_left=3)
-    with launched(checkout=options.checkout) as running:
-        wait_ready(running)
+    with serving(checkout=options.checkout) as running:
         direct_s(running, 9)
         for round_ in range(1 if options.quick else 3):
             direct, batch = direct_s(running, round_), batch_s(running)
@@ -162,8 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folders.append(stored_model("mid", "fp8", MODELS / "mid-fp8"))
     for folder in folders:
         model = f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
-        with launched(model, checkout=options.checkout) as running:
-            wait_ready(running)
+        with serving(model, checkout=options.checkout) as running:
             found = asyncio.run(prompts_beside(running, folder.name, 2 * seconds))
             table.add_row(*times(f"512 tokens beside 16 streams, {folder.name}", found))
     console.print(table)

@@ -1,8 +1,8 @@
 """Does communication hide under computation? Virtual devices on a paced link, then real FP32
 compute on limited links.
 
-    python -m bench.overlap [--quick] [--ranks 2] [--tokens 256] [--minutes 4] [--dispatch-format
-    fp32] [--only real]
+    python -m bench.overlap [--quick] [--tokens 256] [--minutes 4] [--dispatch-format fp32]
+                            [--only real]
 
 The first part needs nothing: ops are timed sleeps, messages are real. The second needs root and
 `tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2 times
@@ -12,28 +12,22 @@ link; on a busy machine it says "not measured".
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from bench.checkpoints import ROOT
 from bench.claims import print_claims
 from bench.machine import describe
-from bench.overlap_device import BALANCED, DECODE_LIKE
+from bench.overlap_device import BALANCED, DECODE_LIKE, claims, measure_virtual
 from bench.overlap_model import ModelCase
 from bench.overlap_net import hosts, why_not
 from bench.overlap_ranks import Ranks
-from bench.overlap_real import calibrate, measure
-from bench.overlap_report import as_json, show
-from bench.overlap_virtual import claims
-from bench.overlap_virtual import measure as measure_virtual
+from bench.overlap_real import as_json, calibrate, measure, show
+from bench.tables import parser_of, write
 
 LINK_OVER_COMPUTE = (0.5, 1.0, 2.0)
 NUM_PAIRS, QUICK_PAIRS = 10, 3
@@ -58,7 +52,6 @@ def virtual(console: Console, *, quick: bool) -> list[str]:
 def real(
     console: Console,
     case: ModelCase,
-    num_ranks: int,
     num_pairs: int,
     limit_s: float,
     ratios: Sequence[float],
@@ -71,8 +64,8 @@ def real(
     reports = []
     num_cores = os.cpu_count() or 1
     with (
-        hosts(num_ranks) as net,
-        Ranks(num_ranks, net.addresses, [net.prefix(i) for i in range(num_ranks)]) as ranks,
+        hosts() as net,
+        Ranks(2, net.addresses, [net.prefix(rank) for rank in range(2)]) as ranks,
     ):
         compute_s, step_bytes = calibrate(ranks, case, net)
         console.print(
@@ -99,13 +92,7 @@ def real(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="a minute or two, rough figures")
-    parser.add_argument("--ranks", type=int, default=2, help="of the real part")
+    parser = parser_of("overlap", __doc__, "a minute or two, rough figures")
     parser.add_argument(
         "--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128"
     )
@@ -128,16 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["real"] = real(
             console,
             ModelCase(num_tokens=options.tokens, dispatch_format=options.dispatch_format),
-            options.ranks,
             options.pairs or (QUICK_PAIRS if options.quick else NUM_PAIRS),
             60 * (min(options.minutes, 0.5) if options.quick else options.minutes),
             (1.0,) if options.quick else LINK_OVER_COMPUTE,
         )
-    folder = ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"overlap-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    console.print(f"written: {path.relative_to(ROOT)}")
+    write(console, "overlap", report)
 
 
 if __name__ == "__main__":

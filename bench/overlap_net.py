@@ -1,10 +1,8 @@
-"""Ranks as hosts of their own: network namespaces joined by links whose rate `tc` limits. Needs
+"""Two ranks as hosts of their own: network namespaces, joined by a link whose rate `tc` limits. Needs
 root and `tbf`.
 
-Two ranks are joined by one veth pair. More meet at a bridge in a further namespace, whose side of
-each link is limited too: else what many send to one would be free. Names carry the process id, and
-everything is removed at the end, also when the run fails; what a killed run left is removed by the
-next. What this kernel cannot do is said by `why_not`.
+Names carry the process id. All is removed at the end, also when the run fails; the next run removes
+what a killed one left. `why_not` returns what this kernel refuses.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -43,33 +42,16 @@ class Hosts:
 
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
-    links: tuple[tuple[str, str], ...]
-    """(namespace, device) of everything that is limited."""
 
     def prefix(self, rank: int) -> list[str]:
-        """What a command is put behind to run as that host."""
+        """Return the words before a command that run it as that host."""
         return ["ip", "netns", "exec", self.namespaces[rank]]
 
     def limit(self, bytes_per_s: float) -> None:
-        """Set the rate of every link, each direction by itself. Takes effect at once."""
-        for namespace, device in self.links:
-            _run(
-                "tc",
-                "-n",
-                namespace,
-                "qdisc",
-                "replace",
-                "dev",
-                device,
-                "root",
-                "tbf",
-                "rate",
-                f"{int(bytes_per_s * 8)}bit",
-                "burst",
-                str(BURST_BYTES),
-                "limit",
-                str(QUEUE_BYTES),
-            )
+        """Set the rate of the link, each direction by itself. Takes effect at once."""
+        tbf = f"tbf rate {int(bytes_per_s * 8)}bit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+        for namespace in self.namespaces:
+            _run(f"tc -n {namespace} qdisc replace dev {LINK} root {tbf}")
 
 
 def why_not() -> str | None:
@@ -80,7 +62,7 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "not root: network namespaces need it."
     try:
-        with hosts(2) as two:
+        with hosts() as two:
             two.limit(50e6)
     except NetError as error:
         return f"this kernel refuses: {error}"
@@ -88,88 +70,34 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def hosts(num_ranks: int) -> Iterator[Hosts]:
-    """Make the namespaces and links; remove them at the end. Raises NetError, having removed what
-    was made.
+def hosts() -> Iterator[Hosts]:
+    """Make two namespaces and the link between them; remove them at the end. Raises NetError, having
+    removed what was made.
     """
-    stem = f"hadal{os.getpid()}"
-    names = [f"{stem}-{rank}" for rank in range(num_ranks)]
-    if num_ranks > 2:
-        names.append(f"{stem}-s")
+    names = [f"hadal{os.getpid()}-{rank}" for rank in range(2)]
     _remove(_left_behind())
     atexit.register(_remove, names)
     # A plain SIGTERM would end the process without any of this.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        yield _make(names, num_ranks)
+        yield _make(names)
     finally:
         _remove(names)
         atexit.unregister(_remove)
         signal.signal(signal.SIGTERM, before)
 
 
-def _make(names: Sequence[str], num_ranks: int) -> Hosts:
+def _make(names: Sequence[str]) -> Hosts:
     for name in names:
-        _run("ip", "netns", "add", name)
-        _run("ip", "-n", name, "link", "set", "lo", "up")
-    devices = [(names[rank], LINK) for rank in range(num_ranks)]
-    addresses = [f"10.77.0.{rank + 1}" for rank in range(num_ranks)]
-    limited = list(devices)
-    if num_ranks == 2:
-        _run(
-            "ip",
-            "-n",
-            names[0],
-            "link",
-            "add",
-            LINK,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            LINK,
-            "netns",
-            names[1],
-        )
-    else:
-        switch = names[-1]
-        _run("ip", "-n", switch, "link", "add", "name", "hub", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "hub", "up")
-        for rank in range(num_ranks):
-            port = f"p{rank}"
-            _run(
-                "ip",
-                "-n",
-                switch,
-                "link",
-                "add",
-                port,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                LINK,
-                "netns",
-                names[rank],
-            )
-            _run("ip", "-n", switch, "link", "set", port, "master", "hub", "up")
-            limited.append((switch, port))
-    for (namespace, device), address in zip(devices, addresses, strict=True):
-        _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", device)
-        _run(
-            "ip",
-            "-n",
-            namespace,
-            "link",
-            "set",
-            "dev",
-            device,
-            "gso_max_size",
-            str(GSO_BYTES),
-            "up",
-        )
-        _use_reno(namespace)
-    return Hosts(tuple(names[:num_ranks]), tuple(addresses), tuple(limited))
+        _run(f"ip netns add {name}")
+        _run(f"ip -n {name} link set lo up")
+    _run(f"ip -n {names[0]} link add {LINK} type veth peer name {LINK} netns {names[1]}")
+    addresses = [f"10.77.0.{rank + 1}" for rank in range(2)]
+    for name, address in zip(names, addresses, strict=True):
+        _run(f"ip -n {name} addr add {address}/24 dev {LINK}")
+        _run(f"ip -n {name} link set dev {LINK} gso_max_size {GSO_BYTES} up")
+        _use_reno(name)
+    return Hosts(tuple(names), tuple(addresses))
 
 
 def _use_reno(namespace: str) -> None:
@@ -177,16 +105,14 @@ def _use_reno(namespace: str) -> None:
     may be silent.
     """
     knob = "/proc/sys/net/ipv4/tcp_congestion_control"
-    used = _run(
-        "ip", "netns", "exec", namespace, "sh", "-c", f"echo reno > {knob}; cat {knob}"
-    ).strip()
+    used = _run(f"ip netns exec {namespace} sh -c 'echo reno > {knob}; cat {knob}'").strip()
     if used != "reno":
         raise NetError(f"TCP uses {used}, not reno, in {namespace}.")
 
 
 def _left_behind() -> list[str]:
     """Namespaces of runs that were killed: their process is gone."""
-    names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
+    names = [line.split()[0] for line in _run("ip netns list").splitlines() if line]
     owners = {name: re.fullmatch(r"hadal(\d+)-\w+", name) for name in names}
     return [
         name for name, owner in owners.items() if owner and not Path(f"/proc/{owner[1]}").exists()
@@ -204,10 +130,14 @@ def _remove(names: Sequence[str]) -> None:
         )
 
 
-def _run(*command: str) -> str:
+def _run(command: str) -> str:
     done = subprocess.run(
-        list(command), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        shlex.split(command),
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
     )
     if done.returncode != 0:
-        raise NetError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+        raise NetError(f"{command}: {(done.stderr or done.stdout).strip()}")
     return done.stdout

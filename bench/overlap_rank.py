@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from bench.overlap_device import DeviceCase, VirtualRank
@@ -49,9 +50,8 @@ def serve(rank: int, group: MeshGroup) -> None:
         answer: Answer = {}
         try:
             if question["do"] == "form":
-                group.form(
-                    question["generation"], [Member(**member) for member in question["members"]]
-                )
+                members = msgspec.convert(question["members"], list[Member])
+                group.form(question["generation"], members)
             elif question["do"] == "device":
                 works[question.get("work", "")] = VirtualRank(group, DeviceCase(**question["case"]))
             elif question["do"] == "model":
@@ -90,16 +90,7 @@ def main() -> None:
     )
     try:
         member = Member(options.rank, group.epoch, options.address, group.port)
-        _say(
-            {
-                "member": {
-                    "rank": member.rank,
-                    "epoch": member.epoch,
-                    "host": member.host,
-                    "port": member.port,
-                }
-            }
-        )
+        _say({"member": msgspec.to_builtins(member)})
         serve(options.rank, group)
     finally:
         group.close()

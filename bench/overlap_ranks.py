@@ -99,18 +99,8 @@ class _Rank:
     def __init__(self, rank: int, address: str, prefix: Sequence[str]) -> None:
         self._name = f"rank {rank}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "bench.overlap_rank",
-            "--rank",
-            str(rank),
-            "--address",
-            address,
-            "--parent",
-            str(os.getpid()),
-        ]
+        module = [*prefix, sys.executable, "-m", "bench.overlap_rank"]
+        told = ["--rank", str(rank), "--address", address, "--parent", str(os.getpid())]
         # One thread of its own per rank: what is beneath a rank's compute is the other ranks' and
         # the links' work.
         environment = {
@@ -120,7 +110,7 @@ class _Rank:
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
         }
         self._process = subprocess.Popen(
-            command,
+            [*module, *told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -3,7 +3,8 @@ enough are clean.
 
 A round runs each way to do the step, and compute and link alone. A run in which others used more
 than the gate's share of the machine is dropped and counted; a pair is one full batch and another
-variant of the same round, both clean.
+variant of the same round, both clean. A figure that too few clean pairs carry is shown as "not
+measured".
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from bench.overlap_gate import Series, Timed, foreign_share, is_quiet, read_usage
+from rich.console import Console
+
+from bench.machine import FOREIGN_MAX, foreign_share, is_quiet, read_usage
 from bench.overlap_model import ModelCase
 from bench.overlap_net import Hosts
 from bench.overlap_ranks import Answer, Ranks
 from bench.overlap_variants import (
+    CANDIDATES,
     COMPUTE,
     COMPUTE_FULL,
     DECODE,
@@ -29,8 +34,61 @@ from bench.overlap_variants import (
     SCHEDULED,
     TWO,
     Variant,
+    cheapest,
 )
+from bench.tables import table_of
 from hadal.perf.price import OpSeconds, Price
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One run of one variant."""
+
+    seconds: float
+    foreign: float
+
+    @property
+    def is_clean(self) -> bool:
+        return self.foreign <= FOREIGN_MAX
+
+
+@dataclass
+class Series:
+    """All runs of a set of variants, in rounds: one run of each variant a round."""
+
+    rounds: list[dict[str, Timed]] = field(default_factory=list)
+
+    def seconds(self, variant: str) -> list[float]:
+        """Clean runs only."""
+        return [r[variant].seconds for r in self.rounds if variant in r and r[variant].is_clean]
+
+    def median_s(self, variant: str) -> float | None:
+        """None if no run was clean."""
+        seconds = self.seconds(variant)
+        return statistics.median(seconds) if seconds else None
+
+    def ratios(self, over: str, under: str) -> list[float]:
+        """`over` divided by `under`, of the rounds in which both were clean."""
+        return [
+            r[over].seconds / r[under].seconds
+            for r in self.rounds
+            if over in r and under in r and r[over].is_clean and r[under].is_clean
+        ]
+
+    def num_dropped(self, variants: Iterable[str]) -> int:
+        """Runs of these variants in which others used too much."""
+        wanted = set(variants)
+        return sum(
+            not timed.is_clean for r in self.rounds for name, timed in r.items() if name in wanted
+        )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range, for people."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
+
 
 ALL = (*SCHEDULED, COMPUTE, LINK, COMPUTE_FULL, LINK_FULL)
 SPLIT = (TWO, PREFILL, DECODE)
@@ -186,3 +244,141 @@ def _timed(ranks: Ranks, variant: Variant, result: RealResult) -> Timed:
     timed = Timed(answers[0]["elapsed_s"], foreign_share(before, after, own_s, result.num_cores))
     result.answers.setdefault(variant.name, []).append((timed.is_clean, answers))
     return timed
+
+
+SPEED_UP_BAR, IDEAL_BAR, MAX_REGRET = 1.5, 0.75, 0.05
+
+
+def speed_up(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
+    """Over one full batch, median of the clean pairs; None if they are too few."""
+    ratios = result.series.ratios(FULL.name, variant.name)
+    return statistics.median(ratios) if len(ratios) >= num_pairs else None
+
+
+def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
+    """max(C, M) over the measured time; None where the speed-up is not measured."""
+    ideal_s, median_s = result.ideal_s(), result.series.median_s(variant.name)
+    if ideal_s is None or median_s is None or speed_up(result, variant, num_pairs) is None:
+        return None
+    return ideal_s / median_s
+
+
+def regret(result: RealResult) -> tuple[Variant, float] | None:
+    """What the price chooses, and by how much it is slower than the best measured; None if
+    something is missing.
+    """
+    prices = result.prices()
+    medians = {variant.name: result.series.median_s(variant.name) for variant in SCHEDULED}
+    measured = {name: median_s for name, median_s in medians.items() if median_s is not None}
+    if prices is None or len(measured) < len(medians):
+        return None
+    chosen = cheapest(prices, CANDIDATES)
+    return chosen, measured[chosen.name] / min(measured.values()) - 1.0
+
+
+def show(console: Console, result: RealResult, num_pairs: int) -> None:
+    """A table of the variants, then what the claims come to."""
+    case = result.case
+    console.print(
+        f"\n[bold]EP{result.num_ranks}, {case.num_tokens} tokens a micro-batch, {case.num_layers}"
+        f" layers, {case.dispatch_format} dispatched, link {result.rate_bytes_per_s / 1e6:.0f} MB/s (communication"
+        f" {result.link_over_compute:g}x of computation asked for)[/bold]"
+    )
+    table = table_of(
+        "|ms|over one full batch|of ideal|exposed wait ms|priced ms|measured/priced|clean|dropped"
+    )
+    prices = result.prices()
+    for variant in (*SCHEDULED, COMPUTE, LINK):
+        price = prices.get(variant.name) if prices is not None else None
+        table.add_row(*_row(result, variant, num_pairs, None if price is None else price.total_s))
+    console.print(table)
+    for line in findings(result, num_pairs):
+        console.print(line)
+
+
+def _row(result: RealResult, variant: Variant, num_pairs: int, priced_s: float | None) -> list[str]:
+    median_s = result.series.median_s(variant.name)
+    is_scheduled = variant in SCHEDULED
+    ratios = (
+        result.series.ratios(FULL.name, variant.name)
+        if is_scheduled and variant is not FULL
+        else []
+    )
+    share = of_ideal(result, variant, num_pairs) if is_scheduled else None
+    exposed_s = result.exposed_s(variant) if is_scheduled else None
+    too_few = f" ({len(ratios)} pairs)" if ratios and len(ratios) < num_pairs else ""
+    return [
+        variant.name,
+        _ms(median_s),
+        spread(ratios) + too_few,
+        "-" if share is None else f"{share:.0%}",
+        _ms(exposed_s),
+        _ms(priced_s),
+        "-" if median_s is None or priced_s is None else f"{median_s / priced_s:.2f}",
+        f"{len(result.series.seconds(variant.name))}",
+        f"{result.series.num_dropped([variant.name])}",
+    ]
+
+
+def findings(result: RealResult, num_pairs: int) -> list[str]:
+    """The claims in words."""
+    pairs, rounds = len(result.series.ratios(FULL.name, PREFILL.name)), len(result.series.rounds)
+    lines = []
+    ratio, share = speed_up(result, PREFILL, num_pairs), of_ideal(result, PREFILL, num_pairs)
+    if ratio is None or share is None:
+        lines.append(
+            f"prefill_dual over one full batch: not measured, {pairs} clean pairs of {rounds};"
+            f" {num_pairs} needed"
+        )
+    else:
+        lines.append(
+            f"prefill_dual over one full batch: {ratio:.2f}x, {share:.0%} of ideal, {pairs} clean"
+            f" pairs of {rounds} (wanted: {SPEED_UP_BAR}x and {IDEAL_BAR:.0%}, where link and"
+            " compute balance)"
+        )
+    compute_s, link_s = result.series.median_s(COMPUTE.name), result.series.median_s(LINK.name)
+    if compute_s and link_s:
+        bound = (compute_s + link_s) / max(compute_s, link_s)
+        lines.append(
+            f"communication was {link_s / compute_s:.2f}x of computation; hiding all of it would be"
+            f" {bound:.2f}x"
+        )
+    choice = regret(result)
+    if choice is None:
+        lines.append("choice by price: not measured, a variant has no clean run")
+    else:
+        chosen, loss = choice
+        verdict = "within" if loss <= MAX_REGRET else "MORE THAN"
+        lines.append(
+            f"choice by price: {chosen.name}, {loss:.1%} slower than the best ({verdict}"
+            f" {MAX_REGRET:.0%})"
+        )
+    different = result.different_outputs()
+    lines.append(
+        f"outputs differ from the sequential ones: {', '.join(different)}"
+        if different
+        else "outputs of the overlapped schedules are the sequential ones' to the bit, in every run"
+    )
+    dropped = result.series.num_dropped(variant.name for variant in ALL)
+    shares = [timed.foreign for r in result.series.rounds for timed in r.values()]
+    lines.append(
+        f"others used {spread([100 * share for share in shares])} % of the machine; runs above"
+        f" {FOREIGN_MAX:.0%} are dropped: {dropped} of {len(shares)}"
+    )
+    return lines
+
+
+def as_json(result: RealResult, num_pairs: int) -> dict[str, Any]:
+    """Every run's seconds and others' share, and what they come to."""
+    return {
+        "case": asdict(result.case),
+        "link_over_compute": result.link_over_compute,
+        "rate_bytes_per_s": result.rate_bytes_per_s,
+        "rounds": [{name: asdict(run) for name, run in r.items()} for r in result.series.rounds],
+        "priced_s": {name: price.total_s for name, price in (result.prices() or {}).items()},
+        "findings": findings(result, num_pairs),
+    }
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f}"

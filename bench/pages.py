@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.server import Running, launched, wait_ready
+from bench.server import Running, serving
 from bench.tables import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,8 +59,7 @@ def pictures() -> None:
     from playwright.sync_api import sync_playwright
 
     text = (ROOT / "configs" / "laptop_ep.toml").read_text(encoding="utf-8")
-    with sync_playwright() as playwright, launched(text + PICTURED) as server:
-        wait_ready(server)
+    with sync_playwright() as playwright, serving(text + PICTURED) as server:
         browser, pages = chromium(playwright), pages_of(server)
         for size, scheme in (("wide", "light"), ("narrow", "dark")):
             picture_chat(browser, pages, size, scheme)

@@ -11,7 +11,6 @@ which constants would have fitted best. Needs no GPU and no data.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
@@ -20,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from bench.tables import parser_of, table_of
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.perf.hardware import hardware_named
@@ -279,24 +278,10 @@ def fit_tail(points: Sequence[Point]) -> float:
 
 def show_points(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
     """A line for each."""
-    table = Table(
-        box=None,
-        title="prompts of a rank's step as planned and as they came; steps before a prompt's own",
+    table = table_of(
+        "unit|prompts|came|step s|priced|in two|TTFT s|planned|before|p90|p99",
+        "prompts of a rank's step as planned and as they came; steps before a prompt's own",
     )
-    table.add_column("unit", no_wrap=True)
-    for name in (
-        "prompts",
-        "came",
-        "step s",
-        "priced",
-        "in two",
-        "TTFT s",
-        "planned",
-        "before",
-        "p90",
-        "p99",
-    ):
-        table.add_column(name, justify="right")
     for point in points:
         model = models[point.unit]
         priced_s = price_s(point, model)
@@ -368,12 +353,7 @@ def errors(ratios: Iterable[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, print, fit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="three units at two rates, ten seconds"
-    )
+    parser = parser_of("plan_fit", __doc__, "three units at two rates, ten seconds")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, width=120)
     began_s = time.process_time()

@@ -13,7 +13,6 @@ code and the seeds, whatever else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.tables import parser_of, table_of
 from hadal.commands.simulate_stages import expert_ranks
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import PREFILL
@@ -125,21 +125,13 @@ def even_step_s(model: StepModel, work: StepWork) -> float:
 
 def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
     """All settings, beside the first."""
-    found = Table(title="A prefill unit that is always busy", title_justify="left")
-    found.add_column("", no_wrap=True)
-    for column in (
-        "computed, tokens/s",
-        "least",
-        "most",
-        "of the first",
-        "even, tokens/s",
-        "share of even",
-        "s a step",
-        "max/mean of tokens",
-        "of attention",
-        "of experts",
-    ):
-        found.add_column(column, justify="right")
+    found = table_of(
+        (
+            "|computed, tokens/s|least|most|of the first|even, tokens/s|share of even"
+            "|s a step|max/mean of tokens|of attention|of experts"
+        ),
+        "A prefill unit that is always busy",
+    )
 
     def mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
         return float(np.mean([of(run) for run in runs]))
@@ -166,14 +158,7 @@ def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="bench prefill_unit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="8 s of one seed, a smaller sample of the day"
-    )
+    parser = parser_of("prefill_unit", __doc__, "8 s of one seed, a smaller sample of the day")
     parser.add_argument("--seeds", type=int, default=0, help="so many, from 1 on (3, quick 1)")
     options = parser.parse_args(arguments)
     seeds = range(1, 1 + (options.seeds or (1 if options.quick else SEEDS)))

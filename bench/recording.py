@@ -12,7 +12,6 @@ next message. `--folder`: a recording that is there already, instead of a server
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -29,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load import bodies, run_load
-from bench.server import launched, wait_ready
-from bench.tables import percentile
+from bench.server import serving
+from bench.tables import parser_of, percentile, table_of
 from hadal.roles.recording import AnyEffect, AnyEvent, Call, RecordedRole, Recording
 from hadal.runtime.recorder import RECORD, read_recordings, recorded
 
@@ -154,19 +153,16 @@ def recording_into(folder: Path) -> Iterator[None]:
 
 def serve(folder: Path, num_requests: int) -> None:
     """Record a server that answers so many requests."""
-    with launched(environment={RECORD: str(folder)}) as running:
-        wait_ready(running)
+    with serving(environment={RECORD: str(folder)}) as running:
         asyncio.run(run_load(running.address, bodies(num_requests), CONCURRENCY))
 
 
 def table(costs: Sequence[Cost]) -> Table:
     """By process."""
-    found = Table(
-        title="What it costs to record a call, us: mean (median, p99)", title_justify="left"
+    found = table_of(
+        "process|calls|in a row|1 ms apart|bytes a call|of a core",
+        "What it costs to record a call, us: mean (median, p99)",
     )
-    found.add_column("process")
-    for column in ("calls", "in a row", "1 ms apart", "bytes a call", "of a core"):
-        found.add_column(column, justify="right")
     for cost in costs:
         found.add_row(
             cost.process,
@@ -190,12 +186,7 @@ def shown(calls_us: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="bench recording",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="64 requests")
+    parser = parser_of("recording", __doc__, "64 requests")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--folder", type=Path, help="what HADAL_RECORD named when a server ran")
     options = parser.parse_args(arguments)

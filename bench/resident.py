@@ -12,7 +12,6 @@ removed at the end.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -25,8 +24,10 @@ from typing import Any
 from rich.console import Console
 
 from bench.checkpoints import MODELS, stored_model
+from bench.load import random_body
 from bench.machine import describe, measure_limits, tree_of
 from bench.server import Running, launched, request, wait_for
+from bench.tables import parser_of
 
 TIMEOUT_S = 300.0
 NUM_DECODED = 12
@@ -35,7 +36,7 @@ BATCHES = (1, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of("resident", __doc__)
     parser.add_argument("--model", choices=("moonlight", "gigachat"), default="moonlight")
     parser.add_argument("--folder", type=Path, default=MODELS / "big")
     parser.add_argument("--keep", action="store_true", help="leave the files for the next run")
@@ -92,13 +93,8 @@ def _served(console: Console, folder: Path, kind: str) -> None:
 
 
 def _body(model: str, num_prompt: int, num_tokens: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": [5 + (index * 7919) % 8000 for index in range(num_prompt)],
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    prompt = [5 + (index * 7919) % 8000 for index in range(num_prompt)]
+    return random_body(model, prompt, num_tokens)
 
 
 def _first_token_s(running: Running, model: str) -> float:

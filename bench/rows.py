@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from bench.claims import Claim, print_claims
+from bench.tables import table_of
 from hadal.core.config import TENANT_PROMISE
 from hadal.policy.rows import RowsView, requeued, resting_rows
 
@@ -80,9 +80,11 @@ def main(arguments: Sequence[str] = ()) -> None:
             counts = {LIGHT: light, HEAVY: heavy}
             alone = had(line, NONE, {LIGHT: light})
             free = had(line, NONE, counts)
-            table = Table(title=f"{name}: a tenant with {light} beside one with {heavy}")
-            for title in ("promise", "together/s", "of all", "heavy/s", "light/s", "p50", "p95"):
-                table.add_column(title, justify="right")
+            table = table_of(
+                "promise|together/s|of all|heavy/s|light/s|p50|p95",
+                f"{name}: a tenant with {light} beside one with {heavy}",
+                num_left=0,
+            )
             for promise in PROMISES:
                 each = had(line, promise, counts)
                 table.add_row(

@@ -10,7 +10,6 @@ bench-peers`. `--checkout OLD` measures another checkout of Hadal, too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from bench.checkpoints import MODELS, PEERS, SHIPPED, shipped_model_fp32, stored_model
 from bench.claims import Claim, print_claims
+from bench.engine_report import CONTEXT
 from bench.machine import CpuWatch
 from bench.peers.installed import (
     LLAMA_BENCH,
@@ -40,9 +40,9 @@ from bench.peers.installed import (
     llama,
     vllm,
 )
-from bench.results import CONTEXT
 from bench.servers import Server, hadal_server, llama_server, vllm_server
 from bench.subject import SubjectProcess, prompts
+from bench.tables import parser_of, table_of
 from hadal.core.model_config import read_model_config
 
 STREAMS = (1, 8, 32, 64)
@@ -295,10 +295,10 @@ def median(points: Sequence[Measured], of: Callable[[Measured], float]) -> float
 
 def table(model: str, found: Sequence[Pair], streams: Sequence[int], results: Results) -> Table:
     """Medians of the rounds."""
-    out = Table(title=f"{model}: ms between tokens of a stream", title_justify="left")
-    for column in ("engine", "streams", "bare", "served", "served / bare", "first token ms"):
-        out.add_column(column, justify="left" if column == "engine" else "right")
-    out.add_column("cores")
+    out = table_of(
+        "engine|streams|bare|served|served / bare|first token ms|cores",
+        f"{model}: ms between tokens of a stream",
+    )
     for pair in found:
         for number in streams:
             points = results[pair.name, number, "served"]
@@ -328,10 +328,7 @@ def bare_of(pair: Pair, found: Sequence[Pair], number: int, results: Results) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.served", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="one round of Hadal, 1 and 8 streams")
+    parser = parser_of("served", __doc__, "one round of Hadal, 1 and 8 streams")
     parser.add_argument("--model", action="append", choices=list(BARS), help="default: both")
     parser.add_argument("--streams", type=int, nargs="+", help="default: 1 8 32 64")
     parser.add_argument("--engine", action="append", help="default: all that are installed")

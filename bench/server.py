@@ -61,11 +61,7 @@ class Running:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
-        lines = self.get("/metrics").decode().splitlines()
-        return {
-            key: float(value)
-            for key, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        }
+        return samples_of(self.get("/metrics").decode())
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: supervisor, gateway, prefill-0, decode-0 ..."""
@@ -76,16 +72,39 @@ class Running:
         }
 
 
-def request(
+def asked(
     address: Address, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the fields of an answer. Raises RuntimeError if it is a refusal."""
+    status, answer = request(address, method, path, body)
+    if status != 200:
+        raise RuntimeError(f"{method} {path} was answered with {status}: {answer[:200]!r}")
+    fields: dict[str, Any] = json.loads(answer)
+    return fields
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Return every sample of /metrics by its full name, labels included."""
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def request(
+    address: Address,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    key: str = "",
+    timeout_s: float = 120.0,
 ) -> tuple[int, bytes]:
-    """One HTTP exchange on a connection of its own."""
-    connection = http.client.HTTPConnection(*address, timeout=120)
+    """One HTTP exchange on a connection of its own. `key`: of a tenant. Raises OSError."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
     try:
         content = None if body is None else json.dumps(body)
-        connection.request(
-            method, path, content, {} if body is None else {"Content-Type": "application/json"}
-        )
+        connection.request(method, path, content, headers)
         reply = connection.getresponse()
         return reply.status, reply.read()
     finally:
@@ -131,6 +150,16 @@ def launched(
             yield running
         finally:
             stop(process)
+
+
+@contextlib.contextmanager
+def serving(
+    deployment: str = "", environment: Mapping[str, str] | None = None, checkout: Path = ROOT
+) -> Iterator[Running]:
+    """Start a server as `launched` does, and wait until it is ready."""
+    with launched(deployment, environment, checkout=checkout) as running:
+        wait_ready(running)
+        yield running
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

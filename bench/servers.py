@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.machine import cpu_seconds, tree_of
 from bench.peers.installed import LLAMA_SERVER, VLLM_VENV, gguf_of, python_of
 from bench.peers.vllm_engine import ENVIRONMENT
-from bench.server import launched, stop, wait_ready
+from bench.server import serving, stop
 from bench.subject import ROOT
 
 START_TIMEOUT_S = 600.0
@@ -50,8 +50,7 @@ def hadal_server(
 ) -> Iterator[Server]:
     """`tables`: of its deployment."""
     deployment = f'model = "{folder}"\nmodel_name = "{folder.name}"\n{tables}\n'
-    with launched(deployment, checkout=checkout) as running:
-        wait_ready(running)
+    with serving(deployment, checkout=checkout) as running:
         yield Server(name, folder.name, running.address, running.pids())
 
 

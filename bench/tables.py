@@ -1,12 +1,20 @@
-"""Shared pieces of what benchmarks print and parse: a table of columns, a parser with `--quick`."""
+"""Pieces that benchmarks share: a parser with `--quick`, a table of columns, a percentile, and files of
+results.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
+
+from bench.subject import ROOT
 
 
 def parser_of(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
@@ -32,3 +40,12 @@ def table_of(columns: str, title: str = "", num_left: int = 1) -> Table:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest of the values that `share` of all do not exceed."""
     return float(np.quantile(values, share, method="inverted_cdf"))
+
+
+def write(console: Console, name: str, found: Any) -> None:
+    """Write a run's figures as JSON beside those of earlier runs, and print where."""
+    folder = ROOT / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    console.print(f"written: {path.relative_to(ROOT)}")

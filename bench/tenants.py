@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.checkpoints import MODELS, SHIPPED, stored_model
-from bench.load import first_ms, random_body, rate, spans, stream, token_ms
+from bench.load import first_ms, keep_asking, rate, spans, token_ms
 from bench.machine import describe
-from bench.server import Running, launched, wait_ready
+from bench.server import Running, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, table_of
 from hadal.commands.bench_request import Sample
@@ -33,23 +33,18 @@ NUM_BEFORE = 10
 """Requests of the tenant that leaves."""
 
 
-async def keep_open(running: Running, model: str, key: str, until_s: float) -> list[Sample]:
-    """Ask for one stream after the other."""
-    rng, done = random.Random(key), []
-    while time.perf_counter() < until_s:
-        prompt = [rng.randrange(20, 1000) for _ in range(NUM_IN)]
-        body = random_body(model, prompt, NUM_OUT)
-        done.append(await stream(running.address, "completions", body, key))
-    return done
-
-
 async def run(
     running: Running, model: str, tenants: dict[str, int], seconds: float
 ) -> dict[str, list[Sample]]:
     """Return each tenant's finished streams. `tenants`: key -> streams at once."""
     until_s = time.perf_counter() + seconds
     keys = [key for key, number in tenants.items() for _ in range(number)]
-    found = await asyncio.gather(*(keep_open(running, model, key, until_s) for key in keys))
+    found = await asyncio.gather(
+        *(
+            keep_asking(running.address, model, (NUM_IN, NUM_OUT), until_s, random.Random(key), key)
+            for key in keys
+        )
+    )
     streams: dict[str, list[Sample]] = {key: [] for key in tenants}
     for key, done in zip(keys, found, strict=True):
         streams[key] += done
@@ -82,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     deployment = f'model = "{folder}"\nmodel_name = "{folder.name}"\n'
     keys = {"HADAL_API_KEYS": f"{HEAVY},{LIGHT}"}
-    with launched(deployment, keys, checkout=options.checkout) as running:
-        wait_ready(running)
+    with serving(deployment, keys, checkout=options.checkout) as running:
 
         def measure(name: str, tenants: dict[str, int]) -> None:
             table.add_row(*row(name, asyncio.run(run(running, folder.name, tenants, seconds))))

@@ -9,16 +9,13 @@ configs/laptop_ep.toml; and llama.cpp's server, where `make bench-peers` set it 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -26,7 +23,7 @@ from bench.checkpoints import MODELS, SHIPPED, stored_model
 from bench.load import random_body
 from bench.machine import describe
 from bench.peers.installed import LLAMA_SERVER
-from bench.server import Address, launched, request, wait_ready
+from bench.server import Address, asked, serving
 from bench.servers import llama_server
 from bench.subject import ROOT
 from bench.tables import parser_of, table_of
@@ -43,30 +40,25 @@ def tokens(rng: random.Random, number: int) -> list[int]:
     return [rng.randrange(20, 900) for _ in range(number)]
 
 
-def post(address: Address, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a greedy request. Raises RuntimeError if it is refused."""
-    asked = {**body, "temperature": 0, "ignore_eos": True}
-    status, answer = request(address, "POST", path, asked)
-    if status != 200:
-        raise RuntimeError(f"POST {path} was answered with {status}: {answer[:200]!r}")
-    fields: dict[str, Any] = json.loads(answer)
-    return fields
-
-
 def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
     """Ask our server: for one token, then for all."""
     begun_s = time.perf_counter()
-    usage = post(address, "/v1/completions", random_body("m", prompt, 1))["usage"]
+    usage = asked(address, "POST", "/v1/completions", random_body("m", prompt, 1))["usage"]
     first_ms = 1e3 * (time.perf_counter() - begun_s)
     body = {**random_body("m", prompt, number), "return_token_ids": True}
-    answer = post(address, "/v1/completions", body)["choices"][0]["token_ids"]
+    answer = asked(address, "POST", "/v1/completions", body)["choices"][0]["token_ids"]
     return list(answer), usage["prompt_cache_hit_tokens"], first_ms
 
 
 def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
     """Ask llama.cpp's server, which says itself how many tokens it kept and how long the rest took."""
-    body = {"prompt": list(prompt), "n_predict": number, "cache_prompt": True}
-    fields = post(address, "/completion", {**body, "return_tokens": True})
+    body = {
+        "prompt": list(prompt),
+        "n_predict": number,
+        "cache_prompt": True,
+        "return_tokens": True,
+    }
+    fields = asked(address, "POST", "/completion", {**body, "temperature": 0, "ignore_eos": True})
     timings = fields["timings"]
     return list(fields["tokens"]), int(timings["cache_n"]), float(timings["prompt_ms"])
 
@@ -97,14 +89,6 @@ def row(name: str, ask: Ask, num_chats: int) -> tuple[str, ...]:
     )
 
 
-@contextlib.contextmanager
-def served(deployment: str, checkout: Path) -> Iterator[Address]:
-    """Serve a deployment, and yield its address."""
-    with launched(deployment, checkout=checkout) as running:
-        wait_ready(running)
-        yield running.address
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("turns", __doc__, "two chats each, hadal-tiny")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="another checkout of Hadal")
@@ -124,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "hadal-tiny, laptop_ep": f'model = "{SHIPPED}"\nmodel_name = "m"\n{ranks}\n',
         }
         for name, deployment in deployments.items():
-            with served(deployment, options.checkout) as address:
-                table.add_row(*row(name, partial(hadal, address), num_chats))
+            with serving(deployment, checkout=options.checkout) as running:
+                table.add_row(*row(name, partial(hadal, running.address), num_chats))
     if LLAMA_SERVER.exists() and not options.quick:
         plain = stored_model("mid", "bf16", MODELS / "mid-bf16")
         with llama_server(plain, "q8_0", 2) as server:

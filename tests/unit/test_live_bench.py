@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from bench import balance_device
-from bench.balance_device import Overruns, lasting, num_positions, num_rows
+from bench.balance_device import (
+    DEVICE,
+    DeviceChild,
+    Overruns,
+    lasting,
+    num_positions,
+    num_rows,
+)
 from bench.balance_live import DECODE_DEVICE, claims
-from bench.balance_serve import DEVICE, DeviceChild
 from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
 from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Scene, Served, Variant, Window
 from bench.server import Running

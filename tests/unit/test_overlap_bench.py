@@ -11,24 +11,19 @@ import torch
 from torch import Tensor
 
 from bench import overlap_device
+from bench.machine import CLOCK_TICKS, FOREIGN_MAX, foreign_share, parse_usage
 from bench.overlap_device import (
     BALANCED,
     DECODE_LIKE,
     HEAD_BYTES,
     DeviceCase,
     VirtualDevice,
+    VirtualResult,
     _head,
+    claims,
 )
-from bench.overlap_echo import _Echo
-from bench.overlap_gate import (
-    CLOCK_TICKS,
-    FOREIGN_MAX,
-    Series,
-    Timed,
-    foreign_share,
-    parse_usage,
-    spread,
-)
+from bench.overlap_model import _Echo
+from bench.overlap_real import Series, Timed, spread
 from bench.overlap_variants import (
     CANDIDATES,
     DECODE,
@@ -38,7 +33,6 @@ from bench.overlap_variants import (
     Variant,
     cheapest,
 )
-from bench.overlap_virtual import VirtualResult, claims
 from hadal.comm.group import Interval
 from hadal.model.execute import execute
 from hadal.overlap.plan import parse

@@ -13,10 +13,10 @@ clock: it is taken up when people are awake.
 Sittings begin at a constant rate by the load clock, first and later ones alike, so every moment is
 in the steady state.
 
-Four parameters were fitted, each on one published figure (`python -m bench.cache_day`): share_r1 on
-the mean KV length, document_share on input over output, continue_share on the share of hits,
-sessions_per_day on the day's input. All else is measured elsewhere or said to be assumed. Nothing
-here knows those figures.
+Four parameters were fitted, each on one published figure, which `hadal simulate` prints beside ours:
+share_r1 on the mean KV length, document_share on input over output, continue_share on the share of
+hits, sessions_per_day on the day's input. All else is measured elsewhere or said to be assumed.
+Nothing here knows those figures.
 """
 
 from __future__ import annotations

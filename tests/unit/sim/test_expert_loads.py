@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.expert_loads import DECODE as DECODE_NAMES
-from bench.expert_loads import PREFILL as PREFILL_NAMES
-from bench.expert_loads import read_loads
+from bench.balance_loads import DECODE as DECODE_NAMES
+from bench.balance_loads import PREFILL as PREFILL_NAMES
+from bench.balance_loads import read_loads
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, PREFILL, UnitsConfig
 from hadal.core.placement import spread
