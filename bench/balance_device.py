@@ -126,7 +126,7 @@ class DeviceChild(Child):
 
 def serve() -> None:
     """Run `hadal serve` whose ranks are devices."""
-    launch.Child = DeviceChild  # type: ignore[attr-defined]
+    launch.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()
 
 
@@ -140,4 +140,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve() if sys.argv[1:2] == ["serve"] else main())
+    if sys.argv[1:2] == ["serve"]:
+        serve()
+    else:
+        sys.exit(main())
