@@ -51,9 +51,7 @@ class Running:
         return url.hostname or "127.0.0.1", url.port or 80
 
     def get(self, path: str) -> bytes:
-        """GET a path; raises OSError if nobody listens and RuntimeError if the answer is not
-        200.
-        """
+        """GET a path. Raises OSError if no server listens, RuntimeError if the answer is not 200."""
         status, body = request(self.address, "GET", path)
         if status != 200:
             raise RuntimeError(f"GET {path} was answered with {status}: {body[:200]!r}")

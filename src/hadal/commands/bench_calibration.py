@@ -21,7 +21,7 @@ _TRIED = (1, 3)
 
 
 async def first_model(client: httpx.AsyncClient, url: str) -> str:
-    """The first model that a server lists. Raises BenchError."""
+    """Return the first model that a server lists. Raises BenchError."""
     reply = await _asked(client, url, "GET", "/models")
     try:
         return str(reply.json()["data"][0]["id"])
@@ -31,7 +31,7 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What two small requests showed."""
+    """Results of two small requests."""
 
     target: Target
     texts: Texts

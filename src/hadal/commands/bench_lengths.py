@@ -35,7 +35,7 @@ class Lengths:
     second: float = 0.0
 
     def draw(self, rng: Generator, size: int) -> list[int]:
-        """So many lengths, each at least 1."""
+        """Return `size` lengths, each at least 1."""
         match self.kind:
             case "range":
                 drawn = rng.integers(int(self.first), int(self.second) + 1, size).astype(float)
@@ -50,7 +50,7 @@ class Lengths:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """Read a distribution as one writes it. Raises ConfigError."""
+    """Return the distribution that an option describes. Raises ConfigError."""
     number = r"([0-9]{1,7}(?:\.[0-9]{1,6})?)"
     word = text.strip().lower()
     found: Lengths | None = None
@@ -73,7 +73,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class BenchAsk:
-    """One request before it is text."""
+    """Lengths of one request, before its text is made."""
 
     tokens_in: int
     tokens_out: int
@@ -91,8 +91,8 @@ class TraceLoad:
 
 
 def read_trace(path: Path, scale: float = 1.0) -> TraceLoad:
-    """Mooncake's .jsonl or .jsonl.gz, or Azure's .csv; lengths are multiplied by `scale`. Raises
-    ConfigError.
+    """Return the requests of Mooncake's .jsonl or .jsonl.gz, or Azure's .csv; lengths are multiplied
+    by `scale`. Raises ConfigError.
     """
     name = path.name.lower()
     if not name.endswith((".jsonl", ".jsonl.gz", ".csv", ".csv.gz")):

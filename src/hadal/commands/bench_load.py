@@ -27,12 +27,12 @@ MAX_OPEN = 4096
 FULL = f"not sent: {MAX_OPEN} were open"
 LATE = "not sent: this client was late by more than a request may take"
 STOPPED = "stopped"
-"""What was open when somebody pressed Ctrl-C: no error of the server's."""
+"""Error of a request that was open at Ctrl-C; the server did not cause it."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A load that is held for a while."""
+    """One load: its kind and how high it is."""
 
     kind: str
     """rate, concurrency or trace."""
@@ -40,7 +40,7 @@ class Level:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name in tables."""
         return {
             "rate": f"{self.value:g}/s",
             "concurrency": f"{self.value:g} at once",
@@ -50,7 +50,7 @@ class Level:
     def arrivals(
         self, rng: Generator, trace: TraceLoad | None, end_s: float, num_max: int
     ) -> Iterator[float]:
-        """When requests of an open load are due."""
+        """Yield the times at which requests of an open load are due."""
         if self.kind == "trace":
             assert trace is not None
             times: Iterator[float] = (at_s / self.value for at_s in trace.at_s)
@@ -71,7 +71,7 @@ def _poisson(rng: Generator, rate: float) -> Iterator[float]:
 
 @dataclass
 class LevelRun:
-    """What was measured at a level, so far."""
+    """Samples of a level, as far as it has run."""
 
     level: Level
     samples: list[Sample] = field(default_factory=list)
@@ -82,19 +82,19 @@ class LevelRun:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What every level is given."""
+    """Time, number and lengths of each level's requests."""
 
     duration_s: float
-    """Nothing is sent later than this after its start."""
+    """Time after a level's start in which requests are sent."""
     num_requests: int
-    """No more than so many are sent."""
+    """Limit of requests of a level."""
     tokens_in: Lengths
     tokens_out: Lengths
     trace: TraceLoad | None = None
     seed: int = 0
 
     def asks(self, rng: Generator) -> Iterator[BenchAsk]:
-        """Requests without end: a trace's begin again when they are through."""
+        """Yield requests without end; a trace's requests repeat."""
         while True:
             if self.trace is not None:
                 yield from self.trace.asks
@@ -106,7 +106,7 @@ class LoadPlan:
 async def warm_up(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, num_requests: int
 ) -> None:
-    """Requests that count for nothing, all at once. Raises BenchError if none of them is answered."""
+    """Send requests that are not counted, all at once. Raises BenchError if none is answered."""
     asks = plan.asks(np.random.default_rng([plan.seed, 1 << 20]))
     samples = [Sample(0.0) for _ in range(num_requests)]
     await asyncio.gather(
@@ -182,8 +182,8 @@ async def run_levels(
     notes: list[str],
     tell: Callable[[str, float], None],
 ) -> str:
-    """All levels, one after the other; `runs` and `notes` are filled as it goes, `tell` hears what is
-    done and how many seconds of the load are over. Returns the model's name. Raises BenchError.
+    """Run all levels, one after the other, and fill `runs` and `notes`; `tell` is called with the
+    progress and the seconds of load that are over. Returns the model's name. Raises BenchError.
     """
     async with client_for(target) as client:
         tell("asking what is there", 0.0)

@@ -26,33 +26,33 @@ STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage
 
 
 class BenchError(HadalError):
-    """The server cannot be measured, and why."""
+    """A server that cannot be measured, with the reason."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """What became of a request. Times are seconds since its level began."""
+    """Times and counts of one request. Times are seconds of the caller's clock."""
 
     due_s: float
     sent_s: float = 0.0
     first_s: float | None = None
     last_s: float | None = None
-    """When the last piece with text came."""
+    """Time of the last piece with text."""
     end_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     """Times between pieces with text."""
     num_pieces: int = 0
     tokens_in: int | None = None
-    """As the server counts; None: it does not say."""
+    """Prompt tokens as the server reports them; None: it does not."""
     tokens_out: int | None = None
     tokens_cached: int | None = None
     error: str = ""
-    """Its kind; empty: none."""
+    """Kind of the error; empty: none."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model of a server, and how it is asked."""
+    """A model of a server, and how requests reach it."""
 
     url: str
     """With /v1."""
@@ -65,7 +65,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """The endpoint's, behind /v1."""
+        """Path of the endpoint, behind /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def body(self, prompt: str, tokens_out: int, *, is_streamed: bool) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _code(error: Any) -> str:
-    """A short name of an error, of which there are few: its code, else its type."""
+    """Return a short name of an error: its code, else its type."""
     if not isinstance(error, dict):
         return "error"
     return str(error.get("code") or error.get("type") or "error")[:60]

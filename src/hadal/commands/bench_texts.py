@@ -23,24 +23,24 @@ life hand part old house place small found still between name should home big gi
 own under read last never us left end along while might next sound below saw both few
 """.split()  # noqa: SIM905  # A list would be a line a word.
 TOKENS_PER_WORD = 1.3
-"""Where a server does not say how many tokens a prompt has: a word of English at common tokenizers."""
+"""Tokens of an English word at common tokenizers, for servers that report no prompt tokens."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Makes prompts of about so many tokens. The same seed and number make the same words."""
+    """Maker of prompts of about a wanted length. Equal seeds and numbers give equal words."""
 
     seed: int
     tokens_per_word: float = TOKENS_PER_WORD
     tokens_around: float = 0.0
-    """What a template puts around a prompt."""
+    """Tokens that a chat template adds to a prompt."""
     num_shared: int = 0
     """Tokens with which all prompts begin."""
     part_tokens: int = MOONCAKE_PART_TOKENS
     """Tokens of a part of a trace, scaled as its lengths are."""
 
     def prompt(self, ask: BenchAsk, number: int) -> str:
-        """The text of the request with this number, which no other shares beyond what is asked for."""
+        """Return the text of the request with this number; it shares with others only what is asked."""
         left = max(1, round((ask.tokens_in - self.tokens_around) / self.tokens_per_word))
         words: list[str] = []
         shared = min(left, round(self.num_shared / self.tokens_per_word))
