@@ -34,8 +34,9 @@ from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.model.block import OPS, MicroBatch, Op
 from hadal.overlap.plan import ATTN_CORE, EXPERTS
 from hadal.reference.params import LayerWeights
-from hadal.runtime import launch, unit
+from hadal.runtime import unit
 from hadal.runtime.process.child import Child
+from hadal.runtime.supervisor import supervisor
 
 log = logging.getLogger("bench.device")
 
@@ -126,7 +127,7 @@ class DeviceChild(Child):
 
 def serve() -> None:
     """Run `hadal serve` whose ranks are devices."""
-    launch.Child = DeviceChild  # type: ignore[assignment, attr-defined]
+    supervisor.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()
 
 
