@@ -17,7 +17,7 @@ import torch
 
 from bench.subject import answer, prompts
 from hadal.core.config import Deployment
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa, kernel_team

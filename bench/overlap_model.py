@@ -32,7 +32,7 @@ from torch import Tensor
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Exchange, Group, Interval
 from hadal.comm.layout import MessageLayout
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Member, Waited

@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hadal.core.messages import Key, Tokens
+from hadal.core.messages.generation import Key
+from hadal.core.messages.units import Tokens
 from hadal.core.plans import Draw
 
 Row = tuple[int, int, int, str | None]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hadal.core.config import CacheConfig, LimitsConfig
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import Service, Work, read_served_model
 from hadal.model.load import load_weights

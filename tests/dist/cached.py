@@ -21,7 +21,7 @@ from hadal.core.cache import (
     STORED_BLOCKS,
     split,
 )
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.gateway.desk.auth import salt_of
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.process import read_run

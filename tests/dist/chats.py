@@ -18,7 +18,7 @@ import httpx
 import torch
 
 from evals.run import held_out_examples
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.model.load import load_weights
 from hadal.reference.params import ModelWeights

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hadal.core.cache import split
-from hadal.core.messages import StoreBlocks
+from hadal.core.messages.pools import StoreBlocks
 from hadal.core.plans import BlocksStored
 from hadal.runtime.store.disk import DiskStore
 

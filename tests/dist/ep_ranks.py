@@ -16,7 +16,7 @@ from torch import Tensor
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
 from hadal.comm.mesh.mesh import MeshGroup
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.placement import Placement, spread
 from hadal.core.plans import (

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.messages import SUPERVISOR, Address, NodeNews
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.nodes import Address, NodeNews
 from hadal.roles.nodes import agent_name
 from hadal.runtime import ray_cluster
 from hadal.runtime.agent import Joining

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from hadal.core.cache import DISK_HIT_TOKENS, STORED_BLOCKS
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from tests.dist.cached import cache_fields, counts, settle, wait_found
 from tests.dist.chats import Answer, Chat, ask, client_for, everyday_chats, talk, wrong
 from tests.dist.keyed import model_of

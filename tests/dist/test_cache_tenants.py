@@ -23,7 +23,7 @@ from hadal.core.cache import (
     STORED_BLOCKS,
     split,
 )
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.gateway.desk.auth import salt_of
 from hadal.kv.names import PUBLIC, extend
 from tests.dist.cached import cache_fields, settle

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from hadal.core.messages import FrontSnapshot, Totals, UnitReport
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
+from hadal.core.messages.units import UnitReport
 from hadal.core.plans import LinkBytes
 from hadal.gateway.desk.metrics import Metrics
 from tests.dist.answers import complete

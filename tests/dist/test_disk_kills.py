@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import ReadBlocks
+from hadal.core.messages.pools import ReadBlocks
 from hadal.runtime.store.loader import Loader
 from hadal.runtime.store.segments import segment_bytes
 from hadal.runtime.store.troubles import Troubles

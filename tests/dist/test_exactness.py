@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from tests.dist import gate
 from tests.dist.keyed import AUDITOR, with_keys
 from tests.dist.oracle import (

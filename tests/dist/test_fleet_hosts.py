@@ -39,7 +39,8 @@ from hadal.core.config import (
     LimitsConfig,
     UnitsConfig,
 )
-from hadal.core.messages import DrainUnit, Generation, KeepUnit
+from hadal.core.messages.fleet import DrainUnit, KeepUnit
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from hadal.core.seams import FleetEffect, Send, StartUnit, StopUnit
 from hadal.roles.fleet import NUM_SAMPLES

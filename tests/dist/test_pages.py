@@ -23,7 +23,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.intake import Patience

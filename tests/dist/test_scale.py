@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, FleetConfig, read_deployment
-from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodeNews, NodesKept
+from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.nodes import Address, KeepNodes, NodeNews, NodesKept
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.topology import place_units
 from hadal.runtime.wire import Network, ZmqWire, write_address

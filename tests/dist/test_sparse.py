@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hadal.core.cache import DISK_HIT_TOKENS, MEMORY_HIT_TOKENS
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.kernels import library
 from hadal.model.load import load_weights
 from hadal.reference.forward import generate

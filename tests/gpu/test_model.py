@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache

@@ -7,7 +7,8 @@ from random import Random
 import msgspec
 
 from hadal.core.config import CacheConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from tests.sim.disk import DiskFaults
 from tests.sim.engine import expected_output
 from tests.sim.scenario import deployment, random_sampling, words

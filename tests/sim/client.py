@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hadal.core.messages import Deliver, Generation
+from hadal.core.messages.generation import Deliver, Generation
 from tests.sim.engine import expected_output
 
 

@@ -14,7 +14,8 @@ from random import Random
 import numpy as np
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import BLOCK_TOKENS, ReadBlocks, StoreBlocks
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews
 from hadal.sim.world.clock import SimClock

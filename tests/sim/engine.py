@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from hadal.core.config import PREFILL, Deployment
 from hadal.core.drafts import Compared, compared, summed
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Generation, KvLease
+from hadal.core.messages.base import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.units import KvLease
 from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
 from hadal.roles.unit.tokens import has_penalty
 

@@ -18,15 +18,9 @@ from typing import Any
 
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, Deployment, FleetConfig, UnitsConfig, units_of
-from hadal.core.messages import (
-    AnyMessage,
-    Decode,
-    Demand,
-    DrainUnit,
-    Prefill,
-    UnitDown,
-    UnitUp,
-)
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import Demand, DrainUnit
+from hadal.core.messages.units import Decode, Prefill, UnitDown, UnitUp
 from hadal.core.seams import (
     Event,
     FleetEffect,

@@ -8,7 +8,9 @@ from random import Random
 from typing import Protocol
 
 from hadal.core.cache import num_names
-from hadal.core.messages import AnyMessage, Deliver, Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Send, Tick, UsedBlocks, WakeAt
 from hadal.sim.world.clock import SimClock

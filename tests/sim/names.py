@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.core.cache import split
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.kv.names import PUBLIC, extend, root_of
 from tests.sim.engine import Cells, cells_of
 

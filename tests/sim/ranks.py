@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from hadal.comm.host_waits import HostWaits
-from hadal.core.messages import AnyMessage
+from hadal.core.messages.every import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.roles.ranks.rank import RankProgress, RankRole

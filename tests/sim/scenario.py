@@ -6,7 +6,8 @@ from random import Random
 from typing import Any
 
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from tests.sim.engine import VOCAB
 from tests.sim.world import CALM, RESTARTED, Faults, World

@@ -17,19 +17,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Cancel,
-    Filled,
-    Freed,
-    FrontUp,
-    Key,
-    Pull,
-    ReadBlocks,
-    Release,
-    Returned,
-    StoreBlocks,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Key
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.units import Cancel, Filled, FrontUp, Release, Returned
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,

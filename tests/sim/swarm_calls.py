@@ -14,7 +14,8 @@ from typing import Any, cast
 import msgspec
 
 from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
-from hadal.core.messages import Cancel, Deliver, Generation
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.units import Cancel
 from hadal.core.plans import Sampling
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant

@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from tests.sim.chats import add_chats
 from tests.sim.engine import VOCAB

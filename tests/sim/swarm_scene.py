@@ -22,7 +22,7 @@ from hadal.core.config import (
     LimitsConfig,
     UnitsConfig,
 )
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from tests.sim.disk import DiskFaults
 from tests.sim.fleet import FleetFaults
 from tests.sim.scenario import RANK_TIMEOUT_S

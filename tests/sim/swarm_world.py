@@ -15,18 +15,10 @@ from typing import Any
 import msgspec
 
 from hadal.core.balance import OFF
-from hadal.core.messages import (
-    AnyMessage,
-    Cancel,
-    Deliver,
-    DrainUnit,
-    Generation,
-    Key,
-    Pulled,
-    Returned,
-    Tokens,
-    UnitReport,
-)
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import DrainUnit
+from hadal.core.messages.generation import Deliver, Generation, Key
+from hadal.core.messages.units import Cancel, Pulled, Returned, Tokens, UnitReport
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.clock import GatewayClock

@@ -13,7 +13,8 @@ import pytest
 
 from hadal.core import cache
 from hadal.core.config import CacheConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Deliver, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Deliver, Generation
 from hadal.core.plans import Sampling
 from hadal.roles.prefill.leader import PrefillLeader
 from tests.fresh import seeds

@@ -12,7 +12,8 @@ import pytest
 
 from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Deliver, Generation, Prefill
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.units import Prefill
 from hadal.core.plans import Sampling
 from hadal.core.seams import Effect, Event, Send
 from hadal.policy.fairness import INPUT_COST, OUTPUT_COST

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 
 from hadal.core.config import UnitsConfig, units_of
-from hadal.core.messages import RankForm, UnitUp
+from hadal.core.messages.ranks import RankForm
+from hadal.core.messages.units import UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
 from hadal.roles.ranks.ranks import RankedLeader

@@ -11,7 +11,8 @@ from statistics import fmean
 import pytest
 
 from hadal.core.balance import KV, REQUESTS
-from hadal.core.messages import AnyMessage, UnitReport
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.units import UnitReport
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.moving import STALL_STEPS_MAX
 from tests.fresh import seeds

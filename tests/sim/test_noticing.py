@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from tests.fresh import seeds
 from tests.sim.world import Faults, World

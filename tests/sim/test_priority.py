@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from hadal.policy.admission import AGE_S
 from tests.fresh import seeds

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 
 from hadal.core.cache import num_names
-from hadal.core.messages import AnyMessage, Cached, Resume
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.units import Cached, Resume
 from tests.fresh import fresh, seeds
 from tests.levels import FULL, NUM_SEEDS
 from tests.sim.chats import MEMORY, chats_world

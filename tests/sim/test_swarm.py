@@ -17,7 +17,9 @@ import msgspec
 import pytest
 
 from hadal.core.cache import NAME_BYTES, num_names
-from hadal.core.messages import AnyMessage, Key, Pulled, Release, UnitDown
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Key
+from hadal.core.messages.units import Pulled, Release, UnitDown
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Effect, Send
 from hadal.kv.names import extend

@@ -19,18 +19,17 @@ import msgspec
 from hadal.core.balance import AUTO
 from hadal.core.cache import split
 from hadal.core.config import Deployment, UnitsConfig, units_of
-from hadal.core.messages import (
-    AnyMessage,
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cached,
     Cancel,
-    Deliver,
     Drain,
-    Generation,
     LeaderDown,
     Prefill,
     Returned,
     Sighting,
-    Submit,
     Suspect,
     Tokens,
     UnitDown,

@@ -18,7 +18,8 @@ import numpy as np
 from hadal.commands.simulate_stages import expert_ranks
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.facts import NodesFact, RequestFact, micros, sum_kv_tokens
-from hadal.core.messages import Demand, UnitDown, UnitUp
+from hadal.core.messages.fleet import Demand
+from hadal.core.messages.units import UnitDown, UnitUp
 from hadal.core.overview import Buckets, FleetSeen, Overview, UnitExperts
 from hadal.core.placement import spread
 from hadal.core.seams import StartUnit, StopUnit, Tick

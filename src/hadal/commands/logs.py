@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from hadal.commands.status import Found, units
 from hadal.core.errors import ConfigError
-from hadal.core.messages import SUPERVISOR
+from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import is_heard
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from hadal.commands.status import Found, find, wrong
 from hadal.core.errors import ConfigError
-from hadal.core.messages import SUPERVISOR, Rollout
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.fleet import Rollout
 from hadal.progress import Bar
 from hadal.runtime.process.process import read_run
 from hadal.runtime.process.status import RolloutStatus, read_status

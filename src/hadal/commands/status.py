@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import SUPERVISOR
+from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
 from hadal.runtime.process.status import ProcessStatus, Status, read_status, wrong_nodes

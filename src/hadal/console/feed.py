@@ -28,7 +28,7 @@ import msgspec
 from hadal.console.asking import AskError, Asking
 from hadal.console.series import Series
 from hadal.core.errors import HadalError
-from hadal.core.messages import SUPERVISOR
+from hadal.core.messages.base import SUPERVISOR
 from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
 from hadal.gateway.desk.frames import ConsoleFrame, LogLine
 from hadal.gateway.desk.trace import TraceReply

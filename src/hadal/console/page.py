@@ -18,7 +18,7 @@ from hadal.console.feed import Feed, Watcher
 from hadal.console.series import Series
 from hadal.console.shell import Door, TopBar, head
 from hadal.core.config import ROLES
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.overview import LayerMove, Overview
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.gateway.desk.trace import TraceReply

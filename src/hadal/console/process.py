@@ -35,7 +35,8 @@ from hadal.console.page import add_console
 from hadal.console.shell import STATIC, add_assets
 from hadal.core.config import GATEWAY_HEARTBEAT_S, GatewayConfig
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import SUPERVISOR, GatewayHeartbeat
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.gateways import GatewayHeartbeat
 from hadal.gateway.desk.frames import read_frames
 from hadal.gateway.edge.guard import Edge
 from hadal.runtime.ledger.address import ledger_url

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from hadal.core import cache
 from hadal.core.balance import shown
-from hadal.core.messages import Totals
+from hadal.core.messages.snapshot import Totals
 from hadal.core.overview import Buckets, Overview
 from hadal.gateway.desk.frames import ConsoleFrame
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.messages import FrontSnapshot
+from hadal.core.messages.snapshot import FrontSnapshot
 
 
 class Buckets(msgspec.Struct, frozen=True):

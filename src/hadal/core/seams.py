@@ -17,14 +17,14 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import AnyMessage
-from hadal.core.messages import Closing as Closing
-from hadal.core.messages import Deliver as Deliver
-from hadal.core.messages import Freed as Freed
-from hadal.core.messages import Named as Named
-from hadal.core.messages import Pull as Pull
-from hadal.core.messages import ReadBlocks as ReadBlocks
-from hadal.core.messages import StoreBlocks as StoreBlocks
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Closing as Closing
+from hadal.core.messages.generation import Deliver as Deliver
+from hadal.core.messages.pools import Freed as Freed
+from hadal.core.messages.pools import Named as Named
+from hadal.core.messages.pools import Pull as Pull
+from hadal.core.messages.pools import ReadBlocks as ReadBlocks
+from hadal.core.messages.pools import StoreBlocks as StoreBlocks
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,

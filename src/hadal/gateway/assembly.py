@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import FRONT
+from hadal.core.messages.base import FRONT
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.clock import GatewayClock

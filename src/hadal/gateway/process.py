@@ -25,7 +25,7 @@ import uvloop
 from hadal.core.config import GATEWAY_HEARTBEAT_S, Deployment
 from hadal.core.errors import EXIT_CONFIG, ConfigError, HadalError
 from hadal.core.facts import RequestFact
-from hadal.core.messages import FRONT
+from hadal.core.messages.base import FRONT
 from hadal.gateway.app import make_app
 from hadal.gateway.assembly import make_gateway
 from hadal.gateway.batch_pages import BatchPages

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.stream import Piece, ScoredPrompt, new_decoder
 from hadal.gateway.text.tools import CallDelta

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.messages.base import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.policy.eviction import Arc, Lru
 
 

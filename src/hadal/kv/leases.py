@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hadal.core.messages import Key
+from hadal.core.messages.generation import Key
 
 
 @dataclass(frozen=True, slots=True)

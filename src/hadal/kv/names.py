@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from hadal.core.cache import NAME_BYTES, num_names
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 
 VERSION = b"hadal-kv-1"
 """Raised whenever the same text, model and precision may leave other bytes in a block."""

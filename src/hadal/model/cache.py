@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.messages.base import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.model_config import ModelConfig
 
 log = logging.getLogger(__name__)

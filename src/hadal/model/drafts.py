@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import DRAFT, Chunk
 from hadal.kernels import library
 from hadal.kernels.decode_step import DraftTable

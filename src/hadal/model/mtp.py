@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import Chunk
 from hadal.kernels.decode_step import DraftStep, draft_available
 from hadal.kernels.products import linear, rms_norm

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.messages.base import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.plans import Join
 from hadal.core.stops import StopIds
 

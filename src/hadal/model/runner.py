@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.drafts import compared
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import (
     FLIP,
     MASK,

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from hadal.core.balance import shown
-from hadal.core.messages import HostClock, TracedStep
+from hadal.core.messages.questions import HostClock, TracedStep
 from hadal.core.plans import DRAFT, MASK, ByNode, TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from hadal.core.messages import TracedStep
+from hadal.core.messages.questions import TracedStep
 from hadal.core.plans import OpTime, TraceEvent
 from hadal.overlap.plan import COMBINE, DISPATCH, Schedule
 from hadal.overlap.trace import WAIT

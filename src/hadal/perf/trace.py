@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from hadal.core.config import DECODE
-from hadal.core.messages import TracedStep
+from hadal.core.messages.questions import TracedStep
 from hadal.core.plans import TraceEvent
 from hadal.overlap.trace import chrome_trace
 from hadal.perf.explain import DENSE_LAYERS, StepPrice

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import RateLimits
+from hadal.core.messages.generation import RateLimits
 from hadal.policy.rows import BATCH_PROMISE, num_rows_within
 from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView, ValleyView
 

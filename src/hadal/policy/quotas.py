@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hadal.core.messages import Quota, RateLimits
+from hadal.core.messages.generation import RateLimits
+from hadal.core.messages.requests import Quota
 from hadal.policy.admission import Refusal
 
 MINUTE_S = 60.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.rates import StepRates, chunk_s
 from hadal.policy.prefill_balance import UNMEASURED
 from hadal.policy.views import DecodeUnitView, PrefillUnitView

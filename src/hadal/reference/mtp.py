@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.reference.decode import paged_core_attention, write_entries
 from hadal.reference.forward import core_attention
 from hadal.reference.layer import block, queries_and_entry

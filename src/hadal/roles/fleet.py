@@ -29,16 +29,8 @@ import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
-from hadal.core.messages import (
-    Demand,
-    DrainUnit,
-    KeepUnit,
-    Rollout,
-    UnitDown,
-    UnitFacts,
-    UnitsFound,
-    UnitUp,
-)
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, Rollout, UnitFacts, UnitsFound
+from hadal.core.messages.units import UnitDown, UnitUp
 from hadal.core.overview import FleetChange, FleetSeen, RoleSeen
 from hadal.core.seams import (
     Event,

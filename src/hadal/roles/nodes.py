@@ -23,13 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hadal.core.config import AGENT_BEAT_S
-from hadal.core.messages import (
-    Address,
-    NodeNews,
-    NodeOrders,
-    ProcessNews,
-    ProcessOrder,
-)
+from hadal.core.messages.nodes import Address, NodeNews, NodeOrders, ProcessNews, ProcessOrder
 from hadal.core.seams import Send
 from hadal.roles.suspects import Absence
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hadal.core.messages import Sighting
+from hadal.core.messages.units import Sighting
 from hadal.policy.suspicion import ASK_SHARE, Silence, are_all_late, is_frozen, pause_s
 
 _ASK_AGAIN_S = 0.1

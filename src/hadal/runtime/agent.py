@@ -34,17 +34,16 @@ import msgspec
 
 from hadal.core.config import AGENT_BEAT_S
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import (
-    SUPERVISOR,
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.nodes import (
     Address,
     NodeNews,
     NodeOrders,
     Printed,
     ProcessNews,
     ProcessOrder,
-    Sighting,
-    Suspect,
 )
+from hadal.core.messages.units import Sighting, Suspect
 from hadal.roles.nodes import agent_name
 from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.forks import (

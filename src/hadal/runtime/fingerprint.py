@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hadal.core.config import Deployment, num_cache_layers
 from hadal.core.errors import CheckpointError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.build import PLAIN, instruction_set, runs_plain
 from hadal.kv.names import VERSION

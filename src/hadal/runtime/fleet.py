@@ -11,7 +11,9 @@ import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from hadal.core.messages import AnyMessage, DrainUnit, KeepUnit, Rollout, UnitDown, UnitsFound
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import DrainUnit, KeepUnit, Rollout, UnitsFound
+from hadal.core.messages.units import UnitDown
 from hadal.core.overview import FleetSeen
 from hadal.core.seams import (
     Event,

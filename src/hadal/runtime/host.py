@@ -22,7 +22,8 @@ import msgspec
 from hadal.comm.mesh.refusals import refused_here
 from hadal.core.cache import DiskLocation
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import Freed, Pull, ReadBlocks, Refused, StoreBlocks, UnitReport
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.units import Refused, UnitReport
 from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
     Clock,

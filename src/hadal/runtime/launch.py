@@ -21,7 +21,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
-from hadal.core.messages import SUPERVISOR
+from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.agent import Joining
 from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.nodes import address_here, is_same, kept_run

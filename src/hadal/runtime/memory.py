@@ -24,7 +24,7 @@ from hadal.core.config import (
     num_drafts_max,
 )
 from hadal.core.errors import ConfigError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.roles.leaders import moves_experts
 from hadal.runtime.amounts import gb

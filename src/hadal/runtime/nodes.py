@@ -26,8 +26,8 @@ import msgspec
 from hadal.core.config import ClusterConfig, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import is_near
-from hadal.core.messages import (
-    LENDER,
+from hadal.core.messages.base import LENDER
+from hadal.core.messages.nodes import (
     Address,
     KeepNodes,
     NodeNews,
@@ -35,8 +35,8 @@ from hadal.core.messages import (
     NodesKept,
     Printed,
     ProcessOrder,
-    Suspect,
 )
+from hadal.core.messages.units import Suspect
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
 from hadal.runtime.agent import Joining
 from hadal.runtime.process.process import Run

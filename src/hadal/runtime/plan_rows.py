@@ -20,7 +20,7 @@ from rich.text import Text
 from hadal.comm.layout import MessageLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, ROLES, Deployment, UnitsConfig, num_drafts_max, units_of
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.roles.leaders import first_placement

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hadal.core.balance import AUTO
 from hadal.core.config import ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 
 NUM_SCRATCH_BLOCKS = 1
 """SCRATCH_BLOCK takes the writes of padding."""

@@ -57,7 +57,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hadal.core.config import units_of
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import LENDER, SUPERVISOR, Address, KeepNodes, NodesKept
+from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
 from hadal.runtime.nodes import is_open
 from hadal.runtime.process import entry

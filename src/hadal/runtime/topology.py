@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hadal.core.balance import OFF
 from hadal.core.config import ROLES, Deployment, units_of
-from hadal.core.messages import FRONT, LENDER
+from hadal.core.messages.base import FRONT, LENDER
 
 UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"

@@ -18,7 +18,8 @@ import msgspec
 
 from hadal.core.config import units_of
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages import RankDone, UnitReport
+from hadal.core.messages.ranks import RankDone
+from hadal.core.messages.units import UnitReport
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
 from hadal.roles.ranks.membership import Routine

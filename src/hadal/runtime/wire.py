@@ -50,7 +50,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import is_near, key_of
-from hadal.core.messages import Address, AnyMessage
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import Address
 from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
 

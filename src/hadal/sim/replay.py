@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from hadal.core.messages import RankHeartbeat, UnitReport
+from hadal.core.messages.ranks import RankHeartbeat
+from hadal.core.messages.units import UnitReport
 from hadal.core.plans import StepDone
 from hadal.core.seams import Send, WakeAt
 from hadal.roles.recording import (

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.drafts import Compared, compared, summed
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of

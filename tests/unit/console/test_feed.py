@@ -14,7 +14,7 @@ from hadal.console import feed
 from hadal.console.feed import Feed, LiveSource, Watcher, reports
 from hadal.console.series import Series
 from hadal.core.facts import NodesFact, PackedFacts
-from hadal.core.messages import FrontSnapshot, Totals
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
 from hadal.core.overview import EXPERTS_MAX, Buckets, Overview, UnitExperts
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.runtime.ledger.address import ledger_url

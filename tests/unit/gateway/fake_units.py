@@ -15,19 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadal.core.cache import split
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    AnyMessage,
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Generation, Token
+from hadal.core.messages.units import (
     Cancel,
     Decode,
     FrontUp,
-    Generation,
     KvLease,
     Prefill,
     PrefillDone,
     Pulled,
     Release,
-    Token,
     UnitReport,
     UnitUp,
 )

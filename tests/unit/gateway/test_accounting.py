@@ -15,7 +15,7 @@ import pytest
 
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsConfig, UnitsConfig
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
-from hadal.core.messages import Returned, UnitDown
+from hadal.core.messages.units import Returned, UnitDown
 from hadal.core.plans import NO_TOKEN
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import EVERYONE, name_of, salt_of

@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.facts import RequestFact
-from hadal.core.messages import Charged, Quota, Ticket
+from hadal.core.messages.requests import Charged, Quota, Ticket
 from hadal.gateway.desk import batches
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import EVERYONE, Keys

@@ -12,7 +12,7 @@ import logging
 import pytest
 
 from hadal.core.config import GatewayConfig
-from hadal.core.messages import Returned
+from hadal.core.messages.units import Returned
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.guard import host_name
 from hadal.runtime.process.logs import JSON, LineFormatter

@@ -16,19 +16,12 @@ import httpx
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
-from hadal.core.messages import (
-    FRONT,
-    SUPERVISOR,
-    AnyMessage,
-    Deliver,
-    Delivered,
-    Drain,
-    GatewayHeartbeat,
-    Quota,
-    Returned,
-    Ticket,
-    UnitDown,
-)
+from hadal.core.messages.base import FRONT, SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.gateways import Delivered, GatewayHeartbeat
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.requests import Quota, Ticket
+from hadal.core.messages.units import Drain, Returned, UnitDown
 from hadal.gateway.app import make_app
 from hadal.gateway.desk import far_host, reply
 from hadal.gateway.desk.auth import EVERYONE

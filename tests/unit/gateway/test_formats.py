@@ -11,7 +11,7 @@ import pytest
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.core.messages import Submit
+from hadal.core.messages.requests import Submit
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.gateway.openai import AnswerFormat

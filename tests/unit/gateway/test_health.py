@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
-from hadal.core.messages import FrontSnapshot, Totals, UnitReport
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
+from hadal.core.messages.units import UnitReport
 from hadal.gateway.desk.health import health_of
 from hadal.roles.nodes import NodePhase
 from hadal.runtime.process.status import NodeStatus, Status, wrong_nodes

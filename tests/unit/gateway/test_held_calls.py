@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.core.plans import Grammar
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import Service

@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import Drain, Generation, Ticket, UnitDown, UnitReport, UnitUp
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.requests import Ticket
+from hadal.core.messages.units import Drain, UnitDown, UnitReport, UnitUp
 from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
 from hadal.gateway.desk.host import Host

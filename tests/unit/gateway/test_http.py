@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import UnitDown
+from hadal.core.messages.units import UnitDown
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.bodies import Bodies
 from hadal.gateway.edge.intake import Patience

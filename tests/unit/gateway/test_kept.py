@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.errors import RequestError
-from hadal.core.messages import FRONT, AnyMessage
+from hadal.core.messages.base import FRONT
+from hadal.core.messages.every import AnyMessage
 from hadal.gateway.desk.kept import PATH, KeptResponse, KeptResponses, Responses
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hadal.cli import app
 from hadal.core.errors import ConfigError
-from hadal.core.messages import QueryReply, Quota
+from hadal.core.messages.gateways import QueryReply
+from hadal.core.messages.requests import Quota
 from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, hashed, parse_key, salt_of
 from hadal.gateway.desk.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
 from hadal.gateway.edge.errors import ApiError

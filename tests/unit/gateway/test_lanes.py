@@ -11,7 +11,7 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.core.messages import Quota
+from hadal.core.messages.requests import Quota
 from hadal.gateway.desk import far_host
 from hadal.gateway.desk.auth import EVERYONE
 from hadal.gateway.desk.lanes import SHORT_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hadal.core.messages import Closing, Deliver
+from hadal.core.messages.generation import Closing, Deliver
 from hadal.gateway.desk.mailbox import MAX_WAITING, Mailbox
 
 

@@ -11,7 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
-from hadal.core.messages import AnyMessage, FrontSnapshot, Totals, UnitReport
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
+from hadal.core.messages.units import UnitReport
 from hadal.core.plans import LinkBytes
 from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.replies import Usage

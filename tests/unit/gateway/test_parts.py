@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.core.plans import Sampling
 from hadal.gateway.messages import MessagesFormatter
 from hadal.gateway.openai import Turn

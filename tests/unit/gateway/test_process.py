@@ -17,7 +17,10 @@ import httpx
 import pytest
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, BatchesConfig, Deployment
-from hadal.core.messages import SUPERVISOR, AnyMessage, Drain, GatewayHeartbeat
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.gateways import GatewayHeartbeat
+from hadal.core.messages.units import Drain
 from hadal.gateway import process
 from hadal.gateway.assembly import make_gateway
 from hadal.gateway.desk.auth import Tenant, salt_of

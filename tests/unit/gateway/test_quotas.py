@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import RateLimits
+from hadal.core.messages.generation import RateLimits
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.service import ServedModel

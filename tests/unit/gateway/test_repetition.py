@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.stream import (
     MAX_PERIOD,

@@ -8,7 +8,7 @@ import math
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Outcome, Usage
 from hadal.gateway.text.stream import Piece

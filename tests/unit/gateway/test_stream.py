@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.stream import Assembler, Piece
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from hadal.core.errors import CheckpointError
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.text.stream import Assembler
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.tokens.tiktoken import byte_of_char

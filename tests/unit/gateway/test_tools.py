@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hadal.core.errors import RequestError
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.gateway.openai import PastCall, Turn
 from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
 from hadal.gateway.text.chat import ChatFormat

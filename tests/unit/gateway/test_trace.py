@@ -16,7 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.core.messages import AnyMessage, HostClock, Trace, TracedStep, TraceRequest, UnitReport
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.questions import HostClock, Trace, TracedStep, TraceRequest
+from hadal.core.messages.units import UnitReport
 from hadal.core.plans import LinkBytes, TraceEvent
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.desk.trace import TraceError, TraceReply, describe, fetch, write

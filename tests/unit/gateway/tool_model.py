@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 
 from pydantic import BaseModel
 
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.openai import SamplingDefaults
 

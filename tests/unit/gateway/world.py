@@ -16,7 +16,7 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal.core.config import BatchesConfig, Deployment, GatewayConfig, LimitsConfig
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.gateway.app import make_app
 from hadal.gateway.batch_pages import BatchPages
 from hadal.gateway.desk.auth import Keys

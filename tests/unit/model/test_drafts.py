@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hadal.core.config import DRAFTS_MAX
 from hadal.core.drafts import Compared, summed
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Draw, Grammar, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3

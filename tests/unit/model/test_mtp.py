@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk
 from hadal.kernels import library

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache, block_bytes
 from hadal.model.deepseek import DeepseekV3

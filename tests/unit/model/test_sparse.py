@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import Chunk
 from hadal.kernels import library

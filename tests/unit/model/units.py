@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.placement import Placement, spread
 from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from hadal.core.messages import TracedStep
+from hadal.core.messages.questions import TracedStep
 from hadal.core.plans import DRAFT, LinkBytes, TraceEvent
 from hadal.overlap.plan import (
     COMBINE_START,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hadal.core.messages import Quota, RateLimits
+from hadal.core.messages.generation import RateLimits
+from hadal.core.messages.requests import Quota
 from hadal.policy.quotas import (
     BUDGET_CODE,
     NEVER_CODE,

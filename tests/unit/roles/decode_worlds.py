@@ -7,16 +7,10 @@ from random import Random
 import msgspec
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Cancel,
-    Decode,
-    Generation,
-    KvLease,
-    Pull,
-    StoreBlocks,
-    Tokens,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.pools import Pull, StoreBlocks
+from hadal.core.messages.units import Cancel, Decode, KvLease, Tokens
 from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Send
 from hadal.kv.blocks import blocks_for

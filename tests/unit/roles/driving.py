@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import Decode, Deliver, Generation, KvLease, Prefill
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.units import Decode, KvLease, Prefill
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Execute, Send

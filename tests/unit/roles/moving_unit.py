@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from hadal.core.messages import Cancel, Pull, Returned, Tokens
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.units import Cancel, Returned, Tokens
 from hadal.core.plans import DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Event, Execute, RankReset
 from hadal.roles.decode.table import SlotState

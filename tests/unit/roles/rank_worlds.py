@@ -13,15 +13,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Generation,
-    KvLease,
-    Prefill,
-    PrefillDone,
-    Release,
-    Returned,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.units import KvLease, Prefill, PrefillDone, Release, Returned
 from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode.leader import DecodeLeader

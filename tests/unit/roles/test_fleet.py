@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Demand,
-    Drain,
-    DrainUnit,
-    KeepUnit,
-    Rollout,
-    UnitDown,
-    UnitFacts,
-    UnitUp,
-)
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, Rollout, UnitFacts
+from hadal.core.messages.units import Drain, UnitDown, UnitUp
 from hadal.core.seams import (
     FleetEffect,
     OfferNodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.messages import Demand
+from hadal.core.messages.fleet import Demand
 from hadal.policy.demand import FLAT
 from hadal.roles.fleet import NUM_SAMPLES, DemandMeter
 from hadal.sim.day.published import HOURLY_SHARES, SHAPE

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.config import AGENT_BEAT_S
-from hadal.core.messages import Address, AnyMessage, NodeNews, NodeOrders, ProcessNews, ProcessOrder
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import Address, NodeNews, NodeOrders, ProcessNews, ProcessOrder
 from hadal.policy.suspicion import PAUSE_PERIODS
 from hadal.roles.nodes import PERIOD_S, FarProcess, NodePhase, Nodes, agent_name
 

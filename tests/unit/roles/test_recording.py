@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Cancel, Generation, Submit
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import Cancel
 from hadal.core.plans import DecodePlan, Draw, Join, Sampling, StepDone
 from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Send, Tick, WakeAt
 from hadal.roles.ranks.rank import RankProgress

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names
-from hadal.core.messages import ReadBlocks, StoreBlocks
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.runtime.store.disk import DiskStore
 from tests.waiting import DEADLINE_S, wait_until

@@ -20,7 +20,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.grants import Grant, Grants
 from hadal.runtime.transfer.kv import KvTransfer

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
-from hadal.core.messages import (
-    SUPERVISOR,
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import (
     Address,
-    AnyMessage,
     NodeNews,
     NodeOrders,
     Printed,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
-from hadal.core.messages import Demand, DrainUnit, UnitFacts, UnitUp
+from hadal.core.messages.fleet import Demand, DrainUnit, UnitFacts
+from hadal.core.messages.units import UnitUp
 from hadal.roles.fleet import make_fleet
 from hadal.runtime.fleet import STOP_S, FleetExecutor
 from hadal.runtime.process.child import Child, ProcessPhase

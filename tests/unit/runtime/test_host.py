@@ -17,19 +17,11 @@ import torch
 
 from hadal.comm.mesh.refusals import Refusals
 from hadal.core.handshake import key_of
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    Deliver,
-    Freed,
-    KvLease,
-    Pull,
-    RankStep,
-    RankUp,
-    Refused,
-    UnitReport,
-)
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.pools import Freed, Pull
+from hadal.core.messages.questions import Audit, AuditRequest
+from hadal.core.messages.ranks import RankStep, RankUp
+from hadal.core.messages.units import Cancel, KvLease, Refused, UnitReport
 from hadal.core.plans import (
     Formed,
     FormPlan,

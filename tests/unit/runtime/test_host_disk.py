@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import Cancel, ReadBlocks, StoreBlocks
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
+from hadal.core.messages.units import Cancel
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews, Effect, Event, Send, UsedBlocks
 from hadal.runtime.host import UnitHost

@@ -14,10 +14,10 @@ import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
 from hadal.core.errors import ConfigError
-from hadal.core.messages import (
-    LENDER,
+from hadal.core.messages.base import LENDER
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import (
     Address,
-    AnyMessage,
     KeepNodes,
     NodeNews,
     NodeOrders,

@@ -16,7 +16,7 @@ import torch
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
 from hadal.model.load import load_weights

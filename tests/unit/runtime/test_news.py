@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import RankForm, RankStep
+from hadal.core.messages.ranks import RankForm, RankStep
 from hadal.core.plans import FormPlan, Member, PrefillPlan
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.runtime.rank.news import News, Noticing

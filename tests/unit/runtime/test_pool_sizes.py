@@ -19,7 +19,7 @@ import hadal.runtime.resolve as resolve_module
 from hadal.cli import app
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
 from hadal.core.errors import ConfigError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.runtime.banner import Banner
 from hadal.runtime.plan_rows import pools_text, print_plan
 from hadal.runtime.pool_sizes import MOST_BYTES, NUM_SCRATCH_BLOCKS, Room, pool_blocks

@@ -13,7 +13,8 @@ import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, FleetConfig, UnitsConfig
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Address, AnyMessage, KeepNodes, NodesKept
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
 from hadal.runtime import ray_cluster
 from hadal.runtime.agent import Joining
 from hadal.runtime.process.process import Run

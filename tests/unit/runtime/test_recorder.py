@@ -14,7 +14,7 @@ import pytest
 
 from hadal.core.config import BatchesConfig, Deployment, LedgerConfig
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Cancel
+from hadal.core.messages.units import Cancel
 from hadal.core.seams import Effect, Event, Tick, WakeAt
 from hadal.roles.recording import (
     VERSION,

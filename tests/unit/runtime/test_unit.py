@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import (
-    RankDone,
-    RankForm,
-    RankFormed,
-    RankHeartbeat,
-    RankUp,
-    Sighting,
-    UnitDown,
-    UnitReport,
-    UnitUp,
-)
+from hadal.core.messages.ranks import RankDone, RankForm, RankFormed, RankHeartbeat, RankUp
+from hadal.core.messages.units import Sighting, UnitDown, UnitReport, UnitUp
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Formed, OpTime, StepDone
 from hadal.core.seams import Effect, Send, Tick

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Cancel, Drain, Tokens
+from hadal.core.messages.units import Cancel, Drain, Tokens
 from hadal.core.plans import Draw
 from hadal.runtime.wire import MAX_BATCH, MAX_QUEUED, ZmqWire
 from tests.levels import MORE

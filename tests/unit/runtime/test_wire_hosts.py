@@ -30,7 +30,11 @@ from zmq.utils.z85 import decode as z85_decoded
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Address, AnyMessage, Cancel, Drain, KvLease, Pull, RankDo, Tokens
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.nodes import Address
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.ranks import RankDo
+from hadal.core.messages.units import Cancel, Drain, KvLease, Tokens
 from hadal.core.plans import Draw
 from hadal.runtime.process.process import Run, raise_descriptor_limit
 from hadal.runtime.transfer.grants import Grants

@@ -14,7 +14,11 @@ import msgspec
 
 from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, AnyMessage, Cancel, Generation, Submit
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import Cancel
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.roles.recording import (

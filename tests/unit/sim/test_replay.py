@@ -8,16 +8,9 @@ import msgspec
 import pytest
 
 from hadal.commands.replay import make_role
-from hadal.core.messages import (
-    Decode,
-    Deliver,
-    KvLease,
-    Prefill,
-    PrefillDone,
-    Submit,
-    Token,
-    UnitUp,
-)
+from hadal.core.messages.generation import Deliver, Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import Decode, KvLease, Prefill, PrefillDone, UnitUp
 from hadal.core.plans import Draw, StepDone
 from hadal.core.seams import Send
 from hadal.roles.front.record import Record

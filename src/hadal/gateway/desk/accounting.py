@@ -15,7 +15,8 @@ from typing import Protocol
 
 from hadal.core.config import Deployment, units_of
 from hadal.core.facts import BATCH_MODEL, Fact, NodesFact, RequestFact, micros, sum_kv_tokens
-from hadal.core.messages import Charged, Closing
+from hadal.core.messages.generation import Closing
+from hadal.core.messages.requests import Charged
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.reply import Meter

@@ -19,7 +19,7 @@ from functools import cached_property
 from hashlib import blake2b
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Quota
+from hadal.core.messages.requests import Quota
 from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 

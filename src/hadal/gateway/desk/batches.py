@@ -34,7 +34,7 @@ from starlette.types import Message
 from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
-from hadal.core.messages import Ticket
+from hadal.core.messages.requests import Ticket
 from hadal.gateway.desk.auth import EVERYONE, Tenant
 from hadal.gateway.desk.desk import Formatter
 from hadal.gateway.desk.gateway import Gateway

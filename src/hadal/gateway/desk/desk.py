@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hadal import __version__
 from hadal.core.facts import RequestFact
-from hadal.core.messages import Ticket
+from hadal.core.messages.requests import Ticket
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock

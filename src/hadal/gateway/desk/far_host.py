@@ -22,28 +22,20 @@ from itertools import groupby
 import msgspec
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S, ROLES
-from hadal.core.messages import (
-    FRONT,
-    SUPERVISOR,
-    Charged,
-    Counted,
-    Deliver,
+from hadal.core.messages.base import FRONT, SUPERVISOR
+from hadal.core.messages.gateways import (
     Delivered,
-    Drain,
     FrontHeartbeat,
-    FrontSnapshot,
     GatewayHeartbeat,
-    Generation,
     Leave,
     Open,
     Query,
     QueryReply,
-    Quota,
-    Spent,
-    Ticket,
-    Totals,
-    UnitDown,
 )
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.requests import Charged, Counted, Quota, Spent, Ticket
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
+from hadal.core.messages.units import Drain, UnitDown
 from hadal.gateway.desk.doors import Doors
 from hadal.gateway.desk.link import FrontWire, as_error
 from hadal.gateway.desk.mailbox import Mailbox, mailbox_for

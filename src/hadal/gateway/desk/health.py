@@ -18,7 +18,7 @@ from collections.abc import (
 from typing import Any
 
 from hadal.core.config import ROLES, Deployment, units_of
-from hadal.core.messages import FrontSnapshot
+from hadal.core.messages.snapshot import FrontSnapshot
 from hadal.runtime.topology import gateway_names, rank_name
 
 

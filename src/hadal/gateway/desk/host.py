@@ -13,41 +13,38 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Protocol, TypeVar
 
 from hadal.core.config import GATEWAY_HEARTBEAT_S
-from hadal.core.messages import (
-    FRONT,
-    SUPERVISOR,
-    AnyMessage,
-    Audit,
-    AuditRequest,
-    Cancel,
-    Charged,
-    Counted,
-    Deliver,
+from hadal.core.messages.base import FRONT, SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.gateways import (
     Delivered,
-    Drain,
-    ExpertsAnswer,
-    ExpertsRequest,
     FrontHeartbeat,
-    FrontSnapshot,
     GatewayHeartbeat,
-    Generation,
     Leave,
     Open,
     Query,
     QueryReply,
+)
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.questions import (
+    Audit,
+    AuditRequest,
+    ExpertsAnswer,
+    ExpertsRequest,
+    Trace,
+    TraceRequest,
+)
+from hadal.core.messages.requests import (
+    Charged,
+    Counted,
     Quota,
     Quotas,
-    Refused,
-    Returned,
     Spent,
     Submit,
     Ticket,
-    Trace,
-    TraceRequest,
     TurnedAway,
-    UnitDown,
-    UnitUp,
 )
+from hadal.core.messages.snapshot import FrontSnapshot
+from hadal.core.messages.units import Cancel, Drain, Refused, Returned, UnitDown, UnitUp
 from hadal.core.seams import Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.desk.doors import Doors
 from hadal.gateway.desk.link import FrontWire, as_error

@@ -21,7 +21,7 @@ import msgspec
 
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
-from hadal.core.messages import FRONT
+from hadal.core.messages.base import FRONT
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.gateway.openai import Turn

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import QueryReply
+from hadal.core.messages.gateways import QueryReply
 from hadal.gateway.desk.auth import Keys, parse_key
 from hadal.runtime.process.private import read_private, replace_private
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hadal.core.messages import AnyMessage, Charged, FrontSnapshot, Generation, Quota, Spent, Ticket
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.requests import Charged, Quota, Spent, Ticket
+from hadal.core.messages.snapshot import FrontSnapshot
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError, overloaded, sentence

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from hadal.core.messages import Closing, Deliver, Generation
+from hadal.core.messages.generation import Closing, Deliver, Generation
 from hadal.runtime.process.logs import REQUEST_ID, fields
 
 log = logging.getLogger("hadal.gateway")

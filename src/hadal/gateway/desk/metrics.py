@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
-from hadal.core.messages import FrontSnapshot, UnitReport
+from hadal.core.messages.snapshot import FrontSnapshot
+from hadal.core.messages.units import UnitReport
 from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
 from hadal.gateway.desk.reply import Reply

@@ -10,11 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from hadal.core.errors import HadalError
-from hadal.core.messages import (
-    AnyMessage,
-    Query,
-    QueryReply,
-)
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.gateways import Query, QueryReply
 from hadal.gateway.desk.questions import Questions
 from hadal.gateway.edge.errors import as_api_error
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from starlette.types import Message, Send
 
-from hadal.core.messages import Deliver, RateLimits
+from hadal.core.messages.generation import Deliver, RateLimits
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from hadal.core.config import LimitsConfig
 from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Grammar
 from hadal.gateway.decoding import decode

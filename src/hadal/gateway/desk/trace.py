@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hadal.core.balance import shown
 from hadal.core.errors import HadalError
-from hadal.core.messages import HostClock, TracedStep
+from hadal.core.messages.questions import HostClock, TracedStep
 from hadal.core.plans import LinkBytes
 from hadal.gateway.desk.host import Host
 from hadal.gateway.edge.errors import ApiError

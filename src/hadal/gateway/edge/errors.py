@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hadal.core.errors import HadalError, RequestError
-from hadal.core.messages import RateLimits
+from hadal.core.messages.generation import RateLimits
 from hadal.gateway.shapes import (
     ApiErrorReply,
     ErrorFields,

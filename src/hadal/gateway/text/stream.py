@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hadal.core.messages import Token
+from hadal.core.messages.generation import Token
 from hadal.core.plans import Score
 from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
 from hadal.gateway.text.tools import CallDelta, CallReader, Choosing, ToolFormat

@@ -6,7 +6,9 @@ Knows neither plans nor tokens.
 from __future__ import annotations
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Decode, Key, Pull, Pulled
+from hadal.core.messages.generation import Key
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.units import Decode, Pulled
 from hadal.core.plans import KvPulled
 from hadal.core.seams import Effect, Send
 from hadal.kv.blocks import blocks_for

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from hadal.core.messages import Generation, Key
+from hadal.core.messages.generation import Generation, Key
 from hadal.core.plans import Held, HeldKv
 from hadal.kv.blocks import blocks_for
 from hadal.roles.ranks.pools import RankPools, held_by

@@ -26,19 +26,9 @@ import numpy as np
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, Deployment, num_drafts_max
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    Decode,
-    ExpertsRequest,
-    FrontUp,
-    Key,
-    Resume,
-    Stop,
-    Tokens,
-    TraceRequest,
-)
+from hadal.core.messages.generation import Key
+from hadal.core.messages.questions import Audit, AuditRequest, ExpertsRequest, TraceRequest
+from hadal.core.messages.units import Cancel, Decode, FrontUp, Resume, Stop, Tokens
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     BlocksStored,

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.core.messages import Key, KvLease, Pull
+from hadal.core.messages.generation import Key
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.units import KvLease
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import (
     Move,

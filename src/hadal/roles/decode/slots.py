@@ -15,7 +15,8 @@ from itertools import chain
 import numpy as np
 
 from hadal.core.balance import AUTO, OFF, TURNS
-from hadal.core.messages import Decode, Generation, Key, KvLease
+from hadal.core.messages.generation import Generation, Key
+from hadal.core.messages.units import Decode, KvLease
 from hadal.core.seams import Effect
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import (

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation, Key
+from hadal.core.messages.units import KvLease
 from hadal.core.plans import HeldKv
 from hadal.core.stops import StopIds
 from hadal.policy.fairness import is_batch

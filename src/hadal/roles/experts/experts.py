@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Trace, UnitReport
+from hadal.core.messages.questions import Trace
+from hadal.core.messages.units import UnitReport
 from hadal.core.overview import LayerMove, UnitExperts
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import FLIP, LayerFlip, Source, Staged, StagePlan, StepDone, StepPlan

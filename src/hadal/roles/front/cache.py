@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from hadal.core.cache import NAME_BYTES
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Cached,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.units import Cached
 
 _STRIDE = NAME_BYTES // 8
 

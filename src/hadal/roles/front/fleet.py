@@ -11,14 +11,9 @@ import math
 from collections import Counter
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import (
-    SUPERVISOR,
-    Demand,
-    DrainUnit,
-    KeepUnit,
-    Totals,
-    UnitFacts,
-)
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.messages.snapshot import Totals
 from hadal.core.request import State
 from hadal.core.seams import Effect, Send
 from hadal.roles.front.requests import FrontRequests

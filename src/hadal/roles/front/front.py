@@ -16,39 +16,30 @@ import msgspec
 
 from hadal.core.config import DECODE, ROLES, Deployment, units_of
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    SUPERVISOR,
-    AnyMessage,
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import DrainUnit, KeepUnit
+from hadal.core.messages.generation import Deliver, Generation, Token
+from hadal.core.messages.requests import Charged, Counted, Quotas, Spent, Submit, TurnedAway
+from hadal.core.messages.snapshot import FrontSnapshot, Totals
+from hadal.core.messages.units import (
     Cached,
     Cancel,
-    Charged,
-    Counted,
     Decode,
-    Deliver,
     Drain,
-    DrainUnit,
     Filled,
-    FrontSnapshot,
     FrontUp,
-    Generation,
-    KeepUnit,
     LeaderDown,
     Prefill,
     PrefillDone,
     Pulled,
-    Quotas,
     Release,
     Resume,
     Returned,
     Sighting,
-    Spent,
     Stop,
-    Submit,
     Suspect,
-    Token,
     Tokens,
-    Totals,
-    TurnedAway,
     UnitDown,
     UnitReport,
     UnitUp,

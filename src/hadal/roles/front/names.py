@@ -13,7 +13,8 @@ import msgspec
 
 from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.kv.names import extend, root_of
 
 

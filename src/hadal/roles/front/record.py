@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hadal.core.messages import Closing, Generation
+from hadal.core.messages.generation import Closing, Generation
 from hadal.core.request import State
 from hadal.policy.admission import turn_s
 from hadal.policy.fairness import (

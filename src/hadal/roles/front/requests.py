@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, merge
 from itertools import chain
 
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.core.request import OWNS, State, Transition, next_state
 from hadal.kv.blocks import blocks_for
 from hadal.policy.fairness import (

@@ -13,10 +13,8 @@ from functools import partial
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL, LimitsConfig
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Generation,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import may_prefill, num_placed_max

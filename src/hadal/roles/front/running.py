@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Tokens
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.units import Tokens
 from hadal.policy.fairness import (
     OUTPUT_COST,
 )

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from hadal.core.messages import Charged, Quota, Quotas, RateLimits, Spent
+from hadal.core.messages.generation import RateLimits
+from hadal.core.messages.requests import Charged, Quota, Quotas, Spent
 from hadal.policy.admission import Refusal
 from hadal.policy.fairness import is_batch, owner_of
 from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse, refuse_tokens

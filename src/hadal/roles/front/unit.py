@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hadal.core.messages import (
-    UnitReport,
-)
+from hadal.core.messages.units import UnitReport
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.admission import slots_beside
 from hadal.policy.views import DecodeUnitView, PrefillUnitView

@@ -13,13 +13,8 @@ from dataclasses import replace
 
 from hadal.core.cache import num_names
 from hadal.core.config import DECODE, PREFILL, ROLES
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Cached,
-    Filled,
-    UnitReport,
-    UnitUp,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.units import Cached, Filled, UnitReport, UnitUp
 from hadal.core.request import State
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front.cache import FrontCache

@@ -25,7 +25,9 @@ from hadal.core import cache
 from hadal.core.balance import AUTO
 from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS, Cached, Filled, KvLease, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.pools import Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.units import Cached, Filled, KvLease
 from hadal.core.plans import BlocksRead, KvPulled
 from hadal.core.rates import StepRates
 from hadal.core.seams import Effect, Send, UsedBlocks

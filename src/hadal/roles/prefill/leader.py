@@ -22,23 +22,10 @@ from itertools import chain
 from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.config import PREFILL, Deployment
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Audit,
-    AuditRequest,
-    ExpertsRequest,
-    Filled,
-    FrontUp,
-    Generation,
-    Key,
-    KvLease,
-    Prefill,
-    PrefillDone,
-    Release,
-    Token,
-    TraceRequest,
-    text_of,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation, Key, Token, text_of
+from hadal.core.messages.questions import Audit, AuditRequest, ExpertsRequest, TraceRequest
+from hadal.core.messages.units import Filled, FrontUp, KvLease, Prefill, PrefillDone, Release
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import BlocksRead, BlocksStored, Draw, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import (

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS, balance_of
-from hadal.core.messages import BLOCK_TOKENS, Generation, Key
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation, Key
 from hadal.core.plans import NO_FOLLOWING, Chunk, Score
 from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hadal.core.messages import HostClock, RankDone, Trace
+from hadal.core.messages.questions import HostClock, Trace
+from hadal.core.messages.ranks import RankDone
 from hadal.core.plans import TraceEvent
 from hadal.roles.unit.tracing import REQUESTS_MAX, STEPS_MAX
 

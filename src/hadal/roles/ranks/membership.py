@@ -25,18 +25,9 @@ from enum import StrEnum
 
 from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    SUPERVISOR,
-    RankForm,
-    RankFormed,
-    RankHeartbeat,
-    RankHeld,
-    RankUp,
-    RankWho,
-    Sighting,
-    Suspect,
-    UnitDown,
-)
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.ranks import RankForm, RankFormed, RankHeartbeat, RankHeld, RankUp, RankWho
+from hadal.core.messages.units import Sighting, Suspect, UnitDown
 from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Held, Member
 from hadal.core.seams import Send

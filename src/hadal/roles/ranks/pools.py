@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import NO_NAME, num_names, split
-from hadal.core.messages import Freed, Named
+from hadal.core.messages.pools import Freed, Named
 from hadal.core.plans import HeldKv, NamedBlocks
 from hadal.core.seams import RankReset
 from hadal.kv.blocks import BlockAllocator

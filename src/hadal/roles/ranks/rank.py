@@ -30,12 +30,9 @@ import msgspec
 
 from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    SUPERVISOR,
-    Freed,
-    Named,
-    PoolEffect,
-    Pull,
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.pools import Freed, Named, PoolEffect, Pull, ReadBlocks
+from hadal.core.messages.ranks import (
     RankAnswered,
     RankDo,
     RankDone,
@@ -48,7 +45,6 @@ from hadal.core.messages import (
     RankStep,
     RankUp,
     RankWho,
-    ReadBlocks,
 )
 from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import (

@@ -26,15 +26,10 @@ import msgspec
 from hadal.core.config import DECODE, PREFILL, Deployment, units_of
 from hadal.core.drafts import summed
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    FRONT,
-    Audit,
-    ExpertsAnswer,
-    ExpertsRequest,
-    Freed,
-    Named,
-    PoolEffect,
-    Pull,
+from hadal.core.messages.base import FRONT
+from hadal.core.messages.pools import Freed, Named, PoolEffect, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.questions import Audit, ExpertsAnswer, ExpertsRequest, Trace
+from hadal.core.messages.ranks import (
     RankAnswered,
     RankDo,
     RankDone,
@@ -45,13 +40,8 @@ from hadal.core.messages import (
     RankStaged,
     RankStep,
     RankUp,
-    ReadBlocks,
-    Sighting,
-    StoreBlocks,
-    Trace,
-    UnitDown,
-    UnitReport,
 )
+from hadal.core.messages.units import Sighting, UnitDown, UnitReport
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     NO_LINK_BYTES,

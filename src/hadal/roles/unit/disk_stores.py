@@ -22,7 +22,7 @@ from typing import NamedTuple
 from hadal.core import cache
 from hadal.core.cache import num_names, split
 from hadal.core.errors import InvariantError
-from hadal.core.messages import StoreBlocks
+from hadal.core.messages.pools import StoreBlocks
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import DiskNews
 from hadal.kv.disk_index import BlockIndex, DiskIndex

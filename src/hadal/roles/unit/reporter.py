@@ -10,12 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from hadal.core.messages import (
-    SUPERVISOR,
-    FrontUp,
-    UnitReport,
-    UnitUp,
-)
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.units import FrontUp, UnitReport, UnitUp
 from hadal.core.plans import NO_LINK_BYTES
 from hadal.core.seams import Effect, Send, WakeAt
 from hadal.roles.ranks.pools import RankPools

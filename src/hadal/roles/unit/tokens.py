@@ -5,11 +5,8 @@ Shared by both leaders.
 
 from __future__ import annotations
 
-from hadal.core.messages import (
-    Generation,
-    Key,
-    Returned,
-)
+from hadal.core.messages.generation import Generation, Key
+from hadal.core.messages.units import Returned
 from hadal.core.plans import Sampling
 from hadal.core.seams import Send
 

@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hadal.core.messages import (
-    Trace,
-    TracedStep,
-    TraceRequest,
-)
+from hadal.core.messages.questions import Trace, TracedStep, TraceRequest
 from hadal.core.plans import StepDone
 from hadal.core.seams import Effect, Send
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hadal.core.facts import RequestFact, micros
-from hadal.core.messages import Spent
+from hadal.core.messages.requests import Spent
 from hadal.roles.front.tenants import RECENT_S
 from hadal.runtime.ledger.address import outbox_of
 from hadal.runtime.ledger.outbox import LedgerOutbox

@@ -28,7 +28,8 @@ import msgspec
 from hadal import __version__
 from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import AnyMessage, Rollout
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import Rollout
 from hadal.runtime.process.logs import TEXT, start_log
 from hadal.runtime.process.private import replace_private
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.messages import Sighting
+from hadal.core.messages.units import Sighting
 from hadal.roles.suspects import Absence, Suspects
 
 _PROC = Path("/proc")

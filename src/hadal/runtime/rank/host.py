@@ -20,7 +20,7 @@ import torch
 from hadal.core.config import num_cache_layers, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.seams import Clock, Effect
 from hadal.kernels.library import kernel_team

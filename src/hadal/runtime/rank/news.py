@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hadal.core.messages import RankForm
+from hadal.core.messages.ranks import RankForm
 from hadal.core.plans import FormPlan
 from hadal.core.seams import Effect, Event
 from hadal.model.runner import ModelRunner

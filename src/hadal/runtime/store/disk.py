@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hadal.core.config import PREFILL, Deployment, units_of
-from hadal.core.messages import ReadBlocks, StoreBlocks
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.runtime.process.process import Run
 from hadal.runtime.store.loader import READ_DEADLINE_S, Loader

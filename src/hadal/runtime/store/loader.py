@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from hadal.core.cache import number_of, split
-from hadal.core.messages import ReadBlocks
+from hadal.core.messages.pools import ReadBlocks
 from hadal.core.plans import BlocksRead
 from hadal.kv.runs import runs
 from hadal.runtime.store.buffers import make_buffer

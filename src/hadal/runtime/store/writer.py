@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hadal.core.cache import DiskLocation, split
-from hadal.core.messages import StoreBlocks
+from hadal.core.messages.pools import StoreBlocks
 from hadal.core.plans import BlocksStored
 from hadal.runtime.store.buffers import make_buffer
 from hadal.runtime.store.own import Block, OwnBlocks

@@ -10,7 +10,9 @@ import logging
 import time
 
 from hadal.core.errors import EXIT_CONFIG
-from hadal.core.messages import LENDER, Drain, NodeNews, NodesKept, Printed
+from hadal.core.messages.base import LENDER
+from hadal.core.messages.nodes import NodeNews, NodesKept, Printed
+from hadal.core.messages.units import Drain
 from hadal.runtime.nodes import Elsewhere, LiveNodes
 from hadal.runtime.process.logs import about
 from hadal.runtime.supervisor.children import Children

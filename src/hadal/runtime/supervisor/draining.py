@@ -10,7 +10,8 @@ import signal
 import socket
 import time
 
-from hadal.core.messages import FRONT, Drain
+from hadal.core.messages.base import FRONT
+from hadal.core.messages.units import Drain
 from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.supervisor.children import Children
 from hadal.runtime.supervisor.rollout import Rollouts

@@ -11,7 +11,8 @@ import signal
 import time
 
 from hadal.core.errors import EXIT_CONFIG
-from hadal.core.messages import FRONT, LENDER, LeaderDown, UnitDown
+from hadal.core.messages.base import FRONT, LENDER
+from hadal.core.messages.units import LeaderDown, UnitDown
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import reap_others
 from hadal.runtime.process.logs import about

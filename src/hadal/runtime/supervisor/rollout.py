@@ -12,7 +12,9 @@ import time
 
 import msgspec
 
-from hadal.core.messages import SUPERVISOR, Demand, Rollout, UnitUp
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.messages.fleet import Demand, Rollout
+from hadal.core.messages.units import UnitUp
 from hadal.roles.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from hadal.core.messages import LENDER
+from hadal.core.messages.base import LENDER
 from hadal.runtime.nodes import LiveNodes
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import Forks, Left, environment, start_here

@@ -18,21 +18,13 @@ import time
 from pathlib import Path
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import (
-    LENDER,
-    SUPERVISOR,
-    AnyMessage,
-    Demand,
-    GatewayHeartbeat,
-    NodeNews,
-    NodesKept,
-    Printed,
-    RankUp,
-    Rollout,
-    Suspect,
-    UnitDown,
-    UnitUp,
-)
+from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.fleet import Demand, Rollout
+from hadal.core.messages.gateways import GatewayHeartbeat
+from hadal.core.messages.nodes import NodeNews, NodesKept, Printed
+from hadal.core.messages.ranks import RankUp
+from hadal.core.messages.units import Suspect, UnitDown, UnitUp
 from hadal.runtime.agent import Joining
 from hadal.runtime.nodes import LiveNodes
 from hadal.runtime.process.child import Child

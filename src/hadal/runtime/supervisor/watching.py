@@ -12,7 +12,8 @@ import signal
 import time
 
 from hadal.core.config import Deployment
-from hadal.core.messages import GatewayHeartbeat, Sighting, UnitDown
+from hadal.core.messages.gateways import GatewayHeartbeat
+from hadal.core.messages.units import Sighting, UnitDown
 from hadal.policy.suspicion import start_is_over
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.logs import about

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from hadal.core.messages import Pull
+from hadal.core.messages.pools import Pull
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
 from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.worker import Worker

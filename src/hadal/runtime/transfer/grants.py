@@ -19,15 +19,11 @@ from collections import OrderedDict
 import msgspec
 
 from hadal.core.handshake import key_of, mac
-from hadal.core.messages import (
-    FRONT,
-    AnyMessage,
-    Decode,
-    Filled,
-    KvLease,
-    Pull,
-    RankDo,
-)
+from hadal.core.messages.base import FRONT
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.ranks import RankDo
+from hadal.core.messages.units import Decode, Filled, KvLease
 
 MAX_KEPT = 8192
 """Grants held for leases that may still be pulled: more than a rank has requests."""

@@ -21,7 +21,7 @@ import time
 
 from hadal.core.balance import AUTO
 from hadal.core.handshake import is_near, key_of
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
 from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError, HadalError
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.kv.runs import runs
 from hadal.runtime.transfer.peers import deadline_of
 from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.errors import ConfigError, HadalError
-from hadal.core.messages import BLOCK_TOKENS, KvLease
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.units import KvLease
 from hadal.kv.runs import runs
 
 SHM_FOLDER = Path("/dev/shm")

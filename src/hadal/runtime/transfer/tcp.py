@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from hadal.core.handshake import key_of
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer.grants import Grant, Grants
 from hadal.runtime.transfer.nixl import AboutNixl, NixlAgent
 from hadal.runtime.transfer.peers import NIXL_START_S, TRIES, BadPeer, Channel, PeerLink, PeerServer

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 
 from hadal.core.cache import NAME_BYTES, slice_of, split
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Arc, Lru
 from hadal.sim.day.clock import Floats, Ints, hour_index

@@ -16,7 +16,7 @@ import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, InvariantError
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.perf.step import StepModel
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import DAY_S, Floats

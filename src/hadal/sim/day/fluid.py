@@ -15,7 +15,8 @@ import numpy as np
 
 from hadal.core.config import DECODE, ROLES
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Demand, DrainUnit, KeepUnit, UnitDown, UnitFacts, UnitUp
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.messages.units import UnitDown, UnitUp
 from hadal.core.seams import Event, FleetEffect, Send, StartUnit, StopUnit, Tick, WakeAt
 from hadal.policy.demand import DAY_S
 from hadal.roles.fleet import Fleet, UnitState

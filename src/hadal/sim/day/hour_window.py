@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.perf.explain import StepPrice
 from hadal.policy.scaling import Units
 from hadal.sim.day.cache import CacheDay

@@ -16,7 +16,7 @@ from hadal.core.config import (
     LimitsConfig,
     UnitsConfig,
 )
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.perf.step import StepModel
 from hadal.sim.plan.plan import DeploymentPlan, RolePlan
 from hadal.sim.plan.traffic import Traffic

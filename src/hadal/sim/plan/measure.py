@@ -18,7 +18,7 @@ from numpy.random import Generator
 
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.policy.capacity import MEAN
 from hadal.policy.scaling import RoleRules
 from hadal.sim.day.clock import Floats, Ints

@@ -18,7 +18,7 @@ import numpy as np
 
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
 from hadal.perf.explain import StepPrice

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
-from hadal.core.messages import ReadBlocks, StoreBlocks
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.sim.world.requests import block_of, chain_of
 

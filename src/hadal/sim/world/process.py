@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from hadal.core.messages import AnyMessage, Deliver, Freed, Named, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.pools import Freed, Named, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import (
     NO_BYTES,
     NO_LINK_BYTES,

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.cache import NAME_BYTES
-from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from hadal.sim.runners import STOP_ID
 

@@ -15,7 +15,7 @@ import msgspec
 
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import StepDone
 from hadal.core.seams import RankReset
 from hadal.perf.shapes import kv_bytes_per_token

@@ -17,16 +17,8 @@ from collections.abc import Callable
 
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    FrontUp,
-    Generation,
-    KvLease,
-    Prefill,
-    PrefillDone,
-    Release,
-    Token,
-    UnitUp,
-)
+from hadal.core.messages.generation import Generation, Token
+from hadal.core.messages.units import FrontUp, KvLease, Prefill, PrefillDone, Release, UnitUp
 from hadal.core.seams import Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.roles.unit.tokens import finish_of

@@ -20,16 +20,12 @@ from functools import partial
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, num_drafts_max, units_of
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    AnyMessage,
-    Deliver,
-    Pull,
-    ReadBlocks,
-    StoreBlocks,
-    Submit,
-    UnitDown,
-)
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.every import AnyMessage
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.pools import Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import UnitDown
 from hadal.core.plans import BlocksRead, BlocksStored, ByNode
 from hadal.perf.explain import StepPrice
 from hadal.perf.step import MTP_ACCEPT, StepModel

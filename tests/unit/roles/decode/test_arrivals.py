@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import Cancel, Decode, FrontUp, Pull, Pulled, Returned, UnitUp
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.units import Cancel, Decode, FrontUp, Pulled, Returned, UnitUp
 from hadal.core.plans import KvPulled
 from hadal.core.seams import RankReset
 from hadal.roles.decode.leader import DecodeLeader

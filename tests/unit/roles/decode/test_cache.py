@@ -18,18 +18,8 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Cancel,
-    Decode,
-    Filled,
-    Freed,
-    KvLease,
-    Pull,
-    Returned,
-    StoreBlocks,
-    Tokens,
-    UnitReport,
-)
+from hadal.core.messages.pools import Freed, Pull, StoreBlocks
+from hadal.core.messages.units import Cancel, Decode, Filled, KvLease, Returned, Tokens, UnitReport
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
 from hadal.core.seams import DiskNews, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.messages import Freed, FrontUp, Generation, Resume, Returned, Tokens, UnitUp
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.pools import Freed
+from hadal.core.messages.units import FrontUp, Resume, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Held, HeldKv, Join
 from hadal.core.seams import Effect, Execute, RankReset, Tick
 from hadal.roles.decode.held import HELD_S

@@ -7,21 +7,9 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    Freed,
-    FrontUp,
-    Prefill,
-    Pull,
-    Pulled,
-    Returned,
-    Tokens,
-    Trace,
-    TraceRequest,
-    UnitUp,
-)
+from hadal.core.messages.pools import Freed, Pull
+from hadal.core.messages.questions import Audit, AuditRequest, Trace, TraceRequest
+from hadal.core.messages.units import Cancel, FrontUp, Prefill, Pulled, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Draw, Grammar, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, RankReset, Send
 from hadal.policy.drafts import DraftChooser

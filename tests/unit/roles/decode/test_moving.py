@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hadal.core.messages import Cancel, Freed, FrontUp, Pulled, UnitReport
+from hadal.core.messages.pools import Freed
+from hadal.core.messages.units import Cancel, FrontUp, Pulled, UnitReport
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
 from hadal.policy.decode_balance import Move, MoveTerms
 from hadal.roles.decode.moving import STALL_STEPS_MAX

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hadal.core.messages import Cancel, Decode, Freed, Pull, Tokens
+from hadal.core.messages.pools import Freed, Pull
+from hadal.core.messages.units import Cancel, Decode, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, StepDone
 from hadal.core.seams import Effect, Execute, RankReset
 from hadal.policy.rows import BATCH_STEPS

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import FrontUp, Pull, Returned, Trace, TraceRequest, UnitReport, UnitUp
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.questions import Trace, TraceRequest
+from hadal.core.messages.units import FrontUp, Returned, UnitReport, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, RankReset, Send
 from hadal.policy.decode_balance import MoveTerms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hadal.core.messages import Decode, KvLease
+from hadal.core.messages.units import Decode, KvLease
 from hadal.roles.decode.table import DecodeTable, SlotState
 from tests.unit.roles.driving import decode
 

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS
-from hadal.core.messages import Trace, TracedStep, UnitReport
+from hadal.core.messages.questions import Trace, TracedStep
+from hadal.core.messages.units import UnitReport
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
 from hadal.roles.experts.experts import ExpertBalancer, Installation, InstallState

@@ -11,19 +11,18 @@ import pytest
 
 from hadal.core.cache import split
 from hadal.core.config import Deployment
-from hadal.core.messages import (
+from hadal.core.messages.fleet import DrainUnit
+from hadal.core.messages.generation import Deliver, Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cached,
     Decode,
-    Deliver,
-    DrainUnit,
     Filled,
     KvLease,
     Prefill,
     PrefillDone,
     Pulled,
     Returned,
-    Submit,
-    Token,
     UnitDown,
     UnitUp,
 )

@@ -6,21 +6,18 @@ import pytest
 
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig
-from hadal.core.messages import (
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit
+from hadal.core.messages.generation import Deliver, Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cancel,
     Decode,
-    Deliver,
-    Demand,
-    DrainUnit,
     FrontUp,
-    KeepUnit,
     KvLease,
     Prefill,
     PrefillDone,
     Pulled,
     Release,
-    Submit,
-    Token,
     Tokens,
     UnitDown,
     UnitReport,

@@ -9,30 +9,24 @@ import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
+from hadal.core.messages.generation import Closing, Deliver, Generation, Token
+from hadal.core.messages.requests import Quota, Quotas, Submit, TurnedAway
+from hadal.core.messages.units import (
     Cancel,
-    Closing,
     Decode,
-    Deliver,
     Drain,
     FrontUp,
-    Generation,
     KvLease,
     LeaderDown,
     Prefill,
     PrefillDone,
     Pulled,
-    Quota,
-    Quotas,
     Release,
     Resume,
     Returned,
     Sighting,
-    Submit,
     Suspect,
-    Token,
     Tokens,
-    TurnedAway,
     UnitDown,
     UnitReport,
     UnitUp,

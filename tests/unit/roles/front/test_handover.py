@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from hadal.core.config import Deployment
-from hadal.core.messages import (
+from hadal.core.messages.generation import Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cancel,
     Decode,
     KvLease,
     PrefillDone,
     Returned,
-    Submit,
-    Token,
     UnitDown,
     UnitUp,
 )

@@ -7,7 +7,7 @@ import pytest
 
 from hadal.core.cache import num_names
 from hadal.core.config import CacheConfig, LimitsConfig
-from hadal.core.messages import Cached, UnitUp
+from hadal.core.messages.units import Cached, UnitUp
 from hadal.core.request import Transition
 from hadal.roles.front.cache import FrontCache
 from hadal.roles.front.names import FrontNames

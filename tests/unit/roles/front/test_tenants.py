@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Cancel, Charged, Deliver, Quota, Quotas, Spent, Submit
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.requests import Charged, Quota, Quotas, Spent, Submit
+from hadal.core.messages.units import Cancel
 from hadal.core.seams import Tick
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import BUDGET_CODE, DAY_S, RATE_CODE

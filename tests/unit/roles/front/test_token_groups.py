@@ -14,19 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.config import Deployment, LimitsConfig
-from hadal.core.messages import (
+from hadal.core.messages.generation import Closing, Deliver, Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cancel,
-    Closing,
     Decode,
-    Deliver,
     KvLease,
     Prefill,
     PrefillDone,
     Pulled,
     Returned,
     Stop,
-    Submit,
-    Token,
     UnitReport,
     UnitUp,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import UnitReport, UnitUp
+from hadal.core.messages.units import UnitReport, UnitUp
 from hadal.core.request import Transition
 from hadal.roles.front.requests import FrontRequests
 from hadal.roles.front.units import FrontUnits

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
-from hadal.core.messages import (
+from hadal.core.messages.fleet import Demand, DrainUnit
+from hadal.core.messages.generation import Deliver, Generation, Token
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.units import (
     Cached,
     Cancel,
     Decode,
-    Deliver,
-    Demand,
-    DrainUnit,
     FrontUp,
-    Generation,
     KvLease,
     LeaderDown,
     Prefill,
@@ -22,8 +21,6 @@ from hadal.core.messages import (
     Release,
     Resume,
     Returned,
-    Submit,
-    Token,
     UnitDown,
     UnitUp,
 )

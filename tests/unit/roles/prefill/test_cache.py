@@ -9,20 +9,17 @@ import pytest
 
 from hadal.core import cache
 from hadal.core.cache import DiskLocation, num_names, split
-from hadal.core.messages import (
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.units import (
     Cached,
     Filled,
-    Freed,
     FrontUp,
-    Generation,
     KvLease,
     Prefill,
     PrefillDone,
-    Pull,
-    ReadBlocks,
     Release,
     Returned,
-    StoreBlocks,
 )
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, LinkBytes, Sampling
 from hadal.core.seams import DiskNews, Effect, Execute, RankReset, Tick, UsedBlocks, WakeAt

@@ -8,18 +8,15 @@ import msgspec
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Freed,
+from hadal.core.messages.pools import Freed
+from hadal.core.messages.questions import Audit, AuditRequest, Trace, TraceRequest
+from hadal.core.messages.units import (
     FrontUp,
     Prefill,
     PrefillDone,
     Release,
     Returned,
     Tokens,
-    Trace,
-    TraceRequest,
     UnitReport,
     UnitUp,
 )

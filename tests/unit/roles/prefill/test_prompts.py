@@ -10,17 +10,9 @@ import msgspec
 import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
-from hadal.core.messages import (
-    Freed,
-    Prefill,
-    PrefillDone,
-    Release,
-    Returned,
-    Trace,
-    TraceRequest,
-    UnitReport,
-    UnitUp,
-)
+from hadal.core.messages.pools import Freed
+from hadal.core.messages.questions import Trace, TraceRequest
+from hadal.core.messages.units import Prefill, PrefillDone, Release, Returned, UnitReport, UnitUp
 from hadal.core.plans import OpTime, PrefillPlan
 from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, RankReset, Tick

@@ -8,7 +8,9 @@ from random import Random
 import msgspec
 import pytest
 
-from hadal.core.messages import Cancel, FrontUp, RankDone, RankForm, RankStep, Trace, TracedStep
+from hadal.core.messages.questions import Trace, TracedStep
+from hadal.core.messages.ranks import RankDone, RankForm, RankStep
+from hadal.core.messages.units import Cancel, FrontUp
 from hadal.core.placement import spread
 from hadal.core.plans import DecodePlan, Formed, StepDone, TraceEvent
 from hadal.core.seams import Effect, Event, Execute, Send

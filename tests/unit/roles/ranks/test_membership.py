@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    RankForm,
-    RankFormed,
-    RankHeartbeat,
-    RankHeld,
-    RankUp,
-    RankWho,
-    Sighting,
-    Suspect,
-    UnitDown,
-)
+from hadal.core.messages.ranks import RankForm, RankFormed, RankHeartbeat, RankHeld, RankUp, RankWho
+from hadal.core.messages.units import Sighting, Suspect, UnitDown
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan, Held, HeldKv, Member
 from hadal.core.seams import Send

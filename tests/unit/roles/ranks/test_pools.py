@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hadal.core.cache import NAME_BYTES
-from hadal.core.messages import Freed
+from hadal.core.messages.pools import Freed
 from hadal.core.seams import RankReset
 from hadal.kv.names import extend
 from hadal.roles.ranks.pools import RankPools

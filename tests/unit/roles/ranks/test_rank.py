@@ -6,11 +6,8 @@ import pytest
 
 from hadal.core.cache import NAME_BYTES, NO_NAME, DiskLocation
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Freed,
-    KvLease,
-    Named,
-    Pull,
+from hadal.core.messages.pools import Freed, Named, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.ranks import (
     RankAnswered,
     RankDo,
     RankDone,
@@ -23,9 +20,8 @@ from hadal.core.messages import (
     RankStep,
     RankUp,
     RankWho,
-    ReadBlocks,
-    StoreBlocks,
 )
+from hadal.core.messages.units import KvLease
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,

@@ -7,13 +7,9 @@ from typing import Self
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    Freed,
-    KvLease,
-    Pull,
+from hadal.core.messages.pools import Freed, Pull
+from hadal.core.messages.questions import Audit, AuditRequest
+from hadal.core.messages.ranks import (
     RankAnswered,
     RankDo,
     RankDone,
@@ -22,10 +18,8 @@ from hadal.core.messages import (
     RankHeartbeat,
     RankStep,
     RankUp,
-    UnitDown,
-    UnitReport,
-    UnitUp,
 )
+from hadal.core.messages.units import Cancel, KvLease, UnitDown, UnitReport, UnitUp
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt

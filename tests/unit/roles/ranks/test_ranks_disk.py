@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages import (
-    Cancel,
-    Freed,
-    Pull,
-    RankAnswered,
-    RankDo,
-    ReadBlocks,
-    StoreBlocks,
-    UnitDown,
-)
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.ranks import RankAnswered, RankDo
+from hadal.core.messages.units import Cancel, UnitDown
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import Send, UsedBlocks
 from tests.unit.roles.ranks.test_ranks import LEASE, Driver, to

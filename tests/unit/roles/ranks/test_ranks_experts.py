@@ -5,18 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.core.messages import (
-    Cancel,
-    RankDone,
-    RankForm,
-    RankStage,
-    RankStaged,
-    RankStep,
-    Trace,
-    TracedStep,
-    UnitDown,
-    UnitReport,
-)
+from hadal.core.messages.questions import Trace, TracedStep
+from hadal.core.messages.ranks import RankDone, RankForm, RankStage, RankStaged, RankStep
+from hadal.core.messages.units import Cancel, UnitDown, UnitReport
 from hadal.core.placement import without
 from hadal.core.plans import LayerFlip, Staged, StepDone
 from hadal.core.seams import Effect, Send, Tick, WakeAt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.messages import Generation
+from hadal.core.messages.generation import Generation
 from hadal.core.plans import Grammar, Sampling
 from hadal.roles.unit.tokens import finish_of, history_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from hadal.core.messages import Trace, TraceRequest
+from hadal.core.messages.questions import Trace, TraceRequest
 from hadal.core.plans import LinkBytes
 from hadal.roles.unit.tracing import REQUESTS_MAX, Tracer
 from tests.unit.roles.driving import done, sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import UnitReport
+from hadal.core.messages.units import UnitReport
 from hadal.core.seams import WakeAt
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.reporter import UnitReporter

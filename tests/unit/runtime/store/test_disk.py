@@ -18,7 +18,7 @@ import pytest
 
 from hadal.core.cache import DiskLocation, slice_of, split
 from hadal.core.config import CacheConfig, Deployment, UnitsConfig
-from hadal.core.messages import StoreBlocks
+from hadal.core.messages.pools import StoreBlocks
 from hadal.core.plans import BlocksStored
 from hadal.runtime.process.process import Run
 from hadal.runtime.store import owned_segments, writer

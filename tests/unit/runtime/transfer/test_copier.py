@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from hadal.core.messages import KvLease, Pull
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.units import KvLease
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
 from hadal.runtime.transfer.copier import INLINE_BYTES, NUM_THREADS, Copier
 from tests.waiting import DEADLINE_S, join, wait_until

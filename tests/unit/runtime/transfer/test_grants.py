@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.messages import FRONT, Filled, KvLease, Pull, RankDo
+from hadal.core.messages.base import FRONT
+from hadal.core.messages.pools import Pull
+from hadal.core.messages.ranks import RankDo
+from hadal.core.messages.units import Filled, KvLease
 from hadal.runtime.transfer import grants as grants_module
 from hadal.runtime.transfer.grants import Grant, Grants
 

@@ -10,7 +10,7 @@ import pytest
 
 import hadal.runtime.transfer.pool as kv_pool
 from hadal.core.errors import ConfigError
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer.kv import KvTransfer
 from hadal.runtime.transfer.pool import (
     SHM_FOLDER,

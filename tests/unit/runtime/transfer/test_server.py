@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, key_of
-from hadal.core.messages import KvLease
+from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.grants import Grant
 from hadal.runtime.transfer.peers import MAX_UNPROVEN, Channel, NotProven, open_channel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.policy.scaling import Units
 from hadal.sim.day.demand import generator, with_tokens_at
 from hadal.sim.day.hour_window import HourWindow, requests_of, run_hour, uncollected

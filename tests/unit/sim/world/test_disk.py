@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hadal.core.cache import NAME_BYTES, slice_of, split
-from hadal.core.messages import ReadBlocks, StoreBlocks
+from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead
 from hadal.sim.world.disk import DiskSpeed, WorldDisk
 from hadal.sim.world.requests import chain_of

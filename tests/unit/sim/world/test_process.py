@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages import (
-    Cancel,
-    Deliver,
-    Freed,
-    KvLease,
-    Pull,
-    ReadBlocks,
-    Release,
-    StoreBlocks,
-)
+from hadal.core.messages.generation import Deliver
+from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
+from hadal.core.messages.units import Cancel, KvLease, Release
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
 from hadal.sim.world.clock import SimClock

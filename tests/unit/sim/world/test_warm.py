@@ -8,7 +8,8 @@ import pytest
 
 from hadal.core.config import UnitsConfig
 from hadal.core.errors import InvariantError
-from hadal.core.messages import FrontUp, Generation, Prefill, PrefillDone, UnitDown
+from hadal.core.messages.generation import Generation
+from hadal.core.messages.units import FrontUp, Prefill, PrefillDone, UnitDown
 from hadal.core.plans import Sampling
 from hadal.core.seams import Send
 from hadal.roles.decode.leader import DecodeLeader

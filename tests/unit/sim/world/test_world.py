@@ -11,7 +11,7 @@ import pytest
 
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3, kv_bytes_per_token
 from hadal.perf.step import StepModel

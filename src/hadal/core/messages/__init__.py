@@ -1,0 +1,1 @@
+"""Messages between processes, a file for each conversation; `every` has the union of all of them."""

@@ -1,0 +1,132 @@
+"""What processes say to each other, as frozen values.
+
+They travel on the Wire between gateways, front, leaders, ranks, supervisor and fleet. A step's
+plans and results, which leaders and ranks exchange in them, are in core/plans. Token ids are tuples
+here: short, hashable and cheap to encode.
+"""
+
+from __future__ import annotations
+
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, Rollout, UnitsFound
+from hadal.core.messages.gateways import (
+    Delivered,
+    FrontHeartbeat,
+    GatewayHeartbeat,
+    Leave,
+    Open,
+    Query,
+    QueryReply,
+)
+from hadal.core.messages.nodes import KeepNodes, NodeNews, NodeOrders, NodesKept, Printed
+from hadal.core.messages.questions import (
+    Audit,
+    AuditRequest,
+    ExpertsAnswer,
+    ExpertsRequest,
+    Trace,
+    TraceRequest,
+)
+from hadal.core.messages.ranks import (
+    RankAnswered,
+    RankDo,
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankHeartbeat,
+    RankHeld,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankUp,
+    RankWho,
+)
+from hadal.core.messages.requests import Charged, Counted, Quotas, Spent, Submit, TurnedAway
+from hadal.core.messages.units import (
+    Cached,
+    Cancel,
+    Decode,
+    Drain,
+    Filled,
+    FrontUp,
+    LeaderDown,
+    Prefill,
+    PrefillDone,
+    Pulled,
+    Refused,
+    Release,
+    Resume,
+    Returned,
+    Sighting,
+    Stop,
+    Suspect,
+    Tokens,
+    UnitDown,
+    UnitReport,
+    UnitUp,
+)
+
+AnyMessage = (
+    Submit
+    | FrontUp
+    | Prefill
+    | Release
+    | Cancel
+    | PrefillDone
+    | Decode
+    | Pulled
+    | Filled
+    | Tokens
+    | Returned
+    | UnitReport
+    | UnitUp
+    | UnitDown
+    | Drain
+    | AuditRequest
+    | Audit
+    | RankUp
+    | RankDone
+    | RankFormed
+    | RankAnswered
+    | RankHeartbeat
+    | RankForm
+    | RankStep
+    | RankStage
+    | RankStaged
+    | RankDo
+    | TraceRequest
+    | Trace
+    | Cached
+    | Stop
+    | DrainUnit
+    | KeepUnit
+    | UnitsFound
+    | Demand
+    | Rollout
+    | GatewayHeartbeat
+    | Open
+    | Leave
+    | FrontHeartbeat
+    | Delivered
+    | Query
+    | QueryReply
+    | Refused
+    | Suspect
+    | Sighting
+    | TurnedAway
+    | Quotas
+    | Charged
+    | Counted
+    | Spent
+    | RankHeld
+    | RankWho
+    | LeaderDown
+    | Resume
+    | NodeOrders
+    | KeepNodes
+    | NodesKept
+    | NodeNews
+    | Printed
+    | ExpertsRequest
+    | ExpertsAnswer
+)
+"""Every message there is: what a process expects to read."""
