@@ -1,0 +1,71 @@
+"""A placement near today's: which search fits the ranks, what nodes allow, and which tables the
+budget buys.
+
+Knows nothing of time. All layers at once.
+
+Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadal.core.placement import EMPTY
+from hadal.policy.experts.increment import descend, judged_by, steadied
+from hadal.policy.experts.pairs import improve_pairs
+from hadal.policy.experts.search import Flags, Floats, Ints, choose, held_by, num_moved, standing
+
+
+def place_near(
+    today_LRS: Ints,
+    loads_LE: Floats,
+    window_TLE: Floats | None,
+    ceiling_L: Floats,
+    capacity_R: Ints,
+    *,
+    max_moves: int,
+    home_LRE: Flags | None = None,
+    may_leave_home: bool = False,
+) -> Ints:
+    """Return a table [L, R, S] no worse in any layer, at most `max_moves` replicas away from
+    today's.
+
+    A layer rests at its ceiling. With a window, its steps' maxima decide. `home_LRE` are the ranks
+    on the node of an expert's group: nothing moves elsewhere, unless an expert `may_leave_home`
+    where a layer is still above its ceiling. Every expert has a replica today (`complete` sees to
+    it).
+    """
+    held = held_by(today_LRS, loads_LE.shape[1])
+    barred = None if home_LRE is None else ~home_LRE
+    num_expert_slots = today_LRS.shape[2]
+    if (capacity_R == 2).all() and (today_LRS != EMPTY).all() and barred is None:
+        found = improve_pairs(today_LRS, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
+        stays = np.zeros(len(found), np.int64)
+        paths = [
+            standing(today_LRS, loads_LE, stays),
+            standing(found, loads_LE, num_moved(today_LRS, found)),
+        ]
+    else:
+        paths = [
+            descend(
+                today_LRS,
+                held,
+                loads_LE,
+                ceiling_L,
+                capacity_R,
+                max_moves=max_moves,
+                barred_LRE=barred,
+            )
+        ]
+    if window_TLE is not None:
+        paths = [judged_by(path, window_TLE, num_expert_slots) for path in paths]
+    table = choose(paths, max_moves).reshape(today_LRS.shape)
+    if barred is not None and may_leave_home:
+        path = descend(table, held, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
+        if window_TLE is not None:
+            path = judged_by(path, window_TLE, num_expert_slots)
+        table = choose([path], max_moves).reshape(today_LRS.shape)
+    if window_TLE is None:
+        return table
+    left = max_moves - int(num_moved(today_LRS, table).sum())
+    return steadied(table, window_TLE, home_LRE=held, max_moves=left, barred_LRE=barred)
