@@ -26,7 +26,7 @@ from bench.balance_traffic import traffic
 from bench.shared_data import EXPERT_LOADS, find, why_missing
 from bench.tables import parser_of, table_of
 from hadal.policy.experts.balance import Cluster, balance
-from hadal.policy.experts.search import Floats
+from hadal.policy.experts.tables import Floats
 
 CASES = (
     ("prefill 32", "fast", 32, 9, PREFILL),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.shared_data import shared_data
-from hadal.policy.experts.search import Floats
+from hadal.policy.experts.tables import Floats
 from hadal.sim.plan import traffic
 from hadal.sim.plan.traces import MOONCAKE_PART_TOKENS, mooncake_rows
 

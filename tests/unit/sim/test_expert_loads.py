@@ -14,7 +14,7 @@ from hadal.core.placement import spread
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel, redundant_default
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
-from hadal.policy.experts.search import Floats
+from hadal.policy.experts.tables import Floats
 from hadal.roles.leaders import keeps_groups
 from hadal.sim.expert_loads import (
     NUM_GROUPS,

@@ -11,9 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.increment import descend, judged_by, steadied
+from hadal.policy.experts.increment import descend
 from hadal.policy.experts.pairs import improve_pairs
-from hadal.policy.experts.search import Flags, Floats, Ints, choose, held_by, num_moved, standing
+from hadal.policy.experts.paths import choose, standing
+from hadal.policy.experts.tables import Flags, Floats, Ints, held_by, num_moved
+from hadal.policy.experts.windows import judged_by, steadied
 
 
 def place_near(

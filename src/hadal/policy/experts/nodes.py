@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.placement import EMPTY
+from hadal.policy.experts.exchange import exchange
 from hadal.policy.experts.flat import place_flat
+from hadal.policy.experts.greedy import pack
 from hadal.policy.experts.increment import descend
-from hadal.policy.experts.search import Floats, Ints, exchange, held_by, pack
+from hadal.policy.experts.tables import Floats, Ints, held_by
 
 NUM_LIGHT = 6
 """Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the

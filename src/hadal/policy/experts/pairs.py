@@ -14,19 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.policy.experts.greedy import replicate
 from hadal.policy.experts.increment import descend
-from hadal.policy.experts.search import (
-    Floats,
-    Ints,
-    choose,
-    heaviest_pair,
-    heaviest_rank,
-    held_by,
-    improve_counts,
-    num_moved,
-    replicate,
-    standing,
-)
+from hadal.policy.experts.pair_counts import heaviest_pair, improve_counts
+from hadal.policy.experts.paths import choose, standing
+from hadal.policy.experts.tables import Floats, Ints, heaviest_rank, held_by, num_moved
 
 WORTHWHILE = 1e-3
 """What a replica that passes on must take from the heaviest pair, as a part of it."""

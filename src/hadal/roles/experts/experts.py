@@ -33,7 +33,7 @@ from hadal.core.overview import LayerMove, UnitExperts
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import FLIP, LayerFlip, Source, Staged, StagePlan, StepDone, StepPlan
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
-from hadal.policy.experts.increment import split_loads
+from hadal.policy.experts.splits import split_loads
 from hadal.roles.experts.gain import ExpertTerms, fractions, heaviest, pays, sure_gain
 from hadal.roles.ranks.membership import Routine
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.placement import EMPTY, Placement
-from hadal.policy.experts.search import held_loads
+from hadal.policy.experts.tables import held_loads
 
 Floats = NDArray[np.float64]
 

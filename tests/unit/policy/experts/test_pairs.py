@@ -6,16 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.experts.balance import Cluster, balance, balancedness
+from hadal.policy.experts.greedy import expand, fold, replicate
 from hadal.policy.experts.increment import descend
-from hadal.policy.experts.search import (
-    choose,
-    choose_counts,
-    expand,
-    fold,
-    heaviest_pair,
-    held_by,
-    replicate,
-)
+from hadal.policy.experts.pair_counts import choose_counts, heaviest_pair
+from hadal.policy.experts.paths import choose
+from hadal.policy.experts.tables import held_by
 
 
 def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float) -> np.ndarray:

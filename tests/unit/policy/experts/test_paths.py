@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.search import Ints, Path, choose, held_by, num_moved, standing
+from hadal.policy.experts.paths import Path, choose, standing
+from hadal.policy.experts.tables import Ints, held_by, num_moved
 from tests.fresh import fresh
 
 
