@@ -60,6 +60,8 @@ ONLY_LIVE = {
         "ranks.slow": RANKS,
         "experts.experts": PLACING,
         "experts.gain": PLACING,
+        "experts.install": PLACING,
+        "experts.window": PLACING,
     },
     "policy": {"slow_hosts": RANKS},
 }

@@ -13,7 +13,7 @@ import pytest
 from hadal.core.config import UnitsConfig
 from hadal.core.placement import without
 from hadal.policy.experts.balance import Cluster, balance
-from hadal.roles.experts.experts import InstallState
+from hadal.roles.experts.install import InstallState
 from hadal.roles.ranks.ranks import RankedLeader
 from tests.fresh import seeds
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed

@@ -13,7 +13,8 @@ from hadal.core.messages.questions import Trace, TracedStep
 from hadal.core.messages.units import UnitReport
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
-from hadal.roles.experts.experts import ExpertBalancer, Installation, InstallState
+from hadal.roles.experts.experts import ExpertBalancer
+from hadal.roles.experts.install import Installation, InstallState
 from tests.unit.roles.expert_unit import (
     EVEN,
     GROWING_S,

@@ -10,7 +10,7 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged
-from hadal.roles.experts.experts import Installation, InstallState, choose_sources
+from hadal.roles.experts.install import Installation, InstallState, choose_sources
 from tests.fresh import fresh
 
 ADDRESSES = {rank: ("h", 7000 + rank) for rank in range(4)}

@@ -7,7 +7,7 @@ import pytest
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import EMPTY, Placement, spread, without
-from hadal.roles.experts.experts import CountsWindow
+from hadal.roles.experts.window import CountsWindow
 
 NUM_EXPERTS = 6
 

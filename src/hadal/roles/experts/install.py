@@ -1,0 +1,151 @@
+"""One layer on its way to another placement: staged by all who need to, then flipped by all in one
+step.
+
+    STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
+       |        (a new split only begins here)
+       +-- error, deadline, a new formation: gone, the old placement stays
+
+Knows no loads and no reasons; its owner drops it when the formation ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.errors import InvariantError
+from hadal.core.placement import EMPTY, Placement
+from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
+
+Address = tuple[str, int]
+"""(host, port) where a rank gives away weights; port 0: it does not."""
+
+
+class InstallState(StrEnum):
+    STAGING = "staging"
+    READY = "ready"
+    FLIPPING = "flipping"
+
+
+_NEXT: dict[tuple[InstallState, str], InstallState] = {
+    (InstallState.STAGING, "staged"): InstallState.READY,
+    (InstallState.READY, "flip"): InstallState.FLIPPING,
+}
+
+
+@dataclass(slots=True)
+class Installation:
+    """`slot_to_expert_RS` and `weights_RS` (None: equal parts) are those of the layer after it."""
+
+    layer: int
+    stage_id: int
+    formation: int
+    slot_to_expert_RS: NDArray[np.int16]
+    weights_RS: NDArray[np.uint8] | None
+    num_moved: int
+    deadline_s: float
+    begun_step_id: int = -1
+    """The last step planned before it."""
+    waiting: set[int] = field(default_factory=set)
+    """Ranks that have not staged."""
+    state: InstallState = InstallState.STAGING
+    step_id: int = -1
+    """Step of the flip, once it is in flight."""
+
+    def stage_plans(
+        self, placement: Placement, addresses: Mapping[int, Address]
+    ) -> dict[int, StagePlan]:
+        """What to send to which rank; from now on these are waited for. None where only the split
+        changes.
+        """
+        before = placement.slot_to_expert_LRS[self.layer]
+        missing = {
+            rank: [
+                e
+                for e in self.slot_to_expert_RS[rank].tolist()
+                if e != EMPTY and e not in before[rank]
+            ]
+            for rank in np.flatnonzero((before != self.slot_to_expert_RS).any(axis=1)).tolist()
+        }
+        sources = choose_sources(missing, before, addresses)
+        self.waiting = set(missing)
+        if not missing:
+            self.move("staged")
+        return {
+            rank: StagePlan(
+                self.formation,
+                self.stage_id,
+                self.layer,
+                tuple(self.slot_to_expert_RS[rank].tolist()),
+                tuple(sources[rank]),
+            )
+            for rank in missing
+        }
+
+    def expects(self, rank: int, staged: Staged) -> bool:
+        """Whether it is the answer of a rank that is waited for."""
+        about = (staged.formation, staged.stage_id, staged.layer)
+        return rank in self.waiting and about == (self.formation, self.stage_id, self.layer)
+
+    def staged(self, rank: int) -> None:
+        """A rank can flip."""
+        self.waiting.discard(rank)
+        if not self.waiting:
+            self.move("staged")
+
+    def flip(self, step_id: int) -> LayerFlip:
+        """Return the flip, which goes with this step's plans."""
+        self.move("flip")
+        self.step_id = step_id
+        weights = b"" if self.weights_RS is None else self.weights_RS.tobytes()
+        return LayerFlip(
+            self.layer,
+            self.stage_id,
+            np.ascontiguousarray(self.slot_to_expert_RS, np.int16).tobytes(),
+            weights,
+        )
+
+    def move(self, move: str) -> None:
+        try:
+            self.state = _NEXT[self.state, move]
+        except KeyError:
+            raise InvariantError(f"layer {self.layer} is {self.state} and cannot {move}") from None
+
+
+def choose_sources(
+    missing: Mapping[int, list[int]],
+    slot_to_expert_RS: NDArray[np.int16],
+    addresses: Mapping[int, Address],
+) -> dict[int, list[Source]]:
+    """Where each rank's new experts come from: of the ranks that hold one, the one that sends the
+    least so far.
+
+    Experts with few holders choose first, so that the others go round them. One without a holder
+    that gives away comes from the checkpoint.
+    """
+    num_sent = dict.fromkeys(addresses, 0)
+    holders = {
+        expert: [
+            r
+            for r in np.flatnonzero((slot_to_expert_RS == expert).any(axis=1)).tolist()
+            if addresses.get(r, ("", 0))[1]
+        ]
+        for expert in {expert for experts in missing.values() for expert in experts}
+    }
+    wanted = sorted(
+        ((expert, rank) for rank, experts in missing.items() for expert in experts),
+        key=lambda one: (len(holders[one[0]]), one),
+    )
+    result: dict[int, list[Source]] = {rank: [] for rank in missing}
+    for expert, rank in wanted:
+        if not holders[expert]:
+            result[rank].append(Source(expert))
+            continue
+        giver = min(holders[expert], key=lambda one: (num_sent[one], one))
+        num_sent[giver] += 1
+        result[rank].append(Source(expert, *addresses[giver]))
+    return result

@@ -1,0 +1,118 @@
+"""What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts
+alone.
+
+An interval is what ranks received between two counted steps, or several such parts. Logical loads
+are kept for the last intervals, faded with age: they say what any other placement would have had
+to bear. Balancedness is measured on the ranks, as it fell. Knows no seconds and decides nothing.
+
+Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.balance import EXPERTS, EXPERTS_WORST
+from hadal.core.placement import Placement
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+GAUGE_FADE = 0.8
+"""Weight of an interval against the one after it in what is reported: five intervals are
+remembered.
+"""
+
+
+class CountsWindow:
+    """The last `num_intervals` intervals; one weighs half of what one weighs that is `half_life`
+    intervals younger.
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, num_intervals: int, half_life: float
+    ) -> None:
+        self.number = 0
+        """Intervals added so far."""
+        self._sizes = (num_layers, num_experts)
+        self._fade = 0.5 ** (1.0 / half_life)
+        self._loads: deque[Floats] = deque(maxlen=num_intervals)
+        self._numbers: deque[int] = deque(maxlen=num_intervals)
+        self._part: tuple[Floats, Floats] | None = None
+        """(loads [L, E], received [L, ranks]) of the interval that is not whole yet."""
+        self._mean_L = np.zeros(num_layers)
+        self._heaviest_L = np.zeros(num_layers)
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def add(
+        self,
+        placement: Placement,
+        counts_LRS: Ints,
+        ranks: Collection[int],
+        *,
+        is_whole: bool = True,
+    ) -> dict[str, float]:
+        """Take in an interval, or a part of one until the last makes it whole.
+
+        Returns the balancedness of these counts over `ranks`, empty if nothing was received.
+        """
+        received_LR = counts_LRS.sum(axis=2)[:, sorted(ranks)].astype(np.float64)
+        loads_LE, all_LR = placement.by_expert(counts_LRS.astype(np.float64)), received_LR
+        if self._part is not None:
+            loads_LE, all_LR = loads_LE + self._part[0], all_LR + self._part[1]
+        self._part = None if is_whole else (loads_LE, all_LR)
+        if is_whole and loads_LE.any():
+            self._loads.append(loads_LE)
+            self._numbers.append(self.number)
+            self.number += 1
+            self._mean_L = GAUGE_FADE * self._mean_L + all_LR.mean(axis=1)
+            self._heaviest_L = GAUGE_FADE * self._heaviest_L + all_LR.max(axis=1)
+        return _objectives(received_LR.mean(axis=1), received_LR.max(axis=1))
+
+    def drop_part(self) -> None:
+        """What is not whole will not be: the ranks are others."""
+        self._part = None
+
+    def balance(self) -> dict[str, float]:
+        """Measured balancedness by objective, smoothed; empty until tokens were counted."""
+        return _objectives(self._mean_L, self._heaviest_L)
+
+    def summed(self) -> Floats:
+        """Faded loads of all intervals together [L, E]."""
+        total = np.zeros(self._sizes)
+        for loads in self._loads:
+            total = self._fade * total + loads
+        return total
+
+    def halves(self, layer: int) -> tuple[Floats, Floats]:
+        """A layer's faded loads [T, E] of every other interval, and of those between: one to plan
+        by, one to judge by.
+
+        A plan looks better than it is on the very counts that it was made for. Which intervals
+        belong to which half never changes.
+        """
+        ages = np.arange(len(self._loads))[::-1]
+        loads = (
+            np.array([one[layer] for one in self._loads]).reshape(len(ages), -1)
+            * (self._fade**ages)[:, None]
+        )
+        is_even = np.array(self._numbers, np.int64) % 2 == 0
+        return loads[is_even], loads[~is_even]
+
+    def num_tokens(self, layer: int) -> float:
+        """Counted in a layer over the window, not faded."""
+        return float(sum(loads[layer].sum() for loads in self._loads))
+
+
+def _objectives(mean_L: Floats, heaviest_L: Floats) -> dict[str, float]:
+    some = heaviest_L > 0
+    if not some.any():
+        return {}
+    by_layer = mean_L[some] / heaviest_L[some]
+    return {EXPERTS: float(by_layer.mean()), EXPERTS_WORST: float(by_layer.min())}
