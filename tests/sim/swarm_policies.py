@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import hadal.roles.decode.slots as decode_slots
-import hadal.roles.experts.experts as experts
+import hadal.roles.experts.planner as experts_planner
 import hadal.roles.fleet as fleet
 import hadal.roles.front.front as front
 import hadal.roles.front.routing as front_routing
@@ -234,8 +234,8 @@ GUARDS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (front_routing, "choose_prefill_unit", check_prefill_unit),
     (front_routing, "choose_decode_unit", check_decode_unit),
     (front, "admit", check_refusal),
-    (experts, "balance", check_experts),
-    (experts, "split_loads", check_split),
+    (experts_planner, "balance", check_experts),
+    (experts_planner, "split_loads", check_split),
     (fleet, "decide", check_decision),
 )
 

@@ -504,9 +504,9 @@ class SwarmWorld(FleetWorld):
         seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:
             seen["generations of units"] += leader.membership.formation
-            seen["experts: layers flipped"] += leader.experts.num_layers_flipped
-            seen["experts: replicas moved"] += leader.experts.num_replicas_moved
-            seen["experts: given up"] += leader.experts.num_abandoned
+            seen["experts: layers flipped"] += leader.experts.moves.num_layers_flipped
+            seen["experts: replicas moved"] += leader.experts.moves.num_replicas_moved
+            seen["experts: given up"] += leader.experts.moves.num_abandoned
         return +seen
 
 

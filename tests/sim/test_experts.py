@@ -79,7 +79,7 @@ class Balanced:
 
     def run_until(self, state: InstallState) -> None:
         def is_there() -> bool:
-            install = self.leader.experts.installing
+            install = self.leader.experts.installer.installing
             return install is not None and install.state is state
 
         self.world.clock.run(self.world.clock.now() + 60.0, is_there)
@@ -111,36 +111,38 @@ def test_balance_rises_and_rests(seed: int) -> None:
     before = unit.recent(20)
     unit.run_steps(500)
     experts = unit.leader.experts
-    after, reported = unit.recent(), experts.window.balance()["experts"]
+    after, reported = unit.recent(), experts.counts.window.balance()["experts"]
     print(
-        f"seed {seed}: {before:.3f} -> {after:.3f}, {experts.num_layers_flipped} flips, "
-        f"{experts.num_replicas_moved} moved"
+        f"seed {seed}: {before:.3f} -> {after:.3f}, {experts.moves.num_layers_flipped} flips, "
+        f"{experts.moves.num_replicas_moved} moved"
     )
     assert after >= unit.within_reach(), (seed, before, after)
     assert abs(reported - after) < 0.1, (seed, reported, after)
-    found = experts.num_replicas_moved
+    found = experts.moves.num_replicas_moved
     assert found == sum(rank.compute.experts.num_moved for rank in unit.ranks())
-    assert experts.num_layers_flipped == max(
+    assert experts.moves.num_layers_flipped == max(
         rank.compute.experts.num_flips for rank in unit.ranks()
     ), seed
-    flips = experts.num_layers_flipped
+    flips = experts.moves.num_layers_flipped
     unit.run_steps(500)
-    assert experts.num_layers_flipped - flips <= NUM_LAYERS, f"seed {seed}: back and forth by noise"
+    assert experts.moves.num_layers_flipped - flips <= NUM_LAYERS, (
+        f"seed {seed}: back and forth by noise"
+    )
 
 
 def test_without_balancing_only_gauges_move() -> None:
     unit = Balanced(3, expert_balance="off")
     unit.run_steps(300)
     experts = unit.leader.experts
-    assert (experts.num_layers_flipped, experts.installing) == (0, None)
-    assert experts.window.balance().keys() == {"experts", "experts_worst"}
+    assert (experts.moves.num_layers_flipped, experts.installer.installing) == (0, None)
+    assert experts.counts.window.balance().keys() == {"experts", "experts_worst"}
 
 
 def test_even_loads_are_left_alone() -> None:
     unit = Balanced(5, redundant=12)  # Two replicas of each.
     unit.traffic.loads_LE = np.full_like(unit.traffic.loads_LE, 30.0)
     unit.run_steps(500)
-    assert unit.leader.experts.num_layers_flipped == 0
+    assert unit.leader.experts.moves.num_layers_flipped == 0
 
 
 @pytest.mark.parametrize("seed", seeds(1, 3))
@@ -148,14 +150,14 @@ def test_a_new_regime_is_followed(seed: int) -> None:
     unit = Balanced(seed)
     unit.run_steps(400)
     settled = unit.recent()
-    num_flips = unit.leader.experts.num_layers_flipped
+    num_flips = unit.leader.experts.moves.num_layers_flipped
     unit.traffic.loads_LE = skewed(seed + 1000)
     unit.run_steps(30)
     fallen = unit.recent(30)
     unit.run_steps(STEPS_TO_FOLLOW)
     print(f"seed {seed}: {settled:.3f}, then {fallen:.3f} -> {unit.recent():.3f}")
     assert unit.recent() >= unit.within_reach(), (seed, settled, fallen, unit.recent())
-    assert unit.leader.experts.num_layers_flipped > num_flips
+    assert unit.leader.experts.moves.num_layers_flipped > num_flips
 
 
 @pytest.mark.promise(
@@ -170,7 +172,7 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
     unit = Balanced(seed)
     unit.run_until(state)
     experts = unit.leader.experts
-    before, flips = experts.placement, experts.num_layers_flipped
+    before, flips = experts.placement, experts.moves.num_layers_flipped
     victim = unit.random.choice(unit.ranks())
     strike(unit.world, victim, how)
     formation = unit.leader.membership.formation
@@ -180,8 +182,8 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
     assert unit.leader.membership.formation > formation, (seed, state, how)
     # It may have been done by all before the loss was known; then it counts, else nothing is left
     # of it.
-    num_done = experts.num_layers_flipped - flips
-    assert num_done + experts.num_abandoned >= 1, (seed, state, how)
+    num_done = experts.moves.num_layers_flipped - flips
+    assert num_done + experts.moves.num_abandoned >= 1, (seed, state, how)
     absent = set(range(4)) - unit.leader.membership.members.keys()
     left = without(before, absent) if absent else before
     assert num_done or unit.leader.membership.placement.to_bytes() == left.to_bytes(), (
@@ -198,11 +200,11 @@ def test_errors_of_staging_are_survived() -> None:
     unit = Balanced(1, stage_rate=1.0)
     unit.run_steps(300)
     experts = unit.leader.experts
-    assert experts.num_abandoned >= 1
-    assert experts.num_replicas_moved == 0
+    assert experts.moves.num_abandoned >= 1
+    assert experts.moves.num_replicas_moved == 0
     unit.world.fabrics[UNIT].stage_fault_rate = 0.0
     unit.run_steps(600)
-    assert experts.num_replicas_moved > 0
+    assert experts.moves.num_replicas_moved > 0
     assert unit.recent() >= 0.85
     assert any("no such tensor" in note for note in unit.leader.take_notes())
 
@@ -212,8 +214,8 @@ def test_staging_that_never_ends_stops_no_step() -> None:
     unit.world.fabrics[UNIT].stage_s = 1000.0
     unit.run_steps(400)
     experts = unit.leader.experts
-    assert experts.num_abandoned >= 1
-    assert experts.num_replicas_moved == 0
+    assert experts.moves.num_abandoned >= 1
+    assert experts.moves.num_replicas_moved == 0
     assert any("did not stage" in note for note in unit.leader.take_notes())
     unit.world.fabrics[UNIT].stage_s = 0.01
     unit.run_steps(600)

@@ -151,7 +151,7 @@ def _experts(config: Deployment, rng: np.random.Generator) -> UnitExperts:
     tokens_LE = 4_000.0 * loads_LE * rng.lognormal(0.0, 0.1, loads_LE.shape)
     layers = np.arange(len(table))[:, None, None]
     each = np.where(table < 0, 0.0, (tokens_LE / np.maximum(num_replicas, 1))[layers, table])
-    balancer.window.add(placement, each.astype(np.int64), range(units.ranks))
+    balancer.counts.window.add(placement, each.astype(np.int64), range(units.ranks))
     return balancer.described()
 
 

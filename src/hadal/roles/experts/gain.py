@@ -25,6 +25,13 @@ from hadal.policy.experts.tables import held_loads
 
 Floats = NDArray[np.float64]
 
+_SMOOTHING = 0.2
+"""Weight of a new measurement of a pause or a replica: the last five count for two thirds."""
+_OUTLIER = 3.0
+"""What took so many times what is known counts as that at most. They are measured only when layers
+move: one hiccup must not make moving look too dear ever to be measured again.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTerms:
@@ -120,6 +127,28 @@ PREFILL_TERMS = ExpertTerms(count_every_steps=4)
 """A prefill step has hundreds of times a decode step's tokens and takes several times as long:
 fewer say as much.
 """
+
+
+class MoveCosts:
+    """Seconds that it takes to move experts, measured whenever some move."""
+
+    def __init__(self, terms: ExpertTerms) -> None:
+        self.replica_s = terms.replica_s
+        """Seconds of staging a replica."""
+        self.pause_s = terms.pause_s
+        """Seconds of a flip."""
+
+    def staged(self, replica_s: float) -> None:
+        """Take in the seconds per replica of a rank that staged some."""
+        self.replica_s = _toward(self.replica_s, replica_s)
+
+    def paused(self, pause_s: float) -> None:
+        """Take in the seconds of a flip."""
+        self.pause_s = _toward(self.pause_s, pause_s)
+
+
+def _toward(known_s: float, measured_s: float) -> float:
+    return known_s + _SMOOTHING * (min(measured_s, _OUTLIER * known_s) - known_s)
 
 
 def fractions(placement: Placement) -> Floats:

@@ -43,15 +43,18 @@ def test_a_new_split_comes_first_and_needs_no_weights() -> None:
     unit = Unit(replicated(), [HOT])
     unit.step(10)
     assert unit.think() == {}
-    installing = unit.experts.installing
+    installing = unit.experts.installer.installing
     assert installing is not None
     assert installing.state is InstallState.READY
     before = unit.experts.placement
     unit.step()
-    assert (len(unit.flips), unit.experts.installing) == (1, None)
+    assert (len(unit.flips), unit.experts.installer.installing) == (1, None)
     assert unit.flips[0].slot_to_expert == before.to_bytes()
     assert unit.flips[0].weights != b""
-    assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 0)
+    assert (
+        unit.experts.moves.num_layers_flipped,
+        unit.experts.moves.num_replicas_moved,
+    ) == (1, 0)
     assert unit.experts.placement.to_bytes() == before.to_bytes()
     assert unit.experts.placement.weights_bytes() == unit.held.weights_bytes() != b""
 
@@ -69,10 +72,13 @@ def test_replicas_move_where_no_split_helps() -> None:
     )
     unit.stage(plans)
     unit.step()
-    assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 2)
+    assert (
+        unit.experts.moves.num_layers_flipped,
+        unit.experts.moves.num_replicas_moved,
+    ) == (1, 2)
     unit.step(40)
     # The best that pairs can be.
-    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
+    assert unit.experts.counts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
     load = unit.experts.seen(UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
     assert load.balance.keys() == {"kv", "experts", "experts_worst"}
     assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
@@ -84,7 +90,7 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
     for _ in range(60):
         unit.step()
         assert unit.experts.plan(unit.now_s, growing_s) == {}
-    assert unit.experts.installing is None
+    assert unit.experts.installer.installing is None
 
 
 @pytest.mark.promise(
@@ -113,8 +119,8 @@ def installing_under(
             },
         )
         experts.plan(0.0, growing_s)
-    assert experts.installing is not None
-    return experts.installing
+    assert experts.installer.installing is not None
+    return experts.installer.installing
 
 
 def test_where_many_moves_do_not_pay_few_may() -> None:
@@ -154,8 +160,10 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     unit.stage(unit.run())
     for _ in range(2):
         unit.step()
-        even, odd = unit.experts.window.halves(0)
-        assert (even if (unit.experts.window.number - 1) % 2 == 0 else odd)[-1].tolist() == SKEWED
+        even, odd = unit.experts.counts.window.halves(0)
+        assert (even if (unit.experts.counts.window.number - 1) % 2 == 0 else odd)[
+            -1
+        ].tolist() == SKEWED
     assert len(unit.flips) == 1
 
 
@@ -165,7 +173,9 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
 def test_noise_moves_nothing() -> None:
     """Every interval another expert is hot, by chance: over the window nobody is."""
     unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)
-    num_tries = sum(bool(unit.run(1)) or unit.experts.installing is not None for _ in range(300))
+    num_tries = sum(
+        bool(unit.run(1)) or unit.experts.installer.installing is not None for _ in range(300)
+    )
     assert num_tries == 0
 
 
@@ -181,7 +191,7 @@ def test_not_while_a_rank_is_missing_and_not_when_off() -> None:
     assert Unit(plain(), [SKEWED], num_addresses=3).run() == {}
     unit = Unit(plain(), [SKEWED], is_planning=False)
     assert unit.run() == {}
-    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 600)
+    assert unit.experts.counts.window.balance()[EXPERTS] == pytest.approx(275 / 600)
 
 
 def test_the_worst_layer_is_first_and_one_at_a_time() -> None:
@@ -242,7 +252,7 @@ def test_no_step_waits_for_a_look_at_the_whole_placement() -> None:
     unit.stage(unit.run())
     placement = Unchecked(NUM_EXPERTS, unit.experts.placement.slot_to_expert_LRS)
     experts = unit.experts
-    experts.placement = placement
+    experts.installer.placement = placement
     plans = experts.planned(
         unit.step_id + 1, (DecodePlan(unit.step_id + 1, (), (), ()),) * NUM_RANKS
     )
@@ -277,10 +287,10 @@ def test_a_new_generation_abandons_it(state: InstallState) -> None:
         unit.stage(plans)
     if state is InstallState.FLIPPING:
         unit.send()
-    assert unit.experts.installing is not None
-    assert unit.experts.installing.state is state
+    assert unit.experts.installer.installing is not None
+    assert unit.experts.installer.installing.state is state
     unit.experts.ended()
-    assert (unit.experts.placement, unit.experts.num_abandoned) == (before, 1)
+    assert (unit.experts.placement, unit.experts.moves.num_abandoned) == (before, 1)
     assert unit.experts.check() == []
     plan = plans[min(plans)]
     assert not unit.experts.staged(0.0, min(plans), Staged(1, plan.stage_id, plan.layer))
@@ -302,7 +312,7 @@ def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
         plans = unit.run()
         assert plans
         unit.stage(plans, "CheckpointError: no")
-        assert unit.experts.installing is None
+        assert unit.experts.installer.installing is None
         failed_s = unit.now_s
         while not (plans := unit.run(1)):
             unit.now_s += 0.5
@@ -310,7 +320,7 @@ def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
         unit.stage(plans, "again")
         unit.now_s += 1000.0
     assert waited_s == [10.5, 40.5, 160.5], "and a half, for splits are tried before moves"
-    assert unit.experts.num_replicas_moved == 0
+    assert unit.experts.moves.num_replicas_moved == 0
     assert any(
         "rank 0: CheckpointError: no; nothing is staged for 10 s" in note
         for note in unit.experts.notes
@@ -322,9 +332,9 @@ def test_staging_has_a_deadline_that_a_pause_of_the_leader_moves() -> None:
     plans = unit.run()
     unit.experts.forgive(3.0)
     unit.experts.tick(7.9)
-    assert unit.experts.installing is not None
+    assert unit.experts.installer.installing is not None
     unit.experts.tick(8.0)
-    assert unit.experts.installing is None
+    assert unit.experts.installer.installing is None
     late = ", ".join(map(str, sorted(plans)))
     assert any(f"rank {late} did not stage within 5 s" in note for note in unit.experts.notes)
 
@@ -353,9 +363,9 @@ def test_tracing_does_not_change_what_is_decided() -> None:
     for number in range(20):
         traced.done(*traced.send(is_traced=number % 3 != 1))
         plain_one.done(*plain_one.send())
-        assert len(traced.experts.window) == len(plain_one.experts.window)
-    assert (traced.experts.window.summed() == plain_one.experts.window.summed()).all()
-    assert len(traced.experts.window) > 1
+        assert len(traced.experts.counts.window) == len(plain_one.experts.counts.window)
+    assert (traced.experts.counts.window.summed() == plain_one.experts.counts.window.summed()).all()
+    assert len(traced.experts.counts.window) > 1
 
 
 def test_counts_of_another_size_are_told_once() -> None:
@@ -370,4 +380,4 @@ def test_counts_of_another_size_are_told_once() -> None:
             },
         )
     assert list(unit.experts.notes) == ["rank 0 counts 2 bytes where (1, 4, 2) slots are"]
-    assert len(unit.experts.window) == 0
+    assert len(unit.experts.counts.window) == 0

@@ -66,7 +66,7 @@ class Skewed(Driver):
     def staged(
         self, rank: int, epoch: str = "", formation: int = 1, error: str | None = None
     ) -> list[Effect]:
-        install = self.leader.experts.installing
+        install = self.leader.experts.installer.installing
         staged = Staged(formation, install.stage_id if install else 1, 0, error, 1, 0, 0.01)
         return self.handle(RankStaged(rank, epoch or f"e{rank}", staged))
 
@@ -115,7 +115,7 @@ def test_a_loss_leaves_the_placement_that_all_had(moment: str) -> None:
         assert len(driver.flips) == 1
     effects = driver.handle(UnitDown("decode-0.1", "killed"))
     assert sent(effects, RankForm)[0].plan.slot_to_expert == without(before, [1]).to_bytes()
-    assert driver.leader.experts.installing is None
+    assert driver.leader.experts.installer.installing is None
     driver.formed()
     driver.up(1, "new")
     driver.handle(Tick())

@@ -1,0 +1,106 @@
+"""Counted steps: which steps the ranks count in, and what their counts add to the window.
+
+A step is counted at the end of an interval, and whenever it is traced. Knows no plans of experts
+and no seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from hadal.core.messages.questions import Trace
+from hadal.core.placement import Placement
+from hadal.core.plans import StepDone
+from hadal.roles.experts.window import CountsWindow
+
+_NUM_TRACED = 2048
+"""Traced steps whose balance is remembered until their trace passes: as many as may be asked for at
+once.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    placement: Placement
+    """The placement in force in that step."""
+    is_traced: bool
+    is_whole: bool
+    """An interval ends with it. Others are counted because they are traced: looking must not change
+    what is decided.
+    """
+
+
+class ExpertCounts:
+    """The counts of one unit's ranks. `notes`: the log lines of its owner."""
+
+    def __init__(self, window: CountsWindow, count_every_steps: int, notes: deque[str]) -> None:
+        self.window = window
+        self._count_every_steps = count_every_steps
+        self._notes = notes
+        self._counted: dict[int, _Counted] = {}
+        """Steps in flight whose counts are to come."""
+        self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
+        self._is_wrong_noted = False
+        self._num_uncounted = 0
+        """Steps planned since an interval ended."""
+
+    def ended(self) -> None:
+        """Forget the steps in flight: none of them will be done."""
+        self._counted.clear()
+        self._num_uncounted = 0
+        self.window.drop_part()
+        self._is_wrong_noted = False
+
+    def planned(self, step_id: int, placement: Placement, *, is_traced: bool) -> bool:
+        """Return whether ranks count in this step, which they do with `placement` in force."""
+        self._num_uncounted += 1
+        is_whole = self._num_uncounted >= self._count_every_steps
+        is_counted = is_traced or is_whole
+        if is_counted:
+            self._counted[step_id] = _Counted(placement, is_traced, is_whole)
+        if is_whole:
+            self._num_uncounted = 0
+        return is_counted
+
+    def done(self, step_id: int, parts: Mapping[int, StepDone]) -> None:
+        """Take in the counts of a step that all ranks did, if they counted in it."""
+        counted = self._counted.pop(step_id, None)
+        if counted is None:
+            return
+        shape = counted.placement.slot_to_expert_LRS.shape
+        counts_LRS = np.zeros(shape, np.int64)
+        for rank, part in parts.items():
+            if len(part.expert_slot_counts) != 8 * shape[0] * shape[2]:
+                if not self._is_wrong_noted:
+                    self._notes.append(
+                        f"rank {rank} counts {len(part.expert_slot_counts)} bytes where {shape} slots are"
+                    )
+                self._is_wrong_noted = True
+                return
+            counts_LRS[:, rank] = np.frombuffer(part.expert_slot_counts, np.int64).reshape(
+                shape[0], shape[2]
+            )
+        found = self.window.add(
+            counted.placement, counts_LRS, parts.keys(), is_whole=counted.is_whole
+        )
+        if counted.is_traced and found:
+            self._traced[step_id] = found
+            while len(self._traced) > _NUM_TRACED:
+                self._traced.popitem(last=False)
+
+    def traced(self, trace: Trace) -> Trace:
+        """Return the trace with the balancedness of its steps; each counts from the counted step
+        before it.
+        """
+        steps = tuple(
+            msgspec.structs.replace(
+                step, balance={**step.balance, **self._traced.pop(step.step_id, {})}
+            )
+            for step in trace.steps
+        )
+        return msgspec.structs.replace(trace, steps=steps)

@@ -1,0 +1,239 @@
+"""The placement in force on all ranks, and the one layer of it that is on its way to another.
+
+What is installed counts as the unit's placement when all ranks did the step with its flip; until
+then, and whenever a rank fails to stage or the formation ends, the placement before it stays in
+force. After a failure nothing is staged for a while, longer each time. Knows no loads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+
+from hadal.core.placement import Placement
+from hadal.core.plans import FLIP, LayerFlip, Staged, StagePlan, StepDone
+from hadal.roles.experts.gain import ExpertTerms, MoveCosts, fractions
+from hadal.roles.experts.install import Address, Installation, InstallState
+from hadal.roles.experts.moved import ExpertMoves
+from hadal.roles.experts.planner import LayerChange, LayerRests
+from hadal.roles.ranks.membership import Routine
+
+_SETTLE_INTERVALS = 2
+"""A layer that flipped is left alone so long: one interval to judge by and one to plan by are new
+then.
+"""
+
+
+class StageBackoff:
+    """The time in which nothing is staged, after failures."""
+
+    def __init__(self, terms: ExpertTerms) -> None:
+        self.until_s = -math.inf
+        self._terms = terms
+        self._num_failures = 0
+        """Failures since a layer flipped."""
+
+    def fail(self, now_s: float) -> float:
+        """Return for how many seconds nothing is staged from now on."""
+        backoff_s = min(self._terms.backoff_s * 2.0**self._num_failures, self._terms.backoff_max_s)
+        self._num_failures = min(self._num_failures + 1, 32)
+        self.until_s = now_s + backoff_s
+        return backoff_s
+
+    def succeed(self) -> None:
+        """Begin anew with the shortest time after the next failure."""
+        self._num_failures = 0
+
+
+class ExpertInstaller:
+    """The owner of the placement in force. `placement`: the unit's first.
+
+    `notes`: the log lines of its owner. `rests`: layers that flipped, or did not after all, rest
+    there. `costs` takes in the measured seconds of moves, `moves` the moves themselves.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        terms: ExpertTerms,
+        rests: LayerRests,
+        costs: MoveCosts,
+        moves: ExpertMoves,
+        notes: deque[str],
+    ) -> None:
+        self.placement = placement
+        """The placement in force on all ranks."""
+        self.issued = placement
+        """The placement with the flip that is in flight."""
+        self.fractions_LRS = fractions(placement)
+        """Share of its expert's tokens that each expert slot takes, in force."""
+        self.installing: Installation | None = None
+        self._stage_timeout_s = terms.stage_timeout_s
+        self._rests = rests
+        self._costs = costs
+        self._moves = moves
+        self._notes = notes
+        self._backoff = StageBackoff(terms)
+        self._formation = 0
+        self._addresses: dict[int, Address] = {}
+        """Addresses of the ranks of a formation that runs; empty otherwise."""
+        self._step_id = -1
+        """Step of the last plan."""
+        self._stage_id = 0
+
+    # ---- formations ----
+    def began(self, formation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
+        """Begin a formation with this placement and these ranks."""
+        self._formation = formation
+        self._adopt(placement)
+        self._addresses = dict(addresses)
+
+    def ended(self) -> None:
+        """End the formation: its ranks have dropped what they had staged."""
+        if self.installing is not None:
+            self._drop("the formation is over")
+        self._addresses = {}
+
+    # ---- staging ----
+    def may_begin(self, now_s: float) -> bool:
+        """Whether a layer may be staged: every rank is there, and nothing is under way."""
+        return (
+            self.installing is None
+            and len(self._addresses) == self.placement.num_ranks > 1
+            and now_s >= self._backoff.until_s
+        )
+
+    def begin(self, now_s: float, change: LayerChange) -> dict[int, StagePlan]:
+        """Begin to install a change of a layer. Returns what to send to which rank."""
+        self._stage_id += 1
+        self.installing = Installation(
+            change.layer,
+            self._stage_id,
+            self._formation,
+            change.slot_to_expert_RS,
+            change.weights_RS,
+            change.num_moved,
+            now_s + self._stage_timeout_s,
+            self._step_id,
+        )
+        self._notes.append(
+            Routine(
+                f"MoE layer {change.layer}: staging begins after step {self._step_id}; replicas to"
+                f" move: {change.num_moved}"
+            )
+        )
+        return self.installing.stage_plans(self.placement, self._addresses)
+
+    def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
+        """Take in a rank's answer. Returns False if nothing waits for it any more."""
+        install = self.installing
+        if install is None or not install.expects(rank, staged):
+            return False
+        if staged.error is not None:
+            self._fail(now_s, f"rank {rank}: {staged.error}")
+            return True
+        num_got = staged.num_received + staged.num_read
+        if num_got:
+            self._costs.staged(staged.elapsed_s / num_got)
+        install.staged(rank)
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Look at the deadline of staging."""
+        install = self.installing
+        if (
+            install is not None
+            and install.state is InstallState.STAGING
+            and now_s >= install.deadline_s
+        ):
+            late = ", ".join(map(str, sorted(install.waiting)))
+            self._fail(now_s, f"rank {late} did not stage within {self._stage_timeout_s:g} s")
+
+    def forgive(self, gap_s: float) -> None:
+        """Move the deadline by a time in which the leader itself did not run."""
+        if self.installing is not None:
+            self.installing.deadline_s += gap_s
+
+    # ---- steps ----
+    def flips(self, step_id: int) -> tuple[LayerFlip, ...]:
+        """Return the flip that goes with this step's plans, if one is ready."""
+        self._step_id = step_id
+        install = self.installing
+        if install is None or install.state is not InstallState.READY:
+            return ()
+        flip = install.flip(step_id)
+        self.issued = self.placement.with_layer(
+            install.layer, install.slot_to_expert_RS, install.weights_RS
+        )
+        return (flip,)
+
+    def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
+        """Take in a step that all ranks did. Returns whether a flip went with it: `placement` is
+        another one from now on.
+        """
+        install = self.installing
+        if (
+            install is None
+            or install.state is not InstallState.FLIPPING
+            or install.step_id != step_id
+        ):
+            return False
+        pauses_s = [
+            time.seconds for part in parts.values() for time in part.op_times if time.op == FLIP
+        ]
+        if pauses_s:
+            self._costs.paused(max(pauses_s))
+        self.installing = None
+        before = self.placement.of_layer(install.layer)
+        self._adopt(self.issued)
+        self._moves.flipped(install, before, self.placement.of_layer(install.layer))
+        self._notes.append(
+            Routine(
+                f"MoE layer {install.layer} flipped in step {step_id}, begun after step"
+                f" {install.begun_step_id}; replicas moved: {install.num_moved}"
+            )
+        )
+        self._backoff.succeed()
+        self._rests.rest(install.layer, _SETTLE_INTERVALS)
+        return True
+
+    def _adopt(self, placement: Placement) -> None:
+        self.placement = self.issued = placement
+        self.fractions_LRS = fractions(placement)
+
+    def _fail(self, now_s: float, reason: str) -> None:
+        """Keep the old placement after a failure. The next attempt waits, longer each time."""
+        self._drop(f"{reason}; nothing is staged for {self._backoff.fail(now_s):g} s")
+
+    def _drop(self, reason: str) -> None:
+        assert self.installing is not None
+        self._notes.append(f"MoE layer {self.installing.layer} keeps its placement: {reason}")
+        self._rests.rest(self.installing.layer, _SETTLE_INTERVALS)
+        self.installing, self.issued = None, self.placement
+        self._moves.num_abandoned += 1
+
+    def check(self) -> list[str]:
+        """Return problems; empty when what is installed, in flight and in force agrees."""
+        problems = []
+        install = self.installing
+        is_flipping = install is not None and install.state is InstallState.FLIPPING
+        if not is_flipping and self.issued is not self.placement:
+            problems.append("experts: ranks were sent a flip that is not in flight")
+        if install is None:
+            return problems
+        if install.formation != self._formation or not self._addresses:
+            problems.append(
+                f"experts: layer {install.layer} is {install.state} for formation"
+                f" {install.formation}"
+            )
+        if bool(install.waiting) != (install.state is InstallState.STAGING):
+            problems.append(
+                f"experts: {install.layer=} is {install.state} and waits for"
+                f" {sorted(install.waiting)}"
+            )
+        if not install.waiting <= self._addresses.keys():
+            problems.append(
+                f"experts: ranks that are no members stage layer {install.layer}: {sorted(install.waiting)}"
+            )
+        return problems

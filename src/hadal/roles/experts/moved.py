@@ -1,0 +1,91 @@
+"""Layers that moved, for people and for gauges: totals, the last ones, and where everything lies.
+
+Decides nothing.
+
+Shapes: L MoE layers, R ranks, S expert slots of a rank, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.overview import LayerMove, UnitExperts
+from hadal.core.placement import EMPTY, Placement
+from hadal.policy.experts.balance import rank_loads
+from hadal.roles.experts.gain import fractions
+from hadal.roles.experts.install import Installation
+from hadal.roles.experts.window import Floats
+
+_NUM_MOVES = 8
+"""Layers that moved last, as they are shown."""
+
+
+class ExpertMoves:
+    """Totals of installations, and the last of them."""
+
+    def __init__(self) -> None:
+        self.num_replicas_moved = 0
+        self.num_layers_flipped = 0
+        self.num_abandoned = 0
+        """Installations that came to nothing."""
+        self._last: deque[tuple[Installation, Placement, Placement]] = deque(maxlen=_NUM_MOVES)
+        """What was installed, and its layer's placement before and after."""
+
+    def flipped(self, install: Installation, before: Placement, after: Placement) -> None:
+        """Add an installation, with its layer's placement before and after."""
+        self._last.append((install, before, after))
+        self.num_layers_flipped += 1
+        self.num_replicas_moved += install.num_moved
+
+    def last(self, loads_LE: Floats) -> tuple[LayerMove, ...]:
+        """Return the last moves, oldest first, with their balance under these loads."""
+        first = self.num_layers_flipped - len(self._last)
+        return tuple(
+            LayerMove(
+                first + index,
+                install.step_id,
+                install.layer,
+                install.num_moved,
+                _rows(before.slot_to_expert_LRS[0]),
+                _rows(after.slot_to_expert_LRS[0]),
+                _evenness(before, loads_LE[install.layer]),
+                _evenness(after, loads_LE[install.layer]),
+            )
+            for index, (install, before, after) in enumerate(self._last)
+        )
+
+
+def describe(
+    placement: Placement, loads_LE: Floats, loads_LR: Floats, moves: ExpertMoves
+) -> UnitExperts:
+    """Return, for people, where everything lies, what it bore lately, and what moved last."""
+    return UnitExperts(
+        _relative(loads_LR),
+        _relative(loads_LE),
+        tuple(
+            tuple(np.bincount(held[held != EMPTY], minlength=placement.num_experts).tolist())
+            for held in placement.slot_to_expert_LRS
+        ),
+        moves.last(loads_LE),
+    )
+
+
+def _rows(slot_to_expert_RS: NDArray[np.int16]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in slot_to_expert_RS.tolist())
+
+
+def _relative(loads: Floats) -> tuple[tuple[float, ...], ...]:
+    """Each layer's loads by their mean; zeros where nothing was counted."""
+    means = loads.mean(axis=1, keepdims=True)
+    shares = loads / np.where(means > 0, means, 1.0)
+    return tuple(tuple(row) for row in np.round(shares, 3).tolist())
+
+
+def _evenness(layer: Placement, loads_E: Floats) -> float:
+    """Mean over maximum of the ranks' load in a layer; 1 where there is none."""
+    loads_R = rank_loads(layer, loads_E[None], fractions(layer))[0]
+    most = float(loads_R.max(initial=0.0))
+    return round(float(loads_R.mean()) / most, 4) if most > 0 else 1.0
