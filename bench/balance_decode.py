@@ -21,7 +21,8 @@ from bench.decode_rules import PEERS, rule
 from bench.decode_world import Result, UnitReport, World, r1_load, trace_loads
 from bench.shared_data import AZURE, MOONCAKE, why_missing
 from bench.tables import parser_of, table_of
-from hadal.policy.decode_balance import Arrival, Move, MoveTerms, choose_moves, place
+from hadal.policy.decode_balance import Arrival, place
+from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
 STALE_STEPS = 4

@@ -37,7 +37,7 @@ from bench.balance_prefill_sim import (
     simulate,
 )
 from bench.tables import parser_of, table_of
-from hadal.policy.prefill_balance import StepLimits
+from hadal.policy.prefill_budget import StepLimits
 
 OURS = "hadal"
 SHARE = 0.75

@@ -20,7 +20,8 @@ import numpy as np
 
 from bench.balance_loads import Arrival, UnitReport
 from hadal.core.rates import StepRates
-from hadal.policy.prefill_balance import PrefillQueueView, StepLimits, look_ahead, plan_step
+from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
+from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03

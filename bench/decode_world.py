@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.shared_data import AZURE, MOONCAKE, find
-from hadal.policy.decode_balance import Move, RunningView
+from hadal.policy.decode_moves import Move, RunningView
 from hadal.policy.views import DecodeRanksView, Ints
 from hadal.sim.plan.traces import azure, mooncake_rows
 

@@ -26,7 +26,7 @@ from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsCo
 from hadal.perf.hardware import hardware_named
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.day.hour_window import uncollected
 from hadal.sim.plan.deploy import prompts_max
 from hadal.sim.plan.measure import CONTEXT_MAX, arrivals

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hadal.policy.decode_balance import MoveTerms
+from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode import leader
 from hadal.roles.experts import experts
 from hadal.roles.experts.experts import ExpertBalancer

@@ -22,11 +22,13 @@ import hadal.roles.prefill.cache as prefill_cache
 import hadal.roles.prefill.prompts as prefill_prompts
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.admission import Refusal
-from hadal.policy.decode_balance import Arrival, Move, MoveTerms, RunningView
+from hadal.policy.cached_prefix import Prefix
+from hadal.policy.decode_balance import Arrival
+from hadal.policy.decode_moves import Move, MoveTerms, RunningView
 from hadal.policy.experts.balance import Cluster, ExpertPlan
 from hadal.policy.fairness import is_batch
-from hadal.policy.prefill_balance import PrefillQueueView, StepCut, StepLimits
-from hadal.policy.routing import Prefix
+from hadal.policy.prefill_balance import PrefillQueueView, StepCut
+from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.scaling import Decision, ScalingRules, ScalingView
 from hadal.policy.views import (
     DecodeRanksView,

@@ -11,7 +11,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
 from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
-from hadal.policy.admission import AGE_S
+from hadal.policy.batching import AGE_S
 from tests.fresh import seeds
 from tests.levels import MORE
 from tests.sim.world import World

@@ -22,7 +22,7 @@ from bench.balance_prefill_sim import (
     simulate,
 )
 from bench.shared_data import MOONCAKE
-from hadal.policy.prefill_balance import StepLimits
+from hadal.policy.prefill_budget import StepLimits
 from tests.needs import shared_data
 
 LIMITS = StepLimits(2048, 4096)

@@ -26,7 +26,7 @@ from hadal.perf.hardware import HARDWARE, hardware_named
 from hadal.perf.rent import rents
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.capacity import parse_slo
+from hadal.policy.slo import parse_slo
 from hadal.progress import Bar
 from hadal.sim.plan.day import DayRules
 from hadal.sim.plan.measure import fluid_of

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hadal.policy.capacity import MEAN
+from hadal.policy.slo import MEAN
 from hadal.sim.plan.measure import FleetDay, Measured
 from hadal.sim.plan.plan import DeploymentPlan
 from hadal.sim.plan.rows import Row, why

@@ -34,7 +34,7 @@ INT64_MAX = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
-"""Highest priority of a request, and its negative the lowest; policy/admission says what a level is
+"""Highest priority of a request, and its negative the lowest; policy/batching says what a level is
 worth.
 """
 

@@ -9,7 +9,6 @@ only if a block is left for the others to grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from hadal.core.messages.generation import RateLimits
 from hadal.policy.rows import BATCH_PROMISE, num_rows_within
-from hadal.policy.views import AdmissionView, DownstreamView, Ints, PromptView, ValleyView
+from hadal.policy.views import AdmissionView, DownstreamView, Ints, ValleyView
 
 Bools = NDArray[np.bool_]
 
@@ -169,56 +168,3 @@ def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints
     """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free
-
-
-# The order of those that wait, and chunks of them packed into one step of a prefill rank under a
-# token budget.
-#
-# Whose turn it is among tenants, policy/fairness says. Within a tenant the order is that of arrival,
-# and priority is worth a bounded time of waiting, so whoever waits longer than that by more than
-# another is ahead of it whatever the priority: nobody starves.
-#
-# Sarathi's chunked prefill (arXiv 2308.16369): a step never computes more than `chunk_tokens`, so a
-# long prompt costs the others one bounded step at a time. Nobody is overtaken: a prompt whose
-# blocks are not free stops everybody behind it, so the largest prompt waits no longer than for
-# those before it. A unit of several ranks cuts its steps by cost instead (policy/prefill_balance);
-# a rank alone keeps nobody waiting, and the token budget fills its step.
-
-
-AGE_S = 5.0
-"""Seconds of waiting that a level of priority is worth: about a mean time to first token at a unit
-three quarters full (bench/balance_prefill), so that a level shows there and eight of them keep
-nobody waiting for a minute.
-"""
-
-
-def turn_s(arrived_s: float, priority: int) -> float:
-    """Return the place among those that wait, the smallest first; the caller breaks ties by
-    sequence.
-    """
-    return arrived_s - AGE_S * priority
-
-
-def pack_chunks(
-    prompts: Sequence[PromptView], chunk_tokens: int, num_blocks_free: int, num_starts_max: int
-) -> list[int]:
-    """Return how many tokens of prompts[0], prompts[1], ... to compute now; it ends where packing
-    stopped.
-
-    `prompts` come in the order of arrival, those that have started first. `num_starts_max` limits
-    how many may start.
-    """
-    budget, blocks, starts = chunk_tokens, num_blocks_free, num_starts_max
-    sizes: list[int] = []
-    for prompt in prompts:
-        if budget == 0 or prompt.num_blocks_needed > blocks:
-            break
-        if prompt.num_blocks_needed:
-            if starts == 0:
-                break
-            starts -= 1
-            blocks -= prompt.num_blocks_needed
-        size = min(prompt.num_tokens, budget)
-        budget -= size
-        sizes.append(size)
-    return sizes

@@ -21,7 +21,7 @@ take room back (`choose_to_give_way`).
 Requests of batches, for which nobody waits, are those of a tenant of its own beside their owner's:
 all of them come after all others, and take turns among themselves.
 
-Within a tenant the order is that of policy/admission.turn_s. Knows no requests and no time.
+Within a tenant the order is that of policy/batching.turn_s. Knows no requests and no time.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class PrefillRankView:
 
     rank: int
     work: float
-    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_balance.cost_s).
+    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_rates.cost_s).
     """
     num_tokens_free: int
     """What the step still takes there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.admission import AGE_S, pack_chunks, turn_s
+from hadal.policy.batching import AGE_S, pack_chunks, turn_s
 from hadal.policy.views import PromptView
 
 

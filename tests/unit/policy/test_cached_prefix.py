@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.rates import StepRates
-from hadal.policy.routing import Prefix, ReadRates, choose_prefix, usable_blocks
+from hadal.policy.cached_prefix import Prefix, ReadRates, choose_prefix, usable_blocks
 
 RATES = StepRates(1e-3, 1e-6)
 

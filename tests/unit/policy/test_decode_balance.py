@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 from bench.decode_rules import Sent, with_sent
 from hadal.policy.admission import fits_decode
-from hadal.policy.decode_balance import (
-    SLACK,
-    SLACK_MAX,
-    Arrival,
-    place,
-    place_by_counts,
-    place_in_turn,
-)
+from hadal.policy.baselines import place_by_counts, place_in_turn
+from hadal.policy.decode_balance import SLACK, SLACK_MAX, Arrival, place
 from hadal.policy.views import DecodeRanksView
 from tests.fresh import fresh
 

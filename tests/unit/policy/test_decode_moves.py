@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hadal.policy.decode_balance import (
+from hadal.policy.decode_moves import (
     Move,
     MoveTerms,
     RunningView,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.decode_balance import choose_victims
+from hadal.policy.preemption import choose_victims
 from hadal.policy.views import HolderView
 
 

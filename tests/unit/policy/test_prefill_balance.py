@@ -11,20 +11,17 @@ from hypothesis import strategies as st
 
 from hadal.core.rates import StepRates
 from hadal.policy.prefill_balance import (
-    DRAIN,
     HEAD_SHARE,
     LOOK_AHEAD,
     PrefillQueueView,
     RankCut,
     StepCut,
-    StepLimits,
-    cost_s,
     cut_rank,
     look_ahead,
     plan_step,
-    predict,
-    step_budget_s,
 )
+from hadal.policy.prefill_budget import DRAIN, StepLimits, predict, step_budget_s
+from hadal.policy.prefill_rates import cost_s
 from hadal.policy.views import PromptView
 
 RATES = StepRates(3.3e-5, 1e-8, 2e-5)

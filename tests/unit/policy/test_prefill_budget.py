@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.rates import StepRates
-from hadal.policy.prefill_balance import (
+from hadal.policy.prefill_balance import cut_rank
+from hadal.policy.prefill_budget import (
     CAPS,
     FIXED_SHARE,
     SCALES,
     WORTH,
     StepLimits,
     choose_budget,
-    cut_rank,
     predict,
     step_budget_s,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.rates import StepRates
-from hadal.policy.prefill_balance import UNMEASURED, cost_s
+from hadal.policy.prefill_rates import UNMEASURED, cost_s
 from hadal.policy.views import PromptView
 
 RATES = StepRates(3.3e-5, 1e-8, 2e-5)

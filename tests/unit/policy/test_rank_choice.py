@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hadal.policy.prefill_balance import choose_prefill_rank, rank_in_turn
+from hadal.policy.baselines import rank_in_turn
+from hadal.policy.rank_choice import choose_prefill_rank
 from hadal.policy.views import PrefillRankView, PromptView
 
 PROMPT = PromptView(100, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hadal.policy.capacity import MEAN, Slo, parse_slo
+from hadal.policy.slo import MEAN, Slo, parse_slo
 
 
 def test_units_and_percentiles() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.plan.plan import HardwarePlans, SearchOptions, price_hardware
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import Pricing

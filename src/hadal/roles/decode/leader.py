@@ -50,7 +50,7 @@ from hadal.core.seams import (
     Tick,
 )
 from hadal.perf.shapes import num_moe_layers
-from hadal.policy.decode_balance import MoveTerms, terms_of
+from hadal.policy.decode_moves import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
 from hadal.policy.passes import passes_of
 from hadal.policy.rows import resting_rows

@@ -19,16 +19,10 @@ from hadal.core.messages.generation import Generation, Key
 from hadal.core.messages.units import Decode, KvLease
 from hadal.core.seams import Effect
 from hadal.kv.blocks import blocks_for
-from hadal.policy.decode_balance import (
-    Arrival,
-    MoveTerms,
-    choose_moves,
-    choose_victims,
-    is_uneven,
-    place,
-    place_by_counts,
-    place_in_turn,
-)
+from hadal.policy.baselines import place_by_counts, place_in_turn
+from hadal.policy.decode_balance import Arrival, place
+from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
+from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode.answers import AnswerCache, DecodeCache
 from hadal.roles.decode.held import DecodeHeld

@@ -8,7 +8,7 @@ import msgspec
 
 from hadal.core.messages.generation import Closing, Generation
 from hadal.core.request import State
-from hadal.policy.admission import turn_s
+from hadal.policy.batching import turn_s
 from hadal.policy.fairness import (
     share_weight,
 )

@@ -148,7 +148,7 @@ class FrontRequests:
         return any(num / weights[other] > held for other, num in placed.items())
 
     def add(self, generation: Generation, timeout_s: float, *, keeps_text: bool = True) -> Record:
-        """A new request, queued behind all whose turn is before its own (policy/admission).
+        """A new request, queued behind all whose turn is before its own (policy/batching).
         `keeps_text`: see Front.
         """
         output = list(generation.output) if keeps_text else []

@@ -18,7 +18,8 @@ from hadal.core.messages.generation import Generation
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import may_prefill, num_placed_max
-from hadal.policy.routing import choose_decode_unit, choose_prefill_unit, usable_blocks
+from hadal.policy.cached_prefix import usable_blocks
+from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.policy.views import DownstreamView, ValleyView
 from hadal.roles.front.record import Record
 from hadal.roles.front.requests import FrontRequests

@@ -12,7 +12,7 @@ token proved that what is in it is sound, for that cannot be taken back. A token
 with it all names of its rank.
 
 Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is
-policy/routing's.
+policy/cached_prefix's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hadal.core.rates import StepRates
 from hadal.core.seams import Effect, Send, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
-from hadal.policy.routing import Prefix, ReadRates, choose_prefix, usable_blocks
+from hadal.policy.cached_prefix import Prefix, ReadRates, choose_prefix, usable_blocks
 from hadal.roles.prefill.prompts import Found, PrefillAttempt, Start
 from hadal.roles.prefill.reads import DiskReads
 from hadal.roles.ranks.pools import RankPools

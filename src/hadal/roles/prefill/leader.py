@@ -5,7 +5,7 @@ until decode has it.
     leased --> gone
                                        | ^ while its prefix is read from disk it takes no part in steps
 
-Prompts start in their turn (policy/admission), each on one rank; all ranks step together. Two plans
+Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans
 may be in flight, so a prompt's next chunk is planned while the one before is computed. When the
 unit forms anew, the plans in flight are void: their chunks are planned again. Knows nothing of
 other units; the front decides what comes here and what becomes of it, and what of it need not be

@@ -6,7 +6,7 @@ part is cut in two.
 One whose prefix is read from disk starts without a part: it has one when the blocks are here.
 
 Two rules: by cost, every rank the same time (policy/prefill_balance), or by a token budget of each
-rank (policy/admission).
+rank (policy/batching).
 
 Knows no messages; the leader applies what comes out.
 """
@@ -24,19 +24,14 @@ from hadal.core.plans import NO_FOLLOWING, Chunk, Score
 from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
-from hadal.policy.admission import pack_chunks, turn_s
+from hadal.policy.baselines import rank_in_turn
+from hadal.policy.batching import pack_chunks, turn_s
+from hadal.policy.cached_prefix import NOTHING, Prefix
 from hadal.policy.fairness import INPUT_COST, Claim, share_weight
-from hadal.policy.prefill_balance import (
-    UNMEASURED,
-    PrefillQueueView,
-    StepLimits,
-    choose_prefill_rank,
-    cost_s,
-    look_ahead,
-    plan_step,
-    rank_in_turn,
-)
-from hadal.policy.routing import NOTHING, Prefix
+from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
+from hadal.policy.prefill_budget import StepLimits
+from hadal.policy.prefill_rates import UNMEASURED, cost_s
+from hadal.policy.rank_choice import choose_prefill_rank
 from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.tokens import history_of

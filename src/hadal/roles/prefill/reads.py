@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from hadal.core.cache import num_names, slice_of
-from hadal.policy.routing import ReadRates
+from hadal.policy.cached_prefix import ReadRates
 from hadal.roles.prefill.prompts import PrefillAttempt
 
 READ_TIMEOUT_S = 5.0

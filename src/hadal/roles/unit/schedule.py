@@ -20,7 +20,7 @@ from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.overlap.split import Bools, Ints, split_chunks, split_ranks
 from hadal.perf.costs import MicroBatchWork, StepCosts, choose, halve_works
-from hadal.policy.prefill_balance import UNMEASURED
+from hadal.policy.prefill_rates import UNMEASURED
 
 AUTO = "auto"
 HYSTERESIS = 0.03

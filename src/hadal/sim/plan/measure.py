@@ -19,8 +19,8 @@ from numpy.random import Generator
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.policy.capacity import MEAN
 from hadal.policy.scaling import RoleRules
+from hadal.policy.slo import MEAN
 from hadal.sim.day.clock import Floats, Ints
 from hadal.sim.day.vessels import UnitModel
 from hadal.sim.plan.day import fluid_day

@@ -21,7 +21,8 @@ import numpy as np
 from hadal.perf.hardware import Hardware
 from hadal.perf.rent import Rent
 from hadal.perf.roofline import FP8
-from hadal.policy.capacity import USE_MAX, Slo, units_needed
+from hadal.policy.capacity import USE_MAX, units_needed
+from hadal.policy.slo import Slo
 from hadal.sim.day.clock import Floats
 from hadal.sim.plan.day import DayRules, needs_of
 from hadal.sim.plan.traffic import Traffic

@@ -29,7 +29,8 @@ from hadal.perf.layer import MicroBatchLoad
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
 from hadal.perf.step import MTP_ACCEPT, StepModel
-from hadal.policy.capacity import MEAN, USE_MAX, Slo, prefill_use
+from hadal.policy.capacity import USE_MAX, prefill_use
+from hadal.policy.slo import MEAN, Slo
 from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.world.units import HBM_SHARE, token_bytes

@@ -24,7 +24,7 @@ from hadal.core.plans import BlocksStored, KvPulled, StepDone
 from hadal.core.seams import DiskNews, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
-from hadal.policy.decode_balance import MoveTerms
+from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.decode.table import SlotState
 from hadal.roles.unit import disk_stores

@@ -9,7 +9,7 @@ import pytest
 from hadal.core.messages.pools import Freed
 from hadal.core.messages.units import Cancel, FrontUp, Pulled, UnitReport
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
-from hadal.policy.decode_balance import Move, MoveTerms
+from hadal.policy.decode_moves import Move, MoveTerms
 from hadal.roles.decode.moving import STALL_STEPS_MAX
 from hadal.roles.decode.slots import LOOK_STEPS
 from hadal.roles.decode.table import SlotState

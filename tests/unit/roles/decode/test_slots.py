@@ -12,7 +12,7 @@ from hadal.core.messages.questions import Trace, TraceRequest
 from hadal.core.messages.units import FrontUp, Returned, UnitReport, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, RankReset, Send
-from hadal.policy.decode_balance import MoveTerms
+from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode.leader import DecodeLeader
 from tests.fresh import seeds
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld

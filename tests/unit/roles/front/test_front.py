@@ -33,7 +33,8 @@ from hadal.core.messages.units import (
 )
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
 from hadal.core.seams import Effect, Send, Tick, WakeAt
-from hadal.policy.admission import AGE_S, NO_VALLEY
+from hadal.policy.admission import NO_VALLEY
+from hadal.policy.batching import AGE_S
 from hadal.policy.fairness import is_batch
 from hadal.roles.front.front import Front
 from hadal.roles.front.units import LAST_WORDS_S, ORPHAN_S

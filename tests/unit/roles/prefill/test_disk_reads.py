@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.policy.routing import NOTHING, Prefix
+from hadal.policy.cached_prefix import NOTHING, Prefix
 from hadal.roles.prefill.prompts import PrefillAttempt
 from hadal.roles.prefill.reads import KNOWN_S, DiskReads, ReadMeter
 from tests.unit.roles.driving import generation

@@ -17,8 +17,8 @@ from hadal.core.plans import OpTime, PrefillPlan
 from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, RankReset, Tick
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import AGE_S
-from hadal.policy.routing import Prefix
+from hadal.policy.batching import AGE_S
+from hadal.policy.cached_prefix import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools

@@ -7,7 +7,7 @@ import pytest
 
 from hadal.core.plans import OpTime
 from hadal.perf.costs import MicroBatchWork
-from hadal.policy.prefill_balance import PAIRS_PER_TOKEN
+from hadal.policy.prefill_rates import PAIRS_PER_TOKEN
 from hadal.roles.unit.schedule import StepScheduler
 
 SECONDS = {

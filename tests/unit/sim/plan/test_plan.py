@@ -9,7 +9,7 @@ import pytest
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.plan.day import DayRules
 from hadal.sim.plan.plan import DeploymentPlan, HardwarePlans, SearchOptions, price_hardware
 from hadal.sim.plan.traffic import Traffic

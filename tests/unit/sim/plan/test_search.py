@@ -11,7 +11,7 @@ import pytest
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.rent import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.plan import search as plan_search
 from hadal.sim.plan.measure import Measured, measure
 from hadal.sim.plan.plan import DeploymentPlan, SearchOptions, price_hardware

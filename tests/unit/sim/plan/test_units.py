@@ -9,7 +9,7 @@ import pytest
 from hadal.perf.hardware import HARDWARE
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import StepModel
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.plan.traffic import Traffic
 from hadal.sim.plan.units import KV_UNEVEN, DecodeUnit, PrefillUnit, Pricing, Rejected
 

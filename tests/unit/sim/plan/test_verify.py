@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hadal.policy.capacity import Slo
+from hadal.policy.slo import Slo
 from hadal.sim.plan import measure as plan_measure
 from hadal.sim.plan.measure import (
     MEASURE_S,

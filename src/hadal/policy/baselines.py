@@ -1,0 +1,63 @@
+"""Rules that the balancers of requests are compared with: by counts alone, and round-robin.
+
+A deployment names them (`request_balance`: "off", "turns"). So do a simulated day's what-ifs and
+the benchmarks. Knows nothing of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hadal.policy.decode_balance import Arrival, Shares
+from hadal.policy.views import DecodeRanksView, PrefillRankView, PromptView
+
+
+def place_by_counts(
+    ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
+) -> list[int]:
+    """Return the ranks of the first arrivals by numbers of requests alone: each goes to the rank
+    that has fewest, the lowest of equals. (`policy/decode_balance.place` weighs KV too.)
+    """
+    shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
+    for arrival in arrivals:
+        fits_R = shares.fits(arrival)
+        if not fits_R.any():
+            break
+        row = int(np.where(fits_R, shares.requests_R, np.iinfo(np.int64).max).argmin())
+        shares.add(row, arrival)
+        rows.append(row)
+    return ranks.ranks[rows].tolist() if rows else []
+
+
+def place_in_turn(
+    ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: int, preempts: bool
+) -> list[int]:
+    """Return the ranks of the first arrivals, round-robin: the first goes to rank `turn`, each
+    other to the next rank that it fits on.
+    """
+    shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
+    for arrival in arrivals:
+        fitting = np.flatnonzero(shares.fits(arrival))
+        if not fitting.size:
+            break
+        row = int(fitting[np.argmin((fitting - turn) % ranks.ranks.size)])
+        turn = row + 1
+        shares.add(row, arrival)
+        rows.append(row)
+    return ranks.ranks[rows].tolist() if rows else []
+
+
+def rank_in_turn(ranks: Sequence[PrefillRankView], prompt: PromptView, number: int) -> int | None:
+    """Return rank `number` of those, round-robin, whatever it has to do; None if the prompt has to
+    wait for it.
+    """
+    rank = ranks[number % len(ranks)]
+    if (
+        not rank.num_tokens_free
+        or rank.num_starts_free <= 0
+        or prompt.num_blocks_needed > rank.num_blocks_free
+    ):
+        return None
+    return rank.rank
