@@ -24,7 +24,7 @@ from bench.tables import parser_of, table_of
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import FLAT, DayShape, Floats
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.sim.day.fluid import Faults, FluidDay
 from hadal.sim.day.hours import Day
 from hadal.sim.day.published import FIRST_HOUR, SHAPE, DemandCurve

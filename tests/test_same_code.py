@@ -54,10 +54,14 @@ ONLY_LIVE = {
     "roles": {
         "nodes": AGENTS,
         "ranks.clocks": RANKS,
+        "ranks.lost_links": RANKS,
         "ranks.membership": RANKS,
+        "ranks.notes": RANKS,
         "ranks.ranks": RANKS,
         "ranks.rests": RANKS,
+        "ranks.results": RANKS,
         "ranks.slow": RANKS,
+        "ranks.states": RANKS,
         "experts.counts": PLACING,
         "experts.experts": PLACING,
         "experts.gain": PLACING,
@@ -137,7 +141,7 @@ ROLES = (
     "front.front.Front",
     "prefill.leader.PrefillLeader",
     "decode.leader.DecodeLeader",
-    "fleet.Fleet",
+    "fleet.fleet.Fleet",
 )
 """Those that a simulated fleet is made of."""
 

@@ -26,7 +26,13 @@ from hadal.commands import plan, report  # noqa: F401  Imported for those that a
 from hadal.gateway import process  # noqa: F401
 from hadal.model.cache import KvCache
 from hadal.roles import fleet
-from hadal.runtime import banner, launch, unit  # noqa: F401
+from hadal.roles.fleet import fleet
+from hadal.runtime import (  # noqa: F401
+    banner,
+    launch,
+    rank,  # noqa: F401
+    unit,
+)
 from hadal.runtime.process import child, forks
 from hadal.runtime.rank import host  # noqa: F401
 from tests.dist import eager, gate

@@ -32,7 +32,8 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.roles.fleet import UnitState, make_fleet
+from hadal.roles.fleet.fleet import make_fleet
+from hadal.roles.fleet.units import UnitState
 from tests.sim.scenario import deployment, longest_output, random_generation
 from tests.sim.world import CALM, Faults, World
 

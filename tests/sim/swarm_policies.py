@@ -15,7 +15,7 @@ import numpy as np
 
 import hadal.roles.decode.slots as decode_slots
 import hadal.roles.experts.planner as experts_planner
-import hadal.roles.fleet as fleet
+import hadal.roles.fleet.fleet as fleet
 import hadal.roles.front.front as front
 import hadal.roles.front.routing as front_routing
 import hadal.roles.prefill.cache as prefill_cache

@@ -42,9 +42,10 @@ from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.front.front import Front
 from hadal.roles.leaders import make_leader
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.ranks.membership import UnitMembership, UnitPhase
+from hadal.roles.ranks.membership import UnitMembership
 from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
+from hadal.roles.ranks.states import UnitPhase
 from hadal.roles.reasons import kind_of
 from hadal.sim.world.clock import SimClock
 from tests.columns import rows_of

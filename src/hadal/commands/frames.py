@@ -29,7 +29,7 @@ from hadal.perf.trace import traced_step
 from hadal.policy.demand import DAY_S
 from hadal.progress import Bar
 from hadal.roles.experts.experts import ExpertBalancer
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.status import ProcessEnd, ProcessStatus, Status
 from hadal.runtime.topology import GATEWAY, ProcessPlan, launch_plan

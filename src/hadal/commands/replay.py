@@ -65,7 +65,7 @@ def make_role(opening: Opening) -> RecordedRole:
     ConfigError.
     """
     from hadal.roles import recording
-    from hadal.roles.fleet import make_fleet
+    from hadal.roles.fleet.fleet import make_fleet
     from hadal.roles.front.front import Front
     from hadal.roles.leaders import make_leader
     from hadal.roles.ranks.rank import RankRole

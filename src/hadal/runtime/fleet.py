@@ -26,7 +26,7 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.roles.recording import RecordedRole
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.topology import unit_and_rank

@@ -22,7 +22,7 @@ from hadal.core.messages.ranks import RankDone
 from hadal.core.messages.units import UnitReport
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
-from hadal.roles.ranks.membership import Routine
+from hadal.roles.ranks.notes import Routine
 from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
 from hadal.roles.recording import MadeLeader, RecordedRole
 from hadal.runtime.compute import IDLE

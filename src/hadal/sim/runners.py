@@ -215,7 +215,7 @@ def pairs_per_token(model: StepModel) -> float:
 
 def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBatchLoad]:
     """What a unit's op times are of: each op is as long as on the rank on which it is longest
-    (roles/ranks/ranks).
+    (roles/ranks/results).
     """
     num = len(batches)
     return [

@@ -14,7 +14,7 @@ from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.seams import WakeAt
 from hadal.roles.decode.leader import DecodeLeader
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.roles.front.front import Front
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.rank import RankRole

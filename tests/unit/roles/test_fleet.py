@@ -20,15 +20,15 @@ from hadal.core.seams import (
     WithdrawNodes,
 )
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
-from hadal.roles.fleet import (
+from hadal.roles.fleet.fleet import (
     BACKOFF_MAX_S,
     BACKOFF_S,
     DRAIN_GRACE_S,
     RESEND_S,
     START_TIMEOUT_MIN_S,
     Fleet,
-    UnitState,
 )
+from hadal.roles.fleet.units import UnitState
 
 PERIOD_S, HOLD_S, DRAIN_S = 10.0, 60.0, 100.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from hadal.core.messages.fleet import Demand
 from hadal.policy.demand import FLAT
-from hadal.roles.fleet import NUM_SAMPLES, DemandMeter
+from hadal.roles.fleet.demand import NUM_SAMPLES, DemandMeter
 from hadal.sim.day.published import HOURLY_SHARES, SHAPE
 
 

@@ -10,7 +10,7 @@ from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.errors import ConfigError
 from hadal.core.seams import StartUnit
 from hadal.policy.scaling import Units
-from hadal.roles.fleet import make_fleet, rules_of
+from hadal.roles.fleet.fleet import make_fleet, rules_of
 
 
 def deployment(**fields: Any) -> Deployment:

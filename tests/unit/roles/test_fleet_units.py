@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.roles.fleet import OWNS_NODES, WORKS, UnitMove, UnitState, UnitTable, next_state
+from hadal.roles.fleet.units import OWNS_NODES, WORKS, UnitMove, UnitState, UnitTable, next_state
 
 S, M = UnitState, UnitMove
 CAN = {

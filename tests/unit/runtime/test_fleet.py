@@ -12,7 +12,7 @@ import pytest
 from hadal.core.config import Deployment, FleetConfig, UnitsConfig
 from hadal.core.messages.fleet import Demand, DrainUnit, UnitFacts
 from hadal.core.messages.units import UnitUp
-from hadal.roles.fleet import make_fleet
+from hadal.roles.fleet.fleet import make_fleet
 from hadal.runtime.fleet import STOP_S, FleetExecutor
 from hadal.runtime.process.child import Child, ProcessPhase
 

@@ -17,7 +17,7 @@ from hadal.roles.experts.gain import ExpertTerms, MoveCosts, fractions
 from hadal.roles.experts.install import Address, Installation, InstallState
 from hadal.roles.experts.moved import ExpertMoves
 from hadal.roles.experts.planner import LayerChange, LayerRests
-from hadal.roles.ranks.membership import Routine
+from hadal.roles.ranks.notes import Routine
 
 _SETTLE_INTERVALS = 2
 """A layer that flipped is left alone so long: one interval to judge by and one to plan by are new

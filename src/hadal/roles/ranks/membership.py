@@ -1,5 +1,5 @@
 """Who belongs to a unit: its formations, and when a rank is given up. The states are the tables
-below.
+of roles/ranks/states.
 
 A formation is a set of processes that step together. It is over with the first of them; the
 survivors form the next one at once, which holds the experts that went with it, and a replacement
@@ -18,10 +18,8 @@ plans the unit's steps without knowing of processes. roles/ranks/ranks stands be
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections import deque
+from collections.abc import Sequence
 
 from hadal.core.config import RANK_HEARTBEAT_S
 from hadal.core.errors import InvariantError
@@ -32,162 +30,11 @@ from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Held, Member
 from hadal.core.seams import Send
 from hadal.policy.slow_hosts import SlowHost, may_rest
+from hadal.roles.ranks.lost_links import LostLinks, name_peers
+from hadal.roles.ranks.notes import Routine
 from hadal.roles.ranks.rests import Rests
+from hadal.roles.ranks.states import RankState, RankView, UnitPhase, next_phase, next_rank_state
 from hadal.roles.suspects import Suspects
-
-# What happened to a unit, in sentences for its log.
-
-
-class Routine(str):
-    """A note of what goes as it should; any other is a warning."""
-
-    __slots__ = ()
-
-
-# Which members of a formation others have lost their connection to. Who is to be believed is the
-# membership's to say.
-
-
-class LostLinks:
-    """Links that members of one formation lost; cleared with the next."""
-
-    def __init__(self) -> None:
-        self._lost_by: dict[int, set[int]] = {}
-
-    def add(self, observer: int, lost: Collection[int], members: Collection[int]) -> None:
-        """A member lost others. What it says of itself, or of those who do not belong, does not
-        count.
-        """
-        for rank in lost:
-            if rank in members and rank != observer:
-                self._lost_by.setdefault(rank, set()).add(observer)
-
-    def clear(self) -> None:
-        self._lost_by.clear()
-
-    def __iter__(self) -> Iterator[int]:
-        """Those who are blamed, in the order in which they were first."""
-        return iter(list(self._lost_by))
-
-    def observers(self, rank: int) -> set[int]:
-        return self._lost_by.get(rank, set())
-
-    def most_lost(self) -> int | None:
-        """Whom most members lost; the first of equals."""
-        counts = Counter({rank: len(observers) for rank, observers in self._lost_by.items()})
-        return counts.most_common(1)[0][0] if counts else None
-
-
-def name_peers(lost: Collection[int]) -> str:
-    """What a member lost, in words."""
-    return "its connection to rank " + ", ".join(map(str, lost)) if lost else "a peer"
-
-
-# The states of a unit and of its ranks as tables: (state, move) -> state. A pair that is in none
-# is a bug and raises.
-#
-# rank   ABSENT -> UP -> FORMING -> MEMBER, from each of them to ABSENT (it ended) or DROPPED (to be killed)
-# unit   WAITING -> FORMING -> RUNNING -> DRAINING or BROKEN -> FORMING ...
-
-
-_NUM_DEAD_EPOCHS = 16
-
-
-class RankState(StrEnum):
-    ABSENT = "absent"
-    UP = "up"
-    FORMING = "forming"
-    MEMBER = "member"
-    DROPPED = "dropped"
-
-
-class UnitPhase(StrEnum):
-    WAITING = "waiting"
-    """Nobody to form with, or not everybody is there yet and the grace goes on."""
-    FORMING = "forming"
-    RUNNING = "running"
-    DRAINING = "draining"
-    """A rank waits to join: no new steps."""
-    BROKEN = "broken"
-    """A rank lost a peer; who that is will be known soon."""
-
-
-_RANK_NEXT: dict[tuple[RankState, str], RankState] = {
-    **{(state, "announce"): RankState.UP for state in RankState},
-    **{(state, "end"): RankState.ABSENT for state in RankState},
-    **{(s, "form"): RankState.FORMING for s in (RankState.UP, RankState.FORMING, RankState.MEMBER)},
-    **{(s, "drop"): RankState.DROPPED for s in (RankState.UP, RankState.FORMING, RankState.MEMBER)},
-    (RankState.FORMING, "formed"): RankState.MEMBER,
-}
-_PHASE_NEXT: dict[tuple[UnitPhase, str], UnitPhase] = {
-    **{(phase, "form"): UnitPhase.FORMING for phase in UnitPhase},
-    **{(phase, "empty"): UnitPhase.WAITING for phase in UnitPhase},
-    (UnitPhase.FORMING, "formed"): UnitPhase.RUNNING,
-    (UnitPhase.RUNNING, "drain"): UnitPhase.DRAINING,
-    (UnitPhase.RUNNING, "break"): UnitPhase.BROKEN,
-    (UnitPhase.DRAINING, "break"): UnitPhase.BROKEN,
-}
-_LIVING = (RankState.UP, RankState.FORMING, RankState.MEMBER)
-
-
-@dataclass(slots=True)
-class RankView:
-    """What is known of one rank's present process."""
-
-    state: RankState = RankState.ABSENT
-    up: RankUp | None = None
-    held: Held | None = None
-    """What an earlier leader's rank holds; None: nothing, or its inner leader knows it."""
-    heard_s: float = 0.0
-    num_ops: int = -1
-    moved_s: float = 0.0
-    """When its compute thread was last seen to move, or to have nothing to do."""
-    progressed_s: float = 0.0
-    """When it was last seen to move."""
-    ended_s: float = 0.0
-    killed_s: float = 0.0
-    """When the supervisor was last asked to kill it."""
-    num_owed: int = 0
-    """UnitDowns of predecessors that are still to come: a successor was heard first."""
-    dead: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_DEAD_EPOCHS))
-
-    @property
-    def epoch(self) -> str:
-        return self.up.epoch if self.up is not None else ""
-
-    @property
-    def is_living(self) -> bool:
-        return self.state in _LIVING
-
-    def silent_s(self, now_s: float, *, must_move: bool) -> float:
-        """Time for which it gave no sign. `must_move`: a step runs in which it takes part:
-        heartbeats are not enough.
-        """
-        return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
-
-    def forgive(self, gap_s: float) -> None:
-        """Nobody listened for so long."""
-        self.heard_s += gap_s
-        self.moved_s += gap_s
-        self.progressed_s += gap_s
-        self.ended_s += gap_s
-
-
-def next_rank_state(state: RankState, move: str) -> RankState:
-    """Return a rank's state after `move`. Raises InvariantError for a pair that cannot happen."""
-    try:
-        return _RANK_NEXT[state, move]
-    except KeyError:
-        raise InvariantError(f"a rank that is {state} cannot {move}") from None
-
-
-def next_phase(phase: UnitPhase, move: str) -> UnitPhase:
-    """Return a unit's phase after `move`. Raises InvariantError for a pair that cannot happen."""
-    try:
-        return _PHASE_NEXT[phase, move]
-    except KeyError:
-        raise InvariantError(f"a unit that is {phase} cannot {move}") from None
-
 
 SILENT_S = 2.4 * RANK_HEARTBEAT_S
 """Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame

@@ -11,7 +11,7 @@ dropped, both steps and stages that arrive late and results of those that were b
 freed blocks, and what goes to disk or comes from it belong to no formation, for KV outlives them;
 they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
 
-A rank outlives its leader. What its pool holds it notes as plans go by (roles/ranks/rank); a new
+A rank outlives its leader. What its pool holds it notes as plans go by (roles/ranks/holdings); a new
 leader, who does not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy
 of the old one's is under way.
 
@@ -22,9 +22,7 @@ with the process.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
 
 import msgspec
 
@@ -46,24 +44,15 @@ from hadal.core.messages.ranks import (
     RankUp,
     RankWho,
 )
-from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,
-    DecodePlan,
     Formed,
     FormPlan,
-    Held,
-    HeldKv,
-    Join,
     KvPulled,
-    LayerFlip,
-    NamedBlocks,
     Staged,
     StagePlan,
     StepDone,
-    StepPlan,
-    num_positions,
 )
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
@@ -76,162 +65,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.roles.ranks.pools import named_blocks, names_of
-
-# What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with
-# what an old one led.
-#
-#     join   the attempt's KV is in these blocks    grown  and in this one    step  positions more for all who joined
-#     leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
-#
-# Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
-# Whoever goes on knows which tokens were delivered, and those positions were computed.
-
-
-@dataclass(slots=True)
-class _Kv:
-    """KV of one attempt."""
-
-    block_ids: list[int]
-    num_tokens: int
-    """When it joined; once it has left, in all."""
-    num_pulled: int
-    joined_at: int | None
-    """`RankHoldings._num_written` when it joined; None: it has left."""
-
-
-class RankHoldings:
-    """`plan`: the newest FormPlan, with the placement as flips have made it; None before the
-    first.
-    """
-
-    def __init__(self) -> None:
-        self.plan: FormPlan | None = None
-        self._attempt_id_to_kv: dict[int, _Kv] = {}
-        self._slot_to_attempt_id: dict[int, int] = {}
-        """Who is in the rank's table."""
-        self._block_to_attempt_id: dict[int, int] = {}
-        self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
-        self._unfetched: set[int] = set()
-        """Blocks read from disk, or copied from another pool, that no step has fetched yet: where the
-        cache is not the pool, they are not in it.
-        """
-        self._fetching: deque[set[int]] = deque()
-        """What each step that is not done fetches, the oldest first: it may never run."""
-        self._num_freed: Counter[int] = Counter()
-        self._num_written = 0
-        """Positions that a slot in the table all along may have had written."""
-        self._num_drafts = 0
-        """Of each slot, which the next plan checks."""
-
-    def form(self, plan: FormPlan) -> None:
-        """A new formation: the rank's table is empty."""
-        self.plan = plan
-        for slot in list(self._slot_to_attempt_id):
-            self._leave(slot)
-
-    def step(self, plan: StepPlan) -> None:
-        """A plan goes to the Runner."""
-        for flip in plan.flips:
-            self._flip(flip)
-        self._fetching.append(set() if isinstance(plan, DecodePlan) else set(plan.fetches))
-        if not isinstance(plan, DecodePlan):
-            return
-        for slot in plan.leaves:
-            self._leave(slot)
-        for join in plan.joins:
-            self._join(join)
-        for slot, _, block_id in plan.grown:
-            attempt_id = self._slot_to_attempt_id[slot]
-            self._attempt_id_to_kv[attempt_id].block_ids.append(block_id)
-            self._block_to_attempt_id[block_id] = attempt_id
-        self._num_written += num_positions(plan.num_passes, self._num_drafts, plan.num_drafts)
-        self._num_drafts = plan.num_drafts
-
-    def stepped(self, *, has_run: bool) -> None:
-        """The oldest step that was not done is."""
-        fetched = self._fetching.popleft()
-        if has_run:
-            self._unfetched -= fetched
-
-    def freed(self, block_ids: Sequence[int]) -> None:
-        """What was in these blocks is gone, and with it the KV that they were a part of."""
-        self._num_freed.update(block_ids)
-        for blocks in (self._unfetched, *self._fetching):
-            blocks.difference_update(block_ids)
-        for block_id in block_ids:
-            self._block_to_name.pop(block_id, None)
-            attempt_id = self._block_to_attempt_id.get(block_id)
-            if attempt_id is not None:
-                self._drop(attempt_id)
-
-    def loaded(self, block_ids: Sequence[int]) -> None:
-        """Blocks are being read from disk or copied from another pool."""
-        self._unfetched.update(block_ids)
-
-    def name(self, named: NamedBlocks, *, are_all: bool = False) -> None:
-        """Blocks can be found from now on; `are_all`: no others."""
-        if are_all:
-            self._block_to_name.clear()
-        self._block_to_name.update(names_of(named))
-
-    def held(self) -> Held:
-        """All of it."""
-        return Held(
-            tuple(
-                HeldKv(attempt_id, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)
-                for attempt_id, kv in self._attempt_id_to_kv.items()
-            ),
-            dict(self._num_freed),
-            named_blocks(
-                {
-                    block: name
-                    for block, name in self._block_to_name.items()
-                    if block not in self._unfetched
-                }
-            ),
-        )
-
-    def _join(self, join: Join) -> None:
-        before = self._attempt_id_to_kv.get(join.attempt_id)
-        num_before = before.num_pulled if before is not None else 0
-        num_pulled = join.num_tokens if join.is_pulled else num_before
-        self._drop(join.attempt_id)
-        self._attempt_id_to_kv[join.attempt_id] = _Kv(
-            list(join.block_ids), join.num_tokens, num_pulled, self._num_written
-        )
-        self._slot_to_attempt_id[join.slot] = join.attempt_id
-        self._block_to_attempt_id.update(dict.fromkeys(join.block_ids, join.attempt_id))
-
-    def _leave(self, slot: int) -> None:
-        attempt_id = self._slot_to_attempt_id.get(slot)
-        if attempt_id is not None:  # To leave an empty slot does nothing.
-            kv = self._attempt_id_to_kv[attempt_id]
-            kv.num_tokens, kv.joined_at = self._num_tokens(kv), None
-            del self._slot_to_attempt_id[slot]
-
-    def _num_tokens(self, kv: _Kv) -> int:
-        return kv.num_tokens + (0 if kv.joined_at is None else self._num_written - kv.joined_at)
-
-    def _drop(self, attempt_id: int) -> None:
-        kv = self._attempt_id_to_kv.pop(attempt_id, None)
-        for block_id in kv.block_ids if kv else ():
-            self._block_to_attempt_id.pop(block_id, None)
-        for slot in [
-            slot for slot, other in self._slot_to_attempt_id.items() if other == attempt_id
-        ]:
-            del self._slot_to_attempt_id[slot]
-
-    def _flip(self, flip: LayerFlip) -> None:
-        plan = self.plan
-        assert plan is not None, "a step of no formation"
-        placement = Placement.from_bytes(
-            plan.slot_to_expert, 0, plan.num_ranks, plan.num_expert_slots, plan.weights
-        )
-        placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_expert_slots))
-        self.plan = msgspec.structs.replace(
-            plan, slot_to_expert=placement.to_bytes(), weights=placement.weights_bytes()
-        )
+from hadal.roles.ranks.holdings import RankHoldings
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -24,7 +24,6 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL, Deployment, units_of
-from hadal.core.drafts import summed
 from hadal.core.errors import InvariantError
 from hadal.core.messages.base import FRONT
 from hadal.core.messages.pools import Freed, Named, PoolEffect, Pull, ReadBlocks, StoreBlocks
@@ -44,79 +43,28 @@ from hadal.core.messages.ranks import (
 from hadal.core.messages.units import Sighting, UnitDown, UnitReport
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
-    NO_LINK_BYTES,
     BlocksRead,
     BlocksStored,
     DecodePlan,
-    Draw,
     Formed,
     KvPulled,
-    OpTime,
     PrefillPlan,
-    Score,
     Staged,
     StepDone,
     StepPlan,
-    TraceEvent,
 )
 from hadal.core.seams import Effect, Event, Execute, Form, RankReset, Send, Tick, WakeAt
-from hadal.overlap.plan import COMBINE, DISPATCH, EXPERTS
+from hadal.overlap.plan import EXPERTS
 from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
 from hadal.roles.ranks.clocks import HostClocks
-from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership, UnitPhase
+from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership
+from hadal.roles.ranks.results import merge
 from hadal.roles.ranks.slow import SlowHosts
+from hadal.roles.ranks.states import UnitPhase
 from hadal.roles.suspects import Absence
-
-# One result of a step out of its ranks' parts. Knows nothing of who is a member.
-
-
-def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Keys become the inner leader's (`offsets`, by rank, are added), rows follow the ranks' one
-    behind the other, and times are those of the slowest rank.
-    """
-    keys: list[int] = []
-    tokens: list[int] = []
-    draws: dict[int, Draw] = {}
-    failed: dict[int, str] = {}
-    scores: dict[int, tuple[Score, ...]] = {}
-    chosen: dict[str, OpTime] = {}
-    events: list[TraceEvent] = []
-    link_bytes = NO_LINK_BYTES
-    for rank in sorted(parts):
-        part, offset = parts[rank], offsets[rank]
-        draws.update({len(tokens) + row: draw for row, draw in part.draws.items()})
-        keys += [offset + key for key in part.keys]
-        tokens += part.tokens
-        failed.update({offset + key: reason for key, reason in part.failed.items()})
-        scores.update({offset + key: of_chunk for key, of_chunk in part.scores.items()})
-        link_bytes = link_bytes.plus(part.link_bytes)
-        for op_time in part.op_times:
-            known = chosen.get(op_time.op)
-            if known is not None:
-                # An exchange lasts until the last peer has sent: only where it is shortest is it
-                # the bytes' own time.
-                pick = min if op_time.op in (DISPATCH, COMBINE) else max
-                op_time = pick(known, op_time, key=lambda one: one.seconds)
-            chosen[op_time.op] = op_time
-        events += [msgspec.structs.replace(event, rank=rank) for event in part.events]
-    return StepDone(
-        step_id,
-        tuple(keys),
-        tuple(tokens),
-        draws,
-        max(part.elapsed_s for part in parts.values()),
-        None,
-        failed,
-        tuple(chosen.values()),
-        tuple(events),
-        scores=scores,
-        link_bytes=link_bytes,
-        drafts=summed(part.drafts for part in parts.values()),
-    )
-
 
 CHECK_S = 0.1
 """How often deadlines are looked at."""

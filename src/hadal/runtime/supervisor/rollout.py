@@ -15,7 +15,7 @@ import msgspec
 from hadal.core.messages.base import SUPERVISOR
 from hadal.core.messages.fleet import Demand, Rollout
 from hadal.core.messages.units import UnitUp
-from hadal.roles.fleet import make_fleet
+from hadal.roles.fleet.fleet import make_fleet
 from hadal.roles.recording import MadeFleet
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.process.child import Child

@@ -19,7 +19,8 @@ from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages.units import UnitDown, UnitUp
 from hadal.core.seams import Event, FleetEffect, Send, StartUnit, StopUnit, Tick, WakeAt
 from hadal.policy.demand import DAY_S
-from hadal.roles.fleet import Fleet, UnitState
+from hadal.roles.fleet.fleet import Fleet
+from hadal.roles.fleet.units import UnitState
 from hadal.sim.day.hours import Day, Hours
 from hadal.sim.day.published import DemandCurve
 from hadal.sim.day.vessels import Engine, UnitModel

@@ -16,7 +16,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S
 from hadal.policy.scaling import Units
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.sim.day.curves import UnitCurves
 from hadal.sim.day.demand import DayDemand, generator
 from hadal.sim.day.fluid import Faults, FluidDay

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.policy.demand import DAY_S
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.sim.day.published import HOUR_S
 from hadal.sim.day.vessels import Engine
 

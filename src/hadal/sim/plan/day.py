@@ -17,7 +17,7 @@ import numpy as np
 
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.policy.scaling import RoleRules, ScalingRules
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.sim.day.clock import Floats, Ints
 from hadal.sim.day.fluid import Faults, FluidDay
 from hadal.sim.day.hours import Day

@@ -17,7 +17,7 @@ from hadal.core.plans import (
     PrefillPlan,
     Sampling,
 )
-from hadal.roles.ranks.rank import RankHoldings
+from hadal.roles.ranks.holdings import RankHoldings
 
 PLACEMENT = spread(2, 8, 2)
 FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_expert_slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.roles.ranks.membership import LostLinks, name_peers
+from hadal.roles.ranks.lost_links import LostLinks, name_peers
 
 
 def test_members_blame_members() -> None:

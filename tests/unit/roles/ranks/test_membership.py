@@ -20,8 +20,8 @@ from hadal.roles.ranks.membership import (
     SILENT_S,
     TAKEOVER_GRACE_S,
     UnitMembership,
-    UnitPhase,
 )
+from hadal.roles.ranks.states import UnitPhase
 
 NUM_EXPERTS = 8
 

@@ -25,8 +25,9 @@ from hadal.core.plans import Chunk, DecodePlan, Formed, KvPulled, PrefillPlan, S
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.membership import UnitMembership, UnitPhase
+from hadal.roles.ranks.membership import UnitMembership
 from hadal.roles.ranks.ranks import RankedLeader
+from hadal.roles.ranks.states import UnitPhase
 from tests.unit.roles.driving import of, sent
 
 LEASE = KvLease("pool", (1, 2), (0, 0), 100)

@@ -12,7 +12,7 @@ from hadal.core.placement import without
 from hadal.core.plans import LayerFlip, Staged, StepDone
 from hadal.core.seams import Effect, Send, Tick, WakeAt
 from hadal.roles.experts.gain import ExpertTerms
-from hadal.roles.ranks.membership import UnitPhase
+from hadal.roles.ranks.states import UnitPhase
 from tests.unit.roles.driving import of, sent
 from tests.unit.roles.ranks.test_ranks import Driver, to
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.scaling import RoleRules, ScalingRules
-from hadal.roles.fleet import Fleet
+from hadal.roles.fleet.fleet import Fleet
 from hadal.sim.day.fluid import Faults, FluidDay
 from hadal.sim.day.hours import Day
 from hadal.sim.day.published import FIRST_HOUR, HOURLY_SHARES, SHAPE, DemandCurve

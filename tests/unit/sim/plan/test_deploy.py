@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.config import read_deployment, to_toml
 from hadal.perf.shapes import kv_bytes_per_token
-from hadal.roles.fleet import rules_of
+from hadal.roles.fleet.fleet import rules_of
 from hadal.runtime.resolve import plan as resolve
 from hadal.sim.plan.day import DayRules
 from hadal.sim.plan.deploy import deployment_of, heading_of, notes_of

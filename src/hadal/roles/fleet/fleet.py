@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Collection
 
 import numpy as np
 
@@ -43,7 +41,7 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.policy.demand import DAY_S, FLAT, DayShape, forecast, learned_shape
+from hadal.policy.demand import FLAT, DayShape, forecast
 from hadal.policy.scaling import (
     Decision,
     RoleRules,
@@ -53,226 +51,13 @@ from hadal.policy.scaling import (
     Units,
     decide,
 )
-
-# What the fleet remembers of the demand: samples of the last minutes, and what each hour of a day
-# brought.
-#
-# Made from the front's counters, so nothing is asked of the front but sums. Times are by the clock
-# of the day: seconds from some midnight on.
-
+from hadal.roles.fleet.demand import DemandMeter
+from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, UnitTable
 
 _NUM_CHANGES = 64
 """Decisions that are remembered to be shown."""
 _NUM_AHEAD = 25
 """Points of a forecast that is shown."""
-NUM_SAMPLES = 15
-"""Samples of the window that level and trend are taken from."""
-NUM_BINS = 24
-"""Bins of a day's shape that is learned: narrower ones would learn noise."""
-_BIN_S = DAY_S / NUM_BINS
-_GAP_S = 0.1 * _BIN_S
-"""How much of an hour may be missing."""
-
-
-class DemandMeter:
-    """`sample_s`: the time one sample is the mean of. `shape`: of a day, until a whole one was
-    seen.
-    """
-
-    def __init__(self, sample_s: float, shape: DayShape = FLAT) -> None:
-        self.times_s: deque[float] = deque(maxlen=NUM_SAMPLES)
-        self.rates: dict[str, deque[float]] = {role: deque(maxlen=NUM_SAMPLES) for role in ROLES}
-        self.backlog: dict[str, float] = dict.fromkeys(ROLES, 0.0)
-        self._sample_s = sample_s
-        self._given = shape
-        self._last: tuple[float, Demand] | None = None
-        self._open: dict[str, float] = dict.fromkeys(ROLES, 0.0)
-        """Tokens of the sample that is being taken, which began at `_open_from_s`."""
-        self._open_from_s = 0.0
-        self._days: dict[str, list[float | None]] = {role: [None] * NUM_BINS for role in ROLES}
-        """Tokens per second of each hour, as it was when it last passed."""
-        self._hour: dict[str, float] = dict.fromkeys(ROLES, 0.0)
-        self._hour_from_s: float | None = None
-        self._shapes: dict[str, DayShape] = dict.fromkeys(ROLES, shape)
-
-    def add(self, now_s: float, demand: Demand) -> None:
-        """Take in what the front counted. The first message of a front says only where it begins to
-        count.
-        """
-        last = self._last
-        if last is not None and last[1].epoch == demand.epoch and _is_older(demand, last[1]):
-            return  # It came late: all that it says was said.
-        self.backlog = {
-            PREFILL: float(demand.tokens_waiting),
-            DECODE: float(demand.outputs_waiting),
-        }
-        self._last = now_s, demand
-        if last is None or last[1].epoch != demand.epoch:
-            self._open = dict.fromkeys(ROLES, 0.0)
-            self._open_from_s = now_s
-            self._hour_from_s = None
-            return
-        if now_s <= last[0]:
-            self._last = (
-                last  # There is no rate in no time: the next message counts from the last one on.
-            )
-            return
-        more = {
-            PREFILL: demand.tokens_in - last[1].tokens_in,
-            DECODE: demand.tokens_out - last[1].tokens_out,
-        }
-        self._count_hour(last[0], now_s, more)
-        for role in ROLES:
-            self._open[role] += more[role]
-        took_s = now_s - self._open_from_s
-        if took_s >= self._sample_s:
-            self.times_s.append(now_s - 0.5 * took_s)
-            for role in ROLES:
-                self.rates[role].append(self._open[role] / took_s)
-            self._open = dict.fromkeys(ROLES, 0.0)
-            self._open_from_s = now_s
-
-    def shape(self, role: str) -> DayShape:
-        """The shape of the last whole day that was seen; until there was one, of the day given."""
-        return self._shapes[role]
-
-    def _count_hour(self, last_s: float, now_s: float, more: Mapping[str, int]) -> None:
-        """An hour counts if all of it was seen."""
-        if last_s // _BIN_S != now_s // _BIN_S:
-            index = int(last_s % DAY_S // _BIN_S)
-            if self._hour_from_s is not None and last_s - self._hour_from_s > _BIN_S - _GAP_S:
-                for role in ROLES:
-                    self._days[role][index] = self._hour[role] / (last_s - self._hour_from_s)
-                    self._learn(role)
-            is_near = now_s - last_s < _GAP_S  # Else nobody knows which hour the tokens came in.
-            self._hour_from_s = last_s if is_near else None
-            self._hour = dict.fromkeys(ROLES, 0.0)
-        for role in ROLES:
-            self._hour[role] += more[role]
-
-    def _learn(self, role: str) -> None:
-        bins = [rate for rate in self._days[role] if rate is not None]
-        if len(bins) == NUM_BINS and max(bins) > 0:
-            self._shapes[role] = learned_shape(bins)
-
-
-def _is_older(one: Demand, other: Demand) -> bool:
-    """Whether one was said before the other by the same front, whose counters never fall."""
-    return one.tokens_in < other.tokens_in or one.tokens_out < other.tokens_out
-
-
-# The fleet's units by name: the state of each as a table, and the nodes it owns.
-#
-#     STOPPED -> STARTING -> UP <-> DRAINING -> STOPPING -> STOPPED        a dead process: from any of them to STOPPED
-#                    |______________________________^ not needed any more, or too slow
-#
-# A unit owns its nodes from the moment it is asked to start until its process is gone. A pair that
-# is not in the table is a bug and raises: the role sorts out what comes late or twice before it
-# moves a unit.
-
-
-class UnitState(StrEnum):
-    STOPPED = "stopped"
-    STARTING = "starting"
-    UP = "up"
-    DRAINING = "draining"
-    """Nothing new comes; what it holds goes on."""
-    STOPPING = "stopping"
-    """The unit's process was told to end."""
-
-
-class UnitMove(StrEnum):
-    START = "start"
-    READY = "ready"
-    DRAIN = "drain"
-    KEEP = "keep"
-    STOP = "stop"
-    END = "end"
-    """The unit's process is gone."""
-
-
-OWNS_NODES = frozenset({UnitState.STARTING, UnitState.UP, UnitState.DRAINING, UnitState.STOPPING})
-WORKS = frozenset({UnitState.STARTING, UnitState.UP})
-"""Counts as one of those that are wanted."""
-
-_NEXT: dict[tuple[UnitState, UnitMove], UnitState] = {
-    (UnitState.STOPPED, UnitMove.START): UnitState.STARTING,
-    (UnitState.STARTING, UnitMove.READY): UnitState.UP,
-    (UnitState.STARTING, UnitMove.STOP): UnitState.STOPPING,
-    (UnitState.UP, UnitMove.DRAIN): UnitState.DRAINING,
-    (UnitState.DRAINING, UnitMove.KEEP): UnitState.UP,
-    (UnitState.DRAINING, UnitMove.STOP): UnitState.STOPPING,
-    **{(state, UnitMove.END): UnitState.STOPPED for state in OWNS_NODES},
-}
-
-
-def next_state(state: UnitState, move: UnitMove) -> UnitState:
-    """Return the state after `move`. Raises InvariantError for a pair that cannot happen."""
-    try:
-        return _NEXT[state, move]
-    except KeyError:
-        raise InvariantError(f"a unit that is {state} cannot {move}") from None
-
-
-@dataclass(slots=True)
-class FleetUnit:
-    """One name. It may have many lives."""
-
-    name: str
-    role: str
-    index: int
-    state: UnitState = UnitState.STOPPED
-    since_s: float = 0.0
-    """When it came to this state."""
-    asked_s: float = 0.0
-    """When it was last asked to do what its state is for: asked again if nothing comes of it."""
-    drain_number: int = 0
-    """Number of its last drain."""
-    is_old: bool = False
-    """It was started before the last rollout was asked for, and is to be replaced."""
-
-
-class UnitTable:
-    """All names there may be, `num_max` of each role: "prefill-0", "prefill-1", ... A table and its
-    counts.
-    """
-
-    def __init__(self, role_to_num_max: Mapping[str, int]) -> None:
-        self.by_name: dict[str, FleetUnit] = {
-            f"{role}-{index}": FleetUnit(f"{role}-{index}", role, index)
-            for role, num in role_to_num_max.items()
-            for index in range(num)
-        }
-        self._role_to_units: dict[str, list[FleetUnit]] = {role: [] for role in role_to_num_max}
-        for unit in self.by_name.values():
-            self._role_to_units[unit.role].append(unit)
-
-    def move(self, unit: FleetUnit, move: UnitMove, now_s: float) -> None:
-        """Walk the table. Raises InvariantError for a pair that cannot happen."""
-        unit.state = next_state(unit.state, move)
-        unit.since_s = unit.asked_s = now_s
-        if move is UnitMove.END:
-            unit.is_old = False
-
-    def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
-        """Those in one of these states, in the order of their names' numbers."""
-        return (unit for unit in self._role_to_units[role] if unit.state in states)
-
-    def in_state(self, *states: UnitState) -> list[FleetUnit]:
-        return [unit for unit in self.by_name.values() if unit.state in states]
-
-    def num_working(self, role: str) -> int:
-        """Up, or about to be."""
-        return self._num_in(role, WORKS)
-
-    def num_owning(self, role: str) -> int:
-        """Number of units on nodes of their own."""
-        return self._num_in(role, OWNS_NODES)
-
-    def _num_in(self, role: str, states: Collection[UnitState]) -> int:
-        of_role = [unit.state for unit in self._role_to_units[role]]
-        return sum(of_role.count(state) for state in states)
-
 
 FRONT = "front"
 RESEND_S = 10.0
@@ -692,13 +477,11 @@ class Fleet:
         }
 
 
-# A fleet as a deployment asks for it: its [fleet] table beside the floor that its units' tables
-# say.
-
-
 def rules_of(deployment: Deployment) -> ScalingRules:
-    """The rules. A unit that is smaller than a node counts as one. Raises ConfigError for rules
-    nobody can keep.
+    """Return a deployment's rules: its [fleet] table beside the floor that its units' tables say.
+
+    A unit that is smaller than a node counts as one. Raises ConfigError for rules that cannot be
+    kept.
     """
     fleet = deployment.fleet
 
@@ -729,7 +512,9 @@ def rules_of(deployment: Deployment) -> ScalingRules:
 
 
 def make_fleet(deployment: Deployment, day_s: float) -> Fleet:
-    """The role; `day_s`: the time of day when its clock showed 0."""
+    """Return the fleet that a deployment asks for; `day_s`: the time of day when its clock showed
+    0.
+    """
     fleet = deployment.fleet
     return Fleet(
         rules_of(deployment),
