@@ -25,12 +25,11 @@ from hadal import cli
 from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
 from hadal.gateway import process  # noqa: F401
 from hadal.model.cache import KvCache
-from hadal.roles import fleet
 from hadal.roles.fleet import fleet
 from hadal.runtime import (  # noqa: F401
     banner,
     launch,
-    rank,  # noqa: F401
+    rank,
     unit,
 )
 from hadal.runtime.process import child, forks
