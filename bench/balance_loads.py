@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from bench.shared_data import shared_data
+from hadal.lab.sim.plan import traffic
 from hadal.policy.experts.tables import Floats
-from hadal.sim.plan import traffic
-from hadal.sim.plan.traces import MOONCAKE_PART_TOKENS, mooncake_rows
+from hadal.stats.traces import MOONCAKE_PART_TOKENS, mooncake_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -36,13 +36,13 @@ from bench.calibration_silicon import silicon
 from bench.shared_data import SILICON, find, why_missing
 from bench.tables import parser_of
 from hadal.cli import app
-from hadal.perf.constants import BOUNDS, CONSTANTS
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.layer import Layer, MicroBatchLoad
-from hadal.perf.links import Links, expected_holders
-from hadal.perf.roofline import CURVES, Roofline
+from hadal.lab.perf.constants import BOUNDS, CONSTANTS
+from hadal.lab.perf.hardware import HARDWARE
+from hadal.lab.perf.layer import Layer, MicroBatchLoad
+from hadal.lab.perf.links import Links, expected_holders
+from hadal.lab.perf.roofline import CURVES, Roofline
+from hadal.lab.perf.step import StepModel
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
-from hadal.perf.step import StepModel
 
 PAGE = ROOT / "docs" / "calibration.md"
 SILICON_HEAD = "## Silicon rows\n"

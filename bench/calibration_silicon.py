@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.perf.hardware import HARDWARE
-from hadal.perf.step import StepModel
+from hadal.lab.perf.hardware import HARDWARE
+from hadal.lab.perf.step import StepModel
 
 SYSTEMS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "gb200": "gb200"}
 _FILLED = 0.9

@@ -23,14 +23,14 @@ from rich.console import Console
 
 from bench.tables import parser_of, table_of
 from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.perf.step import StepModel
-from hadal.sim.world.requests import Requests
-from hadal.sim.world.world import FleetWorld
+from hadal.lab.perf.step import StepModel
+from hadal.lab.sim.world.requests import Requests
+from hadal.lab.sim.world.world import FleetWorld
 
 REQUESTS_PER_S = 2_000.0
 TOKENS_IN, TOKENS_OUT = 1_650.0, 400.0
 PLACED_DECODE = 1.15
-"""See perf/step: what expert placement leaves with two expert slots a rank."""
+"""See lab/perf/step: what expert placement leaves with two expert slots a rank."""
 
 
 def fleet(num_decode: int, num_prefill: int) -> Deployment:

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.shared_data import AZURE, MOONCAKE, find
+from hadal.lab.sim.plan.traces import azure
 from hadal.policy.decode_moves import Move, RunningView
 from hadal.policy.views import DecodeRanksView, Ints
-from hadal.sim.plan.traces import azure, mooncake_rows
+from hadal.stats.traces import mooncake_rows
 
 KV_S = 2.9e-8
 REQUEST_S = 1.2e-4

@@ -24,7 +24,7 @@ from bench.load import bodies, num_tokens, run_load, token_ms
 from bench.machine import describe
 from bench.server import Running, launched, wait_ready
 from bench.tables import parser_of
-from hadal.commands.bench_request import Sample
+from hadal.apps.bench.request import Sample
 from hadal.kernels.library import isa
 
 OFF = "0"

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.tables import parser_of, table_of
+from hadal.lab.sim.day.fluid import Faults, FluidDay
+from hadal.lab.sim.day.hours import Day
+from hadal.lab.sim.day.published import FIRST_HOUR, SHAPE, DemandCurve
+from hadal.lab.sim.day.vessels import UnitModel
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import FLAT, DayShape, Floats
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
 from hadal.roles.fleet.fleet import Fleet
-from hadal.sim.day.fluid import Faults, FluidDay
-from hadal.sim.day.hours import Day
-from hadal.sim.day.published import FIRST_HOUR, SHAPE, DemandCurve
-from hadal.sim.day.vessels import UnitModel
 
 NODE_HOUR_USD = 16.0
 PUBLISHED_MEAN, PUBLISHED_PEAK = 226.75, 278

@@ -36,7 +36,7 @@ from bench.checkpoints import ROOT, SHIPPED, mid_model
 from bench.load import num_tokens, random_body, stream
 from bench.subject import prompts
 from bench.tables import parser_of, percentile
-from hadal.commands.bench_request import Sample
+from hadal.apps.bench.request import Sample
 from hadal.core.config import ClusterConfig, FleetConfig, read_deployment
 from hadal.core.model_config import read_model_config
 from hadal.runtime.topology import launch_plan

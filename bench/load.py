@@ -5,7 +5,7 @@ concurrency grows.
 
 Prompts are held-out questions of the tasks the shipped model knows, answers end where it ends them.
 Closed loop: a client sends its next request when the last is answered. Requests are sent and measured
-as `hadal bench` does it (hadal.commands.bench_request), over a transport that costs little: the clients
+as `hadal bench` does it (hadal.apps.bench.request), over a transport that costs little: the clients
 run on the same cores as the server.
 """
 
@@ -26,8 +26,8 @@ from bench.server import Address, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, percentile, table_of
 from evals.run import held_out_examples
-from hadal.commands.bench_request import STREAMED, Sample, Target, client_for, measure
-from hadal.commands.bench_values import tpot_s, ttft_s
+from hadal.apps.bench.request import STREAMED, Sample, Target, client_for, measure
+from hadal.apps.bench.values import tpot_s, ttft_s
 
 CONCURRENCIES = (1, 8, 32, 64)
 TIMEOUT_S = 600.0

@@ -27,7 +27,7 @@ from bench.machine import describe
 from bench.server import Running, asked, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, table_of
-from hadal.commands.bench_request import Sample
+from hadal.apps.bench.request import Sample
 
 NUM_LINES, NUM_LONG = 400, 2000
 SECONDS = 6.0

@@ -5,7 +5,7 @@ first token.
 
 A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at
 the rate that the planner expects to put so many of them into a rank's step. Printed: the step and
-TTFT that were simulated, what sim/plan/units says of a step of the same tokens and of the rate, and
+TTFT that were simulated, what lab/sim/plan/units says of a step of the same tokens and of the rate, and
 which constants would have fitted best. Needs no GPU and no data.
 """
 
@@ -23,15 +23,13 @@ from rich.console import Console
 from bench.tables import parser_of, table_of
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
-from hadal.perf.hardware import hardware_named
-from hadal.perf.shapes import DEEPSEEK_V3
-from hadal.perf.step import StepModel
-from hadal.policy.slo import Slo
-from hadal.sim.day.hour_window import uncollected
-from hadal.sim.plan.deploy import prompts_max
-from hadal.sim.plan.measure import CONTEXT_MAX, arrivals
-from hadal.sim.plan.traffic import Traffic
-from hadal.sim.plan.units import (
+from hadal.lab.perf.hardware import hardware_named
+from hadal.lab.perf.step import StepModel
+from hadal.lab.sim.day.hour_window import uncollected
+from hadal.lab.sim.plan.deploy import prompts_max
+from hadal.lab.sim.plan.measure import CONTEXT_MAX, arrivals
+from hadal.lab.sim.plan.traffic import Traffic
+from hadal.lab.sim.plan.units import (
     PAIRS_UNEVEN,
     STEPS_BEFORE,
     TOKENS_UNEVEN,
@@ -40,8 +38,10 @@ from hadal.sim.plan.units import (
     Pricing,
     tail_of,
 )
-from hadal.sim.world.seen import quantiles
-from hadal.sim.world.world import FleetWorld
+from hadal.lab.sim.world.seen import quantiles
+from hadal.lab.sim.world.world import FleetWorld
+from hadal.perf.shapes import DEEPSEEK_V3
+from hadal.policy.slo import Slo
 
 TRAFFIC = Traffic(kv_length=4989.0)
 PROMPTS = (0.3, 0.7, 1.2, 1.8, 2.5)

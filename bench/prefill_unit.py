@@ -22,19 +22,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.tables import parser_of, table_of
-from hadal.commands.simulate_stages import expert_ranks
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import PREFILL
+from hadal.lab.perf.layer import MicroBatchLoad
+from hadal.lab.perf.step import StepModel
+from hadal.lab.sim.day.cache import CacheDay
+from hadal.lab.sim.day.curves import prefill_reading, prefill_world
+from hadal.lab.sim.day.demand import DemandFigures, cache_day, day_demand
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.runners import StepWork
+from hadal.lab.sim.world.seen import StepReading, part_inside
+from hadal.lab.sim.world.world import FleetWorld
+from hadal.lab.simulate.stages import expert_ranks
 from hadal.overlap.plan import SCHEDULES, Schedule
-from hadal.perf.layer import MicroBatchLoad
-from hadal.perf.step import StepModel
-from hadal.sim.day.cache import CacheDay
-from hadal.sim.day.curves import prefill_reading, prefill_world
-from hadal.sim.day.demand import DemandFigures, cache_day, day_demand
-from hadal.sim.day.study import Study
-from hadal.sim.runners import StepWork
-from hadal.sim.world.seen import StepReading, part_inside
-from hadal.sim.world.world import FleetWorld
 
 SEEDS = 3
 QUICK_S = 8.0

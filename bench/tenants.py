@@ -23,7 +23,7 @@ from bench.machine import describe
 from bench.server import Running, serving
 from bench.subject import ROOT
 from bench.tables import parser_of, table_of
-from hadal.commands.bench_request import Sample
+from hadal.apps.bench.request import Sample
 
 HEAVY, LIGHT = "heavy-key", "light-key"
 NUM_HEAVY, NUM_LIGHT = 32, 2

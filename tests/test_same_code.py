@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import hadal.gateway.process
+import hadal.lab.sim.day.fluid
+import hadal.lab.sim.world.units
+import hadal.lab.sim.world.world
 import hadal.runtime.rank.host
 import hadal.runtime.supervisor.rollout
-import hadal.sim.day.fluid
-import hadal.sim.world.units
-import hadal.sim.world.world
 from hadal.core.config import Deployment, FleetConfig
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -32,11 +32,11 @@ SERVER = (
 )
 """What `hadal serve` starts, and what starts it."""
 SIMULATOR = (
-    "hadal.sim.world.world",
-    "hadal.sim.day.fluid",
-    "hadal.sim.day.cache",
-    "hadal.sim.replay",
-    "hadal.commands.simulate",
+    "hadal.lab.sim.world.world",
+    "hadal.lab.sim.day.fluid",
+    "hadal.lab.sim.day.cache",
+    "hadal.lab.sim.replay",
+    "hadal.lab.simulate.run",
 )
 """What simulates. A module that is not there yet is left out."""
 CONNECT = ("hadal.gateway", "hadal.runtime")
@@ -44,7 +44,9 @@ CONNECT = ("hadal.gateway", "hadal.runtime")
 nothing.
 """
 
-RANKS = "a simulated unit's ranks are one Runner (sim/runners): none forms, beats or dies by itself"
+RANKS = (
+    "a simulated unit's ranks are one Runner (lab/sim/runners): none forms, beats or dies by itself"
+)
 PLACING = (
     "replicas move when ranks report what they received; a simulated step takes the expected"
     " imbalance"
@@ -229,7 +231,7 @@ def direct(tree: Tree) -> set[tuple[str, str]]:
     counts as one.
     """
     found = set()
-    for module in tree.room("sim"):
+    for module in tree.room("lab.sim"):
         for node in _running(tree.parsed(module)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -244,7 +246,7 @@ def direct(tree: Tree) -> set[tuple[str, str]]:
                 )
                 if name.startswith("hadal.policy.") and is_code:
                     found.add(
-                        (module.removeprefix("hadal.sim."), name.removeprefix("hadal.policy."))
+                        (module.removeprefix("hadal.lab.sim."), name.removeprefix("hadal.policy."))
                     )
     return found
 
@@ -258,13 +260,13 @@ def decided_again(tree: Tree) -> set[str]:
         name for module in deciding for name in tree.defined(module) if not name.startswith("_")
     }
     files = {module.rpartition(".")[2] for module in deciding}
-    found = short(set(tree.room("sim")), "sim") & files
-    for module in tree.room("sim"):
+    found = short(set(tree.room("lab.sim")), "sim") & files
+    for module in tree.room("lab.sim"):
         decisions = {
             name for name in tree.functions(module) if name.lstrip("_").split("_")[0] in DECIDES
         }
         again = (tree.defined(module) & taken) | decisions
-        found |= {f"{module.removeprefix('hadal.sim.')}.{name}" for name in again}
+        found |= {f"{module.removeprefix('hadal.lab.sim.')}.{name}" for name in again}
     return found
 
 
@@ -303,11 +305,11 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
 )
 def test_they_are_the_very_classes() -> None:
     """What the modules that host roles mean by their names."""
-    assert hadal.sim.world.world.Front is hadal.gateway.assembly.Front
-    assert hadal.sim.world.units.make_leader is hadal.runtime.rank.host.make_leader
+    assert hadal.lab.sim.world.world.Front is hadal.gateway.assembly.Front
+    assert hadal.lab.sim.world.units.make_leader is hadal.runtime.rank.host.make_leader
     deployment = Deployment(fleet=FleetConfig(mode="auto"))
     made = hadal.runtime.supervisor.rollout.make_fleet(deployment, 0.0)
-    assert type(made) is hadal.sim.day.fluid.Fleet
+    assert type(made) is hadal.lab.sim.day.fluid.Fleet
 
 
 def test_the_simulator_asks_policies_through_the_roles(tree: Tree) -> None:
@@ -333,7 +335,7 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
     ]
     world = [
         "from typing import TYPE_CHECKING",
-        "from hadal.sim.front import Front",
+        "from hadal.lab.sim.front import Front",
         "from hadal.policy.guess import guess",
         "from hadal.policy.admission import LIMIT",
         "if TYPE_CHECKING:",
@@ -348,9 +350,9 @@ def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
     sources = {
         "gateway/process": ["from hadal.roles.front import Front"],
         "roles/front": front,
-        "sim/front": own_front,
+        "lab/sim/front": own_front,
         "policy/admission": ["LIMIT = 3", "def admit(view): ..."],
-        "sim/world/world": world,
+        "lab/sim/world/world": world,
         "policy/prefill_balance": ["def choose_rank(ranks): ..."],
         "policy/guess": ["def guess(): ..."],
     }

@@ -9,7 +9,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf": {"core", "overlap"},
     "kernels": {"core", "reference"},
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
-    "sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats"},
     "model": {"core", "overlap", "kernels", "reference", "comm", "tokens"},
     "runtime": {
         "core",
@@ -46,7 +45,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokens",
     },
     "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats", "tokens"},
-    "console": {"core", "overlap", "roles", "runtime", "gateway", "stats"},
     "commands": {
         "core",
         "policy",
@@ -54,29 +52,65 @@ MAY_IMPORT: dict[str, set[str]] = {
         "overlap",
         "stats",
         "roles",
-        "sim",
         "kernels",
         "runtime",
         "gateway",
         "progress",
+        "lab/sim",
+        "lab/perf",
+        "apps/bench",
     },
+    "lab/perf": {"core", "overlap", "perf"},
+    "lab/sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats", "lab/perf"},
+    "lab/simulate": {
+        "core",
+        "overlap",
+        "policy",
+        "roles",
+        "stats",
+        "runtime",
+        "gateway",
+        "progress",
+        "lab/perf",
+        "lab/sim",
+    },
+    "lab/plan": {"core", "policy", "perf", "progress", "lab/perf", "lab/sim"},
+    "apps/bench": {"core", "progress", "stats"},
+    "apps/console": {"core", "overlap", "roles", "runtime", "gateway", "stats"},
+    "apps/terminal": {"core"},
     "cli": {
         "core",
         "policy",
         "gateway",
         "runtime",
-        "sim",
         "stats",
         "commands",
-        "console",
         "progress",
+        "lab/sim",
+        "lab/simulate",
+        "lab/plan",
+        "apps/console",
+        "apps/terminal",
     },
 }
 """Room -> rooms it may import, besides itself. `cli` and `progress` are modules that are rooms by
-themselves.
+themselves; a room of a house has the house's name before its own. Only `commands` and `cli` import from
+other houses.
+"""
+HOUSES = ("lab", "apps")
+"""Folders of rooms whose needs are an extra of the package."""
+GATEWAY_MAY_IMPORT: dict[str, set[str]] = {
+    "edge": set(),
+    "text": {"edge"},
+    "api": {"edge", "text"},
+    "desk": {"edge", "text", "api"},
+    "": {"edge", "text", "api", "desk"},
+}
+"""Room of the gateway -> its rooms that it may import, besides itself. "": files beside the rooms, which
+put them together.
 """
 
-DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "sim"}
+DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "lab/sim", "lab/perf"}
 NOT_IN_DECIDE = {"torch", "asyncio", "time", "random", "socket", "os", "threading", "subprocess"}
 
 LAZY: dict[str, set[str]] = {
@@ -116,8 +150,15 @@ def room_of(path: Path) -> str:
     """`src/hadal/core/x.py` is in room core, `src/hadal/cli.py` is room cli; the package's own
     __init__ is in none.
     """
-    parts = path.relative_to(SRC).parts
-    return parts[0] if len(parts) > 1 else Path(parts[0]).stem
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return room_in(parts) if parts[-1] != "__init__" or len(parts) > 1 else "__init__"
+
+
+def room_in(parts: Sequence[str]) -> str:
+    """Return the room of a path or a module below `hadal`, given as its parts."""
+    if parts[0] in HOUSES and len(parts) > 1 and parts[1] != "__init__":
+        return f"{parts[0]}/{parts[1]}"
+    return parts[0]
 
 
 def name(path: Path) -> str:
@@ -167,7 +208,8 @@ def fail_on(offenders: list[str]) -> None:
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {room_of(path) for path in python_files("src/hadal")} - {"__init__", "__main__"}
+    rooms = {room_of(path) for path in python_files("src/hadal")}
+    rooms -= {"__init__", "__main__", *HOUSES}
     assert rooms <= MAY_IMPORT.keys(), f"rooms without a row: {rooms - MAY_IMPORT.keys()}"
 
 
@@ -183,11 +225,29 @@ def test_imports_point_one_way() -> None:
             if (
                 parts[0] == "hadal"
                 and len(parts) > 1
-                and parts[1] not in allowed
+                and room_in(parts[1:]) not in allowed
                 and not parts[1].startswith("__")
             ):
                 offenders.append(f"{name(path)}:{line}: {room} imports {module}")
     fail_on(offenders)
+
+
+def test_the_gateway_s_rooms_import_one_way() -> None:
+    gateway = SRC / "gateway"
+    offenders = []
+    for path in python_files("src/hadal/gateway"):
+        room = _gateway_room(path.relative_to(gateway).with_suffix("").parts)
+        for line, module in imports(parse(path)):
+            parts = module.split(".")
+            if parts[:2] == ["hadal", "gateway"] and len(parts) > 2:
+                other = _gateway_room(parts[2:])
+                if other not in {room} | GATEWAY_MAY_IMPORT[room]:
+                    offenders.append(f"{name(path)}:{line}: {room} imports {module}")
+    fail_on(offenders)
+
+
+def _gateway_room(parts: Sequence[str]) -> str:
+    return parts[0] if parts[0] in GATEWAY_MAY_IMPORT else ""
 
 
 def test_deciding_code_touches_no_clock_no_io_and_no_torch() -> None:
@@ -233,9 +293,10 @@ def test_the_console_alone_knows_nicegui() -> None:
         [
             f"{name(path)}:{line}: imports {module}"
             for path in python_files("src/hadal")
-            if room_of(path) not in ("console", "cli")
+            if room_of(path) not in ("apps/console", "cli")
             for line, module in imports(parse(path))
-            if module.split(".")[0] in ("nicegui", "fastapi") or module.startswith("hadal.console")
+            if module.split(".")[0] in ("nicegui", "fastapi")
+            or module.startswith("hadal.apps.console")
         ]
     )
 

@@ -321,7 +321,7 @@ def chat(
     """Chat in the terminal with a running server: thinking behind a bar, tokens per second after
     each answer.
     """
-    from hadal.gateway.terminal import chat as talk
+    from hadal.apps.terminal import chat as talk
 
     sys.exit(
         talk(
@@ -729,8 +729,8 @@ def simulate(
     """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by
     hour.
     """
-    from hadal.commands.simulate import SimulateOptions, run
-    from hadal.commands.simulate_files import read_study, study_toml
+    from hadal.lab.simulate.files import read_study, study_toml
+    from hadal.lab.simulate.run import SimulateOptions, run
 
     study = read_study(
         preset,
@@ -748,8 +748,8 @@ def simulate(
         typer.echo(study_toml(study), nl=False)
         return
     if frames is not None:
-        from hadal.commands.frames import PEAK_UNIX_S, world_frames
         from hadal.gateway.desk.frames import write_frames
+        from hadal.lab.simulate.frames import PEAK_UNIX_S, world_frames
 
         write_frames(frames, world_frames(study, PEAK_UNIX_S))
         typer.echo(f"Written: {frames}. Look at it with: hadal console --frames {frames}")
@@ -799,8 +799,8 @@ def console(
     ] = False,
 ) -> None:
     """Serve the pages: a chat with a running server, and its console."""
+    from hadal.apps.console.process import serve_alone
     from hadal.commands.status import find
-    from hadal.console.process import serve_alone
     from hadal.core.handshake import is_near
 
     if not is_near(host) and not open_to_network:
@@ -905,8 +905,8 @@ def plan(
     """Find the cheapest deployments of DeepSeek-V3/R1 for a traffic and a promise on latency; say
     why others lose.
     """
-    from hadal.commands.plan import PlanOptions, run
-    from hadal.sim.plan.traffic import EXAMPLE
+    from hadal.lab.plan.run import PlanOptions, run
+    from hadal.lab.sim.plan.traffic import EXAMPLE
 
     if example_traffic:
         typer.echo(EXAMPLE, nl=False)

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hadal import cli
-from hadal.commands import plan, report  # noqa: F401  Imported for those that are forked.
+from hadal.commands import report  # noqa: F401  Imported for processes that are forked.
 from hadal.gateway import process  # noqa: F401
+from hadal.lab.plan import run as plan  # noqa: F401
 from hadal.model.cache import KvCache
 from hadal.roles.fleet import fleet
 from hadal.runtime import (  # noqa: F401

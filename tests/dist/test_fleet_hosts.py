@@ -43,9 +43,9 @@ from hadal.core.messages.fleet import DrainUnit, KeepUnit
 from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from hadal.core.seams import FleetEffect, Send, StartUnit, StopUnit
+from hadal.lab.sim.day.clock import DemandClock, hour_beijing
+from hadal.lab.sim.day.published import HOUR_S as REAL_HOUR_S
 from hadal.roles.fleet.demand import NUM_SAMPLES
-from hadal.sim.day.clock import DemandClock, hour_beijing
-from hadal.sim.day.published import HOUR_S as REAL_HOUR_S
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Hosts
 from tests.dist.test_hosts import SMALL, Deployed, is_gone, serve
 from tests.sim.engine import VOCAB

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from evals.run import held_out_examples
 from hadal.cli import app
 from hadal.commands.replay import make_role
+from hadal.lab.sim.replay import ReplayReport, replay
 from hadal.roles.recording import Recording
 from hadal.runtime.recorder import RECORD, read_recordings
-from hadal.sim.replay import ReplayReport, replay
 from tests.dist.serving import Server, StartServer, kill_at_work
 from tests.dist.test_load import load
 from tests.fresh import fresh

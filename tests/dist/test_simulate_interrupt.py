@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hadal.commands.simulate_files import study_toml
+from hadal.lab.simulate.files import study_toml
 from tests.levels import FULL
-from tests.unit.sim.studies import WORKLOAD, small
+from tests.unit.lab.sim.studies import WORKLOAD, small
 from tests.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.more("unit tests have Ctrl-C at the processes of a simulation")

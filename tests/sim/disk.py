@@ -18,7 +18,7 @@ from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews
-from hadal.sim.world.clock import SimClock
+from hadal.lab.sim.world.clock import SimClock
 from tests.sim.engine import Cells, Pool
 
 

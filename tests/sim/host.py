@@ -13,7 +13,7 @@ from hadal.core.messages.generation import Deliver
 from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
 from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Send, Tick, UsedBlocks, WakeAt
-from hadal.sim.world.clock import SimClock
+from hadal.lab.sim.world.clock import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
 from tests.sim.starving import Starving

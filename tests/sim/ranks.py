@@ -19,8 +19,8 @@ from hadal.comm.host_waits import HostWaits
 from hadal.core.messages.every import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
+from hadal.lab.sim.world.clock import SimClock
 from hadal.roles.ranks.rank import RankProgress, RankRole
-from hadal.sim.world.clock import SimClock
 from tests.sim.engine import DecodeEngine, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host

@@ -35,6 +35,7 @@ from hadal.core.messages.units import (
     UnitDown,
 )
 from hadal.core.placement import spread
+from hadal.lab.sim.world.clock import SimClock
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.fairness import is_batch
 from hadal.roles.decode.leader import DecodeLeader
@@ -47,7 +48,6 @@ from hadal.roles.ranks.rank import RankRole
 from hadal.roles.ranks.ranks import RankedLeader
 from hadal.roles.ranks.states import UnitPhase
 from hadal.roles.reasons import kind_of
-from hadal.sim.world.clock import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults, SimDisk

@@ -13,13 +13,13 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.test_tidy import MAY_IMPORT, ROOT, room_of
+from tests.test_tidy import MAY_IMPORT, ROOT, room_in, room_of
 
 ALWAYS = ("tests/test_tidy.py", "tests/test_docs.py", "tests/test_same_code.py")
 EVERYTHING = ("pyproject.toml", "requirements.txt", "tests/conftest.py", "Makefile")
-SERVED = {"runtime", "gateway", "console"}
+SERVED = {"runtime", "gateway", "apps/console"}
 """Rooms whose processes `hadal serve` starts."""
-FOLDER_TO_ROOMS = {"tests/sim": {"sim"}, "tests/dist": SERVED, "tests/gpu": {"model"}}
+FOLDER_TO_ROOMS = {"tests/sim": {"lab/sim"}, "tests/dist": SERVED, "tests/gpu": {"model"}}
 
 
 def tests_of_changes(since: str) -> list[str]:
@@ -55,10 +55,10 @@ def _importers(rooms: set[str]) -> set[str]:
 def _rooms_tested(path: Path) -> set[str]:
     """Return the rooms that a file of tests is about: by its place, and by what it imports of them."""
     parts = path.relative_to(ROOT).parts
-    found = set(parts[2:3]) if parts[1] == "unit" and len(parts) > 3 else set()
+    found = {room_in(parts[2:])} if parts[1] == "unit" and len(parts) > 3 else set()
     found |= FOLDER_TO_ROOMS.get("/".join(parts[:2]), set())
     return found | {
-        module.split(".")[1] for module in modules_of(path) if module.startswith("hadal.")
+        room_in(module.split(".")[1:]) for module in modules_of(path) if module.startswith("hadal.")
     }
 
 

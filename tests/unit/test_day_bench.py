@@ -13,13 +13,13 @@ from rich.console import Console
 from bench import prefill_unit
 from bench.prefill_unit import placed, settings
 from hadal.core.config import DECODE, PREFILL
+from hadal.lab.sim.day.curves import prefill_point
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.runners import NO_WORK, StepWork
+from hadal.lab.sim.world.seen import WorldLog
+from hadal.lab.sim.world.world import FleetWorld
 from hadal.perf.shapes import causal_pairs
-from hadal.sim.day.curves import prefill_point
-from hadal.sim.day.study import Study
-from hadal.sim.runners import NO_WORK, StepWork
-from hadal.sim.world.seen import WorldLog
-from hadal.sim.world.world import FleetWorld
-from tests.unit.sim.studies import cached_day, load, small
+from tests.unit.lab.sim.studies import cached_day, load, small
 
 
 def text_of(table: object) -> str:
@@ -67,7 +67,7 @@ def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> No
     assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(wanted)
 
 
-@pytest.mark.more("a unit is simulated; its parts are tested in tests/unit/sim/day")
+@pytest.mark.more("a unit is simulated; its parts are tested in tests/unit/lab/sim/day")
 def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     study, figures = small(), load().figures()
     run = prefill_unit.measured(study, figures, cached_day())

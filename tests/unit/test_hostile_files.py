@@ -23,8 +23,6 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.plan_files import read_traffic
-from hadal.commands.simulate_files import read_study, study_toml
 from hadal.core.config import read_deployment
 from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text
 from hadal.core.errors import CheckpointError, ConfigError
@@ -33,10 +31,12 @@ from hadal.gateway.desk.service import read_served_model
 from hadal.gateway.text import chat
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.vocabulary import read_vocabulary
+from hadal.lab.plan.files import read_traffic
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.plan.traffic import EXAMPLE
+from hadal.lab.simulate.files import read_study, study_toml
 from hadal.model.checkpoint import Checkpoint
 from hadal.runtime.headers import stored_weights
-from hadal.sim.day.study import Study
-from hadal.sim.plan.traffic import EXAMPLE
 from tests.fresh import fresh
 from tests.hostile import HUGE, mutated, mutated_toml
 from tests.unit.gateway.model_folder import write_model_folder

@@ -12,7 +12,7 @@ import pytest
 from bench.load import first_ms, num_tokens, rate, stream, token_ms
 from bench.server import Address
 from bench.tables import percentile
-from hadal.commands.bench_request import Sample
+from hadal.apps.bench.request import Sample
 
 PIECES = (
     {"choices": [{"text": "", "token_ids": [7]}]},

@@ -24,7 +24,7 @@ from bench.plan_fit import (
     simulate,
     steps_before,
 )
-from hadal.sim.plan.units import TTFT_TAIL, UNEVEN_POWER, tail_of
+from hadal.lab.sim.plan.units import TTFT_TAIL, UNEVEN_POWER, tail_of
 
 UNIT = UNITS[3]
 

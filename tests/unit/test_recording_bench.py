@@ -12,7 +12,7 @@ import pytest
 
 from bench.recording import Cost, again, cost_of, recording_into, shown, table
 from hadal.runtime.recorder import RECORD, Recorded, read_recordings
-from tests.unit.sim.recorded import record
+from tests.unit.lab.sim.recorded import record
 
 
 def test_what_is_timed_is_the_recorders_own_work(

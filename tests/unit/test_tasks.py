@@ -30,7 +30,7 @@ from evals.tasks import (
 from evals.texts import _FACTS
 from evals.wordings import Source, is_frame_held_out, is_one_in
 from evals.words import with_articles
-from hadal.console import tools
+from hadal.apps.console import tools
 
 _SLOT = re.compile(r"\{\w*\}")
 NUM = 250

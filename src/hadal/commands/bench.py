@@ -16,7 +16,7 @@ from hadal.commands.examples import examples
 from hadal.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hadal.commands.bench_load import Level
+    from hadal.apps.bench.load import Level
 
 EPILOG = examples(
     ("hadal bench", "the server on this machine, with 1, 4 and 16 requests at once"),
@@ -124,12 +124,12 @@ def bench(
     """Load a server that speaks OpenAI's API, Hadal's or another, and measure latency, throughput and
     goodput.
     """
-    from hadal.commands.bench_lengths import parse_lengths, read_trace
-    from hadal.commands.bench_load import LoadPlan
-    from hadal.commands.bench_request import Target
-    from hadal.commands.bench_run import BenchOptions, run
-    from hadal.commands.bench_texts import Texts
-    from hadal.commands.bench_values import parse_promises
+    from hadal.apps.bench.lengths import parse_lengths, read_trace
+    from hadal.apps.bench.load import LoadPlan
+    from hadal.apps.bench.request import Target
+    from hadal.apps.bench.run import BenchOptions, run
+    from hadal.apps.bench.texts import Texts
+    from hadal.apps.bench.values import parse_promises
 
     if endpoint not in ("chat", "completions"):
         raise ConfigError(f"--endpoint is {endpoint!r}; chat or completions is needed.")
@@ -163,7 +163,7 @@ def bench(
 
 def _levels(rate: str, concurrency: str, speed: float | None) -> list[Level]:
     """`speed`: of a trace, where there is one. Raises ConfigError."""
-    from hadal.commands.bench_load import Level
+    from hadal.apps.bench.load import Level
 
     if not rate and not concurrency:
         if speed is not None:

@@ -15,8 +15,8 @@ from hadal.commands.examples import examples
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hadal.lab.sim.replay import ReplayReport
     from hadal.roles.recording import Opening, RecordedRole
-    from hadal.sim.replay import ReplayReport
 
 EXIT_DIFFERENT = 1
 EPILOG = examples(
@@ -37,9 +37,9 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Give the events of a recorded live run to this version's roles, and compare every decision."""
+    from hadal.lab.sim.replay import replay as replay_all
     from hadal.progress import Bar
     from hadal.runtime.recorder import read_recordings
-    from hadal.sim.replay import replay as replay_all
 
     begun_s = time.perf_counter()
     with Bar("hadal replay", 1.0) as bar:

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hadal.commands.day_values import duration
+from hadal.results.values import duration
 from hadal.stats.prices import HOUR_S
 from hadal.stats.report import HOUR, QUANTILES, SHARED, TENANT, Detail, Line, Report, iso
 from hadal.stats.usage import TenantUse

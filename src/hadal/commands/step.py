@@ -13,8 +13,8 @@ import typer
 from hadal.commands.examples import examples
 
 if TYPE_CHECKING:
-    from hadal.perf.explain import StepPrice
-    from hadal.perf.step import StepModel
+    from hadal.lab.perf.explain import StepPrice
+    from hadal.lab.perf.step import StepModel
 
 EPILOG = examples(
     (
@@ -120,8 +120,8 @@ def step(
     """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, and what
     is hidden.
     """
-    from hadal.perf.hardware import hardware_named
-    from hadal.perf.step import MTP_ACCEPT, StepModel
+    from hadal.lab.perf.hardware import hardware_named
+    from hadal.lab.perf.step import MTP_ACCEPT, StepModel
 
     decode_only = {
         "--batch": batch,

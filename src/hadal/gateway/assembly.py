@@ -27,7 +27,7 @@ from hadal.gateway.desk.keys import PATH, KeysFile, KeysHeard
 from hadal.gateway.desk.link import FrontLink, FrontWire
 from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.desk.pages import Page
-from hadal.gateway.desk.readiness import Readiness
+from hadal.gateway.desk.readiness import GatewayReadiness
 from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.service import Service, read_served_model
 from hadal.gateway.desk.tenancy import KeysChanged, Tenancy, has_budgets
@@ -127,7 +127,7 @@ def make_gateway(
         tenancy=Tenancy(
             source.keys, link, clock, has_ledger=accounting is not None, changed=source.changed
         ),
-        readiness=Readiness(deployment, link, run_status, patience, was_ready=has_served),
+        readiness=GatewayReadiness(deployment, link, run_status, patience, was_ready=has_served),
         desk=Desk(service, link, metrics, accounting, clock, patience),
         metrics=metrics,
         responses=Responses(kept_responses(deployment.gateway, clock.now), link, name, gateways),

@@ -15,7 +15,7 @@ from hadal.core.cache import DiskLocation, location_of, num_names, number_of, sp
 
 class BlockIndex(Protocol):
     """What a leader asks of an index of the blocks on disk. DiskIndex is the one that serves; a
-    simulated world knows without names what its disk has (sim/world/disk).
+    simulated world knows without names what its disk has (lab/sim/world/disk).
     """
 
     def __len__(self) -> int: ...

@@ -16,7 +16,7 @@ from hadal.core.messages.base import FRONT, LENDER
 
 UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"
-_CONSOLE_MODULE = "hadal.console.process"
+_CONSOLE_MODULE = "hadal.apps.console.process"
 CONSOLE = "console"
 """Role and name of the process that has the pages for people."""
 GATEWAY = "gateway"

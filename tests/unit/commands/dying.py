@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hadal.sim.day.study import Study
+from hadal.lab.sim.day.study import Study
 
 
 def die(study: Study) -> None:

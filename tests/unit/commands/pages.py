@@ -11,7 +11,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from hadal.commands.day_page import report_html
+from hadal.lab.simulate.page import report_html
 
 VOID = {"meta", "br", "hr"}
 PLOTLY = get_plotlyjs()

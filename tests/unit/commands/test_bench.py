@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from hadal.apps.bench.calibration import Calibration
+from hadal.apps.bench.lengths import BenchAsk, parse_lengths, read_trace
+from hadal.apps.bench.load import STOPPED, Level, LevelRun, LoadPlan, run_level
+from hadal.apps.bench.page import bench_html
+from hadal.apps.bench.request import Sample, Target, _follow
+from hadal.apps.bench.texts import Texts
+from hadal.apps.bench.values import level_summary, parse_promises, summary
 from hadal.cli import app
-from hadal.commands.bench_calibration import Calibration
-from hadal.commands.bench_lengths import BenchAsk, parse_lengths, read_trace
-from hadal.commands.bench_load import STOPPED, Level, LevelRun, LoadPlan, run_level
-from hadal.commands.bench_page import bench_html
-from hadal.commands.bench_request import Sample, Target, _follow
-from hadal.commands.bench_texts import Texts
-from hadal.commands.bench_values import level_summary, parse_promises, summary
 from hadal.core.errors import ConfigError
 from tests.unit.commands.pages import PLOTLY, Page
 

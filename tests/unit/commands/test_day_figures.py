@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hadal.commands.day_figures import (
-    Figure,
+from hadal.lab.simulate.figures import (
     balance_words,
     by_rank,
     distribution,
@@ -20,6 +19,7 @@ from hadal.commands.day_figures import (
     users_speed,
     what_ifs,
 )
+from hadal.results.figures import Figure
 from tests.unit.commands.day_result import result
 
 RESULT = result()

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hadal.commands.day_page import (
+from hadal.lab.simulate.page import (
     HOUR,
-    Table,
     bins,
     columns,
     fluid_and_windows,
@@ -25,6 +24,7 @@ from hadal.commands.day_page import (
     what_if_table,
     windows,
 )
+from hadal.results.page import Table
 from tests.unit.commands.day_result import result
 from tests.unit.commands.pages import PLOTLY, Page, text_of
 from tests.waiting import DEADLINE_S
@@ -240,8 +240,8 @@ def test_a_page_of_a_huge_unit_stays_readable() -> None:
 def test_nothing_but_the_report_loads_what_draws_it() -> None:
     """Neither a server nor the processes that simulate wait for it."""
     code = (
-        "import sys, hadal.cli, hadal.runtime.launch, hadal.commands.simulate\n"
-        "assert not {'plotly', 'narwhals', 'hadal.commands.day_page'} & set(sys.modules)"
+        "import sys, hadal.cli, hadal.runtime.launch, hadal.lab.simulate.run\n"
+        "assert not {'plotly', 'narwhals', 'hadal.lab.simulate.page'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hadal.commands.day_values import (
+from hadal.results.values import (
     NOTHING,
     as_number,
     compact,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from hadal.cli import app
 from hadal.core.config import read_deployment
-from hadal.sim.plan.traffic import EXAMPLE
+from hadal.lab.sim.plan.traffic import EXAMPLE
 
 SEARCHED = "another search takes 3 s"
 SMALL = (

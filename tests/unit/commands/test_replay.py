@@ -31,7 +31,7 @@ from hadal.roles.recording import (
     Recording,
     frame,
 )
-from tests.unit.sim.recorded import MODEL, record
+from tests.unit.lab.sim.recorded import MODEL, record
 
 
 def call(*arguments: str) -> Result:

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hadal.cli import app
-from hadal.commands.simulate_files import study_toml
+from hadal.lab.simulate.files import study_toml
 from tests.unit.commands.pages import PLOTLY, Page
-from tests.unit.sim.studies import WORKLOAD, small
+from tests.unit.lab.sim.studies import WORKLOAD, small
 
 
 def run(*arguments: str) -> Result:

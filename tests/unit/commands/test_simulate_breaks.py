@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.simulate_tables import HOURS, hours_tables
+from hadal.lab.simulate.tables import HOURS, hours_tables
 
 
 def hour(index: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hadal.commands.simulate_files import finite, hours_of, read_study, study_toml
 from hadal.core.errors import ConfigError
-from hadal.sim.day.study import Study
-from hadal.sim.sessions import LogNormal, SystemPrompt
-from tests.unit.sim.studies import small
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.sessions import LogNormal, SystemPrompt
+from hadal.lab.simulate.files import finite, hours_of, read_study, study_toml
+from tests.unit.lab.sim.studies import small
 
 PRESET = "deepseek-day"
 

@@ -12,8 +12,8 @@ from multiprocessing import active_children
 import pytest
 from pebble import ProcessExpired
 
-from hadal.commands.processes import Processes, processes
 from hadal.core.errors import ConfigError
+from hadal.lab.simulate.processes import Processes, processes
 from tests.unit.commands.parts import blocked, die_halfway, part, refused
 from tests.waiting import wait_until
 

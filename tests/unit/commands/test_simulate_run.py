@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
-import hadal.commands.simulate_stages as simulate_stages
-from hadal.commands.simulate_stages import (
+import hadal.lab.simulate.stages as simulate_stages
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import ConfigError, HadalError
+from hadal.lab.sim.day.curves import points_at
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.day.what_ifs import what_ifs
+from hadal.lab.simulate.stages import (
     Simulated,
     SimulationPlan,
     Stages,
@@ -23,14 +28,9 @@ from hadal.commands.simulate_stages import (
     expert_ranks,
     simulate,
 )
-from hadal.core.config import DECODE, PREFILL
-from hadal.core.errors import ConfigError, HadalError
-from hadal.sim.day.curves import points_at
-from hadal.sim.day.study import Study
-from hadal.sim.day.what_ifs import what_ifs
 from tests.unit.commands.dying import die
 from tests.unit.commands.pages import Page, text_of
-from tests.unit.sim.studies import WORKLOAD, small
+from tests.unit.lab.sim.studies import WORKLOAD, small
 
 WHOLE = "test_simulate has a day in whole"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hadal.commands.simulate_tables import ROWS, alternatives_table, day_table, hours_tables, show
+from hadal.lab.simulate.tables import ROWS, alternatives_table, day_table, hours_tables, show
 from tests.unit.commands.day_result import result
 
 

@@ -10,7 +10,7 @@ from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.kept import PATH, Responses, kept_responses
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.metrics import Metrics
-from hadal.gateway.desk.readiness import Readiness
+from hadal.gateway.desk.readiness import GatewayReadiness
 from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.service import Service
 from hadal.gateway.desk.tenancy import Tenancy
@@ -44,7 +44,7 @@ def gateway_with(
         link=link,
         intake=Intake(service.limits, patience),
         tenancy=Tenancy(keys or Keys(), link, clock, has_ledger=has_ledger),
-        readiness=Readiness(deployment, link, run_status, patience, was_ready=was_ready),
+        readiness=GatewayReadiness(deployment, link, run_status, patience, was_ready=was_ready),
         desk=Desk(service, link, metrics, None, clock, patience),
         metrics=metrics,
         responses=Responses(kept_responses(deployment.gateway, clock.now), link, GATEWAY, names),

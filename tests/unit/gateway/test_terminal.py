@@ -20,8 +20,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from hadal.apps.terminal import Chat, ChatError, WordWrap, turns
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.terminal import Chat, ChatError, WordWrap, turns
 from tests.waiting import DEADLINE_S, wait_until
 
 from .serving import serving

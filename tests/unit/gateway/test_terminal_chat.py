@@ -10,8 +10,8 @@ import httpx
 import pytest
 from rich.console import Console
 
+from hadal.apps.terminal import Chat, ChatError, chat, first_model
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.terminal import Chat, ChatError, chat, first_model
 
 from .serving import serving
 from .world import spell

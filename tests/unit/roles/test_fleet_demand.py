@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.messages.fleet import Demand
+from hadal.lab.sim.day.published import HOURLY_SHARES, SHAPE
 from hadal.policy.demand import FLAT
 from hadal.roles.fleet.demand import NUM_SAMPLES, DemandMeter
-from hadal.sim.day.published import HOURLY_SHARES, SHAPE
 
 
 def demand(tokens_in: float, tokens_out: float = 0.0, epoch: str = "f") -> Demand:

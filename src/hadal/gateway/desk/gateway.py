@@ -10,7 +10,7 @@ from hadal.gateway.desk.desk import Desk
 from hadal.gateway.desk.kept import Responses
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.metrics import Metrics
-from hadal.gateway.desk.readiness import Readiness
+from hadal.gateway.desk.readiness import GatewayReadiness
 from hadal.gateway.desk.service import Service
 from hadal.gateway.desk.tenancy import Tenancy
 from hadal.gateway.edge.intake import Intake
@@ -29,7 +29,7 @@ class Gateway:
     link: FrontLink
     intake: Intake
     tenancy: Tenancy
-    readiness: Readiness
+    readiness: GatewayReadiness
     desk: Desk
     metrics: Metrics
     responses: Responses

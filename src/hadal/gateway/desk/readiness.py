@@ -12,7 +12,7 @@ from hadal.gateway.edge.errors import overloaded
 from hadal.gateway.edge.intake import Patience
 
 
-class Readiness:
+class GatewayReadiness:
     """Owner of the one fact that outlives units: the server could answer once."""
 
     def __init__(

@@ -81,6 +81,7 @@ def prefill_work(record: Record) -> tuple[int, int]:
 
 
 def decode_view(unit: Unit) -> DecodeUnitView:
+    """Return a decode unit as policies see it."""
     return DecodeUnitView(
         unit.name,
         unit.num_blocks,

@@ -1,0 +1,1 @@
+"""House apps: pages, terminal chat and load generator; extra `apps`."""

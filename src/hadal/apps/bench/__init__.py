@@ -1,0 +1,1 @@
+"""`hadal bench`: load for any server with OpenAI's API."""

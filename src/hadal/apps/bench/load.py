@@ -1,0 +1,218 @@
+"""Load for a server that speaks OpenAI's API: levels of rates, of concurrencies, or of a trace's times.
+
+Open load comes at its own times, whether earlier requests are done or not (Poisson, or a trace's
+times), and is measured from when a request was due, so that a client that is late hides nothing.
+Closed load keeps a number of requests open, each followed by the next. Does not know the API, nor how
+prompts are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import httpx
+import numpy as np
+from numpy.random import Generator
+
+from hadal.apps.bench.calibration import Calibration, calibrate, first_model
+from hadal.apps.bench.lengths import BenchAsk, Lengths, TraceLoad
+from hadal.apps.bench.request import BenchError, Sample, Target, client_for, measure
+from hadal.apps.bench.texts import Texts
+
+MAX_OPEN = 4096
+"""Requests of an open load that may be open at once; what is due beyond them is an error of its own."""
+FULL = f"not sent: {MAX_OPEN} were open"
+LATE = "not sent: this client was late by more than a request may take"
+STOPPED = "stopped"
+"""Error of a request that was open at Ctrl-C; the server did not cause it."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load: its kind and how high it is."""
+
+    kind: str
+    """rate, concurrency or trace."""
+    value: float
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return {
+            "rate": f"{self.value:g}/s",
+            "concurrency": f"{self.value:g} at once",
+            "trace": f"trace x{self.value:g}",
+        }[self.kind]
+
+    def arrivals(
+        self, rng: Generator, trace: TraceLoad | None, end_s: float, num_max: int
+    ) -> Iterator[float]:
+        """Yield the times at which requests of an open load are due."""
+        if self.kind == "trace":
+            assert trace is not None
+            times: Iterator[float] = (at_s / self.value for at_s in trace.at_s)
+        else:
+            times = _poisson(rng, self.value)
+        for _, at_s in zip(range(num_max), times, strict=False):
+            if at_s >= end_s:
+                return
+            yield at_s
+
+
+def _poisson(rng: Generator, rate: float) -> Iterator[float]:
+    at_s = 0.0
+    while True:
+        at_s += float(rng.exponential(1.0 / rate))
+        yield at_s
+
+
+@dataclass
+class LevelRun:
+    """Samples of a level, as far as it has run."""
+
+    level: Level
+    samples: list[Sample] = field(default_factory=list)
+    num_open: int = 0
+    elapsed_s: float = 0.0
+    """From its start to its last end, or to now; of a rate that was held, its whole time at least."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Time, number and lengths of each level's requests."""
+
+    duration_s: float
+    """Time after a level's start in which requests are sent."""
+    num_requests: int
+    """Limit of requests of a level."""
+    tokens_in: Lengths
+    tokens_out: Lengths
+    trace: TraceLoad | None = None
+    seed: int = 0
+
+    def asks(self, rng: Generator) -> Iterator[BenchAsk]:
+        """Yield requests without end; a trace's requests repeat."""
+        while True:
+            if self.trace is not None:
+                yield from self.trace.asks
+            else:
+                sizes = (lengths.draw(rng, 64) for lengths in (self.tokens_in, self.tokens_out))
+                yield from (BenchAsk(*both) for both in zip(*sizes, strict=True))
+
+
+async def warm_up(
+    client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, num_requests: int
+) -> None:
+    """Send requests that are not counted, all at once. Raises BenchError if none is answered."""
+    asks = plan.asks(np.random.default_rng([plan.seed, 1 << 20]))
+    samples = [Sample(0.0) for _ in range(num_requests)]
+    await asyncio.gather(
+        *(
+            measure(
+                client, found.target, found.body(ask, (1 << 40) + number), sample, time.monotonic
+            )
+            for number, (ask, sample) in enumerate(zip(asks, samples, strict=False))
+        )
+    )
+    if samples and all(sample.error for sample in samples):
+        raise BenchError(
+            f"none of the {num_requests} requests of the warm-up was answered: {samples[0].error}."
+        )
+
+
+async def run_level(
+    client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
+) -> None:
+    """Hold level `number` for its time. What is measured is in `run` at once, also when this is
+    cancelled.
+    """
+    rng = np.random.default_rng([plan.seed, number])
+    asks, start_s = plan.asks(rng), time.monotonic()
+
+    def now() -> float:
+        return time.monotonic() - start_s
+
+    async def send(due_s: float) -> None:
+        ask = next(asks)
+        sample = Sample(due_s)
+        run.samples.append(sample)
+        run.num_open += 1
+        body = found.body(ask, (number << 24) + len(run.samples))
+        try:
+            await measure(client, found.target, body, sample, now)
+        except asyncio.CancelledError:
+            sample.error, sample.end_s = STOPPED, now()
+            raise
+        finally:
+            run.num_open -= 1
+            run.elapsed_s = now()
+
+    async def stay() -> None:
+        while now() < plan.duration_s and len(run.samples) < plan.num_requests:
+            await send(now())
+
+    async with asyncio.TaskGroup() as tasks:
+        if run.level.kind == "concurrency":
+            for _ in range(min(int(run.level.value), plan.num_requests)):
+                tasks.create_task(stay())
+        else:
+            for due_s in run.level.arrivals(rng, plan.trace, plan.duration_s, plan.num_requests):
+                await asyncio.sleep(max(0.0, due_s - now()))
+                is_late = now() > due_s + found.target.timeout_s
+                if is_late or run.num_open >= MAX_OPEN:
+                    error = LATE if is_late else FULL
+                    run.samples.append(Sample(due_s, sent_s=now(), end_s=now(), error=error))
+                else:
+                    tasks.create_task(send(due_s))
+    if run.level.kind == "rate" and len(run.samples) < plan.num_requests:
+        # Time in which nothing happened to come was offered, too.
+        run.elapsed_s = max(run.elapsed_s, plan.duration_s)
+
+
+async def run_levels(
+    target: Target,
+    texts: Texts,
+    plan: LoadPlan,
+    levels: Sequence[Level],
+    num_warm_up: int,
+    runs: list[LevelRun],
+    notes: list[str],
+    tell: Callable[[str, float], None],
+) -> str:
+    """Run all levels, one after the other, and fill `runs` and `notes`; `tell` is called with the
+    progress and the seconds of load that are over. Returns the model's name. Raises BenchError.
+    """
+    async with client_for(target) as client:
+        tell("asking what is there", 0.0)
+        if not target.model:
+            target = replace(target, model=await first_model(client, target.url))
+        found = await calibrate(client, target, texts)
+        notes += found.notes
+        tell(f"warming up with {num_warm_up} requests", 0.0)
+        await warm_up(client, found, plan, num_warm_up)
+        for number, level in enumerate(levels):
+            run = LevelRun(level)
+            runs.append(run)
+            telling = asyncio.create_task(_tell(run, number, plan, tell))
+            try:
+                await run_level(client, found, plan, number, run)
+            finally:
+                telling.cancel()
+    return target.model
+
+
+async def _tell(
+    run: LevelRun, number: int, plan: LoadPlan, tell: Callable[[str, float], None]
+) -> None:
+    start_s = time.monotonic()
+    while True:
+        passed_s = time.monotonic() - start_s
+        num_done = len(run.samples) - run.num_open
+        tell(
+            f"{run.level.name}: {num_done} done, {run.num_open} open",
+            number * plan.duration_s + min(passed_s, plan.duration_s),
+        )
+        await asyncio.sleep(0.25)

@@ -1,0 +1,295 @@
+"""Where the console's figures come from: one feed for all pages that are open, and nothing is asked
+while none is.
+
+    /status, /trace      the gateway, with the key of one of those who look, in turn
+    status.json, logs    the run folder, for what the supervisor knows
+    the ledger           read only, in a thread
+
+A key that is refused meanwhile loses its pages. Money is read every few seconds: it changes with
+whole requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from hadal.apps.console.asking import AskError, Asking
+from hadal.apps.console.series import Series
+from hadal.core.errors import HadalError
+from hadal.core.messages.base import SUPERVISOR
+from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
+from hadal.gateway.desk.frames import ConsoleFrame, LogLine
+from hadal.gateway.desk.trace import TraceReply
+from hadal.runtime.ledger.store import Store
+from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
+from hadal.runtime.process.status import Status, read_fleet, read_status
+from hadal.stats.report import BY, report
+
+log = logging.getLogger("hadal.apps.console")
+
+PERIOD_S = 2.0
+"""Time between two frames."""
+_SLOW_PERIODS = 3
+"""Frames between two looks at the ledger and the logs."""
+_TRACE_WAIT_S = 1.0
+_MONEY_S = 86_400
+MOST_SPANS = 50_000
+"""Requests of a day up to which each is looked at, to say what every tenant cost."""
+_MONEY_WAIT_S = 1.0
+"""A frame waits so long for the ledger, and is shown without it."""
+_NUM_LINES = 60
+"""Of each level: errors stay, however much is warned of."""
+_LEVELS = ("WARNING", "ERROR", "CRITICAL")
+_TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
+
+
+class FrameSource(Protocol):
+    """What a feed reads."""
+
+    async def check(self, key: str) -> None:
+        """Raises AskError for a key that may not see the console."""
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
+        """The next frame, with the experts and a step of these units. Raises AskError 401 or 403."""
+
+
+class LiveSource:
+    """A server. `folder`: of its run, None if it is elsewhere; `ledger_url`: empty for none."""
+
+    def __init__(self, asking: Asking, folder: Path | None, ledger_url: str) -> None:
+        self._asking = asking
+        self._folder = folder
+        self._ledger_url = ledger_url
+        self._readers: dict[str, KeptReader] = {}
+        self._lines = {level: deque[LogLine](maxlen=_NUM_LINES) for level in _LEVELS}
+        self._money: dict[str, Any] = {}
+        self._reading: asyncio.Task[None] | None = None
+        """Of the ledger: one that is slow or away holds up nothing else."""
+        self._experts: dict[str, UnitExperts] = {}
+        """What was last told of the units that are asked for."""
+        self._num_asked = 0
+        self._turn = itertools.count()
+
+    async def check(self, key: str) -> None:
+        """As FrameSource has it: the console shows what all tenants do, so it is for operators."""
+        await self._asking.page("/status", key)
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
+        """As FrameSource has it."""
+        overview, problem = None, ""
+        try:
+            overview = await self._overview(key, experts)
+        except AskError as error:
+            if error.status in (401, 403):
+                raise
+            problem = str(error)
+        except msgspec.MsgspecError as error:
+            problem = f"The server answered something else than its status ({error})."
+        traces = await asyncio.gather(*(self._trace(key, unit) for unit in sorted(traced)))
+        is_slow_turn = next(self._turn) % _SLOW_PERIODS == 0
+        status = await asyncio.to_thread(self._look, is_slow_turn)
+        if is_slow_turn and status is not None:
+            await self._read_money()
+        return ConsoleFrame(
+            time.time(),
+            overview,
+            status,
+            read_fleet(self._folder) if self._folder is not None else None,
+            self._money,
+            tuple(sorted(itertools.chain(*self._lines.values()), key=lambda line: line.time)),
+            {reply.unit: reply for reply in traces if reply is not None},
+            problem,
+        )
+
+    async def _overview(self, key: str, experts: set[str]) -> Overview:
+        """With the experts of these units as they were told last. Raises AskError and MsgspecError."""
+        asked = sorted(experts)
+        first = self._num_asked % max(len(asked), 1)
+        turns = (asked[first:] + asked[:first])[:EXPERTS_MAX]
+        self._num_asked += EXPERTS_MAX
+        body = await self._asking.page("/status", key, experts=",".join(turns))
+        overview = msgspec.json.decode(body, type=Overview)
+        up = {unit for units in overview.snapshot.role_to_units.values() for unit in units}
+        self._experts = {
+            unit: found
+            for unit, found in (self._experts | overview.experts).items()
+            if unit in experts & up
+        }
+        return msgspec.structs.replace(overview, experts=self._experts)
+
+    async def _trace(self, key: str, unit: str) -> TraceReply | None:
+        """A step of the unit; None if it had none to do, or others trace it."""
+        wait_s = f"{_TRACE_WAIT_S:g}"
+        try:
+            body = await self._asking.page("/trace", key, unit=unit, steps="1", wait_s=wait_s)
+            return msgspec.json.decode(body, type=TraceReply)
+        except (AskError, msgspec.MsgspecError):
+            return None
+
+    def _look(self, is_slow_turn: bool) -> Status | None:
+        if self._folder is None:
+            return None
+        status = read_status(self._folder)
+        if is_slow_turn and status is not None:
+            self._read_logs(self._folder, status)
+        return status
+
+    def _read_logs(self, folder: Path, status: Status) -> None:
+        found = []
+        for name in (*status.processes, SUPERVISOR):
+            if name not in self._readers:
+                self._readers[name] = KeptReader(folder / LOGS_FOLDER, name)
+            for line in self._readers[name].read():
+                parsed = parse_line(line.decode("utf-8", "replace"))
+                if parsed is not None:
+                    found.append(parsed)
+        for warning in sorted(found, key=lambda one: one.time):
+            self._lines[warning.level].append(warning)
+
+    async def _read_money(self) -> None:
+        """Begin to read the ledger, if that is not under way."""
+        if self._ledger_url and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(asyncio.to_thread(self._read_ledger))
+        if self._reading is not None:
+            await asyncio.wait((self._reading,), timeout=_MONEY_WAIT_S)
+
+    def _read_ledger(self) -> None:
+        try:
+            with closing(Store(self._ledger_url)) as store:
+                self._money = reports(store, int(time.time() * 1e6))
+        except (HadalError, OSError, sqlite3.Error) as error:
+            self._money = {"problem": str(error)}
+        except Exception:
+            log.exception("the ledger could not be read; it is tried again")
+
+
+def reports(store: Store, now_us: int) -> dict[str, Any]:
+    """The last day by each of what a report may be by. Of sums, for quantiles cost a look at every
+    request and the page has none; what a tenant cost does too, so that stands only in a day of few
+    requests.
+    """
+    from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
+    window = store.read(from_us, to_us, has_details=False)
+    if sum(counts.num_requests for _, counts in window.tally) <= MOST_SPANS:
+        window = store.read(from_us, to_us, has_details=False, has_spans=True)
+    return {
+        by: report(window.tally, window.nodes, from_us, to_us, by=by, spans=window.spans).as_json()
+        for by in BY
+    }
+
+
+def parse_line(text: str) -> LogLine | None:
+    """A warning or an error as a process writes it, in either form; None for anything else."""
+    if text.startswith("{"):
+        try:
+            said = msgspec.json.decode(text)
+        except msgspec.MsgspecError:
+            return None
+        level = str(said.get("level", "")).upper()
+        if level not in _LEVELS:
+            return None
+        what = str(said.get("message", "")), str(said.get("process", ""))
+        return LogLine(str(said.get("time", "")), what[1], level, what[0])
+    match = _TEXT.match(text)
+    return LogLine(match[1], match[2], match[3], match[4].strip()) if match else None
+
+
+class RecordedSource:
+    """Frames that were written by a simulation, one after the other, again from the beginning."""
+
+    def __init__(self, frames: list[ConsoleFrame]) -> None:
+        self._frames = itertools.cycle(frames)
+
+    async def check(self, key: str) -> None:
+        """Whoever can reach the page may see what never happened."""
+
+    async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
+        """The next one, as if it were now."""
+        return next(self._frames)
+
+
+class Watcher:
+    """One open page."""
+
+    def __init__(
+        self, key: str, show: Callable[[ConsoleFrame], None], leave: Callable[[str], None]
+    ):
+        """`show` is called with each frame; `leave` with a reason if its key is not let in."""
+        self.key = key
+        self.show = show
+        self.leave = leave
+        self.experts: set[str] = set()
+        """Units whose experts it shows."""
+        self.traced: set[str] = set()
+
+
+class Feed:
+    """Polls while anybody watches, and keeps the last minutes as series."""
+
+    def __init__(self, source: FrameSource) -> None:
+        self.source = source
+        self.series = Series()
+        self.last: ConsoleFrame | None = None
+        self._watchers: list[Watcher] = []
+        self._task: asyncio.Task[None] | None = None
+        self._num_polls = 0
+
+    def watch(self, watcher: Watcher) -> None:
+        """Show it every frame from now on, until `forget`."""
+        if not self._watchers:
+            self.series.pause()
+        self._watchers.append(watcher)
+        if self.last is not None:
+            watcher.show(self.last)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def forget(self, watcher: Watcher) -> None:
+        """It is closed."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    async def _run(self) -> None:
+        while self._watchers:
+            start_s = time.monotonic()
+            try:
+                await self._poll()
+            except Exception:
+                log.exception("a look at the server failed; the next one comes as always")
+            await asyncio.sleep(max(0.1, PERIOD_S - (time.monotonic() - start_s)))
+
+    async def _poll(self) -> None:
+        keys = sorted({watcher.key for watcher in self._watchers})
+        key = keys[self._num_polls % len(keys)]
+        self._num_polls += 1
+        experts = {unit for watcher in self._watchers for unit in watcher.experts}
+        traced = {unit for watcher in self._watchers for unit in watcher.traced}
+        try:
+            frame = await self.source.frame(key, experts, traced)
+        except AskError as error:
+            for watcher in [one for one in self._watchers if one.key == key]:
+                self.forget(watcher)
+                watcher.leave(str(error))
+            return
+        self.last = frame
+        self.series.add(frame)
+        for watcher in [*self._watchers]:
+            try:
+                watcher.show(frame)
+            except Exception:
+                log.exception("a page cannot show what came")
+                self.forget(watcher)
+                with suppress(Exception):  # Its browser may be gone.
+                    watcher.leave("This page could not show what came. Load it anew, please.")

@@ -1,0 +1,182 @@
+"""What all pages share: the head with styles, the bar at the top, dark mode, and the form for a key.
+
+A key stays in the browser's own storage; this process holds it while the page is open and keeps it
+nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from nicegui import Client, app, ui
+
+from hadal.apps.console.asking import AskError
+
+STATIC = Path(__file__).with_name("static")
+_ASSETS = "/assets"
+_DARK = "hadal.dark"
+_PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
+"""Under which names the browser keeps the keys: what is chatted is charged to the chat's own, not to
+the operator's.
+"""
+_JS_S = 10.0
+"""How long a browser may take to answer a question about what it keeps."""
+
+
+def add_assets() -> None:
+    """Serve the styles and the script of the pages."""
+    app.add_static_files(_ASSETS, STATIC)
+
+
+def _asset(name: str) -> str:
+    digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"{_ASSETS}/{name}?{digest}"
+
+
+async def stored(name: str) -> str:
+    """What the browser keeps under a name; empty if it keeps nothing."""
+    found = await ui.run_javascript(
+        f"return localStorage.getItem({json.dumps(name)}) || ''", timeout=_JS_S
+    )
+    return str(found or "")
+
+
+def store(client: Client, name: str, text: str) -> None:
+    """Have the browser keep it, or forget it if it is empty."""
+    client.run_javascript(f"hadal.store({json.dumps(name)}, {json.dumps(text)})")
+
+
+def head(title: str) -> None:
+    """Styles and title of a page."""
+    ui.page_title(title)
+    ui.add_head_html(f'<link rel="stylesheet" href="{_asset("console.css")}">')
+    ui.add_head_html(f'<script src="{_asset("console.js")}"></script>')
+
+
+class TopBar:
+    """The bar at the top: the name, what is served, links, a key that is kept, dark mode."""
+
+    def __init__(self, here: str) -> None:
+        """`here`: "chat" or "console"."""
+        self._here = here
+        self.dark = ui.dark_mode(None)
+        with ui.element("header").classes("h-bar"):
+            self.left = ui.element("div").classes("h-bar-left")
+            with self.left:
+                ui.link("Hadal", "/").classes("h-brand")
+                self.model = ui.label("").classes("h-muted h-model")
+            with ui.element("nav").classes("h-bar-right"):
+                for name, path in (("Chat", "/"), ("Console", "/console")):
+                    link = ui.link(name, path).classes("h-nav")
+                    if name.lower() == here:
+                        link.classes("h-nav-here").props('aria-current="page"')
+                self._forget = (
+                    ui.element("button")
+                    .classes("h-icon")
+                    .props('aria-label="Forget key" title="Forget key"')
+                    .on("click", self._forget_key)
+                )
+                with self._forget:
+                    ui.icon("key_off")
+                self._forget.set_visibility(False)
+                self._switch = (
+                    ui.element("button")
+                    .classes("h-icon")
+                    .props('aria-label="Light or dark" title="Light or dark"')
+                    .on("click", self._toggle)
+                )
+                with self._switch:
+                    ui.icon("contrast")
+
+    async def remember(self) -> None:
+        """Take up light or dark as it was chosen; else as the system has it."""
+        kept = await stored(_DARK)
+        self.dark.set_value({"1": True, "0": False}.get(kept))
+        self.show_key(await stored(_PAGE_TO_KEY[self._here]))
+
+    def show_key(self, key: str) -> None:
+        """A key that the browser keeps can be forgotten."""
+        self._forget.set_visibility(bool(key))
+
+    def _forget_key(self) -> None:
+        """Both, and what was seen with them: the page begins anew."""
+        for name in _PAGE_TO_KEY.values():
+            store(ui.context.client, name, "")
+        ui.run_javascript("location.reload()")
+
+    async def _toggle(self) -> None:
+        is_dark = await ui.run_javascript(
+            "return document.body.classList.contains('body--dark')", timeout=_JS_S
+        )
+        self.dark.set_value(not is_dark)
+        store(ui.context.client, _DARK, "0" if is_dark else "1")
+
+
+class Door:
+    """Asks for a key where the server needs one, and keeps asking until one is let in."""
+
+    def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
+        """`page`: "chat" or "console"; `what`: the key is for; `try_key` raises AskError for one
+        that is not let in.
+        """
+        self._name = _PAGE_TO_KEY[page]
+        self._what = what
+        self._try = try_key
+
+    async def open(self, into: ui.element, then: Callable[[str], Awaitable[None]]) -> None:
+        """Call `then` with a key that is let in: at once, or after the form in `into` was filled. A
+        page without a key of its own tries the other's.
+        """
+        names = sorted(_PAGE_TO_KEY.values(), key=lambda name: name != self._name)
+        kept = [await stored(name) for name in names]
+        key = kept[0] or kept[1]
+        try:
+            await self._try(key)
+        except AskError as error:
+            self._form(into, then, error, key, is_first=not key)
+            return
+        await then(key)
+
+    def _form(
+        self,
+        into: ui.element,
+        then: Callable[[str], Awaitable[None]],
+        error: AskError,
+        kept: str,
+        *,
+        is_first: bool,
+    ) -> None:
+        """`kept`: the key that was tried; `is_first`: there was none."""
+        into.clear()
+        is_refused = error.status in (401, 403)
+        with into, ui.element("form").classes("h-door").on("submit.prevent", lambda: None):
+            ui.html("<h1>" + ("A key, please" if is_refused else "No server") + "</h1>")
+            ui.label(self._what if is_refused else str(error)).classes("h-muted")
+            field = ui.input("API key").props("outlined dense type=password autocomplete=off")
+            field.classes("h-field")
+            field.set_visibility(is_refused)
+            said = ui.label("" if is_first or not is_refused else str(error)).classes("h-bad")
+
+            async def enter() -> None:
+                key = str(field.value or "").strip() if is_refused else kept
+                try:
+                    await self._try(key)
+                except AskError as refusal:
+                    if refusal.status in (401, 403) and not is_refused:
+                        self._form(into, then, refusal, kept, is_first=is_first)
+                    else:
+                        said.set_text(str(refusal))
+                    return
+                if is_refused:
+                    store(ui.context.client, self._name, key)
+                into.clear()
+                with into:
+                    await then(key)
+
+            field.on("keydown.enter", enter)
+            ui.button("Open" if is_refused else "Try again", on_click=enter).props(
+                "unelevated no-caps"
+            ).classes("h-primary")

@@ -1,0 +1,1 @@
+"""House lab: simulator, planner and step model; extra `lab`."""

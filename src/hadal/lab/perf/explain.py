@@ -1,0 +1,170 @@
+"""A step's price, and what it is made of: stages with their share, bounds and exposure; one step as a
+trace (lab/perf/trace has successive ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+
+from hadal.core.messages.questions import TracedStep
+from hadal.core.plans import OpTime, TraceEvent
+from hadal.lab.perf.layer import Kernel, MicroBatchLoad
+from hadal.lab.perf.roofline import LAUNCH, LINK, Timed
+from hadal.overlap.plan import COMBINE, DISPATCH, Schedule
+from hadal.overlap.trace import WAIT
+from hadal.perf.costs import EVERY_LAYER, NUM_POSTS, OPS, POST
+from hadal.perf.price import OpSeconds, Price, extended, price
+
+HOST = "host"
+DENSE_LAYERS = "dense layers"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What of a step lies outside its MoE layers."""
+
+    name: str
+    seconds: float
+    bound: str
+
+
+def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> StepPart:
+    """These kernels `num` times over; what bounds the longest of them bounds the part."""
+    longest = max(kernels, key=attrgetter("seconds"))
+    return StepPart(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of
+    them.
+    """
+
+    op: str
+    """The schedule's op; `step` for parts outside of MoE layers."""
+    name: str
+    micro_batch_s: float
+    """Seconds in one layer, for the first micro-batch."""
+    seconds: float
+    """Seconds in the whole step."""
+    bound: str
+    """compute, memory, link, launch or host: what its time is spent on."""
+    exposed_s: float
+    """What it adds to the step: all of a kernel, of an exchange what nothing hides."""
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """A priced step. `stages`' exposed times add up to `seconds`."""
+
+    phase: str
+    schedule: Schedule
+    num_layers: int
+    """MoE layers, the draft's included."""
+    walked: Price
+    parts: tuple[StepPart, ...]
+    micro_batches: tuple[MicroBatchLoad, ...]
+    kernels: tuple[tuple[Kernel, ...], ...]
+    """Kernels of an MoE layer, by micro-batch."""
+    ops: tuple[OpSeconds, ...]
+    tokens_per_s_gpu: float = 0.0
+    tokens_per_s_user: float | None = None
+    """None for prefill: what a user waits for there is a queue's matter."""
+    extrapolated: tuple[str, ...] = ()
+    """Inputs outside of what the curves were fitted to, in words."""
+    hbm_bytes: float = 0.0
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.walked.total_s + sum(part.seconds for part in self.parts)
+
+    @property
+    def micro_batch_layer_s(self) -> float:
+        """Seconds of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's
+        figures show.
+        """
+        return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
+
+    def finished(
+        self,
+        *,
+        tokens_per_s_gpu: float,
+        tokens_per_s_user: float | None,
+        extrapolated: tuple[str, ...],
+        hbm_bytes: float,
+    ) -> StepPrice:
+        """The same price with what follows from it."""
+        return replace(
+            self,
+            tokens_per_s_gpu=tokens_per_s_gpu,
+            tokens_per_s_user=tokens_per_s_user,
+            extrapolated=extrapolated,
+            hbm_bytes=hbm_bytes,
+        )
+
+    @cached_property
+    def stages(self) -> tuple[StageRow, ...]:
+        """The table, in the order of a layer."""
+        waits = self._waits()
+        rows = []
+        for index, kernel in enumerate(self.kernels[0]):
+            total_s = self.num_layers * sum(kernels[index].seconds for kernels in self.kernels)
+            exposed_s = waits.get(kernel.op, 0.0) if kernel.bound == LINK else total_s
+            rows.append(
+                StageRow(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s)
+            )
+        posts_s = 4 * self.num_layers * sum(op.post for op in self.ops)
+        if posts_s > 0.0:
+            rows.append(
+                StageRow(
+                    "post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s
+                )
+            )
+        for part in self.parts:
+            rows.append(
+                StageRow("step", part.name, part.seconds, part.seconds, part.bound, part.seconds)
+            )
+        return tuple(rows)
+
+    def _waits(self) -> dict[str, float]:
+        """Exposed time by exchange, over all layers."""
+        exchanges = (DISPATCH, COMBINE)
+
+        def of(num_layers: int) -> tuple[float, ...]:
+            events: list[TraceEvent] = []
+            price(self.schedule, self.ops, num_layers, events)
+            waits = [event for event in events if event.lane == WAIT]
+            return tuple(
+                sum(e.end_s - e.start_s for e in waits if e.op == exchange)
+                for exchange in exchanges
+            )
+
+        return dict(zip(exchanges, extended(self.schedule, self.num_layers, of), strict=True))
+
+    def op_times(self) -> tuple[OpTime, ...]:
+        """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers'
+        time counts with the ops that run in every layer, by their shares.
+        """
+        seconds = {
+            op: self.num_layers * sum(getattr(times, op) for times in self.ops) for op in OPS
+        }
+        seconds[POST] *= NUM_POSTS
+        every_s = sum(seconds[op] for op in EVERY_LAYER)
+        dense_s = sum(part.seconds for part in self.parts if part.name == DENSE_LAYERS)
+        for op in EVERY_LAYER:
+            seconds[op] *= 1.0 + dense_s / every_s
+        return tuple(
+            OpTime(op, self.num_layers * len(self.ops), total_s) for op, total_s in seconds.items()
+        )
+
+    def traced(self, num_layers: int | None = None) -> TracedStep:
+        """The MoE layers (or the first `num_layers`) as a step that was traced live, for
+        overlap/trace.
+        """
+        events: list[TraceEvent] = []
+        price(self.schedule, self.ops, num_layers or self.num_layers, events)
+        num_tokens = round(sum(batch.num_tokens for batch in self.micro_batches))
+        return TracedStep(0, self.schedule.name, len(self.micro_batches), num_tokens, tuple(events))

@@ -1,0 +1,42 @@
+"""Prices of a GPU-hour of each kind, where a source states one; without one the user names it.
+Knows no speeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hadal.lab.perf.hardware import hardware_named
+
+
+@dataclass(frozen=True, slots=True)
+class Rent:
+    """Dollars per GPU-hour, and who says it."""
+
+    usd: float
+    source: str
+    as_of: str
+    """Year and month of the source; empty for a price that was given."""
+
+
+RENTS: dict[str, Rent] = {
+    "h800": Rent(2.00, "assumed by DeepSeek-V3/R1's inference system overview", "2025-02"),
+    "h100": Rent(2.35, "one-year rental, SemiAnalysis", "2026-03"),
+    "h200": Rent(2.50, "the low end of $2.5 to $7 on offer", "2026-03"),
+    "gb200": Rent(2.21, "total cost of owning it, no rent: SemiAnalysis", "2026-03"),
+}
+"""H20 and B200 are missing on purpose: no trustworthy price of them was found."""
+GIVEN = "given"
+
+
+def rents(given: Mapping[str, float]) -> dict[str, Rent]:
+    """The table with prices that a user gave, which go first. Raises ValueError for what is no
+    hardware or no price.
+    """
+    for name, usd in given.items():
+        hardware_named(name)
+        if not (usd > 0.0 and math.isfinite(usd)):
+            raise ValueError(f"a GPU-hour of {name} for ${usd:g}: a price is above 0 and finite.")
+    return RENTS | {name.lower(): Rent(usd, GIVEN, "") for name, usd in given.items()}

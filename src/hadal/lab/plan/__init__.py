@@ -1,0 +1,1 @@
+"""`hadal plan`: its files and tables."""

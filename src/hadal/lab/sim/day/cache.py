@@ -1,0 +1,243 @@
+"""A day of the KV cache on disk, through the ledgers that serve (lab/sim/day/disk_replay), for a
+sample of its sessions.
+
+One session in `scale` meets a cache of one `scale`th of the bytes (SHARDS, see Workload.sample):
+who is evicted depends on what came meanwhile over what there is room for, and both shrink alike. A
+prompt's blocks are written when they are computed, an answer's when it has come, R1's reasoning
+with it: decode writes what it fills and knows no next turn.
+
+Bytes are those of DeepSeek-V3: 61 layers x 576 values x 2 bytes a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.core.cache import NAME_BYTES, slice_of, split
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.lab.sim.day.clock import Floats, Ints, hour_index
+from hadal.lab.sim.day.disk_replay import DiskReplay
+from hadal.lab.sim.sessions import WorkloadParams, generate
+from hadal.lab.sim.workload import Workload
+from hadal.policy.demand import DAY_S
+from hadal.policy.eviction import Arc, Lru
+
+KV_BYTES_TOKEN = 61 * 576 * 2
+BLOCK_BYTES = KV_BYTES_TOKEN * BLOCK_TOKENS
+BUDGET_BYTES = 180 * 16 * 14 * 2**40 / 3
+"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three
+times (assumed). Half of what the published day writes, so hours, as DeepSeek says of its cache.
+"""
+
+IDLE_EDGES_S = (
+    0.0,
+    60.0,
+    300.0,
+    600.0,
+    1800.0,
+    3600.0,
+    7200.0,
+    14400.0,
+    28800.0,
+    57600.0,
+    115200.0,
+    np.inf,
+)
+RATIO_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.35, 1.7, 2.2, 3.0, np.inf)
+"""Edges of the time since the last use over the mean age of what is being evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDay:
+    """What the cache did in one day, in the sample: multiply counts by `scale`."""
+
+    scale: float
+    num_disk_slots: int
+    workload: Workload
+    """The requests that came in that day."""
+    tokens_found: Ints
+    """Tokens of each prompt that were found, not computed."""
+    blocks_written: Ints
+    """Blocks written, by hour since second 0, as all that follows."""
+    blocks_evicted: Ints
+    eviction_age_s: Floats
+    """Mean time since the last use of what made room; inf in an hour in which nothing did."""
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the day's prompt tokens that was found."""
+        return float(self.tokens_found.sum() / self.workload.tokens_in.sum())
+
+    @property
+    def findable_share(self) -> float:
+        """What it would be if nothing were ever forgotten."""
+        return float(self.workload.tokens_findable.sum() / self.workload.tokens_in.sum())
+
+    @property
+    def bytes_written(self) -> float:
+        """Bytes written in the day, for all sessions."""
+        return float(self.blocks_written.sum()) * BLOCK_BYTES * self.scale
+
+    @property
+    def eviction_age_mean_s(self) -> float:
+        """Mean age of what made room that day; inf if nothing did."""
+        some = self.blocks_evicted > 0
+        return (
+            float(np.average(self.eviction_age_s[some], weights=self.blocks_evicted[some]))
+            if some.any()
+            else np.inf
+        )
+
+    def by_hour(self) -> dict[str, Floats]:
+        """24 sums for all sessions: `tokens_in`, `tokens_hit`, `tokens_out`."""
+        came = self.workload
+        hour = hour_index(came.arrival_s)
+        columns = {
+            "tokens_in": came.tokens_in,
+            "tokens_hit": self.tokens_found,
+            "tokens_out": came.tokens_out,
+        }
+        return {
+            name: np.asarray(np.bincount(hour, column, 24) * self.scale)
+            for name, column in columns.items()
+        }
+
+    def hits_by_idle(self) -> tuple[Ints, Floats]:
+        """Return, by interval of IDLE_EDGES_S, the tokens of their own session that prompts could
+        find, and the share found.
+        """
+        return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
+
+    def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:
+        """How likely what was used so long ago is still there: as measured over the day at this
+        ratio of its age and the age of what is being evicted at this hour. Between the middles of
+        RATIO_EDGES it is interpolated.
+        """
+        total, share = self._hits_by(
+            self._ratio(self.workload.arrival_s, self.workload.idle_s), RATIO_EDGES
+        )
+        middle = np.array([*np.add(RATIO_EDGES[:-2], RATIO_EDGES[1:-1]) / 2, 2 * RATIO_EDGES[-2]])
+        known = total > 0
+        if not known.any():
+            raise ValueError(
+                "in this day no session went on: nothing is known of what a cache keeps."
+            )
+        return np.interp(self._ratio(at_s, idle_s), middle[known], share[known])
+
+    def tokens_expected(self, workload: Workload) -> Floats:
+        """What it finds in the mean of each of other requests than those of its sample: of more,
+        with less noise.
+        """
+        shared, own = tokens_shared_own(workload)
+        share = np.where(own > 0, self.found_share(workload.arrival_s, workload.idle_s), 0.0)
+        return np.asarray(shared + own * share)
+
+    def hit_share_of(self, workload: Workload) -> float:
+        """Return the share of the workload's prompt tokens that is found. A sample's own
+        `hit_share` has a standard deviation of a point and more: few long sessions have much of the
+        tokens, so how much there is to be found varies.
+        """
+        return float(self.tokens_expected(workload).sum() / workload.tokens_in.sum())
+
+    def _ratio(self, at_s: Floats, idle_s: Floats) -> Floats:
+        ratio = np.full(len(idle_s), np.inf)
+        np.divide(
+            idle_s, self.eviction_age_s[hour_index(at_s)], out=ratio, where=np.isfinite(idle_s)
+        )
+        return ratio
+
+    def _hits_by(self, values: Floats, edges: tuple[float, ...]) -> tuple[Ints, Floats]:
+        shared, own = tokens_shared_own(self.workload)
+        goes_on = own > 0
+        bin_index = np.digitize(values[goes_on], edges[1:-1])
+        total = np.bincount(bin_index, own[goes_on], len(edges) - 1)
+        found = np.bincount(
+            bin_index, np.maximum(self.tokens_found - shared, 0)[goes_on], len(edges) - 1
+        )
+        return total.astype(np.int64), found / np.maximum(total, 1)
+
+
+def tokens_shared_own(workload: Workload) -> tuple[Ints, Ints]:
+    """Split what can be found of each prompt into tokens that all sessions with its system prompt
+    use, which are always there, and those of its own session.
+    """
+    findable = workload.tokens_findable
+    shared = np.minimum(workload.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS, findable)
+    return shared, np.where(np.isfinite(workload.idle_s), findable - shared, 0)
+
+
+def simulate_cache(
+    params: WorkloadParams,
+    rng: Generator,
+    *,
+    budget_bytes: float = BUDGET_BYTES,
+    scale: float = 8000.0,
+    warm_s: float = 2 * DAY_S,
+    policy: type[Arc | Lru] = Arc,
+    keeps_reasoned: bool = True,
+) -> CacheDay:
+    """One day that begins at second 0 with the cache that `warm_s` of the same load before it left
+    behind: a day fills the default budget, and it takes Arc some hours more to learn how to divide
+    it.
+
+    `keeps_reasoned`: answers that began with reasoning are written as all others are. No next turn
+    can use them.
+    """
+    workload = generate(params, -warm_s, DAY_S, rng, scale)
+    end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
+    if not keeps_reasoned:
+        end_s = np.where(workload.tokens_reasoning > 0, np.inf, end_s)
+    # More disk slots than blocks there could ever be are the same as so many, and a table of all of
+    # them takes memory.
+    most = int(((workload.tokens_in + workload.tokens_out) // BLOCK_TOKENS).sum())
+    num_disk_slots = max(1, min(int(budget_bytes / BLOCK_BYTES / scale), most))
+    return replay(workload, end_s, num_disk_slots, policy, scale=scale)
+
+
+def replay(
+    workload: Workload,
+    end_s: Floats,
+    num_disk_slots: int,
+    policy: type[Arc | Lru] = Arc,
+    *,
+    scale: float = 1.0,
+) -> CacheDay:
+    """These requests through so many disk slots. What comes before second 0 warms it and is
+    not counted.
+
+    `end_s`: when each answer is complete and written; inf: it never is.
+    """
+    disk = DiskReplay(num_disk_slots, policy)
+    last_use_s: dict[bytes, float] = {}
+    written, evicted = np.zeros(24, np.int64), np.zeros(24, np.int64)
+    ages_s = np.zeros(24)
+    found = np.zeros(len(workload), np.int64)
+    times = np.concatenate((workload.arrival_s, end_s))
+    hours = hour_index(np.where(np.isfinite(times), times, 0.0))
+    order = np.argsort(times, kind="stable")
+    for event in order[np.isfinite(times[order])].tolist():
+        index, is_end = event % len(workload), event >= len(workload)
+        at_s = float(times[event])
+        chain = workload.chain(index, with_output=is_end)
+        first = int(workload.tokens_in[index]) // BLOCK_TOKENS if is_end else 0
+        if not is_end:
+            usable = slice_of(chain, 0, (int(workload.tokens_in[index]) - 1) // BLOCK_TOKENS)
+            first = disk.find(at_s, usable)
+            found[index] = first * BLOCK_TOKENS
+            last_use_s.update(dict.fromkeys(split(usable[: first * NAME_BYTES]), at_s))
+        kept, gone = disk.store(chain, first)
+        last_use_s.update(dict.fromkeys(kept, at_s))
+        gone_s = [last_use_s.pop(name) for name in gone]
+        if 0 <= at_s < DAY_S:
+            written[hours[event]] += len(kept)
+            evicted[hours[event]] += len(gone)
+            ages_s[hours[event]] += at_s * len(gone) - sum(gone_s)
+    assert disk.check() == [], disk.check()
+    is_counted = workload.arrival_s >= 0
+    age_s = np.divide(ages_s, evicted, out=np.full(24, np.inf), where=evicted > 0)
+    return CacheDay(
+        scale, num_disk_slots, workload.take(is_counted), found[is_counted], written, evicted, age_s
+    )

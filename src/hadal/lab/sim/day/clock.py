@@ -1,0 +1,93 @@
+"""How a day's load is spread over its hours, as a clock: one that runs fast when there is much to
+do.
+
+    load clock   B(t) = 86,400 s x the part of a day's load that came in [0, t),  B(t + 1 day) = B(t) + 86,400 s
+
+Whatever arrives at a constant rate by that clock arrives by the shape of the day in seconds, and a
+pause that is drawn by it ends when people are awake. Between the hours B is a monotone cubic
+(Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is
+continuous and every hour has exactly the share it was given.
+
+Second 0 is the start of the published window: 12:00 in Beijing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S, HOURLY_SHARES
+from hadal.policy.demand import DAY_S
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
+"""Shares of the published day, from second 0 on."""
+STEP_S = 15.0
+"""Time between two entries of the clock's table; within one the rate is constant."""
+
+
+class DemandClock:
+    """The load clock of a day that repeats."""
+
+    def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:
+        """`shares`: of each of 24 hours, the first one beginning at second 0; they are scaled to a
+        sum of 1.
+
+        Raises ValueError unless there are 24, all positive.
+        """
+        if len(shares) != 24 or min(shares) <= 0:
+            raise ValueError(
+                f"{len(shares)} shares, the smallest {min(shares, default=0)}: give 24 above 0."
+            )
+        self.shares = np.asarray(shares, dtype=np.float64) / np.sum(shares)
+        self._seconds = np.arange(0.0, DAY_S + STEP_S, STEP_S)
+        self._loads = _cumulative(self.shares, self._seconds)
+
+    def load_s(self, at_s: Floats | float) -> Floats:
+        """Return the load clock's time at `at_s`."""
+        day, second = np.divmod(np.asarray(at_s, dtype=np.float64), DAY_S)
+        return np.asarray(day * DAY_S + np.interp(second, self._seconds, self._loads))
+
+    def at_s(self, load_s: Floats | float) -> Floats:
+        """Return the seconds at which the load clock shows `load_s`."""
+        day, load = np.divmod(np.asarray(load_s, dtype=np.float64), DAY_S)
+        return np.asarray(day * DAY_S + np.interp(load, self._loads, self._seconds))
+
+    def rate(self, at_s: Floats | float) -> Floats:
+        """Load per second, where a day's mean is 1: constant for STEP_S."""
+        step = (np.asarray(at_s, dtype=np.float64) % DAY_S // STEP_S).astype(np.int64)
+        return np.asarray(np.diff(self._loads)[step] / STEP_S)
+
+
+def hour_index(at_s: Floats) -> Ints:
+    """Hours since second 0, from 0 to 23."""
+    return (at_s % DAY_S // HOUR_S).astype(np.int64)
+
+
+def hour_beijing(index: int) -> int:
+    """What clocks in Beijing show in the hour that begins so many hours after second 0."""
+    return (FIRST_HOUR + index) % 24
+
+
+def _cumulative(shares: Floats, seconds: Floats) -> Floats:
+    """B at these seconds of a day."""
+    edges = np.concatenate(([0.0], np.cumsum(shares))) * DAY_S
+    edges[-1] = DAY_S
+    secant = shares * 24  # Load per second within each hour.
+    before = np.roll(secant, 1)
+    slope = (
+        2 * before * secant / (before + secant)
+    )  # Where an hour begins: never more than twice the smaller.
+    hour = np.minimum(seconds // HOUR_S, 23).astype(np.int64)
+    x = seconds / HOUR_S - hour
+    first, last = slope[hour], np.roll(slope, -1)[hour]
+    rise = (
+        (first - 2 * secant[hour] + last) * x**3
+        + (3 * secant[hour] - 2 * first - last) * x**2
+        + first * x
+    ) * HOUR_S
+    return np.asarray(edges[hour] + rise)

@@ -1,0 +1,194 @@
+"""What a day asks for, in sum: a sample of its requests, and what a finite cache will have of each.
+
+One session in SAMPLE is drawn whole, so that the day's totals come out of the workload's parameters
+with little noise. How likely a text is still in the cache is taken from a day through the cache's
+own ledgers (lab/sim/day/cache).
+
+Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from hadal.core.errors import ConfigError
+from hadal.lab.sim.day.cache import CacheDay, simulate_cache
+from hadal.lab.sim.day.clock import DemandClock, Floats, Ints, hour_index
+from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S, DemandCurve
+from hadal.lab.sim.day.study import CACHE_POLICIES, PB, Study
+from hadal.lab.sim.sessions import WorkloadParams, generate
+from hadal.lab.sim.workload import Workload
+from hadal.policy.demand import DAY_S, DayShape
+
+SAMPLE = 100
+"""One session in so many is drawn, if that leaves SESSIONS_MIN of them."""
+SESSIONS_MIN = 1_000_000
+CACHE_SESSIONS_MIN = 1_000
+"""Fewest sessions that meet the smaller cache: with fewer, what it finds is chance."""
+QUICK_SESSIONS = 20_000
+"""Sessions of a sample from which nothing is needed but a mean."""
+EARLY_S = 2 * HOUR_S
+"""Before second 0: those who came then end in the day."""
+
+
+@dataclass(frozen=True)
+class DemandFigures:
+    """A day's load in a few numbers: means of a request, and how many come."""
+
+    requests_per_s: tuple[float, ...]
+    """Requests/s by hour since second 0."""
+    tokens_in: float
+    tokens_hit: float
+    tokens_out: float
+    kv_length: float
+    """Mean KV length over output tokens."""
+
+    @property
+    def hit_share(self) -> float:
+        return self.tokens_hit / self.tokens_in
+
+
+@dataclass(frozen=True)
+class DayDemand:
+    """A day's requests, and some of the hours before."""
+
+    workload: Workload
+    tokens_hit: Floats
+    """Expected tokens of each prompt that are found [N]."""
+    scale: int
+    """One session in so many is among them."""
+    eviction_age_s: float
+    """How long what made room in the cache had not been used, mean of the day; inf: nothing had
+    to.
+    """
+
+    def with_cache(self, cache: CacheDay | None) -> DayDemand:
+        """The same requests, and what another cache will have of them."""
+        if cache is None:
+            return replace(self, tokens_hit=np.zeros(len(self.workload)), eviction_age_s=np.inf)
+        return replace(
+            self,
+            tokens_hit=cache.tokens_expected(self.workload),
+            eviction_age_s=cache.eviction_age_mean_s,
+        )
+
+    @property
+    def counts(self) -> Floats:
+        """Requests of all sessions, by hour of arrival [24]."""
+        return self._by_hour(np.ones(len(self.workload)))
+
+    @property
+    def tokens_in(self) -> Floats:
+        """The same: prompt tokens."""
+        return self._by_hour(self.workload.tokens_in.astype(np.float64))
+
+    @property
+    def tokens_hit_by_hour(self) -> Floats:
+        return self._by_hour(self.tokens_hit)
+
+    @property
+    def tokens_out(self) -> Floats:
+        """The same: output tokens of those who came then."""
+        return self._by_hour(self.workload.tokens_out.astype(np.float64))
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the day's prompt tokens that is found."""
+        return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
+
+    def figures(self) -> DemandFigures:
+        """Return the load's figures in short."""
+        count = self.counts.sum()
+        return DemandFigures(
+            tuple((self.counts / HOUR_S).tolist()),
+            float(self.tokens_in.sum() / count),
+            float(self.tokens_hit_by_hour.sum() / count),
+            float(self.tokens_out.sum() / count),
+            self.workload.kv_length_mean,
+        )
+
+    def demand(self) -> DemandCurve:
+        """The same as a fluid."""
+        tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
+        shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
+        return DemandCurve(
+            float(tokens_in.sum()),
+            float(self.tokens_out.sum()),
+            float(tokens_in.sum() / self.counts.sum()),
+            shape,
+            DemandClock(shares.tolist()).rate,
+        )
+
+    @cached_property
+    def _today(self) -> tuple[NDArray[np.bool_], Ints]:
+        """Which requests are the day's [N], and the hour of each of those."""
+        arrival_s = self.workload.arrival_s
+        is_today = (arrival_s >= 0) & (arrival_s < DAY_S)
+        return is_today, hour_index(arrival_s[is_today])
+
+    def _by_hour(self, column: Floats) -> Floats:
+        is_today, hours = self._today
+        return np.asarray(np.bincount(hours, column[is_today], 24) * float(self.scale))
+
+
+def cache_day(study: Study) -> CacheDay:
+    """The day through the cache's ledgers. One session in `cache.sample`, or more of them if there
+    are few.
+    """
+    cache = study.cache
+    sample = max(1.0, min(cache.sample, study.workload.sessions_per_day / CACHE_SESSIONS_MIN))
+    return simulate_cache(
+        study.workload,
+        generator(study, "cache"),
+        budget_bytes=cache.disk_pb * PB,
+        scale=sample,
+        policy=CACHE_POLICIES[cache.policy],
+    )
+
+
+def sample_of(params: WorkloadParams) -> int:
+    """One session in so many makes a sample that says enough of the day."""
+    return max(1, min(SAMPLE, int(params.sessions_per_day / SESSIONS_MIN)))
+
+
+def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDemand:
+    """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see
+    `sample_of`.
+
+    Raises ConfigError if an hour of it has no request.
+    """
+    scale = scale or sample_of(study.workload)
+    workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
+    load = DayDemand(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
+    if not load.counts.all():
+        raise ConfigError(
+            "an hour of the day has no request at all: raise workload.sessions_per_day."
+        )
+    return load
+
+
+def kv_length_about(study: Study) -> float:
+    """KV tokens over output tokens, from a sample that takes no time: within a few percent."""
+    scale = max(1, int(study.workload.sessions_per_day / QUICK_SESSIONS))
+    workload = generate(study.workload, 0.0, DAY_S, generator(study, "load"), scale)
+    return workload.kv_length_mean if len(workload) else 1.0
+
+
+def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:
+    """The same, with answers that come so fast."""
+    return replace(params, token_s=token_s, first_token_s=first_token_s)
+
+
+_STREAMS = ("cache", "load", "fluid", "window", "curve", "experts", "ranks")
+
+
+def generator(study: Study, what: str, *numbers: int) -> Generator:
+    """Make the generator of one part of the study's randomness: no part's draws depend on
+    another's.
+    """
+    return np.random.default_rng((study.seed, _STREAMS.index(what), *numbers))

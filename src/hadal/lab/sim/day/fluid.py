@@ -1,0 +1,201 @@
+"""The day as a fluid: demand flows through units that the real fleet role starts and drains.
+
+Between simulated windows, in which every request is one, this says how many nodes there are at each
+minute, and what waits. The fleet is roles/fleet with policy/scaling, which hears what a front would
+say; units take time to start, fail to, die. One generator, given in, is all that is random.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hadal.core.config import DECODE, ROLES
+from hadal.core.errors import InvariantError
+from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.messages.units import UnitDown, UnitUp
+from hadal.core.seams import Event, FleetEffect, Send, StartUnit, StopUnit, Tick, WakeAt
+from hadal.lab.sim.day.hours import Day, Hours
+from hadal.lab.sim.day.published import DemandCurve
+from hadal.lab.sim.day.vessels import Engine, UnitModel
+from hadal.policy.demand import DAY_S
+from hadal.roles.fleet.fleet import Fleet
+from hadal.roles.fleet.units import UnitState
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What may go wrong, and how long things take."""
+
+    start_s: float = 600.0
+    """Time from the fleet's decision until a unit works: nodes are freed by other work, weights are
+    read.
+    """
+    start_spread: float = 0.1
+    """Spread of that time: uniform, plus or minus this share."""
+    start_fail_share: float = 0.0
+    """Share of starts that fail; they are known to have failed when they should have been done."""
+    stop_s: float = 30.0
+    node_failures_per_s: float = 0.0
+    """Failures of one node a second; its unit dies with it."""
+    noise: float = 0.02
+    """Standard deviation of a step's arrivals beside the curve, as a share."""
+
+
+class FluidDay:
+    """One run. `start` is a time by the clock of the day, and so is everything the fleet
+    hears.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        demand: DemandCurve,
+        model: UnitModel,
+        faults: Faults,
+        random: np.random.Generator,
+        *,
+        start: float = 0.0,
+        step_s: float = 60.0,
+    ) -> None:
+        self.fleet = fleet
+        self.engine = Engine(model, demand.tokens_in_request, demand.tokens_out_request)
+        self.now_s = start
+        self._demand = demand
+        self._faults = faults
+        self._random = random
+        self._step_s = step_s
+        self._due: list[tuple[float, int, Event]] = []
+        """Events on their way to the fleet; the number breaks ties."""
+        self._num_events = 0
+        self._drains: dict[str, tuple[float, int]] = {}
+        """Deadline and number of each unit's drain, as a front would keep them."""
+        self._ending: set[str] = set()
+        """Units whose end is on its way: ended again, they end no sooner and no later."""
+        self._apply(fleet.start(start))
+
+    def run(self, num_steps: int) -> Day:
+        """Go on for so many steps and return what they brought, by the hour."""
+        hours = Hours(self.engine, self.fleet)
+        for _ in range(num_steps):
+            self.step()
+            hours.add(self.now_s, self._step_s)
+        return hours.done()
+
+    def run_day(self) -> Day:
+        """Go on for a day."""
+        return self.run(round(DAY_S / self._step_s))
+
+    def step(self) -> None:
+        """One step of the fluid, then what came due, then what a front would report."""
+        middle_s = self.now_s + 0.5 * self._step_s
+        noise = max(0.0, 1.0 + self._faults.noise * float(self._random.standard_normal()))
+        self.engine.step(self._demand.requests_per_s(middle_s) * self._step_s * noise, self._step_s)
+        self._kill()
+        end_s = self.now_s + self._step_s
+        while self._due and self._due[0][0] <= end_s:
+            self.now_s, _, event = heapq.heappop(self._due)
+            self._happens(event)
+        self.now_s = end_s
+        self._end_drains()
+        self._tell(self._report())
+
+    # ---- what happens to units ----
+    def _happens(self, event: Event) -> None:
+        if isinstance(event, UnitUp):
+            self.engine.up(event.unit, is_decode=event.role == DECODE)
+        elif isinstance(event, UnitDown):
+            self._ending.discard(event.unit)
+            self._drains.pop(event.unit, None)
+            self.engine.down(event.unit)
+        self._tell(event)
+
+    def _kill(self) -> None:
+        """Every node may fail in every step, and takes its unit with it."""
+        if not self._faults.node_failures_per_s:
+            return
+        rules = self.fleet.rules
+        for unit in self.fleet.table.in_state(UnitState.UP, UnitState.DRAINING):
+            if unit.name in self._ending:
+                continue
+            num_nodes = (rules.decode if unit.role == DECODE else rules.prefill).unit_nodes
+            share = -np.expm1(-self._faults.node_failures_per_s * num_nodes * self._step_s)
+            if self._random.random() < share:
+                self._ending.add(unit.name)
+                self._later(0.0, UnitDown(unit.name, "a node failed"))
+
+    def _apply(self, effects: Iterable[FleetEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartUnit(unit, role):
+                    spread = self._faults.start_spread * float(self._random.uniform(-1.0, 1.0))
+                    fails = self._random.random() < self._faults.start_fail_share
+                    event = (
+                        UnitDown(unit, "it did not start")
+                        if fails
+                        else UnitUp(unit, role, f"{self.now_s}", 1, 1)
+                    )
+                    self._later(self._faults.start_s * (1.0 + spread), event)
+                case StopUnit(unit):
+                    self._stop(unit)
+                case Send(_, DrainUnit(unit, timeout_s, number)):
+                    deadline_s, _ = self._drains.get(unit, (self.now_s + timeout_s, 0))
+                    self._drains[unit] = deadline_s, number
+                    self.engine.open(unit, False)
+                case Send(_, KeepUnit(unit)):
+                    self._drains.pop(unit, None)
+                    self.engine.open(unit, True)
+                case WakeAt(time_s):
+                    self._later(max(0.0, time_s - self.now_s), Tick())
+                case _:
+                    pass  # Nodes that are offered and withdrawn are other work's.
+
+    def _stop(self, unit: str) -> None:
+        """A unit's process ends in a while; a start that was under way is given up."""
+        if unit in self._ending:
+            return
+        self._due = [one for one in self._due if getattr(one[2], "unit", None) != unit]
+        heapq.heapify(self._due)
+        self._ending.add(unit)
+        self.engine.down(unit)
+        self._later(self._faults.stop_s, UnitDown(unit, "stopped"))
+
+    def _end_drains(self) -> None:
+        for unit, (deadline_s, _) in self._drains.items():
+            if deadline_s <= self.now_s and self.engine.held.get(unit, 0.0) > 0.0:
+                self.engine.give_back(unit)
+
+    def _later(self, delay_s: float, event: Event) -> None:
+        self._num_events += 1
+        heapq.heappush(self._due, (self.now_s + delay_s, self._num_events, event))
+
+    # ---- what the fleet hears ----
+    def _tell(self, event: Event) -> None:
+        self._apply(self.fleet.handle(self.now_s, event))
+        problems = self.fleet.check()
+        if problems:
+            raise InvariantError(f"after {type(event).__name__} at {self.now_s:g} s: {problems}")
+
+    def _report(self) -> Demand:
+        """Report the demand as roles/front/front would. Less than one request is none: a fluid
+        never quite runs out.
+        """
+        engine = self.engine
+        units = tuple(
+            UnitFacts(
+                unit, role, int(engine.held.get(unit, 0.0)), self._drains.get(unit, (0.0, 0))[1]
+            )
+            for role in ROLES
+            for unit in (engine.decode_units if role == DECODE else engine.prefill_units)
+        )
+        return Demand(
+            "fluid",
+            round(engine.num_arrived * engine.tokens_in_request),
+            round(engine.tokens_out),
+            round(engine.prefill_queue * engine.tokens_in_request),
+            round(engine.decode_queue * engine.tokens_out_request),
+            units,
+        )

@@ -1,0 +1,121 @@
+"""A study's day as a fluid: how many units there are at every minute, under the fleet role that
+serves.
+
+Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its
+clock is that of Beijing, as the fleet sees it; hours are counted from second 0, noon, as
+everywhere else here. Knows no single request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import ConfigError
+from hadal.lab.sim.day.curves import UnitCurves
+from hadal.lab.sim.day.demand import DayDemand, generator
+from hadal.lab.sim.day.fluid import Faults, FluidDay
+from hadal.lab.sim.day.hours import Day, Hours
+from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S
+from hadal.lab.sim.day.study import Study
+from hadal.lab.sim.day.window import Ints
+from hadal.policy.demand import DAY_S
+from hadal.policy.scaling import Units
+from hadal.roles.fleet.fleet import Fleet
+
+EARLY_HOURS = 6
+STEP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Middle:
+    """The fleet at one moment."""
+
+    units: Units
+    """Units that take requests."""
+    requests_per_rank: float
+    """Requests of a decode rank."""
+    tokens_per_s_user: float
+    prefill_use: float
+    """What comes over what could be done."""
+
+
+@dataclass(frozen=True)
+class FluidResult:
+    """A day of 1,440 minutes from noon in Beijing."""
+
+    day: Day
+    prefill_nodes: Ints
+    """Prefill nodes by minute; nodes of units that start and drain are owned as well."""
+    decode_nodes: Ints
+    middles: tuple[Middle, ...]
+    """The middle of each hour."""
+    capacity: tuple[float, float]
+    """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
+
+
+def fluid_day(study: Study, curves: UnitCurves, load: DayDemand) -> FluidResult:
+    """Run it. Raises ConfigError where no batch keeps the promise."""
+    try:
+        decode_tokens_per_s = curves.decode_tokens_per_s(study.tpot_ms / 1e3)
+    except ValueError as error:
+        raise ConfigError(f"{study.name}: {error}") from error
+    demand, fleet_study = load.demand(), study.fleet
+    fleet = Fleet(
+        study.rules(),
+        prefill_tokens_per_s=curves.prefill_tokens_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
+        shape=demand.shape,
+    )
+    faults = Faults(
+        fleet_study.start_s,
+        fleet_study.start_spread,
+        fleet_study.start_fail_share,
+        node_failures_per_s=1.0 / (3600.0 * fleet_study.hours_between_failures)
+        if fleet_study.hours_between_failures
+        else 0.0,
+        noise=fleet_study.noise,
+    )
+    fluid = FluidDay(
+        fleet,
+        demand,
+        curves.unit_model(),
+        faults,
+        generator(study, "fluid"),
+        start=HOUR_S * (FIRST_HOUR - EARLY_HOURS),
+        step_s=STEP_S,
+    )
+    fluid.run(round(EARLY_HOURS * HOUR_S / STEP_S))
+    hours = Hours(fluid.engine, fleet)
+    nodes: list[tuple[int, int]] = []
+    middles = []
+    for minute in range(round(DAY_S / STEP_S)):
+        fluid.step()
+        hours.add(fluid.now_s, STEP_S)
+        owned = fleet.role_to_nodes()
+        nodes.append((owned[PREFILL], owned[DECODE]))
+        if minute % 60 == 29:  # It has just ended: half past.
+            middles.append(_middle(fluid, demand.requests_per_s(fluid.now_s)))
+    prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
+    return FluidResult(
+        hours.done(),
+        prefill_nodes,
+        decode_nodes,
+        tuple(middles),
+        (curves.prefill_tokens_per_s, decode_tokens_per_s),
+    )
+
+
+def _middle(fluid: FluidDay, requests_per_s: float) -> Middle:
+    engine, model = fluid.engine, fluid.engine.model
+    units = Units(sum(engine.prefill_units.values()), sum(engine.decode_units.values()))
+    batch = sum(engine.held.values()) / max(1, len(engine.held)) / model.decode_ranks
+    could = max(1, units.prefill) * model.prefill_tokens_per_s
+    return Middle(
+        units,
+        batch,
+        1.0 / float(model.tpot_s(np.array(batch))),
+        requests_per_s * engine.tokens_in_request / could,
+    )

@@ -1,0 +1,122 @@
+"""Some seconds of a day at the full rate: arrivals, requests that already run, and what the cache has
+of them.
+
+Conversations last for days, and a day has 170 million requests; drawing all that to look at a
+minute is out of the question. It is not needed either. Sittings, first and later ones alike, begin
+at a constant rate by the load clock (lab/sim/sessions), each independent of when the others of its
+session did as far as a window much shorter than a rest can tell. So sessions are drawn whole, each
+of their sittings is put anywhere in the window or shortly before it, and what comes before it is
+known without having been played: how long the prompt is, what of it was computed, and when.
+
+    sessions that begin anywhere in the span -> their sittings 0, 1, 2 ... each put at a point of the span of its own
+    expected sittings of a kind in the span   = (sessions per second) x (sittings of the kind per session) x span
+
+Knows no units and no roles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from hadal.lab.sim.day.cache import CacheDay, tokens_shared_own
+from hadal.lab.sim.day.clock import DemandClock
+from hadal.lab.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
+from hadal.lab.sim.workload import Workload, concatenate
+from hadal.policy.demand import DAY_S
+
+CHUNK_SESSIONS = 200_000
+"""Drawn at once, so that memory stays small however long the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Requests that come in [t0, t1), and those that came before t0 and run still, in the order of
+    arrival.
+    """
+
+    workload: Workload
+    tokens_done: Ints
+    """Output tokens made before t0: 0 for what is still being prefilled then, and what comes
+    later.
+    """
+    tokens_cached: Ints
+    """First tokens of each prompt that the cache has when it comes: full blocks."""
+    num_running: int
+    """Requests that came before t0: the first of them all."""
+
+
+def window(
+    params: WorkloadParams,
+    t0_s: float,
+    t1_s: float,
+    warm_s: float,
+    rng: Generator,
+    cache: CacheDay | None = None,
+    *,
+    scale: float = 1.0,
+) -> Window:
+    """The window [t0_s, t1_s) of one session in `scale`. Session numbers are unique to a sitting.
+
+    `warm_s`: sittings that began no longer ago are there; an hour has more than 99 % of them. What
+    runs at t0 has come as far as `params.first_token_s` and `params.token_s` say, and later turns
+    come when they do by these. `cache`: the day whose cache it is; None: one that forgets nothing.
+    A session's own text is found or not as a whole, a system prompt always. Raises ValueError if
+    the window is empty, warm_s is negative or scale is below 1.
+    """
+    if not t0_s < t1_s or warm_s < 0 or scale < 1:
+        raise ValueError(
+            f"[{t0_s}, {t1_s}), warm_s {warm_s}, scale {scale}: empty, negative or below 1."
+        )
+    shape = DemandClock(params.shares)
+    first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (t0_s - warm_s, t1_s))
+    left = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
+    drawn: list[Workload] = []
+    next_session = 0
+    while left or not drawn:
+        count = min(left, CHUNK_SESSIONS)
+        turns = _sittings_apart(
+            draw_turns(params, draw_rhythm(params, count, rng), rng), next_session
+        )
+        sittings, sitting = np.unique(turns.session, return_inverse=True)
+        load_s = rng.uniform(first, last, len(sittings))[sitting]
+        # Nearly all are over by t0: they are passed over before anything else is known of them.
+        came_s = shape.at_s(load_s) - params.lead_s + turns.lag_s
+        runs = np.flatnonzero(
+            came_s + params.first_token_s + turns.tokens_out * params.token_s > t0_s
+        )
+        drawn.append(placed(params, turns, runs, load_s[runs], shape, t0_s - warm_s, t1_s))
+        next_session += len(sittings)
+        left -= count
+    workload = concatenate(drawn)
+    runs_s = t0_s - workload.arrival_s - params.first_token_s
+    done = np.clip(np.floor(runs_s / params.token_s), 0, workload.tokens_out - 1).astype(np.int64)
+    num_running = int(np.searchsorted(workload.arrival_s, t0_s))
+    return Window(workload, done, _cached(workload, cache, rng), num_running)
+
+
+def _sittings_apart(turns: Turns, first_session: int) -> Turns:
+    """The same with every sitting as a session of its own; turns and what they have seen stay as
+    they are.
+    """
+    begins = np.concatenate(
+        ([True], (np.diff(turns.session) != 0) | (np.diff(turns.sitting) != 0))
+    )[: len(turns.turn)]
+    sitting = np.cumsum(begins) - 1
+    return replace(
+        turns, session=first_session + sitting, lag_s=turns.lag_s - turns.lag_s[begins][sitting]
+    )
+
+
+def _cached(workload: Workload, cache: CacheDay | None, rng: Generator) -> Ints:
+    if cache is None:
+        return workload.tokens_findable
+    shared, own = tokens_shared_own(workload)
+    share = cache.found_share(workload.arrival_s, workload.idle_s)
+    return shared + np.where(rng.random(len(workload)) < share, own, 0)
+
+
+Ints = NDArray[np.int64]

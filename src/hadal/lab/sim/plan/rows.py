@@ -1,0 +1,185 @@
+"""Alternatives that were tried beside the best plan, and in a sentence why each loses. Simulates
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hadal.lab.perf.roofline import FP4, FP8
+from hadal.lab.sim.plan.day import bundled_hours
+from hadal.lab.sim.plan.plan import DeploymentPlan, HardwarePlans, SearchOptions, price_hardware
+from hadal.lab.sim.plan.units import DecodeUnit, PrefillUnit, Rejected
+
+_SMALL = 0.003
+"""Differences of less are not spoken of."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of what was tried."""
+
+    dimension: str
+    """What is not as in the best plan."""
+    value: str
+    plan: DeploymentPlan | None
+    """None: there is none."""
+    cost_usd: float | None
+    """Cost of a day."""
+    why: str
+    """Why it loses; or, of what could not be chosen, what it would bring."""
+
+
+def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:
+    """Why `plan` costs more than `best`, as a sentence without its full stop."""
+    reasons = []
+    if plan.hardware != best.hardware:
+        if plan.rent.usd != best.rent.usd:
+            reasons.append(f"${plan.rent.usd:g} instead of ${best.rent.usd:g} a GPU-hour")
+        reasons.append(
+            f"{plan.gpu_hours / 24:,.0f} GPUs on average instead of {best.gpu_hours / 24:,.0f}"
+        )
+    is_same = plan.hardware == best.hardware
+    if not is_same or plan.decode_unit != best.decode_unit:
+        reasons += _decode(plan.decode_unit, best.decode_unit)
+    if not is_same or plan.prefill_unit != best.prefill_unit:
+        reasons += _prefill(plan.prefill_unit, best.prefill_unit)
+    if is_same:
+        for name, role, other in (
+            ("prefill", plan.prefill, best.prefill),
+            ("decode", plan.decode, best.decode),
+        ):
+            if role.rounded_share / other.rounded_share > 1.0 + _SMALL:
+                reasons.append(
+                    f"in {name} units of {role.num_ranks} GPUs the day takes"
+                    f" {role.rounded_share - 1.0:.0%} more than is needed, in units of"
+                    f" {other.num_ranks} {other.rounded_share - 1.0:.0%}"
+                )
+    more = plan.cost_usd / best.cost_usd - 1.0
+    if abs(more) < 5e-4 and not reasons:
+        return "costs the same; the smaller one is taken"
+    return f"{more:+.1%}" + (f": {'; '.join(reasons)}" if reasons else "")
+
+
+def _decode(unit: DecodeUnit, best: DecodeUnit) -> list[str]:
+    ratio = unit.tokens_per_s_gpu / best.tokens_per_s_gpu
+    if abs(ratio - 1.0) < _SMALL:
+        return []
+    limit = ", for no more fit in memory," if unit.is_memory_bound else ""
+    return [
+        f"decode {unit} holds {unit.batch} requests a GPU at {unit.tpot_s * 1e3:.0f} ms{limit}"
+        f" instead of {best.batch}"
+        + (
+            f" at {best.tpot_s * 1e3:.0f} ms"
+            if best.is_memory_bound or unit.is_memory_bound
+            else ""
+        )
+    ]
+
+
+def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
+    if abs(unit.tokens_per_s_gpu / best.tokens_per_s_gpu - 1.0) < _SMALL:
+        return []
+    return [
+        f"prefill {unit} takes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s a GPU within the TTFT"
+        f" instead of {best.tokens_per_s_gpu:,.0f}"
+    ]
+
+
+def dimension_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
+    """Yield, for each dimension of the best plan, the next best value, and what of the narrowest
+    units cannot be.
+    """
+    prefill, decode = best.prefill_unit, best.decode_unit
+    dimensions: tuple[tuple[str, Callable[[PrefillUnit, DecodeUnit], bool]], ...] = (
+        ("decode width", lambda p, d: d.model.num_ranks != decode.model.num_ranks),
+        (
+            "decode redundancy",
+            lambda p, d: (
+                d.model.num_ranks == decode.model.num_ranks
+                and d.model.num_redundant != decode.model.num_redundant
+            ),
+        ),
+        ("prefill width", lambda p, d: p.model.num_ranks != prefill.model.num_ranks),
+        (
+            "prefill redundancy",
+            lambda p, d: (
+                p.model.num_ranks == prefill.model.num_ranks
+                and p.model.num_redundant != prefill.model.num_redundant
+            ),
+        ),
+        (
+            "prefill step",
+            lambda p, d: p.model == prefill.model and p.chunk_tokens != prefill.chunk_tokens,
+        ),
+    )
+    costs = found.cost_PD
+    for name, is_other in dimensions:
+        fits = np.array([[is_other(p, d) for d in found.decode] for p in found.prefill])
+        if fits.any():
+            flat = int(np.argmin(np.where(fits, costs, np.inf)))
+            plan = found.pair(*divmod(flat, costs.shape[1]))
+            unit = plan.decode_unit if name.startswith("decode") else plan.prefill_unit
+            yield Row(name, str(unit), plan, plan.cost_usd, why(plan, best))
+    yield from rejected_rows(found.rejected)
+
+
+def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
+    """Yield, for each role and width that cannot be at all or some variant of which cannot be, the
+    one that came nearest.
+    """
+    nearest: dict[tuple[str, int], Rejected] = {}
+    for one in rejected:
+        key = one.role, one.num_ranks
+        if key not in nearest or one.shortfall < nearest[key].shortfall:
+            nearest[key] = one
+    for one in nearest.values():
+        yield Row(f"{one.role} width", one.what, None, None, one.why)
+
+
+def what_if_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
+    """The same traffic with what was not to be chosen: a static fleet, bundles, drafts, FP4."""
+    pricing, choice = found.pricing, found.choice
+
+    def row(name: str, value: str, changed: SearchOptions, note: str) -> Iterator[Row]:
+        plans = price_hardware(pricing, found.rent, changed).ranked()
+        if plans:
+            plan, text = plans[0], f"{plans[0].cost_usd / best.cost_usd - 1.0:+.1%} with {plans[0]}"
+            yield Row(name, value, plan, plan.cost_usd, f"{text}; {note}" if note else text)
+
+    if not choice.rules.is_static:
+        static = replace(choice, rules=replace(choice.rules, is_static=True))
+        yield from row("fleet", "the peak's units all day", static, "")
+        yield _bundles(best)
+    if 1 not in choice.mtp_tokens and pricing.model.num_nextn_predict_layers:
+        yield from row(
+            "MTP",
+            "1 draft",
+            replace(choice, mtp_tokens=(1,)),
+            f"{pricing.mtp_accept:.0%} of drafts accepted; --mtp-tokens 1 asks for it",
+        )
+    if FP4 not in choice.dtypes and pricing.hardware.fp4_flops:
+        yield from row(
+            "experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` loads none yet"
+        )
+
+
+def _bundles(best: DeploymentPlan) -> Row:
+    roles = (best.prefill, best.decode)
+    ratio = best.prefill.need_peak / best.decode.need_peak
+    sizes = (max(1, round(ratio)), 1) if ratio >= 1.0 else (1, max(1, round(1.0 / ratio)))
+    hours = bundled_hours(
+        [role.need_mean for role in roles],
+        [role.num_ranks for role in roles],
+        sizes,
+        best.rules.level(best.traffic.shape),
+    )
+    cost = best.rent.usd * hours
+    text = (
+        f"{cost / best.cost_usd - 1.0:+.1%}: the scarcer role makes both grow, and units come in"
+        " lots"
+    )
+    return Row("fleet", f"bundles of {sizes[0]} prefill + {sizes[1]} decode", None, cost, text)

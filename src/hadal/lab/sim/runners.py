@@ -1,0 +1,522 @@
+"""The Runner seam of a whole unit, without a model: plans of all ranks in, results and a priced
+time out.
+
+A step takes what lab/perf/step says of the very plans: the micro-batches the leader cut, each as its
+slowest rank has it, under the schedule it chose. Op times go back to the leader as a rank would
+have measured them, so its own choice of schedules, balances, moves and drafts is made from the same
+numbers as live. Tokens are 0 until a request's output is as long as its user wanted it; then the
+stop id is drawn, and the leader notices one plan late, as it does live. What a plan drafts, the
+next one checks: a draft is right by chance, and the same drafts of a request are right in every run.
+
+Shapes: R ranks, S slots of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.drafts import Compared, compared, summed
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
+from hadal.lab.perf.explain import StepPrice
+from hadal.lab.perf.layer import MicroBatchLoad, op_seconds
+from hadal.lab.perf.step import MTP_ACCEPT, StepModel
+from hadal.overlap.plan import SCHEDULES
+from hadal.overlap.split import num_pairs_of
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Chances = NDArray[np.uint64]
+
+STOP_ID = 1
+"""The stop id of every simulated request: `Generation.stop_ids` has it."""
+WORD_ID = 0
+"""Any other token."""
+
+
+OutputTokens = Callable[[int], int]
+"""Number of a request (`Sampling.seed`) -> how long its output becomes."""
+
+
+class StepWork(NamedTuple):
+    """What a step did, for whoever adds up (lab/sim/world/seen)."""
+
+    tokens: int
+    """Prefill: computed. Decode: made, one of each request and its drafts that were right."""
+    positions: int
+    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, once a
+    request, its first new one among them.
+    """
+    texts: int
+    """Prefill: chunks. Decode: requests."""
+    most_tokens: int
+    """Prefill: most tokens of a rank. Decode: most requests."""
+    most_positions: int
+    imbalance: float
+    """Imbalance of experts, the mean of the micro-batches."""
+    num_micro_batches: int
+    context_tokens: int
+    """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the
+    positions.
+    """
+
+
+NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1, 0)
+
+
+class PrefillRunner:
+    """Executes a prefill unit's steps."""
+
+    def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
+        self.work = NO_WORK
+        """What the last step computed."""
+        self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
+        """The same by rank: tokens, and (token, position) pairs."""
+        self.price: StepPrice | None = None
+        """The same, for perf/explain."""
+        self.slow: dict[int, float] = {}
+        """Rank -> how many times as long its part of a step takes."""
+        self._num_living = model.num_ranks
+        self._model = model
+        self._output_tokens = output_tokens
+        self._pairs_token = pairs_per_token(model)
+        """Attended positions that take a rank as long as a token does; they tell which rank is the
+        slowest.
+        """
+
+    def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
+        """The step's result; it is done `elapsed_s` after it began."""
+        halves = [[plan.chunks for plan in plans]]
+        if plans[0].num_micro_batches == 2:
+            halves.append([plan.second for plan in plans])
+        chunks = list(chain.from_iterable(chain(plan.chunks, plan.second) for plan in plans))
+        drawn = [
+            (key, chunk, chunk.sampling)
+            for key, chunk in enumerate(chunks)
+            if chunk.sampling is not None
+        ]
+        works = [_works_of(half) for half in halves]
+        batches = [self._micro_batch(half) for half in works]
+        self.ranks = _sums_of(works)
+        self.work = _work_of(works, self.ranks, batches)
+        schedule, num_rows = SCHEDULES[plans[0].schedule], len(drawn) / self._num_living
+
+        def price_of(batches: Sequence[MicroBatchLoad]) -> StepPrice:
+            return self._model.price_works(PREFILL, schedule, batches, num_rows=num_rows)
+
+        self.price = price = price_of(batches)
+        part = _slowed(
+            price,
+            self.slow,
+            lambda rank: price_of([self._micro_batch(half, rank) for half in works]),
+        )
+        ops = _op_times(price_of(_longest(self.work, batches)), part)
+        tokens = tuple(
+            STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
+            for _, chunk, sampling in drawn
+        )
+        keys = tuple(key for key, _, _ in drawn)
+        return StepDone(
+            plans[0].step_id,
+            keys,
+            tokens,
+            {},
+            price.seconds * part,
+            op_times=ops,
+            link_bytes=self._model.link_bytes(PREFILL, self.work.tokens),
+        )
+
+    def formed(self, num_living: int) -> None:
+        """Let `num_living` ranks take part from now on."""
+        self._num_living = max(1, num_living)
+
+    def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatchLoad:
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it."""
+        slowest = (
+            max(works, key=lambda work: work[1] + self._pairs_token * work[0])
+            if rank is None
+            else works[rank]
+        )
+        num_tokens = sum(work[0] for work in works)
+        mean_tokens = num_tokens / self._num_living
+        num_texts = sum(work[3] for work in works)
+        imbalance = (
+            self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts)
+            if num_texts
+            else 1.0
+        )
+        return MicroBatchLoad(*slowest[:3], mean_tokens, imbalance)
+
+
+_RankWork = tuple[int, int, int, int]
+"""What a rank computes in a micro-batch: tokens, (token, position) pairs, positions that are read,
+chunks.
+"""
+
+
+def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
+    return [
+        (
+            sum(len(c.tokens) for c in chunks),
+            sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
+            sum(c.start + len(c.tokens) for c in chunks),
+            len(chunks),
+        )
+        for chunks in rank_to_chunks
+    ]
+
+
+def _sums_of(halves: Sequence[Sequence[_RankWork]]) -> tuple[list[int], list[int]]:
+    """Return the tokens and pairs of both micro-batches, summed by rank."""
+    tokens, pairs = (
+        [sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1)
+    )
+    return tokens, pairs
+
+
+def _work_of(
+    halves: Sequence[Sequence[_RankWork]],
+    ranks: tuple[list[int], list[int]],
+    batches: Sequence[MicroBatchLoad],
+) -> StepWork:
+    tokens, pairs = ranks
+    return StepWork(
+        sum(tokens),
+        sum(pairs),
+        sum(work[3] for half in halves for work in half),
+        max(tokens),
+        max(pairs),
+        sum(batch.expert_imbalance for batch in batches) / len(batches),
+        len(batches),
+        sum(work[2] for half in halves for work in half),
+    )
+
+
+def pairs_per_token(model: StepModel) -> float:
+    """How many (token, position) pairs of core attention take as long as what else a rank does with
+    a token.
+    """
+
+    def own_s(num_tokens: float, num_pairs: float) -> float:
+        batch = MicroBatchLoad(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)
+        ops = op_seconds(model.kernels(PREFILL, batch, is_overlapped=model.num_ranks > 1), 0.0)
+        return ops.attn_in + ops.attn_core + ops.gate + ops.shared
+
+    base_s = own_s(4096.0, 16e6)
+    return (own_s(8192.0, 16e6) - base_s) / 4096.0 / ((own_s(4096.0, 32e6) - base_s) / 16e6)
+
+
+def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBatchLoad]:
+    """What a unit's op times are of: each op is as long as on the rank on which it is longest
+    (roles/ranks/results).
+    """
+    num = len(batches)
+    return [
+        MicroBatchLoad(
+            work.most_tokens / num,
+            work.most_positions / num,
+            batch.context_tokens,
+            batch.mean_tokens,
+            batch.expert_imbalance,
+        )
+        for batch in batches
+    ]
+
+
+class DecodeRunner:
+    """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
+
+    A draft is right with probability `mtp_accept` if those before it were. Which are is drawn from
+    the request's seed and the token's place in its output: whoever else runs, and however many are
+    drafted, `num_drafts_max` at most. Raises ValueError for what is no probability.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        num_slots: int,
+        output_tokens: OutputTokens,
+        *,
+        num_drafts_max: int = 0,
+        mtp_accept: float = MTP_ACCEPT,
+    ) -> None:
+        if not 0.0 <= mtp_accept <= 1.0:
+            raise ValueError(f"mtp_accept is {mtp_accept}: 0 to 1 can be.")
+        self.work = NO_WORK
+        """What the last step computed."""
+        self.price: StepPrice | None = None
+        """The same, for perf/explain."""
+        self.slow: dict[int, float] = {}
+        """Rank -> how many times as long its part of a step takes."""
+        self._num_living = model.num_ranks
+        self._model = model
+        self._num_slots = num_slots
+        self._output_tokens = output_tokens
+        self._num_drafts_max = num_drafts_max
+        self._accepted_below = mtp_accept * 2.0**_CHANCE_BITS
+        size = model.num_ranks * num_slots
+        self.is_taken: Bools = np.zeros(size, np.bool_)
+        self._left: Ints = np.zeros(size, np.int64)
+        """Tokens until the output is as long as it was wanted."""
+        self._length: Ints = np.zeros(size, np.int64)
+        """Positions in the cache."""
+        self._room: Ints = np.zeros(size, np.int64)
+        """Positions that fit into its blocks: no draft is checked beyond them."""
+        self._chance: Chances = np.zeros(size, np.uint64)
+        """Made of the request's seed: what its drafts' chances are drawn from."""
+        self._num_drafted: Ints = np.zeros(size, np.int64)
+        """Drafts of the last plan."""
+        self._has_drafts = False
+        """Whether any of those is above 0."""
+        self._is_computed: Bools = np.zeros(size, np.bool_)
+        """Slots of the step: taken, and not resting."""
+        self._is_second: Bools = np.zeros(size, np.bool_)
+        self._second: tuple[tuple[int, ...], ...] = ()
+
+    def run(self, plans: Sequence[DecodePlan]) -> StepDone:
+        """The step's result; it is done `elapsed_s` after it began."""
+        for rank, plan in enumerate(plans):
+            if plan.leaves or plan.joins:
+                self._change(rank * self._num_slots, plan)
+        if self._num_drafts_max:
+            self._grow(plans)
+        np.copyto(self._is_computed, self.is_taken)
+        for rank, plan in enumerate(plans):
+            if plan.resting:
+                self._is_computed[rank * self._num_slots + np.array(plan.resting)] = False
+        return _joined([self._pass(plans) for _ in range(plans[0].num_passes)])
+
+    def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
+        """A token of each slot of the step, and those that drafts bring."""
+        slots, num_drafts = np.flatnonzero(self._is_computed), plans[0].num_drafts
+        assert num_drafts <= self._num_drafts_max, "a plan drafts more than was said"
+        num_checked = self._num_checked(slots) if self._has_drafts else None
+        self._length[slots] += 1
+        is_in = self._halves(plans)
+        num_tokens = None  # One of each slot, which takes less time to count.
+        if num_checked is not None:
+            num_tokens = self._is_computed.astype(np.int64)
+            num_tokens[slots] += num_checked
+        batches = [self._micro_batch(half, num_tokens) for half in is_in]
+        num_requests = slots.size / self._num_living
+        num_rows = num_requests
+        if num_tokens is not None:
+            num_rows = float(num_tokens.sum()) / self._num_living
+
+        def price_of(batches: Sequence[MicroBatchLoad]) -> StepPrice:
+            return self._model.price_works(
+                DECODE,
+                SCHEDULES[plans[0].schedule],
+                batches,
+                num_rows=num_rows,
+                mtp_tokens=num_drafts,
+                num_draft_rows=num_requests,
+            )
+
+        self.price = price = price_of(batches)
+        # All of it by the same part, or the leader would take its ops for longer than its step.
+        part = _slowed(
+            price,
+            self.slow,
+            lambda rank: price_of([self._micro_batch(half, num_tokens, rank) for half in is_in]),
+        )
+        self._note(slots, batches)
+        drawn, tokens = self._draw(slots, num_checked)
+        drafts: Compared = ()
+        if num_checked is not None:
+            num_right = np.bincount(drawn, minlength=self.is_taken.size)[slots] - 1
+            drafts = compared(num_checked, num_right)
+        if drawn.size > slots.size:
+            self.work = self.work._replace(tokens=drawn.size)
+        if num_drafts or self._has_drafts:
+            self._num_drafted[slots] = num_drafts
+            self._has_drafts = bool(self._num_drafted[self.is_taken].any())
+        # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
+        # them.
+        keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
+        num_computed = slots.size if num_tokens is None else int(num_tokens.sum())
+        return StepDone(
+            plans[0].step_id,
+            keys,
+            values,
+            {},
+            price.seconds * part,
+            op_times=_op_times(price, part),
+            link_bytes=self._model.link_bytes(DECODE, num_computed, num_drafts),
+            drafts=drafts,
+        )
+
+    def formed(self, num_living: int) -> None:
+        """Let `num_living` ranks take part from now on, with nobody in their tables."""
+        self._num_living = max(1, num_living)
+        self.is_taken[:] = False
+        self._has_drafts = False
+
+    @property
+    def requests_R(self) -> Ints:
+        """Requests by rank."""
+        requests_R: Ints = np.count_nonzero(self.is_taken.reshape(-1, self._num_slots), axis=1)
+        return requests_R
+
+    def _num_checked(self, slots: Ints) -> Ints:
+        """Drafts of these slots that the step checks: as many as have room."""
+        num_fitting = self._room[slots] - 1 - self._length[slots]
+        num_checked: Ints = np.minimum(self._num_drafted[slots], num_fitting)
+        return np.maximum(num_checked, 0, out=num_checked)
+
+    def _draw(self, slots: Ints, num_checked: Ints | None) -> tuple[Ints, Ints]:
+        """Return whose tokens the step draws, and the tokens: the first of each of these slots,
+        then, draft by draft, those that come behind it.
+        """
+        self._left[slots] -= 1
+        left = self._left[slots]
+        tokens = np.where(left <= 0, STOP_ID, WORD_ID)
+        if num_checked is None:
+            return slots, tokens
+        keys, values = [slots], [tokens]
+        rows = np.arange(slots.size)
+        for place in range(1, 1 + int(num_checked.max(initial=0))):
+            rows = rows[num_checked[rows] >= place]
+            rows = rows[self._is_right(slots[rows], left[rows] - place + 1)]
+            keys.append(slots[rows])
+            values.append(np.where(left[rows] == place, STOP_ID, WORD_ID))
+            self._length[keys[-1]] += 1
+            self._left[keys[-1]] -= 1
+        return np.concatenate(keys), np.concatenate(values)
+
+    def _is_right(self, slots: Ints, left: Ints) -> Bools:
+        """Whether each slot's draft is right of the token behind which so many are left to draw."""
+        chances = _mixed(self._chance[slots] + left.astype(np.uint64) * _OF_TOKEN)
+        is_right: Bools = (chances >> np.uint64(64 - _CHANCE_BITS)) < self._accepted_below
+        return is_right
+
+    def _note(self, slots: Ints, batches: Sequence[MicroBatchLoad]) -> None:
+        lengths, ranks = self._length[slots], slots // self._num_slots
+        requests_R = np.bincount(ranks, minlength=self._model.num_ranks)
+        positions_R = np.bincount(ranks, lengths, minlength=self._model.num_ranks)
+        self.work = StepWork(
+            slots.size,
+            int(lengths.sum()),
+            slots.size,
+            int(requests_R.max()),
+            int(positions_R.max()),
+            sum(batch.expert_imbalance for batch in batches) / len(batches),
+            len(batches),
+            int(lengths.sum()),
+        )
+
+    def _change(self, first: int, plan: DecodePlan) -> None:
+        for slot in plan.leaves:
+            self.is_taken[first + slot] = False
+        for join in plan.joins:
+            slot = first + join.slot
+            self.is_taken[slot] = True
+            self._room[slot] = len(join.block_ids) * BLOCK_TOKENS
+            self._chance[slot] = join.sampling.seed * _OF_SEED % 2**64
+            self._num_drafted[slot] = 0  # It comes with one token, and nobody drafted behind it.
+            self._length[slot] = join.num_tokens
+            self._left[slot] = self._output_tokens(join.sampling.seed) - join.output_index
+
+    def _grow(self, plans: Sequence[DecodePlan]) -> None:
+        for rank, plan in enumerate(plans):
+            for slot, _, _ in plan.grown:
+                self._room[rank * self._num_slots + slot] += BLOCK_TOKENS
+
+    def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
+        """Who is in which micro-batch."""
+        if plans[0].num_micro_batches == 1:
+            return [self._is_computed]
+        second = tuple(plan.second for plan in plans)
+        if second != self._second:
+            self._second = second
+            self._is_second[:] = False
+            for rank, slots in enumerate(second):
+                self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
+        return [self._is_computed & ~self._is_second, self._is_computed & self._is_second]
+
+    def _micro_batch(
+        self, is_in: Bools, num_tokens: Ints | None, rank: int | None = None
+    ) -> MicroBatchLoad:
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it. `num_tokens`: of
+        each slot, its drafts among them; None: one of each.
+        """
+        shape = (-1, self._num_slots)
+        lengths = self._length * is_in
+        positions_R = pairs_R = lengths.reshape(shape).sum(axis=1)
+        if num_tokens is None:
+            tokens_R = np.count_nonzero(is_in.reshape(shape), axis=1)
+        else:
+            tokens_R = (num_tokens * is_in).reshape(shape).sum(axis=1)
+            pairs_R = (lengths * num_tokens).reshape(shape).sum(axis=1)
+        slowest = int(pairs_R.argmax()) if rank is None else rank
+        mean_tokens = float(tokens_R.sum()) / self._num_living
+        return MicroBatchLoad(
+            float(tokens_R[slowest]),
+            float(pairs_R[slowest]),
+            float(positions_R[slowest]),
+            mean_tokens,
+            self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0,
+        )
+
+
+_CHANCE_BITS = 53
+"""Of a chance: as many as a float tells apart."""
+_OF_SEED, _OF_TOKEN = 0xD1342543DE82EF95, np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and no small multiples of one another: no two requests' tokens have the same chance."""
+
+
+def _mixed(values: Chances) -> Chances:
+    """A 64-bit hash of each (the finaliser of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _joined(passes: Sequence[StepDone]) -> StepDone:
+    """Return the step of these turns, one after another."""
+    if len(passes) == 1:
+        return passes[0]
+    times: dict[str, OpTime] = {}
+    for each in (op_time for done in passes for op_time in done.op_times):
+        known = times.get(each.op, OpTime(each.op, 0, 0.0))
+        times[each.op] = OpTime(each.op, known.count + each.count, known.seconds + each.seconds)
+    link_bytes = NO_LINK_BYTES
+    for done in passes:
+        link_bytes = link_bytes.plus(done.link_bytes)
+    return msgspec.structs.replace(
+        passes[0],
+        keys=cast("tuple[int, ...]", np.concatenate([done.keys for done in passes])),
+        tokens=cast("tuple[int, ...]", np.concatenate([done.tokens for done in passes])),
+        elapsed_s=sum(done.elapsed_s for done in passes),
+        drafts=summed(done.drafts for done in passes),
+        op_times=tuple(times.values()),
+        link_bytes=link_bytes,
+    )
+
+
+def _slowed(
+    price: StepPrice, slow: Mapping[int, float], price_of: Callable[[int], StepPrice]
+) -> float:
+    """How many times `price` a step takes whose other ranks wait for the slow ones. `price_of`: as
+    a rank has it.
+    """
+    return max(
+        [1.0, *(factor * price_of(rank).seconds / price.seconds for rank, factor in slow.items())]
+    )
+
+
+def _op_times(price: StepPrice, part: float) -> tuple[OpTime, ...]:
+    """Return the op times of a step that takes `part` of its price."""
+    times = price.op_times()
+    return (
+        times
+        if part == 1.0
+        else tuple(OpTime(time.op, time.count, time.seconds * part) for time in times)
+    )

@@ -1,0 +1,209 @@
+"""The units of a simulated world: a leader of the class that serves, and a Runner that prices its
+steps.
+
+Its leader is made as the live one is (roles/leaders), of a deployment whose KV pools are those of
+the hardware. Knows neither wires nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from hadal.core.balance import OFF
+from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
+from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.plans import StepDone
+from hadal.core.seams import RankReset
+from hadal.lab.perf.step import StepModel
+from hadal.lab.sim.runners import DecodeRunner, OutputTokens, PrefillRunner
+from hadal.lab.sim.world.clock import SimClock
+from hadal.lab.sim.world.disk import View
+from hadal.lab.sim.world.process import Process
+from hadal.lab.sim.world.requests import FINGERPRINT
+from hadal.lab.sim.world.seen import WorldLog
+from hadal.perf.shapes import kv_bytes_per_token
+from hadal.roles.decode.leader import DecodeLeader
+from hadal.roles.leaders import make_leader
+from hadal.roles.prefill.leader import PrefillLeader
+
+Runner = PrefillRunner | DecodeRunner
+
+HBM_SHARE = 0.9
+"""Share of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
+
+
+def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
+    """Blocks of a rank's KV pool: what its memory has beside the weights, where decode makes so
+    many drafts at most. Raises ValueError if that is nothing.
+    """
+    # Prefill hands the module's KV over with the rest and has little of its weights, no experts.
+    weights = model.hbm_bytes(0, num_drafts if role == DECODE else 0)
+    free_bytes = HBM_SHARE * model.hardware.hbm_bytes - weights
+    num_blocks = int(free_bytes // (BLOCK_TOKENS * token_bytes(model, num_drafts)))
+    if num_blocks < 2:
+        raise ValueError(
+            f"{model.hardware.name} has no memory left for KV with {model.num_expert_slots} experts on a"
+            " rank: units of more ranks have fewer."
+        )
+    return num_blocks
+
+
+def token_bytes(model: StepModel, num_drafts: int) -> float:
+    """KV bytes of a token, the MTP module's among them where drafts are made."""
+    has_module = num_drafts > 0 and model.model.num_nextn_predict_layers > 0
+    return kv_bytes_per_token(model.model, model.model.num_hidden_layers + has_module)
+
+
+def simulated_leader(
+    name: str,
+    epoch: str,
+    config: Deployment,
+    model: StepModel,
+    max_context: int,
+    view: View,
+    *,
+    stores: bool,
+) -> PrefillLeader | DecodeLeader:
+    """Return the leader of a unit as it serves. `view`: what a prefill unit knows to be on disk;
+    `stores`: what is computed, and blocks that generated text fills, are written there.
+    """
+    role = name.partition("-")[0]
+    num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
+    units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
+    # Decode offers prefill nothing: a fleet is on many hosts.
+    memory = OFF if role == DECODE else config.cache.memory
+    cache = msgspec.structs.replace(
+        config.cache, memory=memory, folder=FINGERPRINT if stores else ""
+    )
+    deployment = (
+        msgspec.structs.replace(config, cache=cache, prefill=units)
+        if role == PREFILL
+        else msgspec.structs.replace(config, cache=cache, decode=units)
+    )
+    shapes = replace(model.model, max_position_embeddings=max_context)
+    return make_leader(deployment, shapes, name, role, epoch, fingerprint=FINGERPRINT, index=view)
+
+
+class SimUnit:
+    """One life of a unit: which of its ranks live, and what its leader hears of that.
+
+    `pools`: names of all pools there are, shared with the other units; `number`: new for each life
+    of any unit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        process: Process,
+        runner: Runner,
+        num_ranks: int,
+        pools: set[str],
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.runner = runner
+        self.is_alive = True
+        self._number = number
+        self._pools = pools
+        self._rank_to_pool = [""] * num_ranks
+        """"": dead."""
+        self._lost: set[int] = set()
+        """Dead, and the leader does not know."""
+        self._num_pools = 0
+        self._formation = 0
+
+    @property
+    def num_living(self) -> int:
+        return sum(map(bool, self._rank_to_pool))
+
+    def begin(self) -> None:
+        """All ranks are there."""
+        self.come(range(len(self._rank_to_pool)))
+
+    def lose(self, ranks: Iterable[int]) -> bool:
+        """These die, and no step is done until `form`. Returns whether one of them lived."""
+        dying = [rank for rank in ranks if self._rank_to_pool[rank]]
+        if not dying or not self.is_alive:
+            return False
+        for rank in dying:
+            self._pools.discard(self._rank_to_pool[rank])
+            self._rank_to_pool[rank] = ""
+        self._lost.update(dying)
+        self.process.break_off(dying)
+        return True
+
+    def form(self) -> None:
+        """Go on without those who died."""
+        if self.is_alive and self._lost:
+            self._form(())
+
+    def come(self, ranks: Iterable[int]) -> None:
+        """Ranks that are dead are back, with empty pools; what steps were in flight is done
+        again.
+        """
+        fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
+        if not fresh or not self.is_alive:
+            return
+        for rank in fresh:
+            self._num_pools += 1
+            self._rank_to_pool[rank] = f"{self.name}.{rank}.{self._number}.{self._num_pools}"
+            self._pools.add(self._rank_to_pool[rank])
+        self.process.break_off(())
+        self._form(fresh)
+
+    def end(self) -> None:
+        """The leader dies, and its ranks with it."""
+        self.is_alive = False
+        self.process.end()
+        self._pools.difference_update(self._rank_to_pool)
+
+    def _form(self, fresh: tuple[int, ...]) -> None:
+        self._formation += 1
+        lost, self._lost = tuple(sorted(self._lost)), set()
+        self.runner.formed(self.num_living)
+        self.process.form(RankReset(lost, fresh, tuple(self._rank_to_pool), self._formation))
+
+
+class LoggedRunner:
+    """A unit's Runner, and a line in the log for every step."""
+
+    def __init__(
+        self, unit: str, role: str, runner: Runner, clock: SimClock, log: WorldLog
+    ) -> None:
+        self.runner = runner
+        self._unit = unit
+        self._clock = clock
+        self._steps = log.steps[role]
+        self._prefill_ranks = log.prefill_ranks
+
+    def run(self, plans: Sequence[Any]) -> StepDone:
+        """Run the plans as the Runner does."""
+        done = self.runner.run(plans)
+        self._steps.append((self._unit, self._clock.now(), done.elapsed_s, self.runner.work))
+        if isinstance(self.runner, PrefillRunner):
+            self._prefill_ranks.append(self.runner.ranks)
+        return done
+
+
+def runner_of(
+    role: str,
+    model: StepModel,
+    config: Deployment,
+    output_tokens: OutputTokens,
+    mtp_accept: float,
+) -> Runner:
+    """`mtp_accept`: how often a draft is right if those before it were (decode)."""
+    if role == PREFILL:
+        return PrefillRunner(model, output_tokens)
+    return DecodeRunner(
+        model,
+        config.decode.max_requests,
+        output_tokens,
+        num_drafts_max=num_drafts_max(config, model.model),
+        mtp_accept=mtp_accept,
+    )

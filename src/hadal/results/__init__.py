@@ -1,0 +1,1 @@
+"""Room results: result files of commands, read, drawn and shown as pages."""
