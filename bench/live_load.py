@@ -19,7 +19,7 @@ import httpx
 from bench.server import samples_of
 from evals.run import held_out_examples
 from evals.tasks import Example
-from hadal.gateway.openai import Turn
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.runtime.resolve import model_folder

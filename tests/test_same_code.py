@@ -260,7 +260,7 @@ def decided_again(tree: Tree) -> set[str]:
         name for module in deciding for name in tree.defined(module) if not name.startswith("_")
     }
     files = {module.rpartition(".")[2] for module in deciding}
-    found = short(set(tree.room("lab.sim")), "sim") & files
+    found = short(set(tree.room("lab.sim")), "lab.sim") & files
     for module in tree.room("lab.sim"):
         decisions = {
             name for name in tree.functions(module) if name.lstrip("_").split("_")[0] in DECIDES

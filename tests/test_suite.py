@@ -158,7 +158,7 @@ def test_paths_and_options_are_told_apart() -> None:
     ("changed", "included", "left_out"),
     [
         (
-            "src/hadal/gateway/openai.py",
+            "src/hadal/gateway/api/openai/request.py",
             "tests/unit/gateway/test_openai.py",
             "tests/unit/kv/test_blocks.py",
         ),

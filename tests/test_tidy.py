@@ -56,10 +56,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "gateway",
         "progress",
+        "results",
         "lab/sim",
         "lab/perf",
         "apps/bench",
     },
+    "results": {"core"},
     "lab/perf": {"core", "overlap", "perf"},
     "lab/sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats", "lab/perf"},
     "lab/simulate": {
@@ -71,13 +73,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "gateway",
         "progress",
+        "results",
         "lab/perf",
         "lab/sim",
     },
-    "lab/plan": {"core", "policy", "perf", "progress", "lab/perf", "lab/sim"},
-    "apps/bench": {"core", "progress", "stats"},
+    "lab/plan": {"core", "policy", "perf", "progress", "results", "lab/perf", "lab/sim"},
+    "apps/bench": {"core", "progress", "results", "stats"},
     "apps/console": {"core", "overlap", "roles", "runtime", "gateway", "stats"},
-    "apps/terminal": {"core"},
+    "apps/terminal": {"core", "runtime"},
     "cli": {
         "core",
         "policy",
@@ -117,6 +120,8 @@ LAZY: dict[str, set[str]] = {
     # `hadal --help` must not wait for torch and the server.
     "cli": {"hadal", "httpx"},
     "commands": {"hadal", "rich"},
+    # Its page has plotly's script.
+    "lab/simulate": {"hadal"},
 }
 """Room -> top-level modules that may be imported inside a function. Everywhere else imports stand
 at the top.

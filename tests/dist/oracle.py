@@ -20,7 +20,7 @@ import torch
 from evals.run import held_out_examples
 from evals.tasks import TASKS, Example
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.gateway.openai import Turn
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.chat import read_chat_format
 from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.model.load import load_weights

@@ -27,7 +27,7 @@ from hadal.core.messages.generation import Generation
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.intake import Patience
-from hadal.gateway.openai import SamplingDefaults
+from hadal.gateway.text.asks import SamplingDefaults
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.vocabulary import Vocabulary
 from tests.dist import gate

@@ -59,7 +59,7 @@ print(hadal.__file__)
 print(resolve(Deployment()).deployment.model)
 print(plan(read_deployment(deployment_file(Path("v3_ep32_ep144")))).deployment.model)
 print(SOURCES / MAIN_SOURCE)
-print(Path(hadal.__file__).parent / "commands" / "templates" / "day.html")
+print(Path(hadal.__file__).parent / "results" / "templates" / "day.html")
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

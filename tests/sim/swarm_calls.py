@@ -23,7 +23,7 @@ from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.openai import CommonFields
+from hadal.gateway.text.asks import CommonFields
 from hadal.gateway.text.stream import Assembler
 from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.runtime.ledger.writer import LedgerCounts

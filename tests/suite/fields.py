@@ -3,7 +3,7 @@
     python -m tests.suite.fields            print them
     python -m tests.suite.fields --write    write them into docs/api.md
 
-Made from gateway/field_table: fields that APIs treat alike once, then those of each; served ones first.
+Made from gateway/api/field_table: fields that APIs treat alike once, then those of each; served ones first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from hadal.gateway.field_table import API_TO_PATH, CHAT, TOKENIZE, FieldRow, Verdict, rows_of
+from hadal.gateway.api.field_table import API_TO_PATH, CHAT, TOKENIZE, FieldRow, Verdict, rows_of
 from tests.suite.page_command import run_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -341,7 +341,7 @@ def _pre_stop_s(container: Document) -> float:
 
 
 def probe_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
-    source = (ROOT / "src/hadal/gateway/app.py").read_text(encoding="utf-8")
+    source = (ROOT / "src/hadal/gateway/endpoints.py").read_text(encoding="utf-8")
     rows = " ".join(re.findall(r'Endpoint\("GET", .*', source))
     routes = set(re.findall(r'"(/[a-z]*)"', rows))
     assert {"/", "/health", "/metrics"} <= routes

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from evals.tasks import Example, sample
-from hadal.gateway.openai import PastCall, Turn
+from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.tools import CallReader, format_of, read_choice, read_tools
 from hadal.gateway.text.vocabulary import read_vocabulary

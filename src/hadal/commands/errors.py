@@ -8,13 +8,15 @@ import typer
 from typer.core import TyperGroup
 
 from hadal.core.errors import EXIT_CONFIG, HadalError, InvariantError
+from hadal.core.extras import install_hint
 
 _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "step"}
 """Commands whose formulas raise a plain ValueError for bad options."""
 
 
 class Commands(TyperGroup):
-    """Command group: a HadalError prints its message and ends the command with EXIT_CONFIG.
+    """Command group: a HadalError prints its message and ends the command with EXIT_CONFIG; so does
+    a module that is missing because its extra is not installed.
 
     A bug keeps its traceback: InvariantError, other errors, and all of `serve`, which reports its
     ConfigError itself.
@@ -24,14 +26,18 @@ class Commands(TyperGroup):
         """Run the command that the line names."""
         try:
             return super().invoke(ctx)
-        except (HadalError, ValueError) as error:
+        except (HadalError, ValueError, ModuleNotFoundError) as error:
             name = ctx.invoked_subcommand or ""
+            message: str | None = str(error)
             is_expected = isinstance(error, HadalError) or name in _CHECK_VALUES
+            if isinstance(error, ModuleNotFoundError):
+                message = install_hint(error.name or "")
+                is_expected = message is not None
             if name == "serve" or isinstance(error, InvariantError) or not is_expected:
                 raise
             names = [name]
             while ctx.parent is not None:
                 names.insert(0, ctx.info_name or "")
                 ctx = ctx.parent
-            typer.echo(f"hadal {' '.join(names)}: {error}", err=True)
+            typer.echo(f"hadal {' '.join(names)}: {message}", err=True)
             raise typer.Exit(EXIT_CONFIG) from None

@@ -21,8 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from hadal.gateway.decoding import decode
-from hadal.gateway.description import (
+from hadal.gateway.api.base import check_metadata
+from hadal.gateway.api.batches import BATCH_ENDPOINTS, BATCH_WINDOW, NewBatch
+from hadal.gateway.api.decoding import decode
+from hadal.gateway.api.description import (
     BATCH_CANCELLED,
     BATCH_CREATED,
     BATCH_READ,
@@ -33,6 +35,7 @@ from hadal.gateway.description import (
     FILE_UPLOADED,
     FILES,
 )
+from hadal.gateway.api.lists import is_ascending, list_page, read_limit
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.batches import WINDOW_S, BatchWorker
 from hadal.gateway.desk.gateway import Gateway
@@ -41,15 +44,6 @@ from hadal.gateway.edge.bodies import discard
 from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.gateway.edge.guard import SEEN
 from hadal.gateway.endpoints import Endpoint
-from hadal.gateway.openai import (
-    BATCH_ENDPOINTS,
-    BATCH_WINDOW,
-    NewBatch,
-    check_metadata,
-    is_ascending,
-    list_page,
-    read_limit,
-)
 from hadal.runtime.batches import (
     BATCH,
     CANCELLED,

@@ -1,7 +1,7 @@
 """All endpoints of a gateway: method, path, handler and description of each.
 
 `routes_of` (gateway/app) and /openapi.json follow from this list. To add an endpoint, add a line here
-and an Operation in gateway/description.
+and an Operation in gateway/api/description.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hadal import __version__
-from hadal.gateway.description import (
+from hadal.gateway.api.description import (
     AUDIT,
     CHAT,
     COMPLETION,
@@ -43,28 +43,28 @@ from hadal.gateway.description import (
     Operation,
     document,
 )
+from hadal.gateway.api.messages.reply import MessagesFormatter
+from hadal.gateway.api.messages.request import parse_count, parse_messages
+from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
+from hadal.gateway.api.responses.items import input_page, listed
+from hadal.gateway.api.responses.reply import ResponseFormatter
+from hadal.gateway.api.responses.request import (
+    ResponseAsk,
+    ResponsesRequest,
+    items_in,
+    parse_response,
+    read_response,
+    references_of,
+)
+from hadal.gateway.api.shapes import Greeting, HealthReply, ResponseDeleted, TokenCount
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.desk import Formatter
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.kept import KeptResponse
 from hadal.gateway.desk.service import Work
-from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.edge.errors import ApiError, Shape
 from hadal.gateway.edge.guard import SEEN
 from hadal.gateway.generate import Generate, Prepare
-from hadal.gateway.messages import MessagesFormatter, parse_count, parse_messages
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter
-from hadal.gateway.responses import (
-    ResponseAsk,
-    ResponseFormatter,
-    ResponsesRequest,
-    input_page,
-    items_in,
-    listed,
-    parse_response,
-    read_response,
-    references_of,
-)
-from hadal.gateway.shapes import Greeting, HealthReply, ResponseDeleted, Shape, TokenCount
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -26,6 +26,7 @@ from hadal.core.config import (
 )
 from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.extras import install_hint, missing_modules
 from hadal.core.families import why_no_folder
 from hadal.core.model_config import ModelConfig, check_accepted, read_model_config, unknown_keys
 from hadal.kernels.build import BuildError, runs_plain
@@ -304,6 +305,11 @@ def resolve(deployment: Deployment) -> Resolved:
         raise ConfigError(reasons[0])
     if deployment.handover == "nixl":
         require_nixl()
+    if deployment.console.mode != OFF and (missing := missing_modules("apps")):
+        console = msgspec.structs.replace(deployment.console, mode=OFF)
+        deployment = msgspec.structs.replace(deployment, console=console)
+        text = f"no pages are served: {install_hint(missing[0])}"
+        memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
     make_cache_folder(deployment.cache.folder)
     available = available_bytes() if is_here else None
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
@@ -312,7 +318,7 @@ def resolve(deployment: Deployment) -> Resolved:
             " free: processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
-    return with_digests(dataclasses.replace(resolved, memory=memory))
+    return with_digests(dataclasses.replace(resolved, deployment=deployment, memory=memory))
 
 
 def check_complete(resolved: Resolved) -> None:

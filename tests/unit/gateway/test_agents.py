@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway import fields
-from hadal.gateway.messages import parse_messages
-from hadal.gateway.openai import PastCall
-from hadal.gateway.response_tools import ResponseTool, as_arguments, as_input, offered
-from hadal.gateway.responses import parse_response, read_response
+from hadal.gateway.api import fields
+from hadal.gateway.api.messages.request import parse_messages
+from hadal.gateway.api.responses.request import parse_response, read_response
+from hadal.gateway.api.responses.tools import ResponseTool, as_arguments, as_input, offered
+from hadal.gateway.text.asks import PastCall
 
 from .event_streams import named_events
 from .test_tools import V31, written

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway import field_table, fields, openai
+from hadal.gateway.api import base, field_table, fields
 from hadal.gateway.desk.batches import _line_of, _lines_of
 
 URL = "/v1/chat/completions"
@@ -35,7 +35,7 @@ def test_numbers_beyond_all_are_the_client_s_fault() -> None:
     with pytest.raises(RequestError, match=r"."):
         fields.check_fields(b'{"audio": 1e999}', field_table.CHAT)
     with pytest.raises(RequestError, match=r"."):
-        openai.schema_format("a", b'{"maximum": 1e999}', "response_format")
+        base.schema_format("a", b'{"maximum": 1e999}', "response_format")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.openai import Turn
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.chat import ChatFormat, raw_prompt, read_chat_format
 from hadal.gateway.text.template_files import read_templates
 from hadal.gateway.text.tools import NO_TOOLS, Choosing

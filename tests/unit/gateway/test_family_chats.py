@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hadal.gateway.openai import Turn
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 

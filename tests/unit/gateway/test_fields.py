@@ -19,9 +19,9 @@ import pytest
 import typing_extensions
 
 from hadal.core.errors import RequestError
-from hadal.gateway import fields
-from hadal.gateway.description import BODY_TO_API
-from hadal.gateway.field_table import (
+from hadal.gateway.api import fields
+from hadal.gateway.api.description import BODY_TO_API
+from hadal.gateway.api.field_table import (
     CHAT,
     COMPLETION,
     MESSAGE,
@@ -30,9 +30,9 @@ from hadal.gateway.field_table import (
     Verdict,
     rows_of,
 )
-from hadal.gateway.messages import CountRequest, parse_messages
-from hadal.gateway.openai import parse_chat, parse_completion
-from hadal.gateway.responses import parse_response, read_response
+from hadal.gateway.api.messages.request import CountRequest, parse_messages
+from hadal.gateway.api.openai.request import parse_chat, parse_completion
+from hadal.gateway.api.responses.request import parse_response, read_response
 from tests.suite import fields as pages
 
 TEXT = [{"type": "text", "text": "hi"}]

@@ -14,8 +14,8 @@ from hadal.core.errors import RequestError
 from hadal.core.messages.requests import Submit
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import ServedModel, Service
-from hadal.gateway.openai import AnswerFormat
 from hadal.gateway.text import template
+from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
 from hadal.roles.front.names import FrontNames

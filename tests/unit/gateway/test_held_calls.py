@@ -25,7 +25,7 @@ from hadal.core.messages.generation import Token
 from hadal.core.plans import Grammar
 from hadal.gateway.desk.auth import Tenant, salt_of
 from hadal.gateway.desk.service import Service
-from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.stream import Assembler, Calls, Piece

@@ -17,7 +17,7 @@ from hadal.core.messages.every import AnyMessage
 from hadal.gateway.desk.kept import PATH, KeptResponse, KeptResponses, Responses
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.openai import PastCall, Turn
+from hadal.gateway.text.asks import PastCall, Turn
 
 GATEWAYS = ("gateway", "gateway-1", "gateway-2")
 TURNS = (Turn("user", "a"), Turn("assistant", "b", (PastCall("c", "f", "{}"),)))

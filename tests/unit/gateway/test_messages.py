@@ -15,10 +15,11 @@ from anthropic import Anthropic, beta_tool
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
+from hadal.gateway.api.messages.request import parse_count, parse_messages
+from hadal.gateway.api.openai.request import parse_chat
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.intake import Patience
-from hadal.gateway.messages import parse_count, parse_messages
-from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
+from hadal.gateway.text.asks import AnswerFormat, ChatAsk, PastCall, Turn
 from hadal.gateway.text.tools import Choosing
 from tests.waiting import wait_for
 

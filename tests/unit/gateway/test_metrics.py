@@ -15,8 +15,8 @@ from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.snapshot import FrontSnapshot, Totals
 from hadal.core.messages.units import UnitReport
 from hadal.core.plans import LinkBytes
+from hadal.gateway.api.reply import Usage
 from hadal.gateway.desk.metrics import Metrics
-from hadal.gateway.replies import Usage
 from hadal.runtime.ledger.writer import LedgerCounts
 
 

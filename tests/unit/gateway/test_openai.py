@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway.openai import (
-    AnswerFormat,
-    SamplingDefaults,
-    Turn,
-    check_ids,
-    check_num_ids,
-    parse_chat,
-    parse_completion,
-    with_defaults,
-)
+from hadal.gateway.api.base import check_ids
+from hadal.gateway.api.openai.request import check_num_ids, parse_chat, parse_completion
+from hadal.gateway.text.asks import AnswerFormat, SamplingDefaults, Turn, with_defaults
 from tests.levels import MORE
 from tests.waiting import DEADLINE_S
 
@@ -488,10 +481,10 @@ def test_small_fields_are_not_read_when_they_are_long() -> None:
 
 READ_AT_ONCE = """
 import sys, threading
-from hadal.gateway.messages import MessagesRequest
-from hadal.gateway.decoding import decode
-from hadal.gateway.openai import ChatRequest, CompletionRequest
-from hadal.gateway.responses import ResponsesRequest
+from hadal.gateway.api.messages.request import MessagesRequest
+from hadal.gateway.api.decoding import decode
+from hadal.gateway.api.openai.request import ChatRequest, CompletionRequest
+from hadal.gateway.api.responses.request import ResponsesRequest
 
 sys.setswitchinterval(1e-6)
 BODY = b'{"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}],' \\

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from hadal.core.messages.generation import Token
 from hadal.core.plans import Sampling
-from hadal.gateway.messages import MessagesFormatter
-from hadal.gateway.openai import Turn
-from hadal.gateway.parts import PartFold, PartKind, parts_of
-from hadal.gateway.replies import Head, Outcome, Usage
-from hadal.gateway.responses import ResponseFormatter, ResponsesRequest
+from hadal.gateway.api.messages.reply import MessagesFormatter
+from hadal.gateway.api.parts import PartFold, PartKind, parts_of
+from hadal.gateway.api.reply import Head, Outcome, Usage
+from hadal.gateway.api.responses.reply import ResponseFormatter
+from hadal.gateway.api.responses.request import ResponsesRequest
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.stream import Assembler, Calls, Piece
 from hadal.gateway.text.tools import FORMATS, CallReader, Choosing, ToolFormat
 

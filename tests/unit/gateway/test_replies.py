@@ -9,8 +9,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hadal.core.messages.generation import Token
+from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
+from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, Outcome, Usage
 from hadal.gateway.text.stream import Piece
 
 HEAD = Head("id-1", 5, 'a "model"', "hadal-test")

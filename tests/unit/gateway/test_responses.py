@@ -17,17 +17,13 @@ from pydantic import TypeAdapter
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
+from hadal.gateway.api.openai.request import parse_chat
+from hadal.gateway.api.reply import Head, Usage
+from hadal.gateway.api.responses.items import listed
+from hadal.gateway.api.responses.reply import ResponseFormatter
+from hadal.gateway.api.responses.request import ResponseAsk, items_in, parse_response, read_response
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.openai import AnswerFormat, ChatAsk, PastCall, Turn, parse_chat
-from hadal.gateway.replies import Head, Usage
-from hadal.gateway.responses import (
-    ResponseAsk,
-    ResponseFormatter,
-    items_in,
-    listed,
-    parse_response,
-    read_response,
-)
+from hadal.gateway.text.asks import AnswerFormat, ChatAsk, PastCall, Turn
 from hadal.gateway.text.stream import Piece
 from tests.waiting import DEADLINE_S
 

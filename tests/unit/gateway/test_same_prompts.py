@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.openai import Turn
 from hadal.gateway.text import chat, template_jinja
+from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.tools import FORMATS, Choosing, read_tools
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary

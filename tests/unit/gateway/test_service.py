@@ -17,7 +17,7 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_of, salt_within
 from hadal.gateway.desk.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.openai import SamplingDefaults
+from hadal.gateway.text.asks import SamplingDefaults
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.kv.names import extend, root_of

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from hadal.core.config import LimitsConfig
+from hadal.gateway.api.reply import KEEP_ALIVE
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.intake import Patience
-from hadal.gateway.replies import KEEP_ALIVE
 from tests.waiting import DEADLINE_S, wait_for
 
 from .scenes import error_of, events, scene, sent_by_replies

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from hadal.core.plans import Grammar
+from hadal.gateway.api.messages.request import parse_messages
+from hadal.gateway.api.openai.request import parse_chat
+from hadal.gateway.api.responses.request import parse_response, read_response
 from hadal.gateway.desk.service import ServedModel, read_served_model
-from hadal.gateway.messages import parse_messages
-from hadal.gateway.openai import ChatAsk, parse_chat
-from hadal.gateway.responses import parse_response, read_response
+from hadal.gateway.text.asks import ChatAsk
 
 from .model_folder import TEMPLATE, write_model_folder
 from .scenes import error_of, scene

@@ -18,8 +18,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hadal.core.errors import RequestError
 from hadal.core.messages.generation import Token
-from hadal.gateway.openai import PastCall, Turn
-from hadal.gateway.replies import ChatFormatter, Head, Outcome, Usage
+from hadal.gateway.api.openai.reply import ChatFormatter
+from hadal.gateway.api.reply import Head, Outcome, Usage
+from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.stream import Assembler, Calls, Piece
 from hadal.gateway.text.tools import (

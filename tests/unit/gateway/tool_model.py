@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from hadal.core.messages.generation import Generation
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.openai import SamplingDefaults
+from hadal.gateway.text.asks import SamplingDefaults
 
 from .fake_units import Script
 from .test_tools import EOS, V31, VOCABULARY, listing_chat, written

@@ -35,14 +35,14 @@ from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
 from hadal.core.messages.requests import Ticket
+from hadal.gateway.api.batches import BATCH_ENDPOINTS
+from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
 from hadal.gateway.desk.auth import EVERYONE, Tenant
 from hadal.gateway.desk.desk import Formatter
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Service, Work
 from hadal.gateway.edge.errors import ApiError, as_api_error, internal_error
-from hadal.gateway.openai import BATCH_ENDPOINTS
-from hadal.gateway.replies import ChatFormatter, CompletionFormatter
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import NEVER_CODE

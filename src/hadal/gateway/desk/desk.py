@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hadal import __version__
 from hadal.core.facts import RequestFact
 from hadal.core.messages.requests import Ticket
+from hadal.gateway.api.reply import Head, ReplyFormat
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
@@ -15,7 +16,6 @@ from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Service, Work
 from hadal.gateway.edge.intake import Patience
-from hadal.gateway.replies import Head, ReplyFormat
 from hadal.gateway.text.vocabulary import Vocabulary
 
 FINGERPRINT = f"hadal-{__version__}"

@@ -12,13 +12,13 @@ import msgspec
 
 from hadal.core.config import ROLES, units_of
 from hadal.core.overview import EXPERTS_MAX
+from hadal.gateway.api.shapes import AuditReply
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.keys import PATH as KEYS_PATH
 from hadal.gateway.desk.pages import COUNTING, Page
 from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.trace import answer_trace
-from hadal.gateway.shapes import AuditReply
 
 AUDIT_TIMEOUT_S = 5.0
 

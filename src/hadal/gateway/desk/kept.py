@@ -22,10 +22,11 @@ import msgspec
 from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.base import FRONT
+from hadal.gateway.api.responses.reply import response_id_of
+from hadal.gateway.api.responses.request import ResponseAsk
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError, overloaded
-from hadal.gateway.openai import Turn
-from hadal.gateway.responses import ResponseAsk, response_id_of
+from hadal.gateway.text.asks import Turn
 from hadal.runtime.topology import GATEWAY
 
 PATH = "/responses"

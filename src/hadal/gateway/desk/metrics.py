@@ -22,8 +22,8 @@ from hadal.core.messages.snapshot import FrontSnapshot
 from hadal.core.messages.units import UnitReport
 from hadal.core.overview import Buckets
 from hadal.core.plans import LinkBytes
+from hadal.gateway.api.reply import Usage
 from hadal.gateway.desk.reply import Reply
-from hadal.gateway.replies import Usage
 from hadal.policy.admission import OVERLOADED
 from hadal.policy.quotas import BUDGET_CODE, NEVER_CODE, RATE_CODE
 from hadal.runtime.ledger.writer import LedgerCounts

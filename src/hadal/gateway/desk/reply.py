@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from starlette.types import Message, Send
 
 from hadal.core.messages.generation import Deliver, RateLimits
+from hadal.gateway.api.reply import Outcome, ReplyFormat, Usage
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError, limit_headers, retry_after, sentence
 from hadal.gateway.edge.streams import Outlet
-from hadal.gateway.replies import Outcome, ReplyFormat, Usage
 from hadal.gateway.text.stream import Piece
 from hadal.runtime.process.logs import fields
 

@@ -25,30 +25,31 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages.generation import Generation
 from hadal.core.model_config import read_model_config
 from hadal.core.plans import Grammar
-from hadal.gateway.decoding import decode
+from hadal.gateway.api.base import MAX_TOP_K, check_ids
+from hadal.gateway.api.decoding import decode
+from hadal.gateway.api.field_table import TOKENIZE
+from hadal.gateway.api.fields import check_fields
+from hadal.gateway.api.openai.request import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_num_ids,
+    parse_chat,
+    parse_completion,
+    with_model,
+)
+from hadal.gateway.api.shapes import Detokenized, Tokenized
 from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_within
 from hadal.gateway.desk.lanes import Lane, Lanes
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.field_table import TOKENIZE
-from hadal.gateway.fields import check_fields
-from hadal.gateway.openai import (
-    MAX_TOP_K,
+from hadal.gateway.text.asks import (
     PUBLIC,
     AnswerFormat,
     ChatAsk,
     CommonFields,
     CompletionAsk,
-    DetokenizeRequest,
     SamplingDefaults,
-    TokenizeRequest,
-    check_ids,
-    check_num_ids,
-    parse_chat,
-    parse_completion,
     with_defaults,
-    with_model,
 )
-from hadal.gateway.shapes import Detokenized, Tokenized
 from hadal.gateway.text.chat import (
     THINK_CLOSE,
     THINK_OPEN,

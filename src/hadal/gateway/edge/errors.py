@@ -8,18 +8,43 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from hadal.core.errors import HadalError, RequestError
 from hadal.core.messages.generation import RateLimits
-from hadal.gateway.shapes import (
-    ApiErrorReply,
-    ErrorFields,
-    MessageErrorFields,
-    MessageErrorReply,
-)
+
+
+class Shape(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An object without other fields than it names. A field with a default may be missing."""
+
+
+class ErrorFields(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ApiErrorReply(Shape):
+    """An error as OpenAI's clients expect it."""
+
+    error: ErrorFields
+
+
+class MessageErrorFields(Shape):
+    type: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class MessageErrorReply(Shape):
+    """An error as Anthropic's clients expect it."""
+
+    type: Literal["error"]
+    error: MessageErrorFields
+
 
 _TYPES = {
     400: "invalid_request_error",

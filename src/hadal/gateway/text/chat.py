@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadal.core.errors import RequestError
-from hadal.gateway.openai import PastCall, Turn
+from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from hadal.core.errors import RequestError
-from hadal.gateway.openai import AnswerFormat
+from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.stream import Calls
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.tools import Tool

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.gateway.decoding import decode
-from hadal.gateway.field_table import API_TO_PATH, FieldRow, Verdict, rows_of
+from hadal.gateway.api.decoding import decode
+from hadal.gateway.api.field_table import API_TO_PATH, FieldRow, Verdict, rows_of
 
 T = TypeVar("T")
 log = logging.getLogger("hadal.gateway")

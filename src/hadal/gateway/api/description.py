@@ -19,30 +19,29 @@ import msgspec
 from msgspec import Meta
 
 from hadal import __version__
-from hadal.gateway.field_table import CHAT as CHAT_FIELDS
-from hadal.gateway.field_table import COMPLETION as COMPLETION_FIELDS
-from hadal.gateway.field_table import MESSAGE, Verdict, rows_of
-from hadal.gateway.field_table import RESPONSE as RESPONSE_FIELDS
-from hadal.gateway.messages import CountRequest, MessagesRequest
-from hadal.gateway.openai import (
+from hadal.gateway.api.batches import NewBatch
+from hadal.gateway.api.field_table import CHAT as CHAT_FIELDS
+from hadal.gateway.api.field_table import COMPLETION as COMPLETION_FIELDS
+from hadal.gateway.api.field_table import MESSAGE, Verdict, rows_of
+from hadal.gateway.api.field_table import RESPONSE as RESPONSE_FIELDS
+from hadal.gateway.api.messages.request import CountRequest, MessagesRequest
+from hadal.gateway.api.openai.request import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    NewBatch,
     TokenizeRequest,
 )
-from hadal.gateway.responses import ResponsesRequest
-from hadal.gateway.shapes import (
-    ApiErrorReply,
+from hadal.gateway.api.responses.request import ResponsesRequest
+from hadal.gateway.api.shapes import (
     AuditReply,
     Detokenized,
     Greeting,
     HealthReply,
-    MessageErrorReply,
     ResponseDeleted,
     TokenCount,
     Tokenized,
 )
+from hadal.gateway.edge.errors import ApiErrorReply, MessageErrorReply
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 ALWAYS = (403, 421)

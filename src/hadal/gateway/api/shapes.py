@@ -1,44 +1,16 @@
-"""Replies of Hadal's own endpoints, and errors: each is encoded from its struct here, from which
-/openapi.json has its schema as well.
+"""Replies of Hadal's own endpoints: each is encoded from its struct here, from which /openapi.json has
+its schema as well.
 
 Knows no reply in another service's format: /openapi.json names the client's type that reads it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-
-class Shape(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """An object without other fields than it names. A field with a default may be missing."""
-
-
-class ErrorFields(Shape):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ApiErrorReply(Shape):
-    """An error as OpenAI's clients expect it."""
-
-    error: ErrorFields
-
-
-class MessageErrorFields(Shape):
-    type: str
-    message: str
-    details: dict[str, Any] = {}
-
-
-class MessageErrorReply(Shape):
-    """An error as Anthropic's clients expect it."""
-
-    type: Literal["error"]
-    error: MessageErrorFields
+from hadal.gateway.edge.errors import Shape
 
 
 class TokenCount(Shape):
@@ -79,7 +51,7 @@ class HealthReply(Shape, kw_only=True):
     ranks_up: dict[str, int]
     ranks_wanted: dict[str, int]
     missing: list[str]
-    nodes: list[str] = []
+    nodes: list[str] = msgspec.field(default_factory=list)
     model: str
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.gateway.fields import log_once
-from hadal.gateway.openai import check_depth
+from hadal.gateway.api.base import check_depth
+from hadal.gateway.api.fields import log_once
 from hadal.gateway.text.tools import ToolWords
 
 MAX_FLAT_CHARS = 128

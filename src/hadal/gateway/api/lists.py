@@ -1,0 +1,37 @@
+"""Lists of objects in pages, as OpenAI's API asks for and answers them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hadal.core.errors import RequestError
+
+
+def read_limit(query: Mapping[str, str], most: int, default: int = 20) -> int:
+    """How many objects of a list are asked for. Raises RequestError."""
+    text = query.get("limit", str(default))
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
+        raise RequestError(f"limit is {text[:40]!r}; 1 to {most} is possible.", "limit")
+    return int(text)
+
+
+def is_ascending(query: Mapping[str, str]) -> bool:
+    """The order in which a list is asked for: what is left out is descending. Raises RequestError."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError("order has to be 'asc' or 'desc'.", "order")
+    return order == "asc"
+
+
+def list_page(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page of a list. `objects`: one more than fits, if there are more."""
+    shown = objects[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > limit,
+    }

@@ -1,0 +1,248 @@
+"""OpenAI's Responses API: bodies and replies.
+
+    input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
+
+A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
+is not read again. A response that is kept (gateway/desk/kept) can be gone on from by its id; what is kept is
+the conversation up to its end, so nothing else need be there then. What it said may be named, item by
+item, instead of sent. Knows no tokens, no sockets and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from hadal.core.errors import RequestError
+from hadal.gateway.api.base import (
+    MAX_MESSAGES,
+    Common,
+    Extensions,
+    JsonSchema,
+    ResponseFormat,
+    check_metadata,
+    common_fields,
+    extensions,
+    read_format,
+)
+from hadal.gateway.api.decoding import NO_SCHEMA, decode
+from hadal.gateway.api.field_table import RESPONSE
+from hadal.gateway.api.fields import check_fields
+from hadal.gateway.api.responses.items import InputItem, needed_text, turns_of
+from hadal.gateway.api.responses.tools import (
+    TOOL_WORDS,
+    ResponseTool,
+    choice_of,
+    offered,
+)
+from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Turn
+from hadal.gateway.text.thinking import read_thinking
+from hadal.gateway.text.tools import read_choice, read_tools
+
+REFERENCE = "item_reference"
+"""The type of an item that names another."""
+
+
+class TextFormat(msgspec.Struct):
+    """What the answer's text is: "text", "json_object" or "json_schema"."""
+
+    type: str
+    name: str | None = None
+    schema: msgspec.Raw = NO_SCHEMA
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Extensions, kw_only=True):
+    """A body of /v1/responses."""
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """Keep the response, so that it can be asked for and gone on from; true if left out."""
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+
+@dataclass(frozen=True)
+class ResponseAsk:
+    """A body of /v1/responses, checked. `chat.turns` are those of its input alone."""
+
+    request: ResponsesRequest
+    chat: ChatAsk
+
+    def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
+        """The chat behind what was said before. Raises RequestError."""
+        instructions = self.request.instructions
+        first = (Turn("system", instructions),) if instructions else ()
+        whole = (*first, *turns, *self.chat.turns)
+        if len(whole) > MAX_MESSAGES:
+            raise RequestError(
+                f"The conversation has {len(whole)} messages; at most {MAX_MESSAGES} are allowed.",
+                "input",
+            )
+        return replace(self.chat, turns=whole)
+
+
+def read_response(body: bytes) -> ResponsesRequest:
+    """Read a body of /v1/responses. Raises RequestError."""
+    named = check_fields(body, RESPONSE)
+    request = named.read(lambda: decode(named.body, ResponsesRequest))
+    if len(request.input) > MAX_MESSAGES and not isinstance(request.input, str):
+        raise RequestError(
+            f"input has {len(request.input)} items; at most {MAX_MESSAGES} are allowed.", "input"
+        )
+    return request
+
+
+def references_of(request: ResponsesRequest) -> list[str]:
+    """Ids of the items that a request names instead of sending them. Raises RequestError for one that
+    is named twice: what a request stands for is not to be much longer than the request.
+    """
+    if isinstance(request.input, str):
+        return []
+    ids: dict[str, None] = {}
+    for index, item in enumerate(request.input):
+        if item.type == REFERENCE and item.id:
+            if item.id in ids:
+                raise RequestError(
+                    f"input[{index}].id: the item {item.id[:80]!r} is named twice.",
+                    f"input[{index}].id",
+                )
+            ids[item.id] = None
+    return list(ids)
+
+
+class _Said(msgspec.Struct):
+    """Of a response: the items that it said."""
+
+    output: list[msgspec.Raw]
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
+
+
+def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dict[str, InputItem]:
+    """Of what these responses said the items that have one of `ids`, by id. Raises RequestError if
+    they are longer than `max_bytes`, as a body that sent them would be.
+    """
+    found: dict[str, InputItem] = {}
+    wanted, num_bytes = set(ids), 0
+    for body in bodies:
+        for raw in msgspec.json.decode(body, type=_Said).output:
+            item_id = msgspec.json.decode(raw, type=_Named).id
+            if item_id not in wanted:
+                continue
+            num_bytes += len(raw)
+            if num_bytes > max_bytes:
+                raise RequestError(
+                    f"input names items of more than {max_bytes} bytes; name fewer.", "input"
+                )
+            found[item_id] = msgspec.json.decode(raw, type=InputItem)
+    return found
+
+
+def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) -> ResponseAsk:
+    """Check a request; `known`: the items that it may name, by id. Raises RequestError."""
+    if not isinstance(request.input, str):
+        items = [_referred(item, index, known) for index, item in enumerate(request.input)]
+        request = msgspec.structs.replace(request, input=items)
+    _check_options(request)
+    text = request.text or TextOptions()
+    verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
+    thinking = read_thinking(request, variables=verbosity)
+    tools = offered(request.tools or [])
+    choosing = read_choice(
+        choice_of(request.tool_choice, tools),
+        read_tools(tools.given, TOOL_WORDS),
+        request.parallel_tool_calls,
+        TOOL_WORDS,
+    )
+    format = _format_of(text)
+    common = Common(
+        model=request.model,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        **extensions(request),
+    )
+    ask = common_fields(
+        common, request.max_output_tokens, "max_output_tokens", format=format, prompt_name="input"
+    )
+    chat = ChatAsk(
+        ask,
+        turns_of(request.input, tools),
+        thinking.is_on,
+        thinking.template_kwargs,
+        choosing,
+        budget=thinking.budget,
+        budget_field=thinking.budget_field,
+        switch_field=thinking.switch_field,
+    )
+    return ResponseAsk(request, chat)
+
+
+def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
+    if item.type != REFERENCE:
+        return item
+    item_id = needed_text(item.id, f"input[{index}].id")
+    if item_id not in known:
+        raise RequestError(
+            f"input[{index}].id: no response that is kept here for this API key said an item"
+            f" {item_id[:80]!r}; send the item itself.",
+            f"input[{index}].id",
+        )
+    return known[item_id]
+
+
+def _check_options(request: ResponsesRequest) -> None:
+    if request.truncation not in (None, "disabled"):
+        raise RequestError(
+            "truncation: nothing is left out of a prompt here; send 'disabled', and a shorter input"
+            " if it is too long.",
+            "truncation",
+        )
+    for entry in request.include or ():
+        if entry != "reasoning.encrypted_content":  # There is none: the reasoning is in the clear.
+            raise RequestError(
+                f"include: {entry[:64]!r} is not supported; leave it out.", "include"
+            )
+    check_metadata(request.metadata or {})
+
+
+def _format_of(text: TextOptions) -> AnswerFormat | None:
+    given = text.format
+    if given is None:
+        return None
+    schema, beside = None, given.schema
+    if given.type == "json_schema":
+        schema, beside = JsonSchema(given.name or "", given.schema), msgspec.Raw(b"null")
+    try:
+        found = read_format(ResponseFormat(given.type, schema, beside))
+    except RequestError as error:
+        said = str(error).replace("response_format.json_schema", "text.format")
+        raise RequestError(said.replace("response_format", "text.format"), "text.format") from None
+    return None if found is None else replace(found, field="text.format")
