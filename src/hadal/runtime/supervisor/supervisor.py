@@ -94,7 +94,7 @@ class Supervisor:
             adopts = adopted is not None
             nodes = LiveNodes(deployment, plans, folder, wire, found, adopts=adopts)
         self._children = children = Children(
-            *(deployment, plans, made, nodes), has_served=adopted is not None
+            deployment, plans, made, nodes, has_served=adopted is not None
         )
         self._end = end = RunEnd()
         self._status = status = StatusWriter(files, children, end, listeners, found, started_s)
@@ -104,18 +104,35 @@ class Supervisor:
         self._rollouts = Rollouts(files, wire, children, self._starter, status, end)
         timeout_s = deployment.drain_timeout_s
         self._draining = Draining(
-            *(wire, listeners.gateway, timeout_s, children, self._rollouts, status, end)
+            wire,
+            listeners.gateway,
+            timeout_s,
+            children,
+            self._rollouts,
+            status,
+            end,
         )
         progress = Starting(children.all, has_bar=options.has_bar)
         self._readiness = Readiness(
-            *(children, self._draining, status, end, progress, announce, started_s)
+            children,
+            self._draining,
+            status,
+            end,
+            progress,
+            announce,
+            started_s,
         )
         self._exits = Exits(wire, children, self._starter, self._rollouts, status, end)
         self._watching = Watching(deployment, wire, children, self._readiness)
         self._keeper: NodeKeeper | None = None
         if nodes is not None:
             self._keeper = NodeKeeper(
-                *(nodes, wire, children, self._readiness, status, end),
+                nodes,
+                wire,
+                children,
+                self._readiness,
+                status,
+                end,
                 has_other_keys=adopted is not None and adopted.api_keys != keys,
             )
         self._looked_s = 0.0
