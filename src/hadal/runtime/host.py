@@ -43,7 +43,7 @@ from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.process import EXIT_FATAL, EXIT_STUCK
 from hadal.runtime.transfer.copier import Copier
-from hadal.runtime.transfer.kv import KvTransfer
+from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.transfer.pool import KvPool
 from hadal.runtime.wire import ZmqWire
 
@@ -127,7 +127,7 @@ class UnitHost:
         make_stager: Callable[[Wake], ExpertStager] | None = None,
         make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None,
         make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
-        kv_transfer: KvTransfer | None = None,
+        kv_wire: KvWire | None = None,
         pinned_team: PinnedTeam | None = None,
     ) -> None:
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
@@ -135,7 +135,7 @@ class UnitHost:
 
         `news` feeds the role, before every tick and after every wake, what only the process can
         see: a rank's progress. `make_stager` is given what wakes the host; None where nobody asks
-        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_transfer` pulls
+        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_wire` pulls
         into the pool; None: from pools of this host alone. `pinned_team`
         places the threads that compute; None: the kernel does.
         """
@@ -148,14 +148,14 @@ class UnitHost:
         self._news = news
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
-        self._kv_transfer = kv_transfer or (None if pool is None else KvTransfer(pool))
+        self._kv_wire = kv_wire or (None if pool is None else KvWire(pool))
         self._pinned_team = pinned_team
         begin = (lambda: None) if pinned_team is None else partial(pinned_team.enter, clock.now())
         self._compute = None if runner is None else Compute(runner, self.wake, begin)
         self._copier = (
             None
-            if self._kv_transfer is None or pool is None
-            else Copier(self._kv_transfer, pool.block_bytes, self.wake)
+            if self._kv_wire is None or pool is None
+            else Copier(self._kv_wire, pool.block_bytes, self.wake)
         )
         self._stager = make_stager(self.wake) if make_stager else None
         self._disk = make_disk(self.wake)
@@ -221,8 +221,8 @@ class UnitHost:
         if self._view:
             self._view.stop(_STOP_S)
         self._wire.close()
-        if self._kv_transfer:
-            self._kv_transfer.close()
+        if self._kv_wire:
+            self._kv_wire.close()
         if self._pool:
             self._pool.close()
         if self._runner is not None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer import peers
 from hadal.runtime.transfer.grants import Grant, Grants
-from hadal.runtime.transfer.kv import KvTransfer
+from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.transfer.pool import KvPool, Shape, pool_name
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
@@ -46,9 +46,9 @@ def secret_of(run: str) -> bytes:
 
 def wire_of(
     pool: KvPool, handover: str, run: str = RUN, host: str = "127.0.0.1", lease_s: float = 30.0
-) -> KvTransfer:
+) -> KvWire:
     secret = secret_of(run)
-    return KvTransfer(
+    return KvWire(
         pool,
         handover,
         host=host,

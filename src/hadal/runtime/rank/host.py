@@ -44,7 +44,7 @@ from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
 from hadal.runtime.transfer.experts import PURPOSE, ExpertTransfer
 from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.transfer.kv import KvTransfer, live_transfer
+from hadal.runtime.transfer.kv import KvWire, open_kv_wire
 from hadal.runtime.transfer.pool import KvPool, pool_name
 from hadal.runtime.transfer.stager import Stager
 from hadal.runtime.wire import ZmqWire, open_wire
@@ -67,11 +67,11 @@ class RankProcess:
     pool: KvPool
     clock: Clock
 
-    def wires(self) -> tuple[ZmqWire, KvTransfer]:
+    def wires(self) -> tuple[ZmqWire, KvWire]:
         """Make what moves its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
-        kv_transfer = live_transfer(self.pool, self.run, grants)
-        return open_wire(self.run, self.name, self.folder, self.life, grants), kv_transfer
+        kv_wire = open_kv_wire(self.pool, self.run, grants)
+        return open_wire(self.run, self.name, self.folder, self.life, grants), kv_wire
 
     def pinned_team(self) -> PinnedTeam:
         """Make what places its computing threads."""
@@ -130,7 +130,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
     run, config, role = process.run, process.config, process.role
     runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
     _freeze()
-    wire, kv_transfer = process.wires()
+    wire, kv_wire = process.wires()
     leader = recorded(
         make_leader(
             run.deployment,
@@ -138,11 +138,11 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
             process.unit,
             role,
             process.epoch,
-            kv_transfer.address,
+            kv_wire.address,
             fingerprint=run.fingerprint,
         ),
         process.unit,
-        MadeSoleLeader(role, process.epoch, kv_transfer.address, run.fingerprint, config),
+        MadeSoleLeader(role, process.epoch, kv_wire.address, run.fingerprint, config),
         run.run_id,
         run.deployment,
     )
@@ -156,7 +156,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
         make_disk=process.make_disk,
         pinned_team=process.pinned_team(),
         make_view=lambda wake: make_view(run, wake),
-        kv_transfer=kv_transfer,
+        kv_wire=kv_wire,
     )
     return host, leader.start(process.clock.now())
 
@@ -183,14 +183,14 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         if moves_experts(units_of(deployment, role))
         else None
     )
-    wire, kv_transfer = process.wires()
+    wire, kv_wire = process.wires()
     expert_port = expert_transfer.port if expert_transfer else 0
     rank_role = recorded(
         RankRole(
-            unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port=expert_port
+            unit, rank, epoch, run.address, group.port, kv_wire.address, expert_port=expert_port
         ),
         process.name,
-        MadeRank(unit, rank, epoch, run.address, group.port, kv_transfer.address, expert_port),
+        MadeRank(unit, rank, epoch, run.address, group.port, kv_wire.address, expert_port),
         run.run_id,
         deployment,
     )
@@ -207,7 +207,7 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         ),
         make_disk=process.make_disk,
         pinned_team=process.pinned_team(),
-        kv_transfer=kv_transfer,
+        kv_wire=kv_wire,
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(process.clock.now())

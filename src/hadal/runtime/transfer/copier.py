@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from hadal.core.messages.pools import Pull
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes
-from hadal.runtime.transfer.kv import KvTransfer
+from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.worker import Worker
 
 INLINE_BYTES = 2 * 1024 * 1024
@@ -29,8 +29,8 @@ than one does.
 class Copier:
     """Runs Pull effects. All methods are called from the host's thread."""
 
-    def __init__(self, transfer: KvTransfer, block_bytes: int, wake: Callable[[], None]) -> None:
-        self._transfer = transfer
+    def __init__(self, wire: KvWire, block_bytes: int, wake: Callable[[], None]) -> None:
+        self._wire = wire
         self._block_bytes = block_bytes
         self._num_pending: Counter[str] = Counter()
         """Request -> pulls that were submitted and not taken."""
@@ -44,7 +44,7 @@ class Copier:
         is_inline = (
             not self._num_pending[pull.request_id]
             and len(pull.into) * self._block_bytes <= INLINE_BYTES
-            and self._transfer.is_near(pull.lease.source)
+            and self._wire.is_near(pull.lease.source)
         )
         self._num_pending[pull.request_id] += 1
         if is_inline:
@@ -56,7 +56,7 @@ class Copier:
         """Return the outcomes that are ready. Raises what broke a copying thread, if anything
         did.
         """
-        self._transfer.let_go()
+        self._wire.let_go()
         done = self._worker.take()
         for result in done:
             self._num_pending[result.request_id] -= 1
@@ -69,11 +69,11 @@ class Copier:
         self._worker.stop(timeout_s)
 
     def _pull(self, pull: Pull) -> KvPulled:
-        error = self._transfer.pull(pull.lease, pull.into)
+        error = self._wire.pull(pull.lease, pull.into)
         link_bytes = NO_LINK_BYTES
         if error is None:
             num_bytes = len(pull.into) * self._block_bytes
-            is_on_node = self._transfer.is_on_node(pull.lease.source)
+            is_on_node = self._wire.is_on_node(pull.lease.source)
             link_bytes = LinkBytes(kv=(num_bytes, 0) if is_on_node else (0, num_bytes))
         return KvPulled(pull.request_id, pull.attempt, error, link_bytes)
 

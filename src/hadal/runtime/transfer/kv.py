@@ -1,9 +1,11 @@
 """The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
 whichever transport both ends can do.
 
-    shm   the shared-memory file is on this host: mapped once, copied from   (runtime/transfer/pool)
+    shm   the shared-memory file is on this host: mapped once, copied from   (runtime/transfer/shared_memory)
     nixl  both ends have NIXL: one-sided reads over UCX                      (runtime/transfer/nixl)
     tcp   anything else: the owner's server sends                            (runtime/transfer/tcp)
+
+Each is a KvTransfer (runtime/transfer/transport), and `transfers_to` picks.
 
 Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
 them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
@@ -18,24 +20,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 from hadal.core.balance import AUTO
 from hadal.core.handshake import is_near, key_of
 from hadal.core.messages.units import KvLease
 from hadal.runtime.process.process import Run
 from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.transfer.nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
+from hadal.runtime.transfer.nixl import NixlAgent, NixlTransfer, package, require_nixl
 from hadal.runtime.transfer.peers import SILENCE_S, BadPeer
 from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError
-from hadal.runtime.transfer.tcp import PURPOSE, KvLink, KvServer
+from hadal.runtime.transfer.shared_memory import SharedMemoryTransfer, map_pool
+from hadal.runtime.transfer.tcp import PURPOSE, KvServer, TcpTransfer
+from hadal.runtime.transfer.transport import NIXL, SHM, CannotPull, KvTransfer
 
 log = logging.getLogger(__name__)
 
-SHM, NIXL, TCP = "shm", "nixl", "tcp"
 _LOOK_S = 1.0
 
 
-class KvTransfer:
+@dataclass(frozen=True)
+class OwnEnd:
+    """This process's end of every transfer: the transports it may use, and what they need."""
+
+    handover: str
+    key: bytes
+    """Key that TCP connections are proven with."""
+    grants: Grants | None
+    """None: the process has no secret, so it can ask no other process for blocks."""
+    nixl: NixlAgent | None
+    """None: NIXL is not installed or not wanted."""
+
+
+class KvWire:
     """Pulls into this process's pool from any other, and serves it to others. `pull` may be called
     from any thread.
     """
@@ -60,23 +77,25 @@ class KvTransfer:
             require_nixl()
         self._pool = pool
         self._host = host
-        self._handover = handover
-        self._key = key_of(secret, PURPOSE) if grants is not None else b""
-        self._grants = grants
         self._lease_s = lease_s
         has_nixl = handover in (NIXL, AUTO) and package() is not None
-        self._nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
+        nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
+        key = key_of(secret, PURPOSE) if grants is not None else b""
+        self._own = OwnEnd(handover, key, grants, nixl)
         self._server = None
         self.address = pool.name
         """Address of the pool, as leases name it."""
-        if self._nixl is not None and handover == NIXL:
-            self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
+        if nixl is not None and handover == NIXL:
+            nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
         if handover != SHM:
             if grants is None:
                 raise ValueError(
                     f"{handover}: KV leaves the process only with a secret and grants."
                 )
-            self._server = KvServer(pool, host, secret, grants, lease_s=lease_s, nixl=self._nixl)
+            about_nixl = None if nixl is None else nixl.about
+            self._server = KvServer(
+                pool, host, secret, grants, lease_s=lease_s, about_nixl=about_nixl
+            )
             self.address = self._server.address
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
@@ -99,7 +118,7 @@ class KvTransfer:
         opening a file.
         """
         try:
-            return self._source(source).mapped is not None
+            return self._source(source).is_near
         except PoolError:
             return True  # And fail at once.
 
@@ -109,7 +128,7 @@ class KvTransfer:
             known = self._source(source)
         except PoolError:
             return True  # Nothing comes from there.
-        return known.mapped is not None or known.address.host == self._host
+        return known.is_near or known.address.host == self._host
 
     def transport_of(self, source: str) -> str:
         """Which transport the pulls from there take, as far as is known; "" before the first over a
@@ -146,7 +165,7 @@ class KvTransfer:
             known = self._sources.get(address.unit)
             if known is not None and known.address == address:
                 return known
-            source = _Source(address, self._handover, self._key, self._grants, self._nixl)
+            source = _Source(address, self._own)
             self._sources[address.unit] = source
         if known is not None:
             known.close()
@@ -154,56 +173,44 @@ class KvTransfer:
 
 
 class _Source:
-    """One pool of another process, and the way to it."""
+    """One pool of another process, and the transports to it."""
 
-    def __init__(
-        self,
-        address: PoolAddress,
-        handover: str,
-        key: bytes,
-        grants: Grants | None,
-        nixl: NixlAgent | None,
-    ) -> None:
-        """Raises PoolError if only shared memory may be used and it is not there."""
+    def __init__(self, address: PoolAddress, own: OwnEnd) -> None:
+        """Raises PoolError if no transport can reach the pool."""
         self.address = address
-        self.mapped: KvPool | None = None
         self.transport = ""
-        self._is_nixl_asked = handover == NIXL
-        self._nixl = nixl if handover in (NIXL, AUTO) else None
-        self._reader: NixlReader | None = None
-        self._link: KvLink | None = None
+        self.transfers = transfers_to(address, own)
+        """Those that did not fail, the best first. The last one is always usable."""
+        self._may_fall_back = own.handover == AUTO
+        self._peer = self.transfers[0].peer
         self._closing = threading.Event()
         self._lock = threading.Lock()
         """Held while something is pulled over a network."""
-        if handover in (SHM, AUTO):
-            self.mapped = _map_pool(address, is_asked=handover == SHM)
-        if self.mapped is not None:
-            self._note_transport(SHM)
-        elif grants is None:
-            raise PoolError(
-                f"{address.name} is not on this host, and this process has no secret to ask for it"
-            )
-        else:
-            self._link = KvLink(address, key, grants)
+        if self.is_near:
+            self._note_transport(self.transfers[0])
+
+    @property
+    def is_near(self) -> bool:
+        """Whether pulls are copies in memory."""
+        return self._peer is None
 
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        if self.mapped is not None:
-            return own.copy_from(self.mapped, lease, into)
+        if self._peer is None:
+            return self.transfers[0].pull(own, lease, into, deadline_s)
         if not into and not lease.block_ids:
             return None
-        assert self._link is not None
         with self._lock:
-            if self._link.peer.is_shunned:
+            if self._peer.is_shunned:
                 return f"{self.address.name} did not answer a moment ago"
             try:
-                return self._pull(self._link, own, lease, into, deadline_s)
+                return self._pull(own, lease, into, deadline_s)
             except TimeoutError as error:
-                self._link.peer.shun()
+                self._peer.shun()
                 self._let_go()
                 return f"{self.address.name} is silent: {error}"
-            except (OSError, BadPeer, PoolError, NixlError) as error:
+            except (OSError, BadPeer, PoolError, CannotPull) as error:
                 self._let_go()
                 return f"{self.address.name}: {str(error) or type(error).__name__}"
             finally:
@@ -213,88 +220,76 @@ class _Source:
     @property
     def is_gone(self) -> bool:
         """Its pool is mapped here and removed there."""
-        return self.mapped is not None and self.mapped.is_gone
+        return not any(transfer.is_usable for transfer in self.transfers)
 
     def close(self) -> None:
         """Let nothing be pulled from it any more. A pull under way fails soon, and lets go by
         itself.
         """
         self._closing.set()
-        if self.mapped is not None:
-            self.mapped.close()
-        if self._link is not None:
-            self._link.peer.interrupt()
+        if self._peer is not None:
+            self._peer.interrupt()
         if self._lock.acquire(blocking=False):
             self._let_go()
             self._lock.release()
 
     def _pull(
-        self,
-        link: KvLink,
-        own: KvPool,
-        lease: KvLease,
-        into: tuple[int, ...],
-        deadline_s: float,
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        if self._nixl is not None and not self._nixl.is_full:
+        while True:
+            transfer = next(one for one in self.transfers if one.is_usable)
             try:
-                return self._pull_nixl(self._nixl, link, own, lease, into, deadline_s)
-            except NixlError as error:
-                self._close_reader()
-                if self._is_nixl_asked:
+                wrong = transfer.open(own, lease, into, deadline_s)
+                if wrong is not None:
+                    return wrong
+                self._note_transport(transfer)
+                return transfer.pull(own, lease, into, deadline_s)
+            except CannotPull as error:
+                transfer.close()
+                if not self._may_fall_back:
                     raise
-                # If its owner is gone, TCP fails at once too.
-                log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
-                self._nixl = None
-        self._note_transport(TCP)
-        return link.pull(own, lease, into, deadline_s)
+                # If its owner is gone, the next one fails at once too.
+                self.transfers = tuple(one for one in self.transfers if one is not transfer)
+                log.warning(
+                    "%s is pulled from over %s from now on: %s",
+                    self.address.name,
+                    self.transfers[0].name.upper(),
+                    error,
+                )
 
-    def _pull_nixl(
-        self,
-        nixl: NixlAgent,
-        link: KvLink,
-        own: KvPool,
-        lease: KvLease,
-        into: tuple[int, ...],
-        deadline_s: float,
-    ) -> str | None:
-        about = link.about(deadline_s)
-        wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
-        if wrong is not None:
-            return wrong
-        if self._reader is None:
-            if not about.has_nixl:
-                raise NixlError("its owner has no NIXL")
-            answer = link.ask_nixl(deadline_s)
-            if answer.error:
-                raise NixlError(f"its owner's NIXL: {answer.error}")
-            self._reader = nixl.reader(answer, own.block_bytes, about.shape[0])
-        self._note_transport(NIXL)
-        return self._reader.pull(own, lease, into, deadline_s)
-
-    def _note_transport(self, transport: str) -> None:
-        if transport != self.transport:
-            log.info("KV of %s comes over %s", self.address.unit, transport)
-        self.transport = transport
-
-    def _close_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+    def _note_transport(self, transfer: KvTransfer) -> None:
+        if transfer.name != self.transport:
+            log.info("KV of %s comes over %s", self.address.unit, transfer.name)
+        self.transport = transfer.name
 
     def _let_go(self) -> None:
-        self._close_reader()
-        if self._link is not None:
-            self._link.peer.close()
+        for transfer in self.transfers:
+            transfer.close()
 
 
-def live_transfer(pool: KvPool, run: Run, grants: Grants) -> KvTransfer:
+def transfers_to(address: PoolAddress, own: OwnEnd) -> tuple[KvTransfer, ...]:
+    """Pick the transports to a pool by what this end can do, the best first; they ask what the other
+    end can do when they are opened. Raises PoolError if there is none.
+    """
+    if own.handover in (SHM, AUTO):
+        mapped = map_pool(address, is_asked=own.handover == SHM)
+        if mapped is not None:
+            return (SharedMemoryTransfer(mapped),)
+    if own.grants is None:
+        raise PoolError(
+            f"{address.name} is not on this host, and this process has no secret to ask for it"
+        )
+    tcp = TcpTransfer(address, own.key, own.grants)
+    return (tcp,) if own.nixl is None else (NixlTransfer(own.nixl, tcp), tcp)
+
+
+def open_kv_wire(pool: KvPool, run: Run, grants: Grants) -> KvWire:
     """Make what a process of a run pulls with, and others pull from. Raises ConfigError."""
     deployment = run.deployment
     handover = deployment.handover
     if handover == AUTO and is_near(run.address):
         handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
-    return KvTransfer(
+    return KvWire(
         pool,
         handover,
         host=run.address,
@@ -302,21 +297,3 @@ def live_transfer(pool: KvPool, run: Run, grants: Grants) -> KvTransfer:
         grants=grants,
         lease_s=deployment.lease_s,
     )
-
-
-def _map_pool(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
-    """The shared-memory file, if it is on this host. Raises PoolError if it is not and nothing else
-    will do.
-    """
-    try:
-        mapped = KvPool.open(address.name)
-    except PoolError:
-        if is_asked or not address.port:
-            raise
-        return None
-    if address.birth and mapped.birth != address.birth:
-        mapped.close()
-        if is_asked:
-            raise PoolError(f"{address.name} on this host is another pool of that name")
-        return None
-    return mapped

@@ -22,15 +22,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.errors import ConfigError, HadalError
+from hadal.core.errors import ConfigError
 from hadal.core.messages.units import KvLease
 from hadal.kv.runs import runs
 from hadal.runtime.transfer.peers import deadline_of
 from hadal.runtime.transfer.pool import FREED_BEFORE, FREED_DURING, KvPool
+from hadal.runtime.transfer.tcp import AboutNixl, TcpTransfer
+from hadal.runtime.transfer.transport import NIXL, CannotPull
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ INSTALL = (
 )
 
 
-class NixlError(HadalError):
+class NixlError(CannotPull):
     """NIXL cannot do it; TCP may."""
 
 
@@ -65,15 +66,6 @@ def require_nixl() -> None:
     """Raise ConfigError if NIXL is not installed."""
     if package() is None:
         raise ConfigError(f'handover is "nixl", and NIXL is not installed here: {INSTALL}.')
-
-
-class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The owner's agent, and where its pool lies in its memory; `error`: why there is none."""
-
-    agent: bytes = b""
-    cache: int = 0
-    versions: int = 0
-    error: str = ""
 
 
 class NixlAgent:
@@ -324,6 +316,54 @@ class NixlReader:
             raise NixlError(f"a read ended with {status}")
         self._under_way.remove(handle)
         self._agent.releaseXferReq(handle)
+
+
+class NixlTransfer:
+    """A transfer out of a pool that its owner has registered, as its server describes it over TCP.
+    One thread at a time may use it.
+    """
+
+    name = NIXL
+
+    def __init__(self, agent: NixlAgent, tcp: TcpTransfer) -> None:
+        self.peer = tcp.peer
+        self._agent = agent
+        self._tcp = tcp
+        self._reader: NixlReader | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._agent.is_full
+
+    def open(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        """Check that the blocks fit, and make the reader. Returns None, or why they do not fit.
+        Raises OSError, BadPeer, PoolError, NixlError.
+        """
+        about = self._tcp.about(deadline_s)
+        wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
+        if wrong is not None or self._reader is not None:
+            return wrong
+        if not about.has_nixl:
+            raise NixlError("its owner has no NIXL")
+        answer = self._tcp.ask_nixl(deadline_s)
+        if answer.error:
+            raise NixlError(f"its owner's NIXL: {answer.error}")
+        self._reader = self._agent.reader(answer, own.block_bytes, about.shape[0])
+        return None
+
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        assert self._reader is not None
+        return self._reader.pull(own, lease, into, deadline_s)
+
+    def close(self) -> None:
+        """Close the reader, whose buffer may be set aside; the connection is its TcpTransfer's."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 def _regions(library: Any, address: int, num_bytes: int) -> Any:

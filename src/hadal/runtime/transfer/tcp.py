@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -31,9 +31,9 @@ import xxhash
 from hadal.core.handshake import key_of
 from hadal.core.messages.units import KvLease
 from hadal.runtime.transfer.grants import Grant, Grants
-from hadal.runtime.transfer.nixl import AboutNixl, NixlAgent
 from hadal.runtime.transfer.peers import NIXL_START_S, TRIES, BadPeer, Channel, PeerLink, PeerServer
 from hadal.runtime.transfer.pool import FREED_DURING, KvPool, PoolAddress, PoolError, Shape
+from hadal.runtime.transfer.transport import TCP
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,15 @@ class AskNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """How can the pool be read with NIXL?"""
 
 
+class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The owner's agent, and where its pool lies in its memory; `error`: why there is none."""
+
+    agent: bytes = b""
+    cache: int = 0
+    versions: int = 0
+    error: str = ""
+
+
 _GREETING = msgspec.msgpack.Decoder(AboutPool)
 _ASKS: msgspec.msgpack.Decoder[PullChunks | AskNixl] = msgspec.msgpack.Decoder(PullChunks | AskNixl)
 _CHUNKS: msgspec.msgpack.Decoder[ChunkHead | ChunksEnd] = msgspec.msgpack.Decoder(
@@ -115,15 +124,15 @@ class KvServer:
         grants: Grants,
         *,
         lease_s: float,
-        nixl: NixlAgent | None = None,
+        about_nixl: Callable[[KvPool], AboutNixl] | None = None,
     ) -> None:
-        """`lease_s`: no answer takes longer. `nixl`: None where it cannot be had or is not
-        wanted.
+        """`lease_s`: no answer takes longer. `about_nixl` describes the pool to readers with NIXL;
+        None where NIXL cannot be had or is not wanted.
         """
         self._pool = pool
         self._grants = grants
         self._lease_s = lease_s
-        self._nixl = nixl
+        self._about_nixl = about_nixl
         self.peers = PeerServer(
             host,
             key_of(secret, PURPOSE),
@@ -140,14 +149,14 @@ class KvServer:
     def _greet(self, channel: Channel) -> None:
         pool = self._pool
         channel.send_frame(
-            AboutPool(pool.name, pool.birth, pool.shape, pool.dtype, self._nixl is not None)
+            AboutPool(pool.name, pool.birth, pool.shape, pool.dtype, self._about_nixl is not None)
         )
 
     def _answer(self, channel: Channel, ask: PullChunks | AskNixl) -> None:
         if isinstance(ask, PullChunks):
             self._send(channel, ask, time.monotonic() + self._lease_s)
-        elif self._nixl is not None:
-            channel.send_frame(self._nixl.about(self._pool))
+        elif self._about_nixl is not None:
+            channel.send_frame(self._about_nixl(self._pool))
         else:
             raise BadPeer("it asks for NIXL, which is not here")
 
@@ -179,8 +188,13 @@ class KvServer:
         channel.send_frame(ChunksEnd("sent" if is_held else "freed"), deadline_s=deadline_s)
 
 
-class KvLink:
-    """The way to one pool's server. One thread at a time may use it."""
+class TcpTransfer:
+    """A transfer out of a pool that a KvServer serves; it can also ask that server about NIXL. One
+    thread at a time may use it.
+    """
+
+    name = TCP
+    is_usable = True
 
     def __init__(self, address: PoolAddress, key: bytes, grants: Grants) -> None:
         self.peer = PeerLink(address.host, address.port, key, grants.name, self._greeted)
@@ -202,6 +216,12 @@ class KvLink:
             return channel.receive_frame(_NIXL, deadline_s, NIXL_START_S)
 
         return self.peer.ask(ask, deadline_s)
+
+    def open(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        """Do nothing: `pull` connects, and looks whether the blocks can be copied."""
+        return None
 
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
@@ -233,6 +253,9 @@ class KvLink:
             return f"{len(missing)} chunks from {about.name} do not add up to their checksums"
 
         return self.peer.ask(pull, deadline_s)
+
+    def close(self) -> None:
+        self.peer.close()
 
     def _greeted(self, channel: Channel, deadline_s: float) -> None:
         """Raises PoolError if the address is another pool's by now."""

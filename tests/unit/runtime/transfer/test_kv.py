@@ -18,21 +18,27 @@ import pytest
 
 from hadal.core.errors import ConfigError
 from hadal.runtime.transfer import nixl, peers
+from hadal.runtime.transfer.kv import OwnEnd, transfers_to
+from hadal.runtime.transfer.nixl import NixlAgent
 from hadal.runtime.transfer.pool import (
     SHM_FOLDER,
     KvPool,
     PoolAddress,
+    PoolError,
     pool_name,
     remove_shared_memory,
 )
+from hadal.runtime.transfer.shared_memory import SharedMemoryTransfer
 from tests.levels import MORE
 from tests.needs import skip_unless
 from tests.unit.runtime.kv_peers import (
     RUN,
     Peer,
+    SelfGrants,
     is_written,
     lease_of,
     make_pool,
+    secret_of,
     shape_of,
     wire_of,
 )
@@ -267,6 +273,36 @@ def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(
             wire_of(pool, "nixl")
 
 
+@pytest.mark.parametrize(
+    ("handover", "names", "far_names"),
+    [
+        ("shm", ["shm"], None),
+        ("nixl", ["nixl", "tcp"], ["nixl", "tcp"]),
+        ("tcp", ["tcp"], ["tcp"]),
+        ("auto", ["shm"], ["nixl", "tcp"]),
+    ],
+)
+def test_the_best_transport_that_may_be_used_comes_first(
+    handover: str, names: list[str], far_names: list[str] | None, pool: KvPool
+) -> None:
+    """`far_names`: of a pool whose file is not on this host; None: it cannot be reached."""
+    key, agent = secret_of(RUN), NixlAgent("never made")
+    own = OwnEnd(
+        handover,
+        key,
+        SelfGrants(key, pool.name),
+        agent if handover in ("nixl", "auto") else None,
+    )
+    near = PoolAddress(pool.name, pool.birth, "127.0.0.1", 1)
+    far = PoolAddress(pool_name(RUN, "prefill-0", "1"), "00" * 8, "127.0.0.1", 1)
+    assert [transfer.name for transfer in transfers_to(near, own)] == names
+    if far_names is None:
+        with pytest.raises(PoolError):
+            transfers_to(far, own)
+    else:
+        assert [transfer.name for transfer in transfers_to(far, own)] == far_names
+
+
 @pytest.mark.parametrize("handover", OVER_NETWORK)
 def test_pools_of_other_shapes_do_not_mix(handover: str) -> None:
     other = KvPool.create(pool_name(RUN, "decode-1", "1"), shape_of(9, 5))
@@ -321,8 +357,10 @@ def test_a_pool_whose_unit_is_gone_holds_no_memory_here(pool: KvPool) -> None:
     with Peer("owner", RUN, "shm", "127.0.0.1", 9) as owner:
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         (source,) = wire._sources.values()
-        mapped = weakref.ref(source.mapped)
-        del source
+        (transfer,) = source.transfers
+        assert isinstance(transfer, SharedMemoryTransfer)
+        mapped = weakref.ref(transfer.mapped)
+        del source, transfer
         wire._looked_s = -math.inf
         wire.let_go()
         assert mapped() is not None, "its unit lives"

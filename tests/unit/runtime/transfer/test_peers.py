@@ -17,7 +17,6 @@ import pytest
 from hadal.core.handshake import NONCE_BYTES, Handshake
 from hadal.runtime.transfer.experts import AskExpert, ExpertHead
 from hadal.runtime.transfer.grants import Grant
-from hadal.runtime.transfer.nixl import AboutNixl
 from hadal.runtime.transfer.peers import (
     MAX_FRAME_BYTES,
     MAX_PIECES,
@@ -27,7 +26,14 @@ from hadal.runtime.transfer.peers import (
     fill,
     wait,
 )
-from hadal.runtime.transfer.tcp import AboutPool, AskNixl, ChunkHead, ChunksEnd, PullChunks
+from hadal.runtime.transfer.tcp import (
+    AboutNixl,
+    AboutPool,
+    AskNixl,
+    ChunkHead,
+    ChunksEnd,
+    PullChunks,
+)
 from tests.fresh import fresh
 from tests.waiting import deadline
 

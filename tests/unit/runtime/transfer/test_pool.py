@@ -11,7 +11,7 @@ import pytest
 import hadal.runtime.transfer.pool as kv_pool
 from hadal.core.errors import ConfigError
 from hadal.core.messages.units import KvLease
-from hadal.runtime.transfer.kv import KvTransfer
+from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.transfer.pool import (
     SHM_FOLDER,
     KvPool,
@@ -54,7 +54,7 @@ def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = [block(own, i) for i in range(9)]
     ids, into = (3, 4, 8, 0, 2), (5, 6, 7, 2, 0)
-    assert KvTransfer(own).pull(lease(source, *ids), into) is None
+    assert KvWire(own).pull(lease(source, *ids), into) is None
     for theirs, ours in zip(ids, into, strict=True):
         assert block(own, ours) == block(source, theirs)
     for untouched in {1, 3, 4, 8}:
@@ -71,7 +71,7 @@ def test_a_block_freed_during_the_pull_voids_it(monkeypatch: pytest.MonkeyPatch)
         source.free((3,))
 
     monkeypatch.setattr(kv_pool.np, "copyto", copy_slowly)
-    assert "freed during" in (KvTransfer(own).pull(promised, (1, 2)) or "")
+    assert "freed during" in (KvWire(own).pull(promised, (1, 2)) or "")
 
 
 def test_freeing_a_block_twice_in_one_go_counts_twice() -> None:
@@ -83,7 +83,7 @@ def test_freeing_a_block_twice_in_one_go_counts_twice() -> None:
 def test_a_pool_that_is_not_there_fails_the_pull() -> None:
     own = make("decode-0")
     assert "cannot be opened" in (
-        KvTransfer(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or ""
+        KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or ""
     )
 
 
@@ -102,13 +102,13 @@ def test_a_damaged_header_fails_the_pull(at: int, value: bytes) -> None:
     with (SHM_FOLDER / source.name).open("r+b") as file:
         file.seek(at)
         file.write(value)
-    assert source.name in (KvTransfer(own).pull(promised, (1,)) or "")
+    assert source.name in (KvWire(own).pull(promised, (1,)) or "")
 
 
 def test_a_cut_off_segment_fails_the_pull() -> None:
     own, name = make("decode-0"), pool_name(RUN, "prefill-0", "1")
     (SHM_FOLDER / name).write_bytes(b"HADAL")
-    assert "too short" in (KvTransfer(own).pull(KvLease(name, (1,), (0,), 64), (1,)) or "")
+    assert "too short" in (KvWire(own).pull(KvLease(name, (1,), (0,), 64), (1,)) or "")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_cut_off_segment_fails_the_pull() -> None:
 )
 def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
     source, own = make("prefill-0", shape=shape, dtype=dtype), make("decode-0")
-    assert "holds blocks of" in (KvTransfer(own).pull(lease(source, 1), (1,)) or "")
+    assert "holds blocks of" in (KvWire(own).pull(lease(source, 1), (1,)) or "")
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_a_lease_that_does_not_fit_is_refused(
 ) -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = bytes(own.cache)
-    assert KvTransfer(own).pull(KvLease(source.name, ids, versions, 64), into) is not None
+    assert KvWire(own).pull(KvLease(source.name, ids, versions, 64), into) is not None
     assert bytes(own.cache) == before
 
 
 def test_a_restarted_source_takes_its_predecessors_place() -> None:
-    wire = KvTransfer(make("decode-0"))
+    wire = KvWire(make("decode-0"))
     for epoch in ("1", "2", "3"):
         source = make("prefill-0", epoch)
         assert wire.pull(lease(source, 1), (1,)) is None
@@ -167,7 +167,7 @@ def test_no_room_says_what_to_do() -> None:
 def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
     living = make("prefill-0")
     code = (
-        "import os; from hadal.runtime.transfer.pool import *; from hadal.runtime.transfer.kv import KvTransfer\n"
+        "import os; from hadal.runtime.transfer.pool import *; from hadal.runtime.transfer.kv import KvWire\n"
         f"KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=180, check=False, env=_environment())

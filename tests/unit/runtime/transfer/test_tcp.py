@@ -21,9 +21,9 @@ from hadal.runtime.transfer.pool import KvPool, PoolAddress, PoolError, remove_s
 from hadal.runtime.transfer.tcp import (
     CHUNK_BYTES,
     PURPOSE,
-    KvLink,
     KvServer,
     PullChunks,
+    TcpTransfer,
     blocks_per_chunk,
     checksum,
 )
@@ -152,7 +152,7 @@ def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | No
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     proxy = Proxy(server.peers.port, *spoils)
-    link = KvLink(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
+    link = TcpTransfer(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
     try:
         return link.pull(
             own, lease_of(server.address, *IDS), IDS, deadline()
@@ -211,7 +211,9 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
 ) -> None:
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.peers.port), KEY, GRANTS)
+    link = TcpTransfer(
+        PoolAddress(source.name, "00" * 8, "127.0.0.1", server.peers.port), KEY, GRANTS
+    )
     with pytest.raises(PoolError, match="in its place"):
         link.pull(own, lease_of(server.address, 1), (1,), deadline())
     assert server.close(DEADLINE_S)
@@ -219,11 +221,11 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
 
 
 @contextlib.contextmanager
-def linked(source: KvPool) -> Iterator[tuple[KvServer, KvLink]]:
+def linked(source: KvPool) -> Iterator[tuple[KvServer, TcpTransfer]]:
     """A pool's server, and a link to it."""
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     address = PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port)
-    link = KvLink(address, KEY, GRANTS)
+    link = TcpTransfer(address, KEY, GRANTS)
     try:
         yield server, link
     finally:
