@@ -25,16 +25,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import struct
 from collections.abc import Iterable
+
+from hadal.core.framing import U64, delimited
 
 SECRET_BYTES = 32
 MIN_SECRET_BYTES = 16
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TAG_BYTES = 16
-
-_COUNT = struct.Struct("<Q")
 
 
 def is_near(address: str) -> bool:
@@ -107,7 +106,7 @@ class Handshake:
 
     def _proof(self, is_connector: bool, claims: Iterable[bytes]) -> bytes:
         side = b"connector" if is_connector else b"acceptor"
-        port = _COUNT.pack(self._port)
+        port = U64.pack(self._port)
         return mac(
             self._key,
             side,
@@ -134,7 +133,7 @@ class Seal:
 
     def begin(self) -> hashlib.blake2b:
         """What takes in the bytes of the next record; its digest is the tag."""
-        digest = hashlib.blake2b(_COUNT.pack(self._count), digest_size=TAG_BYTES, key=self._key)
+        digest = hashlib.blake2b(U64.pack(self._count), digest_size=TAG_BYTES, key=self._key)
         self._count += 1
         return digest
 
@@ -147,7 +146,5 @@ class Seal:
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over parts that cannot run into each other: each follows its length."""
-    return hmac.digest(
-        key, b"".join(piece for part in parts for piece in (_COUNT.pack(len(part)), part)), "sha256"
-    )
+    """HMAC-SHA256 over parts that cannot run into each other."""
+    return hmac.digest(key, b"".join(delimited(*parts)), "sha256")

@@ -3,6 +3,8 @@ answered.
 
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
+The length is big endian, unlike core/framing's, because the recordings that exist have it so.
+
 A role is a function of its events and their times, so a recording suffices to decide everything again.
 Times are those of the host's monotonic clock. runtime/recorder reads and writes the files.
 """

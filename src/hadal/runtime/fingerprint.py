@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
 from hadal.core.config import Deployment, num_cache_layers
 from hadal.core.errors import CheckpointError
+from hadal.core.framing import U64, delimited
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.build import PLAIN, instruction_set, runs_plain
@@ -77,24 +77,21 @@ def digest_of_model(folder: Path) -> str:
 
 
 def _add(digest: blake2b, *parts: bytes) -> None:
-    """Each with its length: what is at the end of one cannot be taken for the beginning of the
-    next.
-    """
-    for part in parts:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
+    """Add parts that cannot run into each other."""
+    for piece in delimited(*parts):
+        digest.update(piece)
 
 
 def _digest_of(path: Path) -> bytes:
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        _add(digest, path.name.encode(), struct.pack("<Q", size))
+        _add(digest, path.name.encode(), U64.pack(size))
         if size <= WHOLE_BYTES:
             _add(digest, path.read_bytes())
             return digest.digest()
         start = os.pread(file.fileno(), 8, 0)
-        header_bytes = min(struct.unpack("<Q", start)[0], MAX_HEADER_BYTES, size - 8)
+        header_bytes = min(U64.unpack(start)[0], MAX_HEADER_BYTES, size - 8)
         header = os.pread(file.fileno(), header_bytes, 8)
         _add(digest, header)
         for offset in _sample_offsets(header, size):

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.errors import CheckpointError
+from hadal.core.framing import U64
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
@@ -68,7 +69,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return tensor -> entry, from a file's header. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            (length,) = U64.unpack(file.read(8))
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
                     f"{path}: damaged or cut off; its header claims {length} bytes."

@@ -27,6 +27,9 @@ CURVE encrypts what goes between hosts (RFC 26), with one key pair that is deriv
 deployment's secret. Its public half is never said aloud, and nobody who does not know it can
 finish a handshake: so both ends hold the secret.
 
+zmq frames the messages and not runtime/transfer/peers, because zmq's own threads queue, send and
+encrypt them, so that no caller waits.
+
 One thread at a time may use a wire.
 """
 

@@ -6,6 +6,9 @@
     DATA       one rank's part of one exchange
     ABORT      this formation failed for me: who is lost, and why
 
+Not the frames of runtime/transfer/peers, whose reader waits for a body and then decodes it: a link
+never waits, finds several headers in one read, and a header alone says where its payload goes.
+
 Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows
 no sockets and keeps no state. What a peer sent is checked here and refused with FrameError.
 """

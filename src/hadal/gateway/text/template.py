@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ import jinja2
 import msgspec
 
 from hadal.core.errors import CheckpointError, RequestError
+from hadal.core.framing import U32
 from hadal.gateway.edge.errors import overloaded
 from hadal.gateway.text.template_jinja import parsed
 from hadal.tokens.grammars import complaint
@@ -55,7 +55,6 @@ _START_S = 60.0
 _ENDING_S = 1.0
 """How long a process whose socket has closed may take to be gone."""
 _OF_TEMPLATE = "the chat template's process"
-_HEAD = struct.Struct("<I")
 _RUN = """
 import sys
 sys.path[:] = sys.argv[4:]
@@ -231,18 +230,20 @@ def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _send(connection: socket.socket, packed: bytes) -> None:
-    connection.sendall(_HEAD.pack(len(packed)) + packed)
+    connection.sendall(U32.pack(len(packed)) + packed)
 
 
 def _receive(connection: socket.socket) -> Any:
     """None when the other end is gone."""
-    head = _exactly(connection, _HEAD.size)
-    body = _exactly(connection, _HEAD.unpack(head)[0]) if head else b""
+    head = _exactly(connection, U32.size)
+    body = _exactly(connection, U32.unpack(head)[0]) if head else b""
     return msgspec.msgpack.decode(body) if body else None
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read `num_bytes` bytes; none when the other end is gone."""
+    """Read `num_bytes` bytes; none when the other end is gone. Unlike runtime/transfer/peers.fill it
+    allocates as bytes arrive, because the template's process may announce any length.
+    """
     received = bytearray()
     while len(received) < num_bytes:
         piece = connection.recv(min(num_bytes - len(received), 1 << 20))

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from hadal.core.cache import split
 from hadal.core.errors import HadalError
+from hadal.core.framing import U64
 from hadal.runtime.process.private import open_private
 
 Words = NDArray[np.uint64]
@@ -114,7 +115,7 @@ class Segment:
                 slot_bytes,
                 fingerprint.encode("ascii"),
             )
-            os.pwrite(fd, packed + struct.pack("<Q", xxhash.xxh3_64_intdigest(packed)), 0)
+            os.pwrite(fd, packed + U64.pack(xxhash.xxh3_64_intdigest(packed)), 0)
             os.fsync(fd)
             os.rename(new, path)  # Whole and locked before anybody else sees it.
             _sync_folder(folder)
@@ -244,9 +245,9 @@ class Segment:
         """Say that the slot's block is not what its record, of this sequence, says. A record
         written since is not meant.
         """
-        os.pwrite(self._fd, struct.pack("<Q", sequence), self._damaged_at + 8 * slot)
+        os.pwrite(self._fd, U64.pack(sequence), self._damaged_at + 8 * slot)
         # Drawn and not counted: of two readers that count at once, one would be lost.
-        os.pwrite(self._fd, struct.pack("<Q", secrets.randbits(64)), _CHANGES_AT + 8)
+        os.pwrite(self._fd, U64.pack(secrets.randbits(64)), _CHANGES_AT + 8)
 
     def changes(self) -> tuple[int, int]:
         """Two words that differ from before if the table, or what is known to be damaged, may have
@@ -257,7 +258,7 @@ class Segment:
 
     def tell_change(self) -> None:
         """Let those that look at `changes` read the table again. Owner only."""
-        os.pwrite(self._fd, struct.pack("<Q", (self.changes()[0] + 1) % 2**64), _CHANGES_AT)
+        os.pwrite(self._fd, U64.pack((self.changes()[0] + 1) % 2**64), _CHANGES_AT)
 
     def unlink(self) -> None:
         """Remove the file. Owner only: no living writer loses what it wrote."""
@@ -419,7 +420,7 @@ def _read_header(fd: int, path: Path) -> tuple[int, int, int, int, str]:
         raise SegmentError(
             f"{path.name} is not a segment of this version (it starts with {magic!r})"
         )
-    (check,) = struct.unpack_from("<Q", packed, _HEADER.size)
+    (check,) = U64.unpack_from(packed, _HEADER.size)
     is_named = segment_path(path.parent, number) == path
     if (
         check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import msgspec
 
 from hadal.comm.mesh.refusals import Refusals
 from hadal.core.errors import HadalError
+from hadal.core.framing import U32
 from hadal.core.handshake import NONCE_BYTES, PROOF_BYTES, TAG_BYTES, Handshake, is_near
 from hadal.runtime.worker import lower_priority
 
@@ -63,8 +63,7 @@ MAX_PIECES = 512
 
 _MAGIC = b"HADALP01"
 _CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
-_NAME = struct.Struct("<128s")
-_LENGTH = struct.Struct("<I")
+_NAME_BYTES = 128
 F = TypeVar("F")
 """A frame, or a union of them."""
 T = TypeVar("T")
@@ -126,7 +125,7 @@ class Channel:
     ) -> None:
         """Send a frame and the bytes that it announces, which are one record."""
         body = msgspec.msgpack.encode(frame)
-        records: list[Sequence[memoryview | bytes]] = [(_LENGTH.pack(len(body)),), (body,)]
+        records: list[Sequence[memoryview | bytes]] = [(U32.pack(len(body)),), (body,)]
         self.send(*records, *([views] if views else []), deadline_s=deadline_s)
 
     def receive_frame(
@@ -138,9 +137,9 @@ class Channel:
         """Receive a frame of those that `decoder` knows. `silence_s` before its first byte. Raises
         BadPeer, too.
         """
-        head = bytearray(_LENGTH.size)
+        head = bytearray(U32.size)
         self.fill(memoryview(head), deadline_s=deadline_s, silence_s=silence_s)
-        (length,) = _LENGTH.unpack(head)
+        (length,) = U32.unpack(head)
         if length > MAX_FRAME_BYTES:
             raise BadPeer(f"it announces {length} bytes")
         body = bytearray(length)
@@ -181,7 +180,7 @@ def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float)
         _take_challenge(connection, handshake, deadline_s)
         if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s)):
             raise NotProven("it does not hold this deployment's secret")
-        claim = _NAME.pack(name.encode())
+        claim = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         connection.sendall(claim + handshake.proof(claim))
     except OSError:
         connection.close()
@@ -197,7 +196,7 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
     handshake, challenge = _handshake(connection, key, is_connector=False)
     _take_challenge(connection, handshake, deadline_s)
     connection.sendall(challenge + handshake.proof())
-    name = _take(connection, _NAME.size, deadline_s)
+    name = _take(connection, _NAME_BYTES, deadline_s)
     if not handshake.is_proof(_take(connection, PROOF_BYTES, deadline_s), name):
         raise NotProven("it does not hold this deployment's secret")
     return Channel(connection, handshake, name.rstrip(b"\0").decode("utf-8", "replace"))
