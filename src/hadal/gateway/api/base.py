@@ -276,6 +276,9 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
 
 
 def check_end(request: Common, of: str) -> None:
+    """Raise RequestError if a field asks for an end other than the format's. `of`: its name in the
+    message.
+    """
     for name, is_asked in (
         ("ignore_eos", request.ignore_eos),
         ("min_tokens", request.min_tokens),
