@@ -33,7 +33,7 @@ from hadal.runtime import (  # noqa: F401
     rank,
     unit,
 )
-from hadal.runtime.process import child, forks
+from hadal.runtime.process import backoff, forks
 from hadal.runtime.rank import host  # noqa: F401
 from tests.dist import eager, gate
 from tests.waiting import wait_until
@@ -111,7 +111,7 @@ def main() -> int:
     if PROCESSOR in os.environ:
         os.sched_setaffinity(0, {int(os.environ[PROCESSOR])})
     if RETRY in os.environ:
-        child.PUT_OFF_S = fleet.BACKOFF_S = float(os.environ[RETRY])
+        backoff.PUT_OFF_S = fleet.BACKOFF_S = float(os.environ[RETRY])
     if STAGED in os.environ:  # A cache without a pool is as it was.
         KvCache.__init__ = functools.partialmethod(  # type: ignore[assignment]
             KvCache.__init__, is_staged=True

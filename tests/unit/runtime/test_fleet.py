@@ -15,13 +15,14 @@ from hadal.core.messages.units import UnitUp
 from hadal.roles.fleet.fleet import make_fleet
 from hadal.runtime.fleet import STOP_S, FleetExecutor
 from hadal.runtime.process.child import Child, ProcessPhase
+from hadal.runtime.process.relay import OutputRelay
 
 
 class FakeChild(Child):
     """One whose process is never started; signals are kept."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, name.split("-")[0], ["nothing"], None)
+        super().__init__(name, name.split("-")[0], ["nothing"], OutputRelay(name, None))
         self.signals: list[signal.Signals] = []
         self.num_replaced = 0
 
@@ -231,4 +232,4 @@ def test_a_child_that_is_not_wanted_runs_on_until_it_ends(phase: ProcessPhase) -
     child.dismiss()
     assert child.phase is ProcessPhase.RESTING
     child.want(5.0)
-    assert (child.phase, child.start_at_s) == (ProcessPhase.WAITING, 5.0)
+    assert (child.phase, child.backoff.start_at_s) == (ProcessPhase.WAITING, 5.0)

@@ -56,7 +56,9 @@ class Starting:
     def _text(self, starting: list[Child]) -> str:
         wanted = [child for child in self._children if child.is_wanted]
         num_ready = sum(child.phase is ProcessPhase.READY for child in wanted)
-        named = [f"{child.name} {child.doing or 'starts'}" for child in starting[:_MOST_NAMED]]
+        named = [
+            f"{child.name} {child.progress.doing or 'starts'}" for child in starting[:_MOST_NAMED]
+        ]
         if len(starting) > _MOST_NAMED:
             named.append(f"{len(starting) - _MOST_NAMED} more start")
         return "; ".join([f"{num_ready} of {len(wanted)} processes are ready", *named])
@@ -67,8 +69,8 @@ class Starting:
         for child in self._children:
             if child.is_wanted:
                 of_reported = (
-                    child.doing.done / child.doing.total
-                    if child.doing and child.doing.total
+                    child.progress.doing.done / child.progress.doing.total
+                    if child.progress.doing and child.progress.doing.total
                     else 0.0
                 )
                 shares.append(

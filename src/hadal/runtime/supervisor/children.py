@@ -100,7 +100,7 @@ class Children:
     def start_times_s(self) -> list[float]:
         """Return the times at which processes of this host are to be started."""
         return [
-            child.start_at_s
+            child.backoff.start_at_s
             for child in self.all
             if child.phase is ProcessPhase.WAITING and self.is_here(child)
         ]

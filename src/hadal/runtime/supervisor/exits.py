@@ -1,6 +1,6 @@
 """The ends of processes: which other processes are told, and whether and when one starts again.
 
-How long a child backs off is its own affair (process/child). Whether requests survive is the
+How long a child backs off is its own affair (process/backoff). Whether requests survive is the
 front's business, which is sent UnitDown at once, or LeaderDown where ranks wait for another leader.
 """
 
@@ -90,8 +90,8 @@ class Exits:
             self._end.exit(0)
             return
         self._starter.clear_after(child)
-        why = child.why_give_up(now_s)
-        if code == EXIT_CONFIG and child.ready_s < child.started_s:
+        why = child.backoff.why_give_up(now_s)
+        if code == EXIT_CONFIG and child.progress.ready_s < child.progress.started_s:
             why = f"{child.name} cannot start"
         if why is None and self._has_successor(child):
             self._wire.send(FRONT, LeaderDown(child.name, reason))
@@ -114,7 +114,7 @@ class Exits:
     def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
         """Start it again much later, if the server can do without it or has served; else end."""
         if self._children.has_served or self._can_spare(child):
-            rest_s = child.put_off(now_s)
+            rest_s = child.backoff.put_off(now_s)
             log.error(
                 "%s: %s; it is started again in %.0f s",
                 why,
@@ -152,7 +152,7 @@ class Exits:
         """
         ranks = self._children.ranks_of(child.name)
         ranks_live = any(rank.phase is ProcessPhase.READY for rank in ranks)
-        return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
+        return child.is_wanted and ranks_live and child.backoff.num_failed_starts < TAKEOVERS_MAX
 
     def _can_spare(self, child: Child) -> bool:
         """Return whether the server can do without it: a rank of a unit that works with others, a

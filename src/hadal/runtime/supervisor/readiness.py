@@ -54,7 +54,7 @@ class Readiness:
         self._was_ready = False
         self._console = children.by_name.get(CONSOLE)
         if self._console is not None:
-            self._console.start_at_s = started_s + _CONSOLE_S
+            self._console.backoff.start_at_s = started_s + _CONSOLE_S
 
     def ready(self, name: str) -> None:
         """Note that a process works, and what follows. One that was ready already is left alone."""
@@ -63,7 +63,10 @@ class Readiness:
             return
         child.is_ready(time.monotonic())
         log.info(
-            "%s is ready after %.1f s", name, child.ready_s - child.started_s, extra=about(name)
+            "%s is ready after %.1f s",
+            name,
+            child.progress.ready_s - child.progress.started_s,
+            extra=about(name),
         )
         if name == GATEWAY and self._end.is_draining:
             self._draining.drain_front()
@@ -71,7 +74,9 @@ class Readiness:
         if self._children.is_ready() and not self._was_ready:
             self._was_ready = True
             if self._console is not None:
-                self._console.start_at_s = min(self._console.start_at_s, time.monotonic())
+                self._console.backoff.start_at_s = min(
+                    self._console.backoff.start_at_s, time.monotonic()
+                )
             self._progress.close()
             self._announce(self._status.status())
         self._status.write()

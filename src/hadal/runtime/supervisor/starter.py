@@ -1,6 +1,6 @@
 """Starts the processes of a run, here or on a node, ends them, and removes what they leave.
 
-When a child may start again is its own affair (process/child), and why one is ended is decided in
+When a child may start again is its own affair (process/backoff), and why one is ended is decided in
 other parts.
 """
 
@@ -73,7 +73,7 @@ class Starter:
         due = [
             child
             for child in self._children.all
-            if child.phase is ProcessPhase.WAITING and child.start_at_s <= now_s
+            if child.phase is ProcessPhase.WAITING and child.backoff.start_at_s <= now_s
         ]
         return any([self._start(now_s, child) for child in due])
 
@@ -128,7 +128,7 @@ class Starter:
                 ),
             )
         except OSError as error:
-            again_s = child.delay(now_s)
+            again_s = child.backoff.delay(now_s)
             log.warning("%s cannot be started (%s); again in %g s", child.name, error, again_s)
             return False
         self._wire.expect(wire_name(child.name), child.life)

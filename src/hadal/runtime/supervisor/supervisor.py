@@ -32,6 +32,7 @@ from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE, Forks, Left
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptHandler, KeptLines
 from hadal.runtime.process.private import make_private
 from hadal.runtime.process.process import RUN_FILE, Run, versions
+from hadal.runtime.process.relay import OutputRelay
 from hadal.runtime.process.signals import read_signals
 from hadal.runtime.process.starting import Starting
 from hadal.runtime.supervisor.adoption import NodeKeeper
@@ -254,9 +255,12 @@ def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) 
         plan.name,
         plan.role,
         [plan.module, *plan.arguments],
-        None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
-        options.log_format,
-        KeptLines(kept_in, plan.name),
+        OutputRelay(
+            plan.name,
+            None if options.log_dir is None else options.log_dir / f"{plan.name}.log",
+            options.log_format,
+            KeptLines(kept_in, plan.name),
+        ),
         first_life,
     )
 

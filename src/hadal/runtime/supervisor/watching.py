@@ -78,7 +78,7 @@ class Watching:
         if child is None or child.phase is not ProcessPhase.READY:
             return
         is_unit = unit_and_rank(message.unit)[1] is None
-        if is_unit and time.monotonic() - child.ready_s < self._unit_timeout_s:
+        if is_unit and time.monotonic() - child.progress.ready_s < self._unit_timeout_s:
             return  # It cannot have been silent that long: its predecessor was meant.
         log.warning(
             "%s %s; its process is ended and started again",
@@ -95,10 +95,10 @@ class Watching:
             if child.phase is not ProcessPhase.STARTING:
                 continue
             elapsed_s = now_s - self._begun_s(child, now_s)
-            if elapsed_s <= child.start_timeout_s:
+            if elapsed_s <= child.progress.timeout_s:
                 continue
             waited_s = self._state_of(child.name).waited_s
-            if start_is_over(elapsed_s, waited_s, child.start_timeout_s):
+            if start_is_over(elapsed_s, waited_s, child.progress.timeout_s):
                 log.error(
                     "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a"
                     " processor); its process is ended and started again",
@@ -114,8 +114,12 @@ class Watching:
         could: a leader cannot before a rank.
         """
         ranks = self._children.ranks_of(child.name)
-        ready_s = [rank.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]
-        return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
+        ready_s = [rank.progress.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]
+        return (
+            max(child.progress.moved_s, min(ready_s, default=now_s))
+            if ranks
+            else child.progress.moved_s
+        )
 
     def kill_hung_gateways(self) -> None:
         """Kill gateways and a console whose event loop stands still, or that are stopped. All that

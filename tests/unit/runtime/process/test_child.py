@@ -7,23 +7,26 @@ from pathlib import Path
 import pytest
 
 import hadal
-from hadal.runtime.process.child import (
+from hadal.runtime.process.backoff import (
     EXITS_MAX,
     FAILED_STARTS_MAX,
     PUT_OFF_MAX_S,
     PUT_OFF_S,
+)
+from hadal.runtime.process.child import (
     RESTART_TIMEOUT_S,
     START_TIMEOUT_S,
     Child,
     ProcessPhase,
 )
 from hadal.runtime.process.forks import Started, start_here
+from hadal.runtime.process.relay import OutputRelay
 from tests.waiting import DEADLINE_S, wait_until
 
 
 def make(tmp_path: Path, code: str) -> Child:
     (tmp_path / "childcode.py").write_text(code)
-    return Child("decode-0", "decode", ["childcode"], tmp_path / "log")
+    return Child("decode-0", "decode", ["childcode"], OutputRelay("decode-0", tmp_path / "log"))
 
 
 def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
@@ -37,14 +40,15 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
 ) -> None:
     (tmp_path / "childcode.py").write_text("import time; time.sleep(600)")
     other = start_here("decode-0", ["childcode"], {**os.environ, "PYTHONPATH": str(tmp_path)})
-    child = Child("decode-0", "decode", ["childcode"], tmp_path / "log", first_life=1001)
+    relay = OutputRelay("decode-0", tmp_path / "log")
+    child = Child("decode-0", "decode", ["childcode"], relay, first_life=1001)
     child.adopt(5.0, other)
     assert (child.phase, child.pid, child.is_adopted) == (ProcessPhase.STARTING, other.pid, True)
     child.is_ready(5.5)
-    assert (child.phase, child.ready_s) == (ProcessPhase.READY, 5.5)
+    assert (child.phase, child.progress.ready_s) == (ProcessPhase.READY, 5.5)
     child.signal(signal.SIGKILL)
     assert reap(child) == -signal.SIGKILL
-    assert (child.phase, child.num_failed_starts) == (ProcessPhase.WAITING, 0), "a crash"
+    assert (child.phase, child.backoff.num_failed_starts) == (ProcessPhase.WAITING, 0), "a crash"
     lives: list[int] = []
 
     def start_next(arguments: tuple[str, ...], life: int) -> Started:
@@ -97,10 +101,10 @@ def test_one_whose_log_cannot_be_opened_does_not_stand_still(
 
 def test_what_cannot_be_started_is_tried_less_and_less_often(tmp_path: Path) -> None:
     child = make(tmp_path, "")
-    waits_s = [child.delay(10.0) for _ in range(7)]
+    waits_s = [child.backoff.delay(10.0) for _ in range(7)]
     assert waits_s == sorted(waits_s)
     assert 0.0 < waits_s[0] < waits_s[-1] == waits_s[-2]
-    assert child.start_at_s == 10.0 + waits_s[-1]
+    assert child.backoff.start_at_s == 10.0 + waits_s[-1]
     assert child.phase is ProcessPhase.WAITING
 
 
@@ -111,12 +115,12 @@ def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
     )
     source = str(Path(hadal.__file__).parents[1])
     start(child, f"{tmp_path}:{source}")
-    assert child.doing is None
+    assert child.progress.doing is None
     reap(child)
     log = tmp_path / "log"
     wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "a line is logged")
-    assert str(child.doing) == "reads (25%)"
-    assert child.moved_s > 0.0
+    assert str(child.progress.doing) == "reads (25%)"
+    assert child.progress.moved_s > 0.0
     assert (tmp_path / "log").read_text().endswith("one\n")
     assert (tmp_path / "log").read_text().count("\n") == 1
 
@@ -154,22 +158,22 @@ def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(
         start(child, tmp_path, float(now_s))
         child.is_ready(float(now_s))
         reap(child, float(now_s))
-        delays.append(round(child.start_at_s - now_s, 3))
+        delays.append(round(child.backoff.start_at_s - now_s, 3))
     assert delays == [0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0]
     # After a steady life it begins anew.
     start(child, tmp_path, 1000.0)
     child.is_ready(1000.0)
     reap(child, 1020.0)
-    assert child.start_at_s == 1020.0
+    assert child.backoff.start_at_s == 1020.0
 
 
 def test_a_child_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     child = make(tmp_path, "")
     for index in range(FAILED_STARTS_MAX):
-        assert child.why_give_up(0.0) is None
+        assert child.backoff.why_give_up(0.0) is None
         start(child, tmp_path, float(index))
         reap(child, float(index))
-    assert "before it was ready" in (child.why_give_up(10.0) or "")
+    assert "before it was ready" in (child.backoff.why_give_up(10.0) or "")
 
 
 def test_a_child_that_was_ready_once_has_not_failed_to_start(tmp_path: Path) -> None:
@@ -179,18 +183,18 @@ def test_a_child_that_was_ready_once_has_not_failed_to_start(tmp_path: Path) -> 
         if index == 1:
             child.is_ready(1.0)
         reap(child, float(index))
-    assert child.why_give_up(10.0) is None
+    assert child.backoff.why_give_up(10.0) is None
 
 
 def test_a_child_that_crashes_all_the_time_is_given_up(tmp_path: Path) -> None:
     child = make(tmp_path, "")
     for index in range(EXITS_MAX + 1):
-        assert child.why_give_up(float(index)) is None
+        assert child.backoff.why_give_up(float(index)) is None
         start(child, tmp_path, float(index))
         child.is_ready(float(index))
         reap(child, float(index))
-    assert f"{EXITS_MAX + 1} times in" in (child.why_give_up(float(EXITS_MAX)) or "")
-    assert child.why_give_up(1000.0) is None, "long ago"
+    assert f"{EXITS_MAX + 1} times in" in (child.backoff.why_give_up(float(EXITS_MAX)) or "")
+    assert child.backoff.why_give_up(1000.0) is None, "long ago"
 
 
 @pytest.mark.promise(
@@ -201,18 +205,18 @@ def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
     for index in range(FAILED_STARTS_MAX):
         start(child, tmp_path, float(index))
         reap(child, float(index))
-    assert child.why_give_up(10.0) is not None
-    assert child.put_off(10.0) == PUT_OFF_S
-    assert child.start_at_s == 10.0 + PUT_OFF_S
-    assert child.why_give_up(10.0) is None
+    assert child.backoff.why_give_up(10.0) is not None
+    assert child.backoff.put_off(10.0) == PUT_OFF_S
+    assert child.backoff.start_at_s == 10.0 + PUT_OFF_S
+    assert child.backoff.why_give_up(10.0) is None
     start(child, tmp_path, 50.0)
     reap(child, 50.0)
-    assert child.why_give_up(50.0) is None
+    assert child.backoff.why_give_up(50.0) is None
 
 
 def test_one_that_cannot_start_is_tried_less_and_less_often_until_it_does(tmp_path: Path) -> None:
     child = make(tmp_path, "")
-    assert [child.put_off(0.0) for _ in range(6)] == [
+    assert [child.backoff.put_off(0.0) for _ in range(6)] == [
         15.0,
         30.0,
         60.0,
@@ -223,7 +227,7 @@ def test_one_that_cannot_start_is_tried_less_and_less_often_until_it_does(tmp_pa
     start(child, tmp_path, 1.0)
     child.is_ready(2.0)
     reap(child, 3.0)
-    assert child.put_off(4.0) == PUT_OFF_S
+    assert child.backoff.put_off(4.0) == PUT_OFF_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -244,8 +248,8 @@ def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
         start(child, tmp_path, float(now_s))
         child.replace()
         assert reap(child, float(now_s)) == -signal.SIGKILL
-        assert child.start_at_s == now_s
-    assert child.why_give_up(float(now_s)) is None
+        assert child.backoff.start_at_s == now_s
+    assert child.backoff.why_give_up(float(now_s)) is None
 
 
 def test_a_restart_is_not_waited_for_as_long_as_a_first_start(tmp_path: Path) -> None:
@@ -253,10 +257,10 @@ def test_a_restart_is_not_waited_for_as_long_as_a_first_start(tmp_path: Path) ->
     limits = []
     for took_s in (1.0, 40.0, 1000.0):
         start(child, tmp_path, 100.0)
-        limits.append(child.start_timeout_s)
+        limits.append(child.progress.timeout_s)
         child.is_ready(100.0 + took_s)
         reap(child, 2000.0)
-    assert [*limits, child.start_timeout_s] == [
+    assert [*limits, child.progress.timeout_s] == [
         START_TIMEOUT_S,
         RESTART_TIMEOUT_S,
         160.0,
@@ -272,5 +276,5 @@ def test_one_that_is_not_wanted_rests_when_it_ends_and_counts_no_failure(tmp_pat
         child.dismiss()
         assert reap(child) == 1
         assert child.phase is ProcessPhase.RESTING
-    assert child.why_give_up(0.0) is None
+    assert child.backoff.why_give_up(0.0) is None
     assert child.pid == 0

@@ -16,8 +16,9 @@ from tests.waiting import DEADLINE_S, wait_until
 STARTS = """
 import os, sys, time
 from hadal.runtime.process.child import Child
+from hadal.runtime.process.relay import OutputRelay
 from hadal.runtime.process.forks import start_here
-child = Child("decode-0", "decode", ["slow_to_import"], None)
+child = Child("decode-0", "decode", ["slow_to_import"], OutputRelay("decode-0", None))
 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 child.start(0.0, lambda arguments, life: start_here(child.name, arguments, environment))
 time.sleep(600)

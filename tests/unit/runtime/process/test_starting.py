@@ -8,11 +8,12 @@ import pytest
 
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.logs import Doing
+from hadal.runtime.process.relay import OutputRelay
 from hadal.runtime.process.starting import Starting
 
 
 def children(*names: str) -> list[Child]:
-    made = [Child(name, name.partition("-")[0], [], None) for name in names]
+    made = [Child(name, name.partition("-")[0], [], OutputRelay(name, None)) for name in names]
     for child in made:
         child.phase = ProcessPhase.STARTING
     return made
@@ -25,7 +26,7 @@ def test_the_log_tells_of_a_long_start(caplog: pytest.LogCaptureFixture) -> None
     starting = Starting(those, has_bar=False)
     starting.look(100.0)
     gateway.is_ready(101.0)
-    prefill.doing = Doing("reads the model's weights", 20, 61)
+    prefill.progress.doing = Doing("reads the model's weights", 20, 61)
     starting.look(105.0)
     assert caplog.messages == []
     starting.look(110.0)

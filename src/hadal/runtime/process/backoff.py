@@ -1,0 +1,82 @@
+"""The time at which a process may start again, and the point at which it is given up.
+
+Counts exits and failed starts. Knows no process, and starts and ends none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+EXITS_MAX = 20
+EXITS_WINDOW_S = 60.0
+"""More exits than this in the window, and starting it again is no help."""
+FAILED_STARTS_MAX = 3
+"""Exits in a row before it was ever ready."""
+_BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEADY_S = 10.0
+"""A process that lived this long starts its back-off anew."""
+PUT_OFF_S = 15.0
+"""How long a process that should be given up rests while the others serve, before it is tried
+again. Each time that it was not ready in between it rests twice as long, up to PUT_OFF_MAX_S.
+"""
+PUT_OFF_MAX_S = 240.0
+
+
+class Backoff:
+    """Exits of one process, and its next start."""
+
+    def __init__(self, name: str) -> None:
+        self.start_at_s = 0.0
+        """Earliest time of the next start."""
+        self.num_failed_starts = 0
+        """Starts in a row of which none got ready."""
+        self._name = name
+        self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
+        self._num_steps = 0
+        self._put_off_s = PUT_OFF_S
+
+    def ready(self) -> None:
+        """Note that the process works."""
+        self.num_failed_starts = 0
+        self._put_off_s = PUT_OFF_S
+
+    def ended(self, now_s: float, lived_s: float, *, was_ready: bool) -> None:
+        """Count an exit that is the process's own fault, and plan the next start."""
+        self._exits_s.append(now_s)
+        if not was_ready:
+            self.num_failed_starts += 1
+        self._num_steps = 0 if lived_s > _STEADY_S else self._num_steps + 1
+        wait_s = _BACKOFF_S[min(max(self._num_steps - 1, 0), len(_BACKOFF_S) - 1)]
+        self.start_at_s = now_s + wait_s
+
+    def reset(self) -> None:
+        """Forget failed starts: the process is not wanted now."""
+        self.num_failed_starts = self._num_steps = 0
+
+    def delay(self, now_s: float) -> float:
+        """Plan the next try of a process that could not be started now, for want of memory or
+        descriptors. Returns in how long.
+        """
+        self._num_steps += 1
+        wait_s = _BACKOFF_S[min(self._num_steps, len(_BACKOFF_S) - 1)]
+        self.start_at_s = now_s + wait_s
+        return wait_s
+
+    def put_off(self, now_s: float) -> float:
+        """Let the process rest instead of giving it up, and count its exits anew. Returns for how
+        long.
+        """
+        rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
+        self.start_at_s = now_s + rest_s
+        self.num_failed_starts = 0
+        self._exits_s.clear()
+        return rest_s
+
+    def why_give_up(self, now_s: float) -> str | None:
+        """Return why the process should not be started again, None if it may be."""
+        if self.num_failed_starts >= FAILED_STARTS_MAX:
+            return f"{self._name} ended {self.num_failed_starts} times before it was ready"
+        recent = [at_s for at_s in self._exits_s if now_s - at_s < EXITS_WINDOW_S]
+        if len(recent) > EXITS_MAX:
+            return f"{self._name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
+        return None
