@@ -21,7 +21,7 @@ from hadal.runtime.store.own import OwnBlocks
 from hadal.runtime.store.owned_segments import OwnSegments
 from hadal.runtime.store.segments import Bytes
 from hadal.runtime.store.troubles import Troubles
-from hadal.runtime.store.writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, DiskWriter
+from hadal.runtime.store.writer import DiskWriter, WriteLimits
 
 PREFILL_PART = 0.6
 """Part of the budget that all prefill ranks have together. In DeepSeek's day prompts left 266 of
@@ -42,10 +42,8 @@ class DiskStore:
         wake: Callable[[], None],
         *,
         total_bytes: int | None = None,
-        queue_bytes: int = QUEUE_BYTES,
         read_deadline_s: float = READ_DEADLINE_S,
-        store_deadline_s: float = STORE_DEADLINE_S,
-        pause_s: float = PAUSE_S,
+        limits: WriteLimits | None = None,
     ) -> None:
         """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer
         keeps on disk; `total_bytes`: most that all writers of its deployment keep together.
@@ -56,9 +54,7 @@ class DiskStore:
             folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles
         )
         own = OwnBlocks(segments, self.troubles)
-        self._writer = DiskWriter(
-            own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s
-        )
+        self._writer = DiskWriter(own, blocks, self.troubles, wake, limits or WriteLimits())
         self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, read_deadline_s)
 
     def submit(self, effect: ReadBlocks | StoreBlocks) -> None:

@@ -61,6 +61,78 @@ class _Known:
     changes: tuple[int, int] | None = None
 
 
+class _KnownSegments:
+    """Segments of one model in one folder, as they were last reported. For one thread."""
+
+    def __init__(self, folder: Path, fingerprint: str, troubles: Troubles) -> None:
+        self.by_number: dict[int, _Known] = {}
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._troubles = troubles
+        self._number_to_stat: dict[int, tuple[int, int]] = {}
+        """Segments that were opened, with size and time of change: one that was damaged is tried
+        when those differ.
+        """
+        self._foreign: set[int] = set()
+        """Segments of other models."""
+        self._missed_from_s = time.monotonic() + FOLDER_S
+
+    def numbers(self) -> list[int]:
+        """Return the segments that are in the folder now; none while there is trouble with it."""
+        try:
+            numbers = segment_numbers(self._folder)
+            self._missed_from_s = 0.0
+            return numbers
+        except FileNotFoundError:
+            if time.monotonic() < self._missed_from_s:
+                return []
+            self._troubles.note_gone()
+        except OSError as error:
+            self._troubles.note_error("read the folder", error)
+        return []
+
+    def open(self, number: int) -> _Known | None:
+        """Open a segment; None if it is not whole, or another model's."""
+        if number in self._foreign:
+            return None
+        try:
+            found = segment_path(self._folder, number).stat()
+            stat = found.st_size, found.st_mtime_ns
+            if self._number_to_stat.get(number) == stat:
+                return None
+            self._number_to_stat[number] = stat
+            segment = Segment.open(self._folder, number)
+        except FileNotFoundError:
+            return None  # Removed since the folder was read.
+        except SegmentError as error:
+            self._troubles.note_useless(error)
+            return None
+        except OSError as error:
+            self._number_to_stat.pop(
+                number, None
+            )  # The next look may have more luck, with the file as it is.
+            self._troubles.note_error("open", error)
+            return None
+        try:
+            segment.require(self._fingerprint)
+        except OtherModelError:
+            self._foreign.add(number)
+            segment.close()
+            return None
+        known = _Known(
+            segment, np.zeros(segment.num_slots, _NAME), np.zeros(segment.num_slots, np.bool_)
+        )
+        self.by_number[number] = known
+        return known
+
+    def lose(self, number: int) -> _Names:
+        """Close a segment that is gone or damaged, and return the names of its blocks."""
+        known = self.by_number.pop(number)
+        self._number_to_stat.pop(number, None)
+        known.segment.close()
+        return known.names[known.is_there]
+
+
 class DiskView:
     """View of one folder, for one leader. take, mark and stop are called from the host's thread."""
 
@@ -68,23 +140,14 @@ class DiskView:
         self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S
     ) -> None:
         self.troubles = Troubles(folder)
-        self._folder = folder
-        self._fingerprint = fingerprint
+        self._known = _KnownSegments(folder, fingerprint, self.troubles)
         self._wake = wake
         self._look_s = look_s
         self._lock = threading.Lock()
         self._news: list[DiskNews] = []
         self._broken: BaseException | None = None
         self._marks: queue.Queue[tuple[DiskLocation, ...]] = queue.Queue(MARKS_MAX)
-        self._known: dict[int, _Known] = {}
-        self._number_to_stat: dict[int, tuple[int, int]] = {}
-        """Segments that were opened, with size and time of change: one that was damaged is tried
-        when those differ.
-        """
-        self._foreign: set[int] = set()
-        """Segments of other models."""
         self._has_reported = False
-        self._missed_from_s = time.monotonic() + FOLDER_S
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-view", daemon=True)
         self._thread.start()
@@ -92,7 +155,7 @@ class DiskView:
     @property
     def num_blocks(self) -> int:
         """Blocks on disk, the same name in two segments twice."""
-        return sum(int(known.is_there.sum()) for known in list(self._known.values()))
+        return sum(int(known.is_there.sum()) for known in list(self._known.by_number.values()))
 
     def take(self) -> list[DiskNews]:
         """What changed since the last call. The first one comes soon after the start, even if there
@@ -126,7 +189,7 @@ class DiskView:
                 self._stopping.wait(
                     max(self._look_s - (time.monotonic() - begun_s), self._look_s / 4)
                 )
-            for known in self._known.values():
+            for known in self._known.by_number.values():
                 known.segment.close()
         except BaseException as error:
             with self._lock:
@@ -136,75 +199,23 @@ class DiskView:
     def _look(self) -> None:
         added: list[tuple[int, NDArray[np.int64], _Names]] = []
         dropped: list[_Names] = []
-        numbers = self._numbers()
-        for number in self._known.keys() - set(numbers):
-            dropped.append(self._lose(number))
+        numbers = self._known.numbers()
+        for number in self._known.by_number.keys() - set(numbers):
+            dropped.append(self._known.lose(number))
         for number in numbers:
-            known = self._known.get(number) or self._open(number)
+            known = self._known.by_number.get(number) or self._known.open(number)
             if known is None:
                 continue
             try:
                 slots, gone = self._changes(known)
             except (OSError, SegmentError) as error:
                 self.troubles.note_error("read the index of", error)
-                dropped.append(self._lose(number))
+                dropped.append(self._known.lose(number))
                 continue
             if len(slots):
                 added.append((number, slots, known.names[slots]))
             dropped.append(gone)
         self._tell(added, np.concatenate(dropped) if dropped else np.empty(0, _NAME))
-
-    def _numbers(self) -> list[int]:
-        try:
-            numbers = segment_numbers(self._folder)
-            self._missed_from_s = 0.0
-            return numbers
-        except FileNotFoundError:
-            if time.monotonic() < self._missed_from_s:
-                return []
-            self.troubles.note_gone()
-        except OSError as error:
-            self.troubles.note_error("read the folder", error)
-        return []
-
-    def _open(self, number: int) -> _Known | None:
-        if number in self._foreign:
-            return None
-        try:
-            found = segment_path(self._folder, number).stat()
-            stat = found.st_size, found.st_mtime_ns
-            if self._number_to_stat.get(number) == stat:
-                return None
-            self._number_to_stat[number] = stat
-            segment = Segment.open(self._folder, number)
-        except FileNotFoundError:
-            return None  # Removed since the folder was read.
-        except SegmentError as error:
-            self.troubles.note_useless(error)
-            return None
-        except OSError as error:
-            self._number_to_stat.pop(
-                number, None
-            )  # The next look may have more luck, with the file as it is.
-            self.troubles.note_error("open", error)
-            return None
-        try:
-            segment.require(self._fingerprint)
-        except OtherModelError:
-            self._foreign.add(number)
-            segment.close()
-            return None
-        known = _Known(
-            segment, np.zeros(segment.num_slots, _NAME), np.zeros(segment.num_slots, np.bool_)
-        )
-        self._known[number] = known
-        return known
-
-    def _lose(self, number: int) -> _Names:
-        known = self._known.pop(number)
-        self._number_to_stat.pop(number, None)
-        known.segment.close()
-        return known.names[known.is_there]
 
     def _changes(self, known: _Known) -> tuple[NDArray[np.int64], _Names]:
         """The slots that hold another block than before, and the names that are there no more."""
@@ -232,7 +243,7 @@ class DiskView:
         if len(gone):
             lost = set(gone.tolist())
             # Another segment, or another slot, may hold the same block.
-            for number, known in self._known.items():
+            for number, known in self._known.by_number.items():
                 slots = np.nonzero(known.is_there & np.isin(_first(known.names), _first(gone)))[0]
                 kept = np.array([name.tobytes() in lost for name in known.names[slots]], np.bool_)
                 lost -= set(known.names[slots[kept]].tolist()) if len(kept) else set()
@@ -259,7 +270,7 @@ class DiskView:
             for location in locations:
                 number_to_slots.setdefault(location.segment, []).append(location.disk_slot)
         for number, slots in number_to_slots.items():
-            known = self._known.get(number)
+            known = self._known.by_number.get(number)
             if known is None:
                 continue
             try:

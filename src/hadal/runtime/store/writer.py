@@ -31,16 +31,22 @@ BUFFER_BYTES = 16 * 1024 * 1024
 """Copied, summed and written at a time."""
 BATCH_BYTES = 128 * 1024 * 1024
 """Made durable at a time, by one fdatasync a segment, if so much is there."""
-QUEUE_BYTES = 256 * 1024 * 1024
-"""Most that waits. If there is more, the disk is slower than the steps, and a block that waits
-cannot be used for anything else.
-"""
-STORE_DEADLINE_S = 30.0
-"""A store that stood still for so long is answered as if it had failed."""
-PAUSE_S = 5.0
-"""After the disk failed, nothing is tried for so long."""
 SWEEP_S = 60.0
 """Time between two sweeps of the folder."""
+
+
+@dataclass(frozen=True)
+class WriteLimits:
+    """Limits of what waits for a disk, in bytes and in time."""
+
+    queue_bytes: int = 256 * 1024 * 1024
+    """Most that waits. If there is more, the disk is slower than the steps, and a block that waits
+    cannot be used for anything else.
+    """
+    deadline_s: float = 30.0
+    """A store that stood still for so long is answered as if it had failed."""
+    pause_s: float = 5.0
+    """After the disk failed, nothing is tried for so long."""
 
 
 @dataclass
@@ -63,6 +69,49 @@ class _Entry:
     block: Block
 
 
+class _Unanswered:
+    """Stores that are not answered, and their bytes. Its user holds the lock."""
+
+    def __init__(self, block_bytes: int, queue_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._queue_bytes = queue_bytes
+        self._stores: deque[_Store] = deque()
+        """In order of arrival."""
+        self._num_bytes = 0
+
+    def add(self, store: _Store) -> bool:
+        """Add a store; False if there is too much now. A store is never too much alone."""
+        num_bytes = len(store.names) * self._block_bytes
+        self._stores.append(store)
+        self._num_bytes += num_bytes
+        return self._num_bytes <= max(self._queue_bytes, num_bytes)
+
+    def remove(self, store: _Store) -> None:
+        self._stores.remove(store)
+        self._num_bytes -= len(store.names) * self._block_bytes
+
+    def idle(self) -> list[_Store]:
+        """Return the stores of which no block is copied right now."""
+        return [store for store in self._stores if not store.is_copying]
+
+
+class _Pause:
+    """Time for which nothing is tried, after the disk failed."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.reason = ""
+        """Reason of the last pause."""
+        self._pause_s = pause_s
+        self._until_s = 0.0
+
+    def begin(self, reason: str) -> None:
+        self._until_s, self.reason = time.monotonic() + self._pause_s, reason
+
+    @property
+    def is_on(self) -> bool:
+        return time.monotonic() < self._until_s
+
+
 class DiskWriter:
     """Runs StoreBlocks effects in a thread, for which a helper writes. submit, take and stop are
     called from the host's thread.
@@ -74,23 +123,16 @@ class DiskWriter:
         blocks: Bytes,
         troubles: Troubles,
         wake: Callable[[], None],
-        queue_bytes: int = QUEUE_BYTES,
-        deadline_s: float = STORE_DEADLINE_S,
-        pause_s: float = PAUSE_S,
+        limits: WriteLimits,
     ) -> None:
         """`blocks`: the pool, [blocks, block_bytes]."""
         self._own = own
         self._blocks = blocks
         self._troubles = troubles
         self._wake = wake
-        self._queue_bytes = queue_bytes
-        self._deadline_s = deadline_s
-        self._pause_s = pause_s
-        self._stores: deque[_Store] = deque()
-        """Stores that are not answered, in order of arrival."""
-        self._num_queued_bytes = 0
-        self._pause_until_s = 0.0
-        self._pause_reason = ""
+        self._deadline_s = limits.deadline_s
+        self._unanswered = _Unanswered(blocks.shape[1], limits.queue_bytes)
+        self._pause = _Pause(limits.pause_s)
         self._batch_error = ""
         """What failed since the batch at hand began; for the thread alone."""
         self._has_entered = False
@@ -107,7 +149,7 @@ class DiskWriter:
             "disk-store", self._run, wake, pick=self._next_batch, in_background=True
         )
         self._lock = self._worker.changed
-        """Guards the stores, too."""
+        """Guards the stores and the pause, too."""
         self._helper.start()
         self._worker.start()
 
@@ -120,13 +162,11 @@ class DiskWriter:
                 f" positions, {len(effect.block_ids)} blocks"
             )
         store = _Store(effect, names, now_s, [None] * len(names))
-        num_bytes = len(names) * self._blocks.shape[1]
         with self._lock:
-            self._stores.append(store)
-            self._num_queued_bytes += num_bytes
-            if now_s < self._pause_until_s:
-                self._end(store, self._pause_reason)
-            elif self._num_queued_bytes > max(self._queue_bytes, num_bytes):
+            fits = self._unanswered.add(store)
+            if self._pause.is_on:
+                self._end(store, self._pause.reason)
+            elif not fits:
                 self._troubles.note(
                     "behind", "the disk is slower than what is to be written; the rest is left out"
                 )
@@ -142,8 +182,8 @@ class DiskWriter:
         """
         now_s = time.monotonic()
         with self._lock:
-            for store in list(self._stores):
-                if not store.is_copying and now_s - store.moved_s > self._deadline_s:
+            for store in self._unanswered.idle():
+                if now_s - store.moved_s > self._deadline_s:
                     self._troubles.note(
                         "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
                     )
@@ -159,9 +199,8 @@ class DiskWriter:
             self._own.close()
         self._is_late = True
         with self._lock:
-            for store in list(self._stores):
-                if not store.is_copying:
-                    self._end(store, "stopped")
+            for store in self._unanswered.idle():
+                self._end(store, "stopped")
 
     # ---- in the thread ----
     def _run(self, batch: list[_Store]) -> None:
@@ -183,21 +222,21 @@ class DiskWriter:
             batch += waiting.popleft()
             num_bytes += len(batch[-1].names) * self._blocks.shape[1]
         is_due = not self._has_entered or time.monotonic() >= self._sweep_at_s
-        return batch if batch or (is_due and not self._is_paused()) else None
+        return batch if batch or (is_due and not self._pause.is_on) else None
 
     def _write(self, batch: list[_Store]) -> None:
         """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
         another is written.
         """
         queued = [(store, index) for store in batch for index in range(len(store.names))]
-        self._batch_error = self._pause_reason if self._is_paused() else ""
+        self._batch_error = self._pause.reason if self._pause.is_on else ""
         written: list[_Entry] = []
         num_most = max(1, BATCH_BYTES // self._blocks.shape[1])
         for number, at in enumerate(range(0, len(queued), len(self._buffers[0]))):
             buffer = self._buffers[number % 2]
             piece = self._copy(queued[at : at + len(buffer)], buffer)
             self._finish_writing()
-            if self._is_late or self._is_paused():
+            if self._is_late or self._pause.is_on:
                 break
             if len(written) >= num_most:
                 self._sync(written)
@@ -235,7 +274,7 @@ class DiskWriter:
         try:
             dropped = self._own.place(blocks)
         except (OSError, SegmentError) as error:
-            self._pause(self._troubles.note_error("write", error))
+            self._stop_trying(self._troubles.note_error("write", error))
             return []
         if dropped:
             with self._lock:
@@ -253,13 +292,13 @@ class DiskWriter:
             self._helper.take()
         except (OSError, SegmentError) as error:
             self._own.fail(self._writing)
-            self._pause(self._troubles.note_error("write", error))
+            self._stop_trying(self._troubles.note_error("write", error))
 
     def _sync(self, entries: list[_Entry]) -> None:
         try:
             self._own.sync([one.block for one in entries])
         except (OSError, SegmentError) as error:
-            self._pause(self._troubles.note_error("sync", error))
+            self._stop_trying(self._troubles.note_error("sync", error))
         with self._lock:
             for one in entries:
                 if one.block.is_durable and not one.store.is_over:
@@ -268,16 +307,16 @@ class DiskWriter:
 
     def _enter_if_due(self) -> None:
         """Adopt the segments that are there, unless that was done. A failure is tried again."""
-        if self._has_entered or self._is_paused():
+        if self._has_entered or self._pause.is_on:
             return
         try:
             self._own.enter()
             self._has_entered = True
         except (OSError, SegmentError) as error:
-            self._pause(self._troubles.note_error("open", error))
+            self._stop_trying(self._troubles.note_error("open", error))
 
     def _sweep_if_due(self) -> None:
-        if not self._has_entered or self._is_paused() or time.monotonic() < self._sweep_at_s:
+        if not self._has_entered or self._pause.is_on or time.monotonic() < self._sweep_at_s:
             return
         self._sweep_at_s = time.monotonic() + SWEEP_S
         try:
@@ -285,12 +324,9 @@ class DiskWriter:
         except (OSError, SegmentError) as error:
             self._troubles.note_error("sweep", error)
 
-    def _is_paused(self) -> bool:
-        return time.monotonic() < self._pause_until_s
-
-    def _pause(self, reason: str) -> None:
+    def _stop_trying(self, reason: str) -> None:
         with self._lock:
-            self._pause_until_s, self._pause_reason = time.monotonic() + self._pause_s, reason
+            self._pause.begin(reason)
         self._batch_error = reason
 
     def _end(self, store: _Store, error: str | None) -> None:
@@ -298,8 +334,7 @@ class DiskWriter:
         if store.is_over:
             return
         store.is_over = True
-        self._stores.remove(store)
-        self._num_queued_bytes -= len(store.names) * self._blocks.shape[1]
+        self._unanswered.remove(store)
         answer = BlocksStored(
             store.effect.store_id, tuple(store.locations), bytes(store.dropped), error
         )

@@ -25,6 +25,7 @@ from hadal.runtime.store import owned_segments, writer
 from hadal.runtime.store import segments as segments
 from hadal.runtime.store.disk import make_store, share_of
 from hadal.runtime.store.segments import PAGE, Segment, segment_bytes, segment_numbers, segment_path
+from hadal.runtime.store.writer import WriteLimits
 from tests.needs import leave_out
 from tests.unit.runtime.disks import BLOCK_BYTES, Host, host, new_names
 from tests.waiting import DEADLINE_S, wait_until
@@ -182,7 +183,7 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
 
 
 def test_a_truncated_segment_is_damage(tmp_path: Path) -> None:
-    with host(tmp_path, pause_s=0.01) as one:
+    with host(tmp_path, limits=WriteLimits(pause_s=0.01)) as one:
         names = new_names(10)
         locations = one.save(names, TEN).locations
         path = segment_path(tmp_path, locations[0].segment if locations[0] else 0)
@@ -224,7 +225,7 @@ def test_a_full_disk_refuses_and_is_told_once(
 ) -> None:
     (full_disk / "other").write_bytes(b"x" * 1_000_000)
     caplog.set_level(logging.WARNING, "hadal.disk")
-    with host(full_disk, share_bytes=4 << 20, pause_s=0.01) as one:
+    with host(full_disk, share_bytes=4 << 20, limits=WriteLimits(pause_s=0.01)) as one:
         for _ in range(5):
             stored = one.save(new_names(10), TEN)
             assert stored.locations == (None,) * 10
@@ -235,7 +236,7 @@ def test_a_full_disk_refuses_and_is_told_once(
 
 
 def test_a_disk_without_room_to_grow_keeps_what_it_has(full_disk: Path) -> None:
-    with host(full_disk, share_bytes=2 << 20, pause_s=0.01) as one:
+    with host(full_disk, share_bytes=2 << 20, limits=WriteLimits(pause_s=0.01)) as one:
         kept = [one.save(new_names(10), TEN).locations for _ in range(12)]
         assert all(location is not None for locations in kept[:3] for location in locations)
         assert None not in kept[-1]  # By eviction.
@@ -243,7 +244,7 @@ def test_a_disk_without_room_to_grow_keeps_what_it_has(full_disk: Path) -> None:
 
 @pytest.mark.parametrize("share_bytes", [1 << 30, 1 << 62])
 def test_a_budget_beyond_the_disk_fills_the_disk(full_disk: Path, share_bytes: int) -> None:
-    with host(full_disk, share_bytes=share_bytes, pause_s=0.01) as one:
+    with host(full_disk, share_bytes=share_bytes, limits=WriteLimits(pause_s=0.01)) as one:
         assert None not in one.save(new_names(10), TEN).locations
         for _ in range(12):
             one.save(new_names(10), TEN)
@@ -252,7 +253,7 @@ def test_a_budget_beyond_the_disk_fills_the_disk(full_disk: Path, share_bytes: i
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with host(tmp_path / "file", pause_s=0.01) as one:
+    with host(tmp_path / "file", limits=WriteLimits(pause_s=0.01)) as one:
         stored = one.save(new_names(1), (1,))
         assert stored.locations == (None,)
         assert "file" in (stored.error or "")
@@ -263,7 +264,7 @@ def test_others_things_in_the_folder_do_no_harm_and_come_to_none(tmp_path: Path)
     theirs[0].write_text("somebody's")
     theirs[1].mkdir()
     theirs[2].symlink_to(theirs[0])
-    with host(tmp_path, pause_s=0.01) as one:
+    with host(tmp_path, limits=WriteLimits(pause_s=0.01)) as one:
         assert None not in one.save(new_names(2), (1, 2)).locations
     assert all(path.exists() for path in theirs)
 
@@ -294,7 +295,7 @@ def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_ke
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "cache"
-    with host(folder, pause_s=0.01) as one:
+    with host(folder, limits=WriteLimits(pause_s=0.01)) as one:
         names = new_names(2)
         locations = one.save(names, (1, 2)).locations
         shutil.rmtree(folder)
@@ -310,7 +311,7 @@ def test_more_than_the_queue_holds_is_refused_at_once(
     gate = threading.Event()
     sync = Segment.sync
     monkeypatch.setattr(Segment, "sync", lambda self: (gate.wait(DEADLINE_S), sync(self))[1])
-    with host(tmp_path, queue_bytes=12 * BLOCK_BYTES) as one:
+    with host(tmp_path, limits=WriteLimits(queue_bytes=12 * BLOCK_BYTES)) as one:
         first = one.begin_save(new_names(10), TEN)
         second = one.begin_save(new_names(10), TEN)
         refused = one.take()
@@ -357,7 +358,7 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
 def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with host(tmp_path, store_deadline_s=0.2) as one:
+    with host(tmp_path, limits=WriteLimits(deadline_s=0.2)) as one:
         gate, write = threading.Event(), Segment.write_blocks
 
         def slow(self: Segment, first: int, blocks: segments.Bytes) -> None:
@@ -444,6 +445,6 @@ def test_a_store_flushes_what_waits_when_it_stops(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_had_is_waited_for_and_not_spun_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with host(tmp_path / "file", pause_s=1000.0) as one:
+    with host(tmp_path / "file", limits=WriteLimits(pause_s=1000.0)) as one:
         assert one.save(new_names(1), (1,)).error
         assert one.store._writer._next_batch(deque(), []) is None, "its thread has nothing to do"

@@ -15,6 +15,7 @@ import pytest
 from hadal.core.cache import split
 from hadal.runtime.store.segments import Segment, segment_numbers
 from hadal.runtime.store.view import DiskView
+from hadal.runtime.store.writer import WriteLimits
 from tests.needs import leave_out
 from tests.unit.runtime.disks import host, new_names
 from tests.waiting import DEADLINE_S, wait_until
@@ -77,7 +78,7 @@ def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(
 ) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
     names = new_names(10)
-    with host(disk.folder, pause_s=0.01) as one:
+    with host(disk.folder, limits=WriteLimits(pause_s=0.01)) as one:
         locations = one.save(names, tuple(range(1, 11))).locations
         assert None not in locations
         before = one.pool[21:31].copy()
@@ -97,7 +98,7 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(
 ) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
     ten, saved, num_refused = tuple(range(1, 11)), [], 0
-    with host(disk.folder, share_bytes=16 << 20, pause_s=0.01) as one:
+    with host(disk.folder, share_bytes=16 << 20, limits=WriteLimits(pause_s=0.01)) as one:
         for _ in range(60):
             names = new_names(10)
             stored = one.save(names, ten)
@@ -124,7 +125,7 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(
 
 
 def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> None:
-    with host(disk.folder, store_deadline_s=0.3) as one:
+    with host(disk.folder, limits=WriteLimits(deadline_s=0.3)) as one:
         one.save(new_names(1), (1,))
         wanted, names = one.pool[2].copy(), new_names(1)
         disk.freeze(stop=True)
@@ -147,7 +148,7 @@ def test_a_read_only_disk_is_read_and_not_written(disk: Disk) -> None:
     with host(disk.folder) as one:
         locations = one.save(names, ten).locations
     run(["mount", "-o", "remount,ro", str(disk.folder)])
-    with host(disk.folder, pause_s=0.01) as two:
+    with host(disk.folder, limits=WriteLimits(pause_s=0.01)) as two:
         two.pool[1:11] = one.pool[1:11]
         assert two.load(names, locations, tuple(range(21, 31))).num_loaded == 10
         assert np.array_equal(two.pool[21:31], one.pool[1:11])
