@@ -62,6 +62,43 @@ class LedgerCounts:
     """The database did not take the last write."""
 
 
+class _Database:
+    """The store, and the time of the next try while it is down. One thread at a time changes it."""
+
+    def __init__(self, store: Store, retry_s: tuple[float, float]) -> None:
+        self.store = store
+        self.retry_at_s = 0.0
+        self._retry_s = retry_s
+        self._pause_s = 0.0
+        """Time to wait since the database failed; 0 while it works."""
+        self._is_prepared = False
+
+    @property
+    def is_down(self) -> bool:
+        """The database did not take the last write."""
+        return self._pause_s > 0
+
+    def prepare(self) -> None:
+        """Make the database ready, unless it is."""
+        if not self._is_prepared:
+            self.store.prepare()
+            self._is_prepared = True
+
+    def works(self) -> None:
+        """Note that a write is done."""
+        if self._pause_s:
+            log.warning("the ledger's database works again")
+        self._pause_s = self.retry_at_s = 0.0
+
+    def failed(self, error: Exception) -> None:
+        """Plan the next try."""
+        if not self._pause_s:
+            log.error("the ledger cannot be written, facts wait in its outbox: %s", error)
+        self._is_prepared = False  # What comes back may be another database.
+        self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
+        self.retry_at_s = time.monotonic() + self._pause_s
+
+
 class LedgerWriter:
     """One store, its outbox and the thread that fills both."""
 
@@ -75,13 +112,12 @@ class LedgerWriter:
         linger_s: float = LINGER_S,
         retry_s: tuple[float, float] = RETRY_S,
     ) -> None:
-        self._store = store
+        self._database = _Database(store, retry_s)
         self._outbox = outbox
         self.on_kept = on_kept
         """The thread calls it with facts that are durable."""
         self._max_waiting = max_waiting
         self._linger_s = linger_s
-        self._retry_s = retry_s
         self._changed = threading.Condition()
         self._queue: deque[Fact] = deque()
         self._num_taken = 0
@@ -90,11 +126,7 @@ class LedgerWriter:
         self._was_tried_last = False
         self._is_losing = False
         self._counts = LedgerCounts()
-        self._pause_s = 0.0
-        """Time to wait since the database failed; 0 while it works."""
-        self._retry_at_s = 0.0
         self._is_outbox_down = False
-        self._is_prepared = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
     def start(self) -> None:
@@ -102,9 +134,9 @@ class LedgerWriter:
         is waited for.
         """
         try:
-            self._prepare()
+            self._database.prepare()
         except StoreDown as error:
-            self._down(error)
+            self._database.failed(error)
         self._thread.start()
 
     def add(self, fact: Fact) -> None:
@@ -133,7 +165,7 @@ class LedgerWriter:
             return replace(
                 self._counts,
                 num_waiting=len(self._queue) + self._num_taken,
-                is_down=self._pause_s > 0,
+                is_down=self._database.is_down,
             )
 
     def close(self, timeout_s: float) -> None:
@@ -147,17 +179,19 @@ class LedgerWriter:
         num_waiting = self.counts.num_waiting
         if num_waiting:
             log.error(
-                "the ledger lost %d facts: %s does not answer", num_waiting, self._store.place
+                "the ledger lost %d facts: %s does not answer",
+                num_waiting,
+                self._database.store.place,
             )
         elif not self._thread.is_alive():
             self._outbox.close()
-            self._store.close()
+            self._database.store.close()
 
     # ---- the thread ----
     def _run(self) -> None:
         while (facts := self._take()) is not None:
             kept = False
-            is_due = time.monotonic() >= self._retry_at_s
+            is_due = time.monotonic() >= self._database.retry_at_s
             # At the end a database that was down may hang: what can be kept without it comes first.
             if is_due or not facts:
                 kept = self._to_store(facts)
@@ -183,13 +217,15 @@ class LedgerWriter:
         with self._changed:
             while not self._is_closing:
                 now_s = time.monotonic()
-                is_up, is_due = self._pause_s == 0, now_s >= self._retry_at_s
+                is_up, is_due = not self._database.is_down, now_s >= self._database.retry_at_s
                 if self._queue and (is_up or is_due or not self._is_outbox_down):
                     break
                 has_left = bool(self._queue or self._outbox.may_hold)
                 if has_left and is_due:
                     break
-                self._changed.wait(max(0.0, self._retry_at_s - now_s) if has_left else None)
+                self._changed.wait(
+                    max(0.0, self._database.retry_at_s - now_s) if has_left else None
+                )
             if self._queue and not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, self._linger_s)
             if self._is_closing and not self._queue:
@@ -203,15 +239,13 @@ class LedgerWriter:
     def _to_store(self, facts: list[Fact]) -> bool:
         """Whether the facts are in the database, after all that waited longer."""
         try:
-            self._prepare()
+            self._database.prepare()
             self._empty_outbox()
             self._write(pack(facts))
         except (HadalError, OSError, sqlite3.Error) as error:
-            self._down(error)
+            self._database.failed(error)
             return False
-        if self._pause_s:
-            log.warning("the ledger's database works again")
-        self._pause_s = self._retry_at_s = 0.0
+        self._database.works()
         return True
 
     def _to_outbox(self, facts: list[Fact]) -> bool:
@@ -227,11 +261,6 @@ class LedgerWriter:
             with self._changed:
                 self._count(num_delayed=sum(isinstance(fact, RequestFact) for fact in facts))
         return has_room
-
-    def _prepare(self) -> None:
-        if not self._is_prepared:
-            self._store.prepare()
-            self._is_prepared = True
 
     def _empty_outbox(self) -> None:
         """Write what waited, ours and what dead writers left. An outbox that cannot be read is no
@@ -250,7 +279,7 @@ class LedgerWriter:
 
     def _write(self, facts: PackedFacts) -> None:
         try:
-            self._written(self._store.write(facts))
+            self._written(self._database.store.write(facts))
         except FactsRefused as error:
             if len(facts.requests) + len(facts.nodes) > 1:  # Find the ones it will not have.
                 for request in facts.requests:
@@ -275,13 +304,6 @@ class LedgerWriter:
                 num_same=written.num_same,
                 num_refused=len(written.refused_ids),
             )
-
-    def _down(self, error: Exception) -> None:
-        if not self._pause_s:
-            log.error("the ledger cannot be written, facts wait in its outbox: %s", error)
-        self._is_prepared = False  # What comes back may be another database.
-        self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
-        self._retry_at_s = time.monotonic() + self._pause_s
 
     def _count(self, **more: int) -> None:
         self._counts = replace(
