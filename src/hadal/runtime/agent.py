@@ -146,38 +146,100 @@ class _Running:
         )
 
 
+class _CodeForks:
+    """The fork server that a node's processes are started from; it has the code of one rollout."""
+
+    def __init__(self, forks: Forks, folder: Path, niceness: int) -> None:
+        self._forks = forks
+        self._niceness = niceness
+        """Niceness of forked processes; the agent's own is lower."""
+        # Pools go with the next run here: others of this one may share the host.
+        self._left = Left([], [str(folder)])
+        self._environment = environment()
+        self._num_rollouts: int | None = None
+        """As it was ordered last."""
+        forks.clear_after(self._left)
+
+    @property
+    def is_warming(self) -> bool:
+        return self._forks.is_warming
+
+    @property
+    def pid(self) -> int:
+        return self._forks.pid
+
+    def renew(self, num_rollouts: int) -> None:
+        """Fork from one that has imported the code that is installed now, if there was a rollout."""
+        if self._num_rollouts not in (None, num_rollouts):
+            self._forks.close()
+            self._forks = _agent_forks()
+            if self._forks.pid:  # It would go ahead as this process does, with all that it forks.
+                os.setpriority(os.PRIO_PROCESS, self._forks.pid, self._niceness)
+            self._forks.clear_after(self._left)
+        self._num_rollouts = num_rollouts
+
+    def start(self, name: str, arguments: list[str], told: dict[str, str]) -> Started:
+        """Start a process; `told` is its environment beside the agent's own."""
+        return start_here(name, arguments, {**self._environment, **told}, forks=self._forks)
+
+    def close(self) -> None:
+        self._forks.close()
+
+
+class _Mirror:
+    """Addresses of names elsewhere, in the node's folder, where its processes find them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: set[str] = set()
+        self._unwritten: dict[str, Address] | None = None
+        """Addresses that are not in the folder yet."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def write(self, addresses: dict[str, Address] | None) -> None:
+        """Make the names elsewhere known to this node's processes; None: those that could not be
+        written before. A process that is about to end here may be among them: its successor is
+        there. Raises OSError.
+        """
+        if addresses is not None:
+            self._unwritten = addresses
+        if self._unwritten is None:
+            return
+        for name in self._names - self._unwritten.keys():
+            address_path(self._folder, name).unlink(missing_ok=True)
+        for name, address in self._unwritten.items():
+            write_address(self._folder, name, address)
+        self._names, self._unwritten = set(self._unwritten), None
+
+    def drop(self, name: str) -> None:
+        """Remove a name that a process of this node has from now on."""
+        address_path(self._folder, name).unlink(missing_ok=True)
+        self._names.discard(name)
+
+
 class Agent:
     """One node's processes, its run folder and its wire."""
 
     def __init__(self, joining: Joining, folder: Path, forks: Forks, niceness: int = 0) -> None:
         self._joining = joining
         self._folder = folder
-        self._forks = forks
-        self._niceness = niceness
-        """Of what it forks; its own is lower."""
-        self._environment = environment()
         self._running: dict[str, _Running] = {}
         self._ending: dict[str, _Running] = {}
         """Killed, and not gone yet."""
-        self._mirrored: set[str] = set()
-        """Names elsewhere whose addresses are in the folder."""
-        self._unwritten: dict[str, Address] | None = None
-        """Addresses that are not in the folder yet."""
+        self._mirror = _Mirror(folder)
         self._heard_s = time.monotonic()
         self._is_over = False
         run = joining.run
         remove_stale_shared_memory()
         remove_stale_folders()
         write_run(folder, run)
-        # Pools go with the next run here: others of this one may share the host.
-        self._left = Left([], [str(folder)])
-        forks.clear_after(self._left)
+        self._forks = _CodeForks(forks, folder, niceness)
         is_gateways = joining.node in gateway_nodes(run.deployment)
         self._may_start = ((GATEWAY_MODULE if is_gateways else UNIT_MODULE,),)
         """Modules that an order may name."""
         self._renewed: deque[Joining] = deque()
-        self._num_rollouts: int | None = None
-        """As it was ordered last."""
         write_address(folder, SUPERVISOR, joining.supervisor)
         self._boot = secrets.token_hex(4)
         name = agent_name(joining.node, self._boot)
@@ -250,11 +312,7 @@ class Agent:
         self._heard_s = time.monotonic()
         self._is_over |= orders.is_over
         wanted = {order.name: order for order in orders.processes}
-        if orders.addresses is not None:
-            self._unwritten = orders.addresses
-        if self._unwritten is not None:
-            self._mirror(self._unwritten)
-            self._unwritten = None
+        self._mirror.write(orders.addresses)
         for name, running in list(self._running.items()):
             order = wanted.get(name)
             if order is None or order.life != running.order.life:
@@ -262,9 +320,7 @@ class Agent:
             elif order.signal not in (0, running.signalled) and running.code is None:
                 running.signalled = order.signal
                 running.process.send_signal(signal.Signals(order.signal))
-        if self._num_rollouts not in (None, orders.num_rollouts):
-            self._renew_forks()
-        self._num_rollouts = orders.num_rollouts
+        self._forks.renew(orders.num_rollouts)
         if self._forks.is_warming:
             return  # The next beat comes soon.
         for order in wanted.values():
@@ -274,29 +330,10 @@ class Agent:
             if not is_there and order.arguments[:1] in self._may_start:
                 self._start(order)
 
-    def _renew_forks(self) -> None:
-        """Fork from one that has imported the code that is installed now."""
-        self._forks.close()
-        self._forks = _agent_forks()
-        if self._forks.pid:  # It would go ahead as this process does, with all that it forks.
-            os.setpriority(os.PRIO_PROCESS, self._forks.pid, self._niceness)
-        self._forks.clear_after(self._left)
-
-    def _mirror(self, addresses: dict[str, Address]) -> None:
-        """Make the names elsewhere known to this node's processes. A process that is about to end
-        here may be among them: its successor is there.
-        """
-        for name in self._mirrored - addresses.keys():
-            address_path(self._folder, name).unlink(missing_ok=True)
-        for name, address in addresses.items():
-            write_address(self._folder, name, address)
-        self._mirrored = set(addresses)
-
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
         # Where a process of this name listened elsewhere.
-        address_path(self._folder, order.name).unlink(missing_ok=True)
-        self._mirrored.discard(order.name)
+        self._mirror.drop(order.name)
         arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
         told = {"OMP_NUM_THREADS": str(order.threads)}
         if order.arguments[:1] == (GATEWAY_MODULE,):
@@ -304,9 +341,7 @@ class Agent:
                 API_KEYS: self._joining.api_keys,
                 API_KEYS_FILE: self._joining.api_keys_file,
             }
-        process = start_here(
-            order.name, arguments, {**self._environment, **told}, forks=self._forks
-        )
+        process = self._forks.start(order.name, arguments, told)
         running = self._running[order.name] = _Running(order, process)
         assert process.stdout is not None
         running.reader = threading.Thread(
@@ -327,7 +362,7 @@ class Agent:
     def _clear_after(self, name: str) -> None:
         """Remove what a dead process cannot."""
         socket_path(self._folder, name).unlink(missing_ok=True)
-        if name not in self._mirrored:  # Else it says where its successor listens.
+        if name not in self._mirror:  # Else it says where its successor listens.
             address_path(self._folder, name).unlink(missing_ok=True)
             self._wire.forget(name)
         if not any(other.startswith(f"{name}.") for other in self._running):
