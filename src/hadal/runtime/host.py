@@ -20,31 +20,23 @@ from typing import Protocol
 import msgspec
 
 from hadal.comm.mesh.refusals import refused_here
-from hadal.core.cache import DiskLocation
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages.pools import Freed, Pull, ReadBlocks, StoreBlocks
 from hadal.core.messages.units import Refused, UnitReport
-from hadal.core.plans import BlocksRead, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
     Clock,
-    DiskNews,
     Effect,
     Event,
     Execute,
     Form,
     Runner,
     Send,
-    Stage,
     Tick,
-    UsedBlocks,
     WakeAt,
 )
 from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.process import EXIT_FATAL, EXIT_STUCK
-from hadal.runtime.transfer.copier import Copier
-from hadal.runtime.transfer.kv import KvWire
-from hadal.runtime.transfer.pool import KvPool
+from hadal.runtime.side_work import SideParts, SideWork
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
@@ -70,43 +62,21 @@ class Leader(Protocol):
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
 
-class ExpertStager(Protocol):
-    """The part of runtime/transfer/stager that a host needs; the leader of many ranks is not to
-    load it.
-    """
+class _RefusalReports:
+    """Reports of refused connections: new ones soon, the rest now and then."""
 
-    def submit(self, plan: StagePlan) -> None: ...
+    def __init__(self, wire: ZmqWire) -> None:
+        self._wire = wire
+        self._sent_s = -_TELL_AGAIN_S
+        self._sent: dict[str, int] = {}
 
-    def void(self, formation: int) -> None: ...
-
-    def take(self) -> list[Staged]: ...
-
-    def stop(self, timeout_s: float) -> bool: ...
-
-
-class BlockDisk(Protocol):
-    """The part of runtime/store/disk that a host needs, where it has a pool and there is a disk
-    cache.
-    """
-
-    def submit(self, effect: ReadBlocks | StoreBlocks) -> None: ...
-
-    def take(self) -> list[BlocksRead | BlocksStored]: ...
-
-    def stop(self, timeout_s: float) -> None: ...
-
-
-class DiskReader(Protocol):
-    """The part of runtime/store/view that a leader's host needs."""
-
-    def take(self) -> list[DiskNews]: ...
-
-    def mark(self, locations: tuple[DiskLocation, ...]) -> None: ...
-
-    def stop(self, timeout_s: float) -> None: ...
-
-
-Wake = Callable[[], None]
+    def send_if_due(self, now_s: float) -> None:
+        """Tell what this process refused, if it listens at all."""
+        kind_to_num = refused_here()
+        wait_s = _TELL_AGAIN_S if kind_to_num == self._sent else _TELL_REFUSED_S
+        if kind_to_num and now_s - self._sent_s >= wait_s:
+            self._sent_s, self._sent = now_s, kind_to_num
+            self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
 
 class UnitHost:
@@ -119,53 +89,37 @@ class UnitHost:
         leader: Leader,
         runner: Runner | None,
         wire: ZmqWire,
-        pool: KvPool | None,
+        parts: SideParts,
         clock: Clock,
         *,
         step_deadline_s: float,
         news: Callable[[float], list[Effect]] = lambda now_s: [],
-        make_stager: Callable[[Wake], ExpertStager] | None = None,
-        make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None,
-        make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
-        kv_wire: KvWire | None = None,
         pinned_team: PinnedTeam | None = None,
     ) -> None:
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
         starts another.
 
         `news` feeds the role, before every tick and after every wake, what only the process can
-        see: a rank's progress. `make_stager` is given what wakes the host; None where nobody asks
-        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_wire` pulls
-        into the pool; None: from pools of this host alone. `pinned_team`
-        places the threads that compute; None: the kernel does.
+        see: a rank's progress. `pinned_team` places the threads that compute; None: the kernel
+        does.
         """
         self._leader = leader
         self._runner = runner
         self._wire = wire
-        self._pool = pool
         self._clock = clock
         self._step_deadline_s = step_deadline_s
         self._news = news
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
-        self._kv_wire = kv_wire or (None if pool is None else KvWire(pool))
         self._pinned_team = pinned_team
         begin = (lambda: None) if pinned_team is None else partial(pinned_team.enter, clock.now())
         self._compute = None if runner is None else Compute(runner, self.wake, begin)
-        self._copier = (
-            None
-            if self._kv_wire is None or pool is None
-            else Copier(self._kv_wire, pool.block_bytes, self.wake)
-        )
-        self._stager = make_stager(self.wake) if make_stager else None
-        self._disk = make_disk(self.wake)
-        self._view = make_view(self.wake)
+        self._side_work = SideWork(parts, self.wake)
+        self._refusal_reports = _RefusalReports(wire)
         self._wake_at_s: float | None = None
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
         self._stopping = False
-        self._told_refused_s = -_TELL_AGAIN_S
-        self._told_refused: dict[str, int] = {}
 
     @property
     def is_stopping(self) -> bool:
@@ -190,16 +144,13 @@ class UnitHost:
             if self._clear_wake():
                 self._take_news()  # Before a failed step: it tells whose fault it was.
             results = self._compute.take() if self._compute else []
-            copied = self._copier.take() if self._copier else []
-            staged = self._stager.take() if self._stager else []
-            from_disk = self._disk.take() if self._disk else []
-            news = self._view.take() if self._view else []
+            beside = self._side_work.take()
             self._step_ended = bool(results)
             # Results first: they free slots and blocks that the messages may want.
-            for event in (*results, *copied, *staged, *from_disk, *news, *messages):
+            for event in (*results, *beside, *messages):
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
-            self._tell_refused()
+            self._refusal_reports.send_if_due(self._clock.now())
             if self._pinned_team:
                 self._pinned_team.look(self._clock.now())
             if self._compute:
@@ -212,19 +163,9 @@ class UnitHost:
             self._runner.abort()  # Its peers may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
             log.warning("leaving in the middle of a step")
-        if self._copier:
-            self._copier.stop(_STOP_S)
-        if self._stager and not self._stager.stop(_STOP_S):
-            log.warning("leaving in the middle of a stage")
-        if self._disk:
-            self._disk.stop(_STOP_S)  # Before the pool goes, which it copies to and from.
-        if self._view:
-            self._view.stop(_STOP_S)
+        self._side_work.stop(_STOP_S)
         self._wire.close()
-        if self._kv_wire:
-            self._kv_wire.close()
-        if self._pool:
-            self._pool.close()
+        self._side_work.close()
         if self._runner is not None:
             self._runner.close()
         os.close(self._wake_fd)
@@ -238,22 +179,11 @@ class UnitHost:
             elif isinstance(effect, Execute) and self._compute:
                 self._compute.submit(effect.plans[0], follows=self._step_ended)
             elif isinstance(effect, Form) and self._compute:
-                if self._stager:
-                    self._stager.void(effect.plan.formation)
+                self._side_work.void_stages(effect.plan.formation)
                 self._compute.form(effect.plan)
-            elif isinstance(effect, Stage) and self._stager:
-                self._stager.submit(effect.plan)
-            elif isinstance(effect, ReadBlocks | StoreBlocks) and self._disk:
-                self._disk.submit(effect)
-            elif isinstance(effect, UsedBlocks) and self._view:
-                self._view.mark(effect.locations)
-            elif isinstance(effect, Freed) and self._pool:
-                self._pool.free(effect.block_ids)
-            elif isinstance(effect, Pull) and self._copier:
-                self._copier.submit(effect)
-            else:
+            elif not self._side_work.begin(effect):
                 raise TypeError(f"this role does not ask for {type(effect).__name__}")
-        for outcome in self._copier.take() if self._copier else ():  # Small pulls are done already.
+        for outcome in self._side_work.take_pulled():  # Small pulls are done already.
             self._apply(self._leader.handle(self._clock.now(), outcome))
 
     def _send(self, effect: Send) -> None:
@@ -271,16 +201,6 @@ class UnitHost:
             # The clock is read again: the role heard the news at a later time than `now_s`, and its
             # time never goes back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
-
-    def _tell_refused(self) -> None:
-        """Tell what this process refused, if it listens at all: what is new soon, the rest now and
-        then.
-        """
-        now_s, kind_to_num = self._clock.now(), refused_here()
-        wait_s = _TELL_AGAIN_S if kind_to_num == self._told_refused else _TELL_REFUSED_S
-        if kind_to_num and now_s - self._told_refused_s >= wait_s:
-            self._told_refused_s, self._told_refused = now_s, kind_to_num
-            self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
     def _take_news(self) -> None:
         self._apply(self._news(self._clock.now()))

@@ -31,6 +31,7 @@ from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.process.logs import tell_doing
 from hadal.runtime.process.process import Run, enter_unit, new_epoch, unit_arguments
 from hadal.runtime.recorder import recorded
+from hadal.runtime.side_work import SideParts
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
 from hadal.runtime.wire import open_wire
@@ -85,10 +86,9 @@ def make_host(
         leader,
         None,
         open_wire(run, unit, folder, life),
-        None,
+        SideParts(make_view=lambda wake: make_view(run, wake)),
         clock,
         step_deadline_s=STEP_DEADLINE_S,
-        make_view=lambda wake: make_view(run, wake),
     )
     return host, leader.start(clock.now())
 

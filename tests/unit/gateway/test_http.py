@@ -255,7 +255,9 @@ async def test_slow_body(model: ServedModel) -> None:
         error_of(reply, 408)
 
 
-@pytest.mark.promise("admits all of a request or refuses it with 429 or 503 and a time to come back")
+@pytest.mark.promise(
+    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+)
 async def test_too_many_requests(model: ServedModel) -> None:
     async with scene(model, limits=LimitsConfig(max_running=1, max_queued=1)) as it:
         it.units.go.clear()
@@ -342,7 +344,9 @@ async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None
         assert len(it.gateway.intake.bodies) == 0
 
 
-@pytest.mark.promise("admits all of a request or refuses it with 429 or 503 and a time to come back")
+@pytest.mark.promise(
+    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+)
 async def test_no_units(model: ServedModel) -> None:
     async with scene(model) as it:
         it.units.tell(UnitDown("decode-0", "killed"))

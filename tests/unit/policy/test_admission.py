@@ -53,7 +53,9 @@ def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
     assert share_of(0, 1) == 0
 
 
-@pytest.mark.promise("admits all of a request or refuses it with 429 or 503 and a time to come back")
+@pytest.mark.promise(
+    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+)
 def test_a_request_is_let_in_whole_or_not_at_all() -> None:
     assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=5)) is None
     assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=6)) is not None

@@ -38,6 +38,7 @@ from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.process.process import EXIT_STUCK
+from hadal.runtime.side_work import SideParts
 from hadal.runtime.transfer.experts import ExpertTransfer
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
 from hadal.runtime.transfer.stager import Stager
@@ -131,7 +132,7 @@ def world() -> Iterator[World]:
         pool = KvPool.create(pool_name(RUN, "decode-0", "1"), SHAPE)
         source = KvPool.create(pool_name(RUN, "prefill-0", "1"), SHAPE)
         wire, front = ZmqWire("decode-0", Path(name)), ZmqWire("front", Path(name))
-        host = UnitHost(script, Runner(), wire, pool, LiveClock(), step_deadline_s=60)
+        host = UnitHost(script, Runner(), wire, SideParts(pool), LiveClock(), step_deadline_s=60)
         made = World(script, host, front, pool, source)
         yield made
         host.stop()
@@ -264,11 +265,13 @@ def test_the_leader_of_other_ranks_has_no_runner_and_no_pool(folder: Path) -> No
     script.answer = lambda now_s, event: (
         [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
     )
-    with hosted(UnitHost(script, None, wire, None, LiveClock(), step_deadline_s=60)):
+    with hosted(UnitHost(script, None, wire, SideParts(), LiveClock(), step_deadline_s=60)):
         rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool"))
         assert rank.receive(DEADLINE_S) == [step]
     with pytest.raises(TypeError, match="Freed"):
-        UnitHost(script, None, rank, None, LiveClock(), step_deadline_s=60).run([Freed((1,))])
+        UnitHost(script, None, rank, SideParts(), LiveClock(), step_deadline_s=60).run(
+            [Freed((1,))]
+        )
     rank.close()
 
 
@@ -319,10 +322,9 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them(folder
         script,
         Runner(),
         ZmqWire("decode-0.0", folder),
-        None,
+        SideParts(make_stager=lambda wake: Stager(stage, wire, wake)),
         LiveClock(),
         step_deadline_s=60,
-        make_stager=lambda wake: Stager(stage, wire, wake),
     )
     with hosted(host, Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))):
         said = list(front.receive(DEADLINE_S))
@@ -347,7 +349,9 @@ def with_news(folder: Path, script: Script, news: Callable[[float], list[Effect]
     """A host of a small pool, which tells its leader news."""
     pool = KvPool.create(pool_name(RUN, "decode-0", "2"), (2, 1, 64, 4))
     wire = ZmqWire("decode-0", folder)
-    return UnitHost(script, Runner(), wire, pool, LiveClock(), step_deadline_s=60, news=news)
+    return UnitHost(
+        script, Runner(), wire, SideParts(pool), LiveClock(), step_deadline_s=60, news=news
+    )
 
 
 def test_news_come_before_the_results_they_explain(folder: Path) -> None:
@@ -412,6 +416,7 @@ from hadal.core.seams import Execute
 from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.host import UnitHost
 from hadal.runtime.transfer.pool import KvPool, pool_name
+from hadal.runtime.side_work import SideParts
 from hadal.runtime.wire import ZmqWire
 
 class Stuck:
@@ -423,7 +428,8 @@ class Silent:
         return []
 
 pool = KvPool.create(pool_name({RUN!r}, "stuck-0", "1"), (2, 1, 64, 4))
-host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path({folder!r})), pool, LiveClock(), step_deadline_s=0.2)
+wire = ZmqWire("stuck-0", Path({folder!r}))
+host = UnitHost(Silent(), Stuck(), wire, SideParts(pool), LiveClock(), step_deadline_s=0.2)
 host.run([Execute((PrefillPlan(0, ()),))])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

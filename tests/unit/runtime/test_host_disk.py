@@ -17,6 +17,7 @@ from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.core.seams import DiskNews, Effect, Event, Send, UsedBlocks
 from hadal.runtime.host import UnitHost
 from hadal.runtime.process.clock import LiveClock
+from hadal.runtime.side_work import SideParts
 from hadal.runtime.store.disk import DiskStore
 from hadal.runtime.store.view import DiskView
 from hadal.runtime.transfer.pool import KvPool, pool_name, remove_shared_memory
@@ -59,11 +60,15 @@ def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
             script,
             Runner(),
             wire,
-            pool,
+            SideParts(
+                pool,
+                make_disk=lambda wake: DiskStore(
+                    tmp_path / "kv", "model", pool.blocks, 1 << 24, wake
+                ),
+                make_view=lambda wake: DiskView(tmp_path / "kv", "model", wake),
+            ),
             clock,
             step_deadline_s=60,
-            make_disk=lambda wake: DiskStore(tmp_path / "kv", "model", pool.blocks, 1 << 24, wake),
-            make_view=lambda wake: DiskView(tmp_path / "kv", "model", wake),
         )
         world = World(script, host, front, pool, pool)  # type: ignore[arg-type]
         try:
@@ -88,7 +93,7 @@ def test_a_role_without_a_disk_asks_for_none() -> None:
     pool = KvPool.create(pool_name(RUN, "prefill-1", "1"), SHAPE)
     with tempfile.TemporaryDirectory(prefix="hadal-w-") as sockets:
         wire = ZmqWire("prefill-1", Path(sockets))
-        host = UnitHost(Script(), Runner(), wire, pool, LiveClock(), step_deadline_s=60)
+        host = UnitHost(Script(), Runner(), wire, SideParts(pool), LiveClock(), step_deadline_s=60)
         try:
             with pytest.raises(TypeError, match="does not ask for StoreBlocks"):
                 host.run([StoreBlocks(3, NAMES, (0, 1), (1, 2))])

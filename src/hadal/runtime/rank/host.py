@@ -39,6 +39,7 @@ from hadal.runtime.rank.group import make_group
 from hadal.runtime.rank.news import News, Noticing
 from hadal.runtime.rank.runner import make_lone_runner, make_runner
 from hadal.runtime.recorder import recorded
+from hadal.runtime.side_work import SideParts
 from hadal.runtime.store.disk import DiskStore, make_store
 from hadal.runtime.store.view import make_view
 from hadal.runtime.topology import rank_name
@@ -150,13 +151,15 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
         leader,
         runner,
         wire,
-        process.pool,
+        SideParts(
+            process.pool,
+            kv_wire,
+            make_disk=process.make_disk,
+            make_view=lambda wake: make_view(run, wake),
+        ),
         process.clock,
         step_deadline_s=STEP_DEADLINE_S,
-        make_disk=process.make_disk,
         pinned_team=process.pinned_team(),
-        make_view=lambda wake: make_view(run, wake),
-        kv_wire=kv_wire,
     )
     return host, leader.start(process.clock.now())
 
@@ -198,16 +201,16 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         Noticing(rank_role, news),
         runner,
         wire,
-        process.pool,
+        SideParts(
+            process.pool,
+            kv_wire,
+            (lambda wake: Stager(store.stage, expert_transfer, wake)) if expert_transfer else None,
+            process.make_disk,
+        ),
         process.clock,
         step_deadline_s=STEP_DEADLINE_S,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
-        make_stager=(
-            (lambda wake: Stager(store.stage, expert_transfer, wake)) if expert_transfer else None
-        ),
-        make_disk=process.make_disk,
         pinned_team=process.pinned_team(),
-        kv_wire=kv_wire,
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(process.clock.now())
