@@ -23,8 +23,9 @@ from hadal.core.errors import ConfigError
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
 from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.agent import Joining
+from hadal.runtime.kept_run import is_same, kept_run
 from hadal.runtime.listener import open_listener, url_of
-from hadal.runtime.nodes import address_here, is_same, kept_run
+from hadal.runtime.nodes import address_here
 from hadal.runtime.process.forks import (
     Forks,
 )

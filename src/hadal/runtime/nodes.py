@@ -2,7 +2,7 @@
 agents, and makes the addresses of all known where they are needed.
 
 Which nodes are there and what they are to run is in roles/nodes; how agents got onto them is the
-business of whoever lends the nodes (runtime/ray_cluster).
+business of the lender (runtime/lending asks it, runtime/ray_cluster answers).
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from hadal.core.config import ClusterConfig, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import is_near
-from hadal.core.messages.base import LENDER
 from hadal.core.messages.nodes import (
     Address,
-    KeepNodes,
     NodeNews,
     NodeOrders,
     NodesKept,
@@ -38,7 +33,7 @@ from hadal.core.messages.nodes import (
 )
 from hadal.core.messages.units import Suspect
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
-from hadal.runtime.agent import Joining
+from hadal.runtime.lending import Lending
 from hadal.runtime.process.process import Run
 from hadal.runtime.process.status import NodeStatus
 from hadal.runtime.topology import (
@@ -57,19 +52,8 @@ _MAX_LINES = 10_000
 """Lines of a process that wait for whoever writes them down."""
 _PUMP_S = 0.05
 """How long to wait at once for what an agent says, while the run ends."""
-_CONNECT_S = 5.0
-"""How long a host may take to say whether a port is closed."""
-_ASK_S = 1.0
-"""How often the lender is told which nodes are wanted."""
 _ADOPT_S = 5.0
 """How long agents may take to speak to a new supervisor, once they can have heard of it."""
-_FIND_S = 60.0
-"""How long Ray may take to say what is kept of a run."""
-_SLOW_S = 5.0
-"""A lender that is silent for so long waits for Ray."""
-_SILENT = (
-    "Ray does not answer: what runs goes on, and nothing is started on another node until it does"
-)
 
 
 class _Output:
@@ -138,6 +122,83 @@ class Elsewhere:
         self.send_signal(signal.SIGKILL)
 
 
+class _Fitness:
+    """Versions of what the nodes compute with: all have to be alike."""
+
+    def __init__(self, versions: Mapping[str, str]) -> None:
+        self._versions = dict(versions)
+        self._unfit: dict[int, str] = {}
+        """Nodes that would compute something else, and why."""
+
+    def look(self, news: NodeNews) -> None:
+        """Compare a node with the first one; nothing is started on one that would compute something
+        else.
+        """
+        self._versions.setdefault("cpu", news.versions.get("cpu", ""))
+        other = [
+            f"{name} {news.versions.get(name, 'none')!r} there and {expected!r} elsewhere"
+            for name, expected in self._versions.items()
+            if news.versions.get(name) != expected
+        ]
+        self._unfit.pop(news.node, None)
+        if other:
+            self._unfit[news.node] = f"{', '.join(other)}; all nodes have to be alike"
+
+    def why_unfit(self, number: int) -> str:
+        """Return why a node is not used; empty if it may be."""
+        return self._unfit.get(number, "")
+
+
+class _Addresses:
+    """Addresses in the run's folder: those that processes elsewhere and agents listen at."""
+
+    def __init__(self, folder: Path, deployment: Deployment) -> None:
+        self._folder = folder
+        self._lease_s = deployment.cluster.lease_s
+        self._names_here = [wire_name(name) for name in gateways_here(deployment)]
+        self._agents: dict[str, float] = {}
+        """When agents spoke last, by their names; the earlier ones of a node are told to leave."""
+        self._known: dict[str, Address] = {}
+        """Addresses of processes elsewhere that are in the folder."""
+
+    def agent_spoke(self, now_s: float, agent: str, address: Address) -> None:
+        """Make an agent known to this process."""
+        if agent not in self._agents:
+            write_address(self._folder, agent, address)
+        self._agents[agent] = now_s
+
+    def forget_agents(self, now_s: float, current: Collection[str]) -> list[str]:
+        """Forget agents whose place another took, and return their names: they end within their
+        lease.
+        """
+        forgotten = [
+            name
+            for name, heard_s in self._agents.items()
+            if name not in current and now_s - heard_s > self._lease_s
+        ]
+        for name in forgotten:
+            del self._agents[name]
+            address_path(self._folder, name).unlink(missing_ok=True)
+        return forgotten
+
+    def here(self) -> dict[str, Address]:
+        """Return where the gateways of this host listen."""
+        found = {}
+        for name in self._names_here:
+            with contextlib.suppress(OSError):
+                found[name] = read_address(address_path(self._folder, name))
+        return found
+
+    def write(self, addresses: dict[str, Address]) -> None:
+        """Make what listens elsewhere known to the processes of this host."""
+        for name in self._known.keys() - addresses.keys():
+            address_path(self._folder, name).unlink(missing_ok=True)
+        for name, address in addresses.items():
+            if self._known.get(name) != address:
+                write_address(self._folder, name, address)
+        self._known = addresses
+
+
 class LiveNodes:
     """All nodes but the supervisor's own host."""
 
@@ -152,40 +213,26 @@ class LiveNodes:
         adopts: bool = False,
     ) -> None:
         """`adopts`: the nodes run what another supervisor left."""
-        self._groups = node_groups(deployment)
         self.is_adopting = adopts
         """It is not known yet what runs: nothing is started, and no node is given back."""
         self._adopt_until_s = math.inf
         self._adopted: list[Elsewhere] = []
-        self._kept: frozenset[tuple[int, ...]] = frozenset(self._groups if adopts else ())
-        self._complaint = self._told = ""
-        """What the lender complains of, and of that what was told."""
-        self._found_s: dict[tuple[int, ...], float] = {}
-        """Since when the nodes of a group are found, and an agent is expected on each."""
+        groups = node_groups(deployment)
+        self._lending = Lending(groups, wire, adopts=adopts)
         self._timeout_s = deployment.cluster.place_timeout_s
-        self._lease_s = deployment.cluster.lease_s
-        self._asked_s, self._lender_heard_s = -math.inf, math.inf
-        self._is_silent = False
         self._name_to_node = {plan.name: plan.node for plan in plans if plan.node is not None}
-        self._names_here = [wire_name(name) for name in gateways_here(deployment)]
-        self._versions = dict(versions)
-        self._unfit: dict[int, str] = {}
-        """Nodes that would compute something else, and why."""
-        self._folder = folder
+        self._fitness = _Fitness(versions)
+        self._addresses = _Addresses(folder, deployment)
         self._wire = wire
-        self._nodes = Nodes(sum(map(len, self._groups)), deployment.cluster.node_timeout_s)
+        self._nodes = Nodes(sum(map(len, groups)), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
         """By name, the last life of each."""
-        self._agents: dict[str, float] = {}
-        """When agents spoke last, by their names; the earlier ones of a node are told to leave."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
-        self._known: dict[str, Address] = {}
-        """Addresses that are in the folder."""
 
     @property
     def wrong(self) -> str:
-        """What an operator should know of those who lend nodes; empty if all is well."""
-        return _SILENT if self._is_silent else self._complaint
+        """Complaint for an operator about lent nodes; empty if there is none."""
+        return self._lending.wrong
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Which nodes are there."""
@@ -201,10 +248,8 @@ class LiveNodes:
     def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
         """An agent spoke, or the lender. True if something is to be done about it at once."""
         if isinstance(message, NodesKept):
-            self._complaint, self._lender_heard_s = message.complaint, now_s
+            self._lending.hear(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
-            before_s = self._found_s
-            self._found_s = {group: before_s.get(group, now_s) for group in message.found}
             return False
         if isinstance(message, Printed):
             elsewhere = self._processes.get(message.process)
@@ -218,16 +263,14 @@ class LiveNodes:
         if message.node >= len(self._nodes.nodes):
             return False
         agent = agent_name(message.node, message.boot)
-        if agent not in self._agents:
-            write_address(self._folder, agent, message.agent)
-        self._agents[agent] = now_s
-        if not any(message.node in group for group in self._kept):
+        self._addresses.agent_spoke(now_s, agent, message.agent)
+        if message.node not in self._lending:
             self._wire.send(agent, NodeOrders((), is_over=True))  # Its node was given back.
             return False
         node = self._nodes.nodes[message.node]
         was = node.phase
         if self._nodes.heard(now_s, message):
-            self._look_at_versions(message)
+            self._fitness.look(message)
             log.info("node %d is %s", message.node, message.host)
             self._adopt(message.node)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
@@ -257,8 +300,7 @@ class LiveNodes:
         """Whether all agents spoke that there may be."""
         return all(
             self._nodes.nodes[number].phase is not NodePhase.ABSENT
-            for group in self._found_s
-            for number in group
+            for number, _ in self._lending.found()
         )
 
     def tick(self, now_s: float) -> bool:
@@ -269,9 +311,7 @@ class LiveNodes:
             now_s > self._adopt_until_s or (self._adopt_until_s < math.inf and self._is_all_heard())
         ):
             self.is_adopting = False
-        was_silent, self._is_silent = self._is_silent, now_s - self._lender_heard_s > _SLOW_S
-        if self._is_silent and not was_silent:
-            log.error("%s.", _SILENT)
+        self._lending.tick(now_s)
         for node in self._nodes.tick(now_s):
             log.error(
                 "node %d (%s) has said nothing for %.1f s: it is lost with all that ran there",
@@ -282,10 +322,14 @@ class LiveNodes:
             for elsewhere in self._processes.values():
                 if elsewhere.node == node.number:
                     elsewhere.stdout.close()
-        self._complaint = self._complaint or self._why_silent(now_s)
-        self._forget_agents(now_s)
-        self._nodes.listen_here(self._addresses_here())
-        self._write_addresses()
+        self._lending.complain(self._why_silent(now_s))
+        for name in self._addresses.forget_agents(
+            now_s, {node.agent for node in self._nodes.nodes}
+        ):
+            self._wire.forget(name)
+        self._nodes.listen_here(self._addresses.here())
+        if self._nodes.has_moved:
+            self._addresses.write(self._nodes.addresses())
         if not self.is_adopting:  # Else they would forget whom they speak to, and nobody told yet.
             self._nodes.tell_addresses(now_s)
         self._send_what_was_said()
@@ -296,20 +340,12 @@ class LiveNodes:
         """Have these nodes, and give back all others as far as nobody they come with is needed."""
         if self.is_adopting:
             return
-        kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
-        if kept == self._kept and now_s - self._asked_s < _ASK_S:
-            return
-        for group in self._kept - kept:
-            self._found_s.pop(group, None)
-            for number in group:
-                self._nodes.release(number)
-        self._kept, self._asked_s = kept, now_s
-        self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
+        for number in self._lending.keep(now_s, nodes):
+            self._nodes.release(number)
 
     def complaint(self) -> str:
         """Why nodes are not there, once when that begins; else empty."""
-        told, self._told = self._told, self._complaint
-        return self._complaint if bool(told) != bool(self._complaint) else ""
+        return self._lending.complaint()
 
     def node_for(self, plan: ProcessPlan) -> int | None:
         """The node that a process is to run on now: its own or, where that is lost, a leader with
@@ -378,137 +414,22 @@ class LiveNodes:
             self._wire.send(send.to, send.message)
 
     def _is_up(self, number: int) -> bool:
-        return self._nodes.nodes[number].phase is NodePhase.UP and number not in self._unfit
+        return self._nodes.nodes[number].phase is NodePhase.UP and not self._fitness.why_unfit(
+            number
+        )
 
     def _why_silent(self, now_s: float) -> str:
         """Why a node that was found is of no use; empty while each is, or may soon be."""
-        for group, found_s in self._found_s.items():
-            for number in group:
-                node = self._nodes.nodes[number]
-                if number in self._unfit:
-                    return f"node {number} ({node.host}) is not used: {self._unfit[number]}"
-                if node.phase is NodePhase.ABSENT and now_s - found_s > self._timeout_s:
-                    return (
-                        f"no agent speaks from node {number}, {self._timeout_s:g} s after Ray found"
-                        " it. Its output is in Ray's logs there"
-                    )
+        for number, found_s in self._lending.found():
+            node = self._nodes.nodes[number]
+            if why := self._fitness.why_unfit(number):
+                return f"node {number} ({node.host}) is not used: {why}"
+            if node.phase is NodePhase.ABSENT and now_s - found_s > self._timeout_s:
+                return (
+                    f"no agent speaks from node {number}, {self._timeout_s:g} s after Ray found"
+                    " it. Its output is in Ray's logs there"
+                )
         return ""
-
-    def _forget_agents(self, now_s: float) -> None:
-        """Those whose place another took end within their lease."""
-        current = {node.agent for node in self._nodes.nodes}
-        for name, heard_s in list(self._agents.items()):
-            if name not in current and now_s - heard_s > self._lease_s:
-                del self._agents[name]
-                address_path(self._folder, name).unlink(missing_ok=True)
-                self._wire.forget(name)
-
-    def _look_at_versions(self, news: NodeNews) -> None:
-        """Nothing is started on a node that would compute something else than the first one."""
-        self._versions.setdefault("cpu", news.versions.get("cpu", ""))
-        other = [
-            f"{name} {news.versions.get(name, 'none')!r} there and {expected!r} elsewhere"
-            for name, expected in self._versions.items()
-            if news.versions.get(name) != expected
-        ]
-        self._unfit.pop(news.node, None)
-        if other:
-            self._unfit[news.node] = f"{', '.join(other)}; all nodes have to be alike"
-
-    def _addresses_here(self) -> dict[str, Address]:
-        """Where the gateways of this host listen."""
-        found = {}
-        for name in self._names_here:
-            with contextlib.suppress(OSError):
-                found[name] = read_address(address_path(self._folder, name))
-        return found
-
-    def _write_addresses(self) -> None:
-        """Make what listens elsewhere known to the processes of this host."""
-        if not self._nodes.has_moved:
-            return
-        addresses = self._nodes.addresses()
-        for name in self._known.keys() - addresses.keys():
-            address_path(self._folder, name).unlink(missing_ok=True)
-        for name, address in addresses.items():
-            if self._known.get(name) != address:
-                write_address(self._folder, name, address)
-        self._known = addresses
-
-
-def kept_run(cluster: ClusterConfig) -> Joining | None:
-    """What Ray keeps of the run that was served under this name last: its supervisor and what it told
-    processes. None: it ended in order, or there was none. Raises ConfigError if that cannot be known,
-    or if its supervisor is there.
-    """
-    command = ["-m", "hadal.runtime.ray_cluster", "--find", cluster.name]
-    try:
-        asked = subprocess.run(
-            [sys.executable, "-P", *command, "--address", cluster.address],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_FIND_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"Ray at {cluster.address!r} did not answer in {_FIND_S:g} s.") from error
-    if asked.returncode:
-        said = asked.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(said[-1] if said else f"Ray at {cluster.address!r} does not answer.")
-    if not asked.stdout:
-        return None
-    kept = msgspec.json.decode(asked.stdout, type=Joining)
-    if is_open(kept.supervisor.endpoint):
-        raise ConfigError(
-            f"{cluster.name!r} is served by another `hadal serve`, on {kept.run.address}. End that"
-            " first, or give this one a cluster.name."
-        )
-    return kept
-
-
-_MAY_DIFFER = ("model", "model_name", "prefill.threads", "decode.threads")
-"""A rollout changes the first two, and the last two are derived from the cores of a host."""
-
-
-def is_same(found: Deployment, asked: Deployment) -> bool:
-    """Whether what runs is what is asked for, but for what may differ. If not, the log says why."""
-    differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
-    if differences:
-        log.warning(
-            "what runs on the nodes under this name is of another deployment (%s), and ends soon",
-            ", ".join(differences),
-        )
-    elif found.model != asked.model:
-        log.warning(
-            "the nodes serve %s; `hadal rollout --model %s` goes over to what is asked for",
-            found.model,
-            asked.model,
-        )
-    return not differences
-
-
-def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> list[str]:
-    """Names of fields that are not alike."""
-    names = []
-    for name in one.__struct_fields__:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if isinstance(mine, msgspec.Struct) and isinstance(theirs, msgspec.Struct):
-            names += _differences(mine, theirs, f"{path}{name}.")
-        elif mine != theirs:
-            names.append(path + name)
-    return names
-
-
-def is_open(endpoint: str) -> bool | None:
-    """Whether somebody listens at "tcp://HOST:PORT"; None: its host does not say."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def address_here(cluster: ClusterConfig) -> str:

@@ -60,7 +60,7 @@ from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages.base import LENDER, SUPERVISOR
 from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
 from hadal.runtime.agent import Joining
-from hadal.runtime.nodes import is_open
+from hadal.runtime.kept_run import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import EXIT_LEASE, Run, add_life_arguments, enter_child, read_run

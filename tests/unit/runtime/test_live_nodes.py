@@ -26,7 +26,8 @@ from hadal.core.messages.nodes import (
     ProcessNews,
 )
 from hadal.roles.nodes import agent_name
-from hadal.runtime.nodes import LiveNodes, address_here, is_same, kept_run
+from hadal.runtime.kept_run import is_same, kept_run
+from hadal.runtime.nodes import LiveNodes, address_here
 from hadal.runtime.topology import launch_plan
 from hadal.runtime.wire import address_path
 
@@ -167,7 +168,7 @@ def test_what_ray_cannot_say_is_not_taken_for_nothing(
 ) -> None:
     run = subprocess.run
     monkeypatch.setattr(
-        "hadal.runtime.nodes.subprocess.run",
+        "hadal.runtime.kept_run.subprocess.run",
         lambda command, **more: run([command[0], "-c", code], **more),
     )
     if expected is None:

@@ -1,0 +1,100 @@
+"""The run that Ray keeps under a name: found by a supervisor that follows another, and compared with
+what it is asked to serve.
+
+Starts nothing: what runs on the nodes is taken over in runtime/supervisor/adoption.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+
+import msgspec
+
+from hadal.core.config import ClusterConfig, Deployment
+from hadal.core.errors import ConfigError
+from hadal.runtime.agent import Joining
+
+log = logging.getLogger("hadal.nodes")
+
+_CONNECT_S = 5.0
+"""How long a host may take to say whether a port is closed."""
+_FIND_S = 60.0
+"""How long Ray may take to say what is kept of a run."""
+
+
+def kept_run(cluster: ClusterConfig) -> Joining | None:
+    """What Ray keeps of the run that was served under this name last: its supervisor and what it told
+    processes. None: it ended in order, or there was none. Raises ConfigError if that cannot be known,
+    or if its supervisor is there.
+    """
+    command = ["-m", "hadal.runtime.ray_cluster", "--find", cluster.name]
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", *command, "--address", cluster.address],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_FIND_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"Ray at {cluster.address!r} did not answer in {_FIND_S:g} s.") from error
+    if asked.returncode:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(said[-1] if said else f"Ray at {cluster.address!r} does not answer.")
+    if not asked.stdout:
+        return None
+    kept = msgspec.json.decode(asked.stdout, type=Joining)
+    if is_open(kept.supervisor.endpoint):
+        raise ConfigError(
+            f"{cluster.name!r} is served by another `hadal serve`, on {kept.run.address}. End that"
+            " first, or give this one a cluster.name."
+        )
+    return kept
+
+
+_MAY_DIFFER = ("model", "model_name", "prefill.threads", "decode.threads")
+"""A rollout changes the first two, and the last two are derived from the cores of a host."""
+
+
+def is_same(found: Deployment, asked: Deployment) -> bool:
+    """Whether what runs is what is asked for, but for what may differ. If not, the log says why."""
+    differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
+    if differences:
+        log.warning(
+            "what runs on the nodes under this name is of another deployment (%s), and ends soon",
+            ", ".join(differences),
+        )
+    elif found.model != asked.model:
+        log.warning(
+            "the nodes serve %s; `hadal rollout --model %s` goes over to what is asked for",
+            found.model,
+            asked.model,
+        )
+    return not differences
+
+
+def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> list[str]:
+    """Names of fields that are not alike."""
+    names = []
+    for name in one.__struct_fields__:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, msgspec.Struct) and isinstance(theirs, msgspec.Struct):
+            names += _differences(mine, theirs, f"{path}{name}.")
+        elif mine != theirs:
+            names.append(path + name)
+    return names
+
+
+def is_open(endpoint: str) -> bool | None:
+    """Whether somebody listens at "tcp://HOST:PORT"; None: its host does not say."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -1,0 +1,90 @@
+"""The nodes that are lent to a run: asks the lender for groups of them, and knows which it found.
+
+Knows no process and no agent: what runs on the nodes is in runtime/nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from hadal.core.messages.base import LENDER
+from hadal.core.messages.nodes import KeepNodes, NodesKept
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.nodes")
+
+_ASK_S = 1.0
+"""How often the lender is told which nodes are wanted."""
+_SLOW_S = 5.0
+"""A lender that is silent for so long waits for Ray."""
+_SILENT = (
+    "Ray does not answer: what runs goes on, and nothing is started on another node until it does"
+)
+Group = tuple[int, ...]
+"""Nodes that are lent together."""
+
+
+class Lending:
+    """Groups of nodes that are wanted, and the lender's news of them."""
+
+    def __init__(self, groups: Sequence[Group], wire: ZmqWire, *, adopts: bool) -> None:
+        """`adopts`: all groups are lent already."""
+        self._groups = groups
+        self._wire = wire
+        self._kept: frozenset[Group] = frozenset(groups if adopts else ())
+        self._found_s: dict[Group, float] = {}
+        """Since when the nodes of a group are found, and an agent is expected on each."""
+        self._complaint = self._told = ""
+        """What is complained of, and of that what was told."""
+        self._asked_s, self._heard_s = -math.inf, math.inf
+        self._is_silent = False
+
+    def __contains__(self, node: int) -> bool:
+        """Return whether a node is wanted."""
+        return any(node in group for group in self._kept)
+
+    @property
+    def wrong(self) -> str:
+        """Complaint for an operator about lent nodes; empty if there is none."""
+        return _SILENT if self._is_silent else self._complaint
+
+    def found(self) -> Iterator[tuple[int, float]]:
+        """Yield each node that is found, and since when."""
+        for group, found_s in self._found_s.items():
+            for number in group:
+                yield number, found_s
+
+    def hear(self, now_s: float, message: NodesKept) -> None:
+        """Take in the lender's news."""
+        self._complaint, self._heard_s = message.complaint, now_s
+        before_s = self._found_s
+        self._found_s = {group: before_s.get(group, now_s) for group in message.found}
+
+    def keep(self, now_s: float, nodes: Collection[int]) -> list[int]:
+        """Have the groups of these nodes, and return the nodes of the groups that are given back."""
+        kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
+        if kept == self._kept and now_s - self._asked_s < _ASK_S:
+            return []
+        released = self._kept - kept
+        for group in released:
+            self._found_s.pop(group, None)
+        self._kept, self._asked_s = kept, now_s
+        self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
+        return [number for group in released for number in group]
+
+    def tick(self, now_s: float) -> None:
+        """Look whether the lender is silent."""
+        was_silent, self._is_silent = self._is_silent, now_s - self._heard_s > _SLOW_S
+        if self._is_silent and not was_silent:
+            log.error("%s.", _SILENT)
+
+    def complain(self, complaint: str) -> None:
+        """Add a complaint of nodes that are of no use, unless the lender has one."""
+        self._complaint = self._complaint or complaint
+
+    def complaint(self) -> str:
+        """Why nodes are not there, once when that begins; else empty."""
+        told, self._told = self._told, self._complaint
+        return self._complaint if bool(told) != bool(self._complaint) else ""
