@@ -19,8 +19,10 @@ from hadal.core.messages.base import SUPERVISOR
 from hadal.core.messages.nodes import Address, NodeNews
 from hadal.roles.nodes import agent_name
 from hadal.runtime import ray_cluster
+from hadal.runtime.addresses import write_address
 from hadal.runtime.agent import Joining
-from hadal.runtime.wire import Network, ZmqWire, write_address
+from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire_sockets import Network
 
 NUM_AGENTS = "HADAL_AGENTS"
 """Environment variable: nodes below this number have an actor. Each is a process of some 50 MB."""

@@ -16,9 +16,11 @@ import pytest
 from hadal.core.config import ClusterConfig, FleetConfig, read_deployment
 from hadal.core.messages.base import LENDER, SUPERVISOR
 from hadal.core.messages.nodes import Address, KeepNodes, NodeNews, NodesKept
+from hadal.runtime.addresses import write_address
 from hadal.runtime.process.process import Run, write_run
 from hadal.runtime.topology import place_units
-from hadal.runtime.wire import Network, ZmqWire, write_address
+from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire_sockets import Network
 from tests.dist.fake_nodes import GPUS, ClusterState
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Host, Hosts
 from tests.dist.light_lender import NUM_AGENTS

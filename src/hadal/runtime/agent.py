@@ -45,6 +45,7 @@ from hadal.core.messages.nodes import (
 )
 from hadal.core.messages.units import Sighting, Suspect
 from hadal.roles.nodes import agent_name
+from hadal.runtime.addresses import address_path, read_address, socket_path, write_address
 from hadal.runtime.devices import cpu_kind
 from hadal.runtime.process.forks import (
     API_KEYS,
@@ -76,14 +77,8 @@ from hadal.runtime.transfer.pool import (
     remove_shared_memory,
     remove_stale_shared_memory,
 )
-from hadal.runtime.wire import (
-    Network,
-    ZmqWire,
-    address_path,
-    read_address,
-    socket_path,
-    write_address,
-)
+from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire_sockets import Network
 
 log = logging.getLogger("hadal.agent")
 

@@ -33,6 +33,7 @@ from hadal.core.messages.nodes import (
 )
 from hadal.core.messages.units import Suspect
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
+from hadal.runtime.addresses import address_path, read_address, write_address
 from hadal.runtime.lending import Lending
 from hadal.runtime.process.process import Run
 from hadal.runtime.process.status import NodeStatus
@@ -42,7 +43,7 @@ from hadal.runtime.topology import (
     node_groups,
     wire_name,
 )
-from hadal.runtime.wire import ZmqWire, address_path, read_address, write_address
+from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.nodes")
 

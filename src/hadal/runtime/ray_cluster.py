@@ -59,13 +59,14 @@ from hadal.core.config import units_of
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages.base import LENDER, SUPERVISOR
 from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
+from hadal.runtime.addresses import address_path, read_address
 from hadal.runtime.agent import Joining
 from hadal.runtime.kept_run import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
 from hadal.runtime.process.process import EXIT_LEASE, Run, add_life_arguments, enter_child, read_run
 from hadal.runtime.topology import gateway_nodes, place_units, ranges
-from hadal.runtime.wire import ZmqWire, address_path, read_address
+from hadal.runtime.wire import ZmqWire
 
 _ANSWERED, _REFUSED = 0, 3
 _ASK = f"""

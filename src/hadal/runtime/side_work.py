@@ -80,11 +80,11 @@ class SideWork:
 
     def __init__(self, parts: SideParts, wake: Wake) -> None:
         self._pool = pool = parts.pool
-        self._kv_transfer = parts.kv_wire or (None if pool is None else KvWire(pool))
+        self._kv_wire = parts.kv_wire or (None if pool is None else KvWire(pool))
         self._copier = (
             None
-            if self._kv_transfer is None or pool is None
-            else Copier(self._kv_transfer, pool.block_bytes, wake)
+            if self._kv_wire is None or pool is None
+            else Copier(self._kv_wire, pool.block_bytes, wake)
         )
         self._stager = parts.make_stager(wake) if parts.make_stager else None
         self._disk = parts.make_disk(wake)
@@ -141,7 +141,7 @@ class SideWork:
 
     def close(self) -> None:
         """Free the pool and its shared-memory file."""
-        if self._kv_transfer:
-            self._kv_transfer.close()
+        if self._kv_wire:
+            self._kv_wire.close()
         if self._pool:
             self._pool.close()

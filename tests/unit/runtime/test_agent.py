@@ -31,12 +31,14 @@ from hadal.core.messages.nodes import (
     ProcessOrder,
 )
 from hadal.roles.nodes import agent_name
+from hadal.runtime.addresses import address_path, read_address, write_address
 from hadal.runtime.agent import Joining
 from hadal.runtime.process.forks import environment
 from hadal.runtime.process.process import EXIT_LEASE, FOLDER_PREFIX, Run, read_run
 from hadal.runtime.resolve import resolve
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, launch_plan
-from hadal.runtime.wire import Network, ZmqWire, address_path, read_address, write_address
+from hadal.runtime.wire import ZmqWire
+from hadal.runtime.wire_sockets import Network
 from tests.waiting import DEADLINE_S, Hang, wait_until
 
 LOOPBACK, SECRET = "127.0.0.1", b"s" * 32

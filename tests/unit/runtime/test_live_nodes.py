@@ -26,10 +26,10 @@ from hadal.core.messages.nodes import (
     ProcessNews,
 )
 from hadal.roles.nodes import agent_name
+from hadal.runtime.addresses import address_path
 from hadal.runtime.kept_run import is_same, kept_run
 from hadal.runtime.nodes import LiveNodes, address_here
 from hadal.runtime.topology import launch_plan
-from hadal.runtime.wire import address_path
 
 DEPLOYMENT = Deployment(
     prefill=UnitsConfig(ranks_per_node=1),

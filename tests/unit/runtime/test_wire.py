@@ -19,7 +19,8 @@ import zmq
 from hadal.core.errors import ConfigError
 from hadal.core.messages.units import Cancel, Drain, Tokens
 from hadal.core.plans import Draw
-from hadal.runtime.wire import MAX_BATCH, MAX_QUEUED, ZmqWire
+from hadal.runtime.wire import MAX_BATCH, ZmqWire
+from hadal.runtime.wire_sockets import MAX_QUEUED
 from tests.levels import MORE
 from tests.waiting import DEADLINE_S, join, wait_for, wait_until
 
@@ -96,7 +97,7 @@ def restart_a_peer(folder: Path) -> None:
     assert receive_all(b, 1) == [Cancel("before", 0)]
     # As kill -9 does: the socket goes, its file stays.
     path = folder / "b.sock"
-    b._pull.close(linger=0)
+    b._listener.near.close(linger=0)
     b._context.term()
     assert path.exists()
     for _ in range(100):
@@ -207,8 +208,8 @@ def test_a_path_too_long_for_a_socket_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_receive_waits_for_as_long_as_asked(wire: Callable[..., ZmqWire]) -> None:
     a, waits = wire("a"), []
-    poll = a._poller.poll
-    a._poller.poll = lambda milliseconds: waits.append(milliseconds) or poll(milliseconds)  # type: ignore[method-assign]
+    poll = a._listener._poller.poll
+    a._listener._poller.poll = lambda milliseconds: waits.append(milliseconds) or poll(milliseconds)  # type: ignore[method-assign]
     assert a.receive(0.0) == a.receive(0.05) == []
     assert waits == [51], "rounded up, and not at all without a time"
 
@@ -255,7 +256,7 @@ async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
     body = msgspec.msgpack.encode(Drain())
     for life in (2, *[1] * 10, 2):
         sender.send_multipart([msgspec.msgpack.encode(("a", life)), body, b""])
-    b._pull.poll()  # So few come at once.
+    b._listener.near.poll()  # So few come at once.
     got: list[object] = []
     async with asyncio.timeout(DEADLINE_S):
         while len(got) < 2:
@@ -273,7 +274,7 @@ async def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(
     task = asyncio.create_task(b.receive_async(LONG_S))
     await asyncio.sleep(0)
     a.send("b", Cancel("r", 0))
-    assert select.select([b._pull.FD], [], [], DEADLINE_S)[0]
+    assert select.select([b._listener.near.FD], [], [], DEADLINE_S)[0]
     # Between the descriptor's turn of the loop and that of the task it wakes.
     loop.call_soon(loop.call_soon, task.cancel)
     await asyncio.wait({task}, timeout=DEADLINE_S)

@@ -36,19 +36,11 @@ from hadal.core.messages.pools import Pull
 from hadal.core.messages.ranks import RankDo
 from hadal.core.messages.units import Cancel, Drain, KvLease, Tokens
 from hadal.core.plans import Draw
+from hadal.runtime.addresses import address_path, write_address
 from hadal.runtime.process.process import Run, raise_descriptor_limit
 from hadal.runtime.transfer.grants import Grants
-from hadal.runtime.wire import (
-    MAX_BATCH,
-    MAX_QUEUED,
-    Network,
-    ZmqWire,
-    _Far,
-    _keys,
-    address_path,
-    open_wire,
-    write_address,
-)
+from hadal.runtime.wire import MAX_BATCH, ZmqWire, open_wire
+from hadal.runtime.wire_sockets import MAX_QUEUED, FarLink, Network, keys_of
 from tests.fresh import fresh
 from tests.levels import MORE
 from tests.needs import leave_out
@@ -210,7 +202,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    monkeypatch.setattr("hadal.runtime.wire.SILENT_MS", int(1000 * DEADLINE_S))
+    monkeypatch.setattr("hadal.runtime.wire_sockets.SILENT_MS", int(1000 * DEADLINE_S))
     with contextlib.ExitStack() as stack:
         yield Hosts(stack)
 
@@ -218,7 +210,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 def introduce(wire: ZmqWire, to: ZmqWire, life: int = 1, relay: Relay | None = None) -> None:
     """Say on `to`'s host where `wire` listens, or that it does behind a relay."""
     endpoint = relay.endpoint if relay else wire.endpoint
-    write_address(to._folder, wire.name, Address(life, endpoint))
+    write_address(to._links._folder, wire.name, Address(life, endpoint))
 
 
 def kill(wire: ZmqWire) -> None:
@@ -259,8 +251,8 @@ def numbered(count: int, first: int = 0) -> list[AnyMessage]:
 
 def num_kept(wire: ZmqWire, to: str = "b") -> int:
     """Messages that it would send again."""
-    peer = wire._peers[to]
-    assert isinstance(peer, _Far)
+    peer = wire._links.last(to)
+    assert isinstance(peer, FarLink)
     return len(peer._kept)
 
 
@@ -290,9 +282,9 @@ def test_messages_arrive_whole_and_in_order(hosts: Hosts) -> None:
 def test_a_message_to_nobody_is_dropped_and_counted(hosts: Hosts) -> None:
     a = hosts.wire("a")
     a.send("nobody", Drain())
-    address_path(a._folder, "torn").write_text("[1, ")
+    address_path(a._links._folder, "torn").write_text("[1, ")
     a.send("torn", Drain())
-    address_path(a._folder, "nowhere").write_text('[1, "the other host"]')
+    address_path(a._links._folder, "nowhere").write_text('[1, "the other host"]')
     a.send("nowhere", Drain())
     assert (a.counts["absent"], a.counts["sent"]) == (3, 0)
 
@@ -302,18 +294,18 @@ def test_an_answer_is_faster_than_the_news_of_the_senders_address(hosts: Hosts) 
     introduce(b, a)
     a.send("b", Cancel("a question", 0))
     assert receive_all(b, 1) == [Cancel("a question", 0)]
-    assert not address_path(b._folder, "a").exists()
+    assert not address_path(b._links._folder, "a").exists()
     b.send("a", Cancel("an answer", 0))
     assert receive_all(a, 1) == [Cancel("an answer", 0)]
     assert b.counts["absent"] == 0
     # When the news is there it is the same place, and the same link.
     introduce(a, b)
-    link = b._peers["a"]
+    link = b._links.last("a")
     b.send("a", Cancel("more", 0))
     assert receive_all(a, 1) == [Cancel("more", 0)]
-    assert b._peers["a"] is link
+    assert b._links.last("a") is link
     # It is gone when the folder says so, though it was once heard by itself.
-    address_path(b._folder, "a").unlink()
+    address_path(b._links._folder, "a").unlink()
     b.send("a", Drain())
     assert b.counts["absent"] == 1
 
@@ -334,7 +326,7 @@ def test_nor_is_one_whose_next_life_was_heard(hosts: Hosts) -> None:
     introduce(b, a)
     a.send("b", Drain())
     assert receive_all(b, 1) == [Drain()]
-    moved = hosts.wire("a", 2, b._folder, network=None)
+    moved = hosts.wire("a", 2, b._links._folder, network=None)
     moved.send("b", Drain())
     assert receive_all(b, 1) == [Drain()]
     moved.close()
@@ -351,10 +343,10 @@ def test_much_from_this_host_does_not_keep_the_others_waiting(hosts: Hosts) -> N
             return [msgspec.msgpack.encode(("c", 1)), msgspec.msgpack.encode(Cancel("c", 0)), b""]
 
     a, b = hosts.pair()
-    assert b._far_pull is not None
-    b._in_turn = [Endless(), b._far_pull]  # type: ignore[list-item]
+    assert b._listener.far is not None
+    b._listener._in_turn = [Endless(), b._listener.far]  # type: ignore[list-item]
     a.send("b", Drain())
-    assert b._far_pull.poll(1000 * DEADLINE_S)
+    assert b._listener.far.poll(1000 * DEADLINE_S)
     got = b.receive(0.0) + b.receive(0.0)
     assert Drain() in got
     assert len(got) == 2 * MAX_BATCH
@@ -402,7 +394,7 @@ def test_they_go_out_though_the_receiver_waits_for_long(hosts: Hosts, is_async: 
 
 async def test_in_an_event_loop(hosts: Hosts) -> None:
     a, b = hosts.pair()
-    near = hosts.wire("c", folder=b._folder)
+    near = hosts.wire("c", folder=b._links._folder)
     count = 2 * MAX_BATCH + 5
     got = await b.receive_async(0.01)
     assert got == []
@@ -479,8 +471,8 @@ def test_a_way_that_is_silent_for_a_while(hosts: Hosts, monkeypatch: pytest.Monk
     """Longer than either end waits for the other: one goes on then, one is reset, and of one neither
     end is told that it leads nowhere any more.
     """
-    monkeypatch.setattr("hadal.runtime.wire.SILENT_MS", 400)
-    monkeypatch.setattr("hadal.runtime.wire.BEAT_MS", 100)
+    monkeypatch.setattr("hadal.runtime.wire_sockets.SILENT_MS", 400)
+    monkeypatch.setattr("hadal.runtime.wire_sockets.BEAT_MS", 100)
     goes_on, is_reset, leads_nowhere = pairs = [hosts.pair() for _ in range(3)]
     relays: dict[ZmqWire, Relay] = {}
     for a, b in pairs:
@@ -598,8 +590,8 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts)
         a.send("b", message)
     assert num_kept(a) == MAX_QUEUED
     assert a.counts["full"] == MAX_QUEUED
-    assert b._far_pull is not None
-    assert b._far_pull.get(zmq.RCVHWM) > MAX_QUEUED, "zmq would stop to read, beats as well"
+    assert b._listener.far is not None
+    assert b._listener.far.get(zmq.RCVHWM) > MAX_QUEUED, "zmq would stop to read, beats as well"
     for _ in range(NUM_QUIET):
         assert a.receive(ROUND_S) == []
     # The first that fit are those that arrive.
@@ -614,7 +606,7 @@ def test_what_zmq_does_not_take_at_once_is_not_left_out(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """zmq counts what it passed on in halves of its queue, so that one seems full that is not."""
-    monkeypatch.setattr("hadal.runtime.wire.MAX_QUEUED", 200)
+    monkeypatch.setattr("hadal.runtime.wire_sockets.MAX_QUEUED", 200)
     a, b = hosts.pair()
     relay = hosts.relay(b)
     introduce(b, a, relay=relay)
@@ -626,8 +618,8 @@ def test_what_zmq_does_not_take_at_once_is_not_left_out(
     sent: list[AnyMessage] = [Cancel("x" * 200_000, n) for n in range(190)]
     for message in sent:
         a.send("b", message)  # The kernel takes some, and zmq as many as it can.
-    link = a._peers["b"]
-    assert isinstance(link, _Far)
+    link = a._links.last("b")
+    assert isinstance(link, FarLink)
     assert link.has_rest, "it took all: this test says nothing"
     relay.be_silent(False)
     assert receive_all(b, len(sent), a) == sent
@@ -645,7 +637,7 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts:
     kill(b)
     for _ in range(100):
         a.send("b", Cancel("for the dead", 0))
-    successor = hosts.wire("b", 2, b._folder)
+    successor = hosts.wire("b", 2, b._links._folder)
     assert receive_all(successor, 0, a, num_quiet=NUM_QUIET) == []
     introduce(successor, a, 2)
     a.send("b", Cancel("after", 0))
@@ -668,7 +660,7 @@ def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
     relay.cut()
     a.send("b", Cancel("for the dead", 0))
     wait_in_silence(lambda: other.counts["stale"], "it is heard and dropped", a, other)
-    write_address(a._folder, name, Address(life, relay.endpoint))
+    write_address(a._links._folder, name, Address(life, relay.endpoint))
     a.send(name, Drain())
     assert receive_all(other, 1, a) == [Drain()]
 
@@ -756,8 +748,8 @@ def test_what_is_kept_for_one_that_is_gone_is_dropped(hosts: Hosts) -> None:
     kill(b)
     for message in numbered(100):
         a.send("b", message)
-    address_path(a._folder, "b").unlink()
-    wait_in_silence(lambda: "b" not in a._peers, "it is dropped", a)
+    address_path(a._links._folder, "b").unlink()
+    wait_in_silence(lambda: a._links.last("b") is None, "it is dropped", a)
 
 
 def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Hosts) -> None:
@@ -767,7 +759,7 @@ def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Host
     a, b = hosts.pair()
     names = [f"decode-{index}" for index in range(400)]
     for name in names:
-        write_address(a._folder, name, Address(1, f"tcp://{HOST}:1"))  # Nobody is there.
+        write_address(a._links._folder, name, Address(1, f"tcp://{HOST}:1"))  # Nobody is there.
         a.send(name, Drain())
     assert a.counts["sent"] == len(names)
     a.send("b", Drain())
@@ -780,8 +772,8 @@ def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Host
 def keys_of_others() -> Sequence[tuple[bytes, bytes, bytes]]:
     """The server's key, and a client's pair."""
     public, secret = zmq.curve_keypair()
-    our_public, our_secret = _keys(SECRET)
-    their_public, their_secret = _keys(bytes(32))
+    our_public, our_secret = keys_of(SECRET)
+    their_public, their_secret = keys_of(bytes(32))
     return [
         (public, public, secret),
         (public, our_public, our_secret),
@@ -840,9 +832,11 @@ def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None
     stranger.set(zmq.CURVE_SERVER, 1)
     stranger.set(zmq.CURVE_SECRETKEY, zmq.curve_keypair()[1])
     port = stranger.bind_to_random_port(f"tcp://{HOST}")
-    write_address(a._folder, "curve", Address(1, f"tcp://{HOST}:{port}"))
+    write_address(a._links._folder, "curve", Address(1, f"tcp://{HOST}:{port}"))
     with socket.create_server((HOST, 0)) as server:
-        write_address(a._folder, "raw", Address(1, f"tcp://{HOST}:{server.getsockname()[1]}"))
+        write_address(
+            a._links._folder, "raw", Address(1, f"tcp://{HOST}:{server.getsockname()[1]}")
+        )
         for to in ("curve", "raw"):
             a.send(to, Cancel("a secret", 0))
         assert a.receive(ROUND_S) == []
@@ -861,7 +855,7 @@ def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None
                 while data := connection.recv(1 << 16):
                     got += data
     assert b"CURVE" in got
-    for said in (b"a secret", _keys(SECRET)[0], z85_decoded(_keys(SECRET)[0])):
+    for said in (b"a secret", keys_of(SECRET)[0], z85_decoded(keys_of(SECRET)[0])):
         assert said not in got
     assert not stranger.poll(0)
     context.destroy(linger=0)
@@ -903,7 +897,7 @@ def test_what_is_not_ours_is_dropped_and_counted(hosts: Hosts) -> None:
     a.send("b", Cancel("before", 0))
     assert receive_all(b, 1, a) == [Cancel("before", 0)]
     context = zmq.Context()
-    public, secret = _keys(SECRET)
+    public, secret = keys_of(SECRET)
     every = malformed(a)
     senders = []
     for frames in every:
@@ -922,8 +916,8 @@ def test_one_that_acknowledges_what_was_never_sent(
 ) -> None:
     a, b = hosts.pair()
     a.send("b", Drain())
-    link = a._peers["b"]
-    assert isinstance(link, _Far)
+    link = a._links.last("b")
+    assert isinstance(link, FarLink)
     header = a._header_decoder.decode(
         msgspec.msgpack.encode(("b", 1, 1, 1, link.link, 1 << 40, b.endpoint, "a", 1))
     )
@@ -988,7 +982,7 @@ def test_a_run_of_one_host_opens_no_port(hosts: Hosts) -> None:
     alone = hosts.wire("alone", network=None)
     assert listening() == before
     assert near.endpoint == alone.endpoint == ""
-    assert not address_path(near._folder, "near").exists()
+    assert not address_path(near._links._folder, "near").exists()
     near.close()
 
 
@@ -1002,11 +996,11 @@ def test_an_address_that_is_none_of_this_hosts_is_a_clear_error(hosts: Hosts) ->
 
 def test_closing_leaves_the_name_to_a_successor(hosts: Hosts) -> None:
     old = hosts.wire("a")
-    new = hosts.wire("a", 2, old._folder)
+    new = hosts.wire("a", 2, old._links._folder)
     old.close()
-    assert address_path(new._folder, "a").exists()
+    assert address_path(new._links._folder, "a").exists()
     new.close()
-    assert not address_path(new._folder, "a").exists()
+    assert not address_path(new._links._folder, "a").exists()
 
 
 def test_what_was_sent_last_still_leaves_when_closing(hosts: Hosts) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from hadal.core.messages.base import LENDER
+from hadal.runtime.addresses import address_path, socket_path
 from hadal.runtime.nodes import LiveNodes
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import Forks, Left, environment, start_here
@@ -21,7 +22,7 @@ from hadal.runtime.supervisor.options import Listeners
 from hadal.runtime.supervisor.run_files import RunFiles
 from hadal.runtime.topology import CONSOLE, GATEWAY, wire_name
 from hadal.runtime.transfer.pool import remove_shared_memory
-from hadal.runtime.wire import ZmqWire, address_path, socket_path
+from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.supervisor")
 
