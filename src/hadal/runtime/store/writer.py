@@ -72,9 +72,9 @@ class _Entry:
 class _Unanswered:
     """Stores that are not answered, and their bytes. Its user holds the lock."""
 
-    def __init__(self, block_bytes: int, queue_bytes: int) -> None:
+    def __init__(self, block_bytes: int, limits: WriteLimits) -> None:
         self._block_bytes = block_bytes
-        self._queue_bytes = queue_bytes
+        self._limits = limits
         self._stores: deque[_Store] = deque()
         """In order of arrival."""
         self._num_bytes = 0
@@ -84,7 +84,7 @@ class _Unanswered:
         num_bytes = len(store.names) * self._block_bytes
         self._stores.append(store)
         self._num_bytes += num_bytes
-        return self._num_bytes <= max(self._queue_bytes, num_bytes)
+        return self._num_bytes <= max(self._limits.queue_bytes, num_bytes)
 
     def remove(self, store: _Store) -> None:
         self._stores.remove(store)
@@ -93,6 +93,10 @@ class _Unanswered:
     def idle(self) -> list[_Store]:
         """Return the stores of which no block is copied right now."""
         return [store for store in self._stores if not store.is_copying]
+
+    def overdue(self, now_s: float) -> list[_Store]:
+        """Return the stores that stood still for too long."""
+        return [one for one in self.idle() if now_s - one.moved_s > self._limits.deadline_s]
 
 
 class _Pause:
@@ -130,8 +134,7 @@ class DiskWriter:
         self._blocks = blocks
         self._troubles = troubles
         self._wake = wake
-        self._deadline_s = limits.deadline_s
-        self._unanswered = _Unanswered(blocks.shape[1], limits.queue_bytes)
+        self._unanswered = _Unanswered(blocks.shape[1], limits)
         self._pause = _Pause(limits.pause_s)
         self._batch_error = ""
         """What failed since the batch at hand began; for the thread alone."""
@@ -182,12 +185,11 @@ class DiskWriter:
         """
         now_s = time.monotonic()
         with self._lock:
-            for store in self._unanswered.idle():
-                if now_s - store.moved_s > self._deadline_s:
-                    self._troubles.note(
-                        "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
-                    )
-                    self._end(store, "the disk hangs")
+            for store in self._unanswered.overdue(now_s):
+                self._troubles.note(
+                    "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
+                )
+                self._end(store, "the disk hangs")
             return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
