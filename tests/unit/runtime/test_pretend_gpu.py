@@ -37,7 +37,7 @@ from hadal.model.runner import ModelRunner
 from hadal.roles.leaders import first_placement
 from hadal.runtime.process.process import Run
 from hadal.runtime.rank.device import open_device
-from hadal.runtime.rank.group import make_group
+from hadal.runtime.rank.host import make_group
 from hadal.runtime.rank.news import News
 from hadal.runtime.rank.runner import make_lone_runner, make_runner
 from hadal.runtime.resolve import Resolved, model_folder, plan

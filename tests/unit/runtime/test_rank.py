@@ -18,7 +18,7 @@ from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampl
 from hadal.model.runner import ModelRunner
 from hadal.runtime.parameters import num_moe_layers
 from hadal.runtime.process.process import Run
-from hadal.runtime.rank.group import make_group
+from hadal.runtime.rank.host import make_group
 from hadal.runtime.rank.news import News
 from hadal.runtime.rank.runner import make_runner
 from hadal.runtime.resolve import Resolved, plan

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 
+from hadal.comm.mesh.mesh import PURPOSE as MESH_PURPOSE
+from hadal.comm.mesh.mesh import MeshGroup
+from hadal.comm.torch_group import TorchGroup
 from hadal.core.config import num_cache_layers, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
@@ -35,7 +38,6 @@ from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.clock import LiveClock
 from hadal.runtime.process.process import Run, new_epoch
 from hadal.runtime.rank.device import open_device
-from hadal.runtime.rank.group import make_group
 from hadal.runtime.rank.news import News, Noticing
 from hadal.runtime.rank.runner import make_lone_runner, make_runner
 from hadal.runtime.recorder import recorded
@@ -214,6 +216,34 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
     )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(process.clock.now())
+
+
+def make_group(
+    run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
+) -> MeshGroup | TorchGroup:
+    """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there
+    is no such transport.
+
+    The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an
+    exchange with it, and an idle unit hears of its loss from the leader.
+    """
+    deployment, deadline_s = run.deployment, run.deployment.collective_timeout_s
+    if deployment.transport == "tcp":
+        key = key_of(run.secret, MESH_PURPOSE)
+        return MeshGroup(
+            rank, epoch, host=run.address, deadline_s=deadline_s, on_lost=news.peer_lost, key=key
+        )
+    try:
+        return TorchGroup(
+            rank,
+            backend=deployment.transport,
+            folder=folder,
+            deadline_s=deadline_s,
+            device=device,
+            host=run.address,
+        )
+    except ValueError as error:
+        raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error
 
 
 def _freeze() -> None:
