@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hadal.kernels import library
 from hadal.reference import attention as twin
+from hadal.reference.attention import SeenEntries
 
 BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
 
@@ -32,39 +33,24 @@ def available(cache_PLSD: Tensor) -> bool:
 def mla_decode(
     q_latent_BHC: Tensor,
     q_rope_BHR: Tensor,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
+    seen: SeenEntries,
     scale: float,
     selected_BK: Tensor | None = None,
-    first: int = 0,
 ) -> Tensor:
-    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, its
-    new token included; where these are more than K, it attends to selected_BK[b] of them, which
-    ascend. With `first` 1 position 0 is not seen: an MTP module has no entry there.
+    """Return o_latent [B, H, C]. A request that sees more than K positions attends to
+    selected_BK[b] of them, which ascend.
 
     Raises ValueError if shapes do not match, a length is negative, a table names a block that is
     not there, a selected position is not seen, or `first` is neither 0 nor 1.
     """
-    _check_first(first)
+    _check_first(seen.first)
     lib = library.load()
-    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
-        return twin.mla_decode(
-            q_latent_BHC,
-            q_rope_BHR,
-            cache_PLSD,
-            layer_index,
-            block_table_BM,
-            lengths_B,
-            scale,
-            selected_BK,
-            first,
-        )
+    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(seen.cache_PLSD):
+        return twin.mla_decode(q_latent_BHC, q_rope_BHR, seen, scale, selected_BK)
     batch, heads, c = q_latent_BHC.shape
     r = q_rope_BHR.shape[-1]
     library.check_shape("q_rope_BHR", q_rope_BHR, (batch, heads, r))
-    seen, _kept = _seen(batch, c + r, cache_PLSD, layer_index, block_table_BM, lengths_B)
+    told, _kept = _told(batch, c + r, seen)
     o_BHC = torch.empty((batch, heads, c))
     if batch == 0:
         return o_BHC
@@ -83,9 +69,9 @@ def mla_decode(
             heads,
             c,
             r,
-            *seen,
+            *told,
             *selected,
-            first,
+            seen.first,
             scale,
             o_BHC.data_ptr(),
         )
@@ -94,38 +80,21 @@ def mla_decode(
 
 
 def select_positions(
-    q_BJX: Tensor,
-    weights_BJ: Tensor,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
-    num_selected: int,
-    first: int = 0,
+    q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
-    """Return selected [B, K] int32, ascending: the K positions that score best for a row, of the
-    first lengths_B[b] of its blocks, but none before `first`. Rows of K or fewer say nothing. A
-    position's key is the last X values of its entry (DeepSeek-V3.2's lightning indexer; J index
-    heads, X index key).
+    """Return selected [B, K] int32, ascending: the K positions that score best of those that a
+    request sees. Rows of requests that see K or fewer have no meaning. A position's key is the last
+    X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
 
     Raises ValueError as `mla_decode`.
     """
-    _check_first(first)
+    _check_first(seen.first)
     lib = library.load()
-    if lib is None or not library.fits(q_BJX, weights_BJ) or not available(cache_PLSD):
-        return twin.select_positions(
-            q_BJX,
-            weights_BJ,
-            cache_PLSD,
-            layer_index,
-            block_table_BM,
-            lengths_B,
-            num_selected,
-            first,
-        )
+    if lib is None or not library.fits(q_BJX, weights_BJ) or not available(seen.cache_PLSD):
+        return twin.select_positions(q_BJX, weights_BJ, seen, num_selected)
     batch, heads, width = q_BJX.shape
     library.check_shape("weights_BJ", weights_BJ, (batch, heads))
-    seen, _kept = _seen(batch, width, cache_PLSD, layer_index, block_table_BM, lengths_B)
+    told, _kept = _told(batch, width, seen)
     selected_BK = torch.zeros((batch, num_selected), dtype=torch.int32)
     library.check_status(
         lib.hadal_select_positions(
@@ -135,9 +104,9 @@ def select_positions(
             batch,
             heads,
             width,
-            *seen,
+            *told,
             num_selected,
-            first,
+            seen.first,
             selected_BK.data_ptr(),
         )
     )
@@ -149,26 +118,22 @@ def _check_first(first: int) -> None:
         raise ValueError(f"first is {first}; attention begins at position 0 or 1.")
 
 
-def _seen(
-    batch: int,
-    width: int,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
+def _told(
+    batch: int, width: int, seen: SeenEntries
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
-    """What C is told of a cache whose entries have `width` values or more, and of what each row
-    sees; and tensors to keep until it has returned. Raises ValueError.
+    """Return C's arguments for entries of `width` values or more, and tensors to keep until C has
+    returned. Raises ValueError.
     """
+    cache_PLSD, block_table_BM, layer_index = seen.cache_PLSD, seen.block_table_BM, seen.layer_index
     num_blocks, num_layers, _, entry = cache_PLSD.shape
     if entry < width:
         raise ValueError(f"cache_PLSD has entries of {entry} values; {width} are read.")
     library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
-    library.check_shape("lengths_B", lengths_B, (batch,))
+    library.check_shape("lengths_B", seen.lengths_B, (batch,))
     if not 0 <= layer_index < num_layers:
         raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
     table_BM = library.as_int(block_table_BM, torch.int32)
-    lengths_B = library.as_int(lengths_B, torch.int64)
+    lengths_B = library.as_int(seen.lengths_B, torch.int64)
     told = (
         cache_PLSD.data_ptr(),
         entry,

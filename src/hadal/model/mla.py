@@ -24,6 +24,7 @@ from hadal.kernels.attention import available, mla_decode, select_positions
 from hadal.kernels.products import heads_in, heads_out, linear, rms_norm
 from hadal.model.batch import DecodeBatch, PrefillBatch, Span
 from hadal.model.rotation import rotate, rotate_halves
+from hadal.reference.attention import SeenEntries
 from hadal.reference.params import INDEX_NORM_EPS, LATENT_NORM_EPS, AttentionWeights, IndexerWeights
 
 ABSORBED_TOKENS = 64
@@ -121,9 +122,8 @@ def prefill_core_attention(
         table_TM, lengths_T = batch.block_table_TM, batch.lengths_T
         if final_only:
             table_TM, lengths_T = table_TM[batch.final_rows], lengths_T[batch.final_rows]
-        return _absorbed(
-            queries, weights, config, batch.cache_PLSD, layer_index, table_TM, lengths_T
-        )
+        seen = SeenEntries(batch.cache_PLSD, layer_index, table_TM, lengths_T)
+        return _absorbed(queries, weights, config, seen)
     outputs = []
     row = 0
     for index, span in enumerate(batch.spans):
@@ -166,17 +166,13 @@ def _of_span(
     for first in range(num_dense, len(queries), ABSORBED_TOKENS):
         rows = slice(first, min(first + ABSORBED_TOKENS, len(queries)))
         batch_rows = slice(ahead + rows.start, ahead + rows.stop)
-        outputs.append(
-            _absorbed(
-                queries[rows],
-                weights,
-                config,
-                batch.cache_PLSD,
-                layer_index,
-                batch.block_table_TM[batch_rows],
-                batch.lengths_T[batch_rows],
-            )
+        seen = SeenEntries(
+            batch.cache_PLSD,
+            layer_index,
+            batch.block_table_TM[batch_rows],
+            batch.lengths_T[batch_rows],
         )
+        outputs.append(_absorbed(queries[rows], weights, config, seen))
     return outputs
 
 
@@ -236,40 +232,26 @@ def decode_core_attention(
     """Absorbed attention of one token per request, o [B, H*W]. The token's own entry must be in the
     cache already.
     """
-    return _absorbed(
-        queries,
-        weights,
-        config,
-        batch.cache_PLSD,
-        layer_index,
-        batch.block_table_BM,
-        batch.lengths_B,
-        batch.first,
+    seen = SeenEntries(
+        batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B, batch.first
     )
+    return _absorbed(queries, weights, config, seen)
 
 
 def _absorbed(
-    queries: Queries,
-    weights: AttentionWeights,
-    config: ModelConfig,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
-    first: int = 0,
+    queries: Queries, weights: AttentionWeights, config: ModelConfig, seen: SeenEntries
 ) -> Tensor:
     """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
     latents.
     """
-    seen = cache_PLSD, layer_index, block_table_BM, lengths_B
     selected_BK = None
     if queries.index_TJX is not None:
         assert queries.index_weights_TJ is not None
         assert config.index_topk is not None
         selected_BK = select_positions(
-            queries.index_TJX, queries.index_weights_TJ, *seen, config.index_topk, first
+            queries.index_TJX, queries.index_weights_TJ, seen, config.index_topk
         )
     q_latent_BHC = heads_in(queries.nope_THN, weights.kv_b)
     q_rope_BHR = queries.rope_THR.contiguous()
-    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, *seen, config.softmax_scale, selected_BK, first)
+    o_BHC = mla_decode(q_latent_BHC, q_rope_BHR, seen, config.softmax_scale, selected_BK)
     return heads_out(o_BHC, weights.kv_b, config.v_head_dim).flatten(1)

@@ -20,6 +20,8 @@ index heads, X index key; of the indexer and of prefill T tokens and S positions
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -27,25 +29,35 @@ from hadal.reference.params import Matrix
 from hadal.reference.products import linear
 
 
+@dataclass(frozen=True, slots=True)
+class SeenEntries:
+    """Cache entries of one layer that each request of a batch sees."""
+
+    cache_PLSD: Tensor
+    layer_index: int
+    block_table_BM: Tensor
+    """Blocks of each request."""
+    lengths_B: Tensor
+    """Number of positions that each request sees, its new token included."""
+    first: int = 0
+    """First position seen, 0 or 1: an MTP module has no entry at position 0."""
+
+
 def mla_decode(
     q_latent_BHC: Tensor,
     q_rope_BHR: Tensor,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
+    seen: SeenEntries,
     scale: float,
     selected_BK: Tensor | None = None,
-    first: int = 0,
 ) -> Tensor:
-    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, the
-    new token's too; where these are more than K, it attends to selected_BK[b] of them. Positions
-    before `first` it does not see.
+    """Return o_latent [B, H, C]. A request that sees more than K positions attends to
+    selected_BK[b] of them.
     """
-    num_read = q_latent_BHC.shape[-1] + q_rope_BHR.shape[-1]
-    latents_BSD = cache_PLSD[block_table_BM.long(), layer_index, :, :num_read].flatten(1, 2)
+    num_read, lengths_B = q_latent_BHC.shape[-1] + q_rope_BHR.shape[-1], seen.lengths_B
+    blocks_BMSD = seen.cache_PLSD[seen.block_table_BM.long(), seen.layer_index, :, :num_read]
+    latents_BSD = blocks_BMSD.flatten(1, 2)
     position_S = torch.arange(latents_BSD.shape[1], device=lengths_B.device)
-    unused_BS = (position_S >= lengths_B[:, None]) | (position_S < first)
+    unused_BS = (position_S >= lengths_B[:, None]) | (position_S < seen.first)
     if selected_BK is not None:
         others_BS = torch.ones_like(unused_BS).scatter(1, selected_BK.long(), False)
         unused_BS |= others_BS & (lengths_B > selected_BK.shape[1])[:, None]
@@ -72,26 +84,18 @@ def best_positions(scores_TS: Tensor, num_selected: int) -> Tensor:
 
 
 def select_positions(
-    q_BJX: Tensor,
-    weights_BJ: Tensor,
-    cache_PLSD: Tensor,
-    layer_index: int,
-    block_table_BM: Tensor,
-    lengths_B: Tensor,
-    num_selected: int,
-    first: int = 0,
+    q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
-    """Return selected [B, K] int32, ascending, of the first lengths_B[b] positions of a request's
-    blocks, none before `first` (0 or 1). Rows of K or fewer say nothing. A position's key is the
-    last X of its entry.
+    """Return selected [B, K] int32, ascending, of the positions that each request sees. Rows of
+    requests that see K or fewer have no meaning. A position's key is the last X of its entry.
     """
     selected_BK = torch.zeros((len(q_BJX), num_selected), dtype=torch.int32, device=q_BJX.device)
-    key_PSX = cache_PLSD[:, layer_index, :, -q_BJX.shape[-1] :]
-    for row, length in enumerate(lengths_B.tolist()):
+    key_PSX = seen.cache_PLSD[:, seen.layer_index, :, -q_BJX.shape[-1] :]
+    for row, length in enumerate(seen.lengths_B.tolist()):
         if length > num_selected:
-            key_SX = key_PSX[block_table_BM[row].long()].flatten(0, 1)[first:length]
+            key_SX = key_PSX[seen.block_table_BM[row].long()].flatten(0, 1)[seen.first : length]
             scores_1S = index_scores(q_BJX[row : row + 1], weights_BJ[row : row + 1], key_SX)
-            selected_BK[row] = first + best_positions(scores_1S, num_selected)[0]
+            selected_BK[row] = seen.first + best_positions(scores_1S, num_selected)[0]
     return selected_BK
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.reference.attention import SeenEntries
 from hadal.reference.decode import paged_core_attention, write_entries
 from hadal.reference.forward import core_attention
 from hadal.reference.layer import block, queries_and_entry
@@ -61,18 +62,10 @@ def draft_step(
     _, _, entries_TD, _ = queries_and_entry(
         normed_TD, module.layer.attention, config, weights.cos_sin, positions_T
     )
-    write_entries(cache_PLSD, index, block_table_TM, positions_T, entries_TD)
-    attend = functools.partial(
-        paged_core_attention,
-        module.layer,
-        cache_PLSD,
-        index,
-        block_table_TM[:num_full],
-        positions_T[:num_full],
-        config,
-        first=1,
-    )
+    write_entries(SeenEntries(cache_PLSD, index, block_table_TM, positions_T + 1), entries_TD)
     x_BD, positions_B = x_TD[:num_full], positions_T[:num_full]
+    seen = SeenEntries(cache_PLSD, index, block_table_TM[:num_full], positions_B + 1, first=1)
+    attend = functools.partial(paged_core_attention, module.layer, seen, config)
     x_BD = block(x_BD, module.layer, config, weights.cos_sin, positions_B, attend)
     x_BD = rms_norm(x_BD, module.head_norm_D, config.rms_norm_eps)
     return linear(x_BD, weights.head), x_BD

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
+from hadal.reference.attention import SeenEntries
 from hadal.reference.params import (
     AttentionWeights,
     Experts,
@@ -138,6 +139,10 @@ class Paged:
 
     cache_PLSD: Tensor
     table_BM: Tensor
+
+    def seen(self, lengths: list[int], layer: int = 1, first: int = 0) -> SeenEntries:
+        """Return what rows of these lengths see in a layer."""
+        return SeenEntries(self.cache_PLSD, layer, self.table_BM, torch.tensor(lengths), first)
 
 
 def paged(num_layers: int, entry_dim: int, lengths: list[int], seed: int = 0) -> Paged:

@@ -18,13 +18,13 @@ def queries(batch: int, heads: int, c: int, r: int) -> tuple[Tensor, Tensor]:
 
 
 def run(q: tuple[Tensor, Tensor], kv: Paged, lengths: list[int], layer: int = 1) -> Tensor:
-    return mla_decode(*q, kv.cache_PLSD, layer, kv.table_BM, torch.tensor(lengths), 0.2)
+    return mla_decode(*q, kv.seen(lengths, layer), 0.2)
 
 
 @pytest.mark.parametrize(("heads", "c", "r"), DIMS)
 def test_equals_the_twin(heads: int, c: int, r: int) -> None:
     kv, q = paged(2, c + r, LENGTHS), queries(len(LENGTHS), heads, c, r)
-    expected = twin.mla_decode(*q, kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS), 0.2)
+    expected = twin.mla_decode(*q, kv.seen(LENGTHS), 0.2)
     torch.testing.assert_close(run(q, kv, LENGTHS), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -51,7 +51,7 @@ def test_sharp_scores_and_length_zero() -> None:
     kv, q = paged(2, 46, [200, 64]), queries(2, 3, 40, 6)
     q = (q[0] * 300, q[1])
     o = run(q, kv, [200, 0])
-    expected = twin.mla_decode(*q, kv.cache_PLSD, 1, kv.table_BM, torch.tensor([200, 64]), 0.2)
+    expected = twin.mla_decode(*q, kv.seen([200, 64]), 0.2)
     torch.testing.assert_close(o[0], expected[0], rtol=1e-4, atol=1e-4)
     assert not o[1].any()
 
@@ -88,8 +88,8 @@ def selections(num_selected: int, seed: int = 0) -> Tensor:
 def run_selected(
     q: tuple[Tensor, Tensor], kv: Paged, lengths: list[int], selected_BK: Tensor
 ) -> Tensor:
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(lengths)
-    return mla_decode(*q, *seen, 0.2, selected_BK)
+    seen = kv.seen(lengths)
+    return mla_decode(*q, seen, 0.2, selected_BK)
 
 
 @pytest.mark.parametrize("num_selected", SELECTED)
@@ -97,8 +97,8 @@ def run_selected(
 def test_selected_positions_equal_the_twin(heads: int, c: int, r: int, num_selected: int) -> None:
     kv, q = paged(2, c + r + 9, LENGTHS), queries(len(LENGTHS), heads, c, r)
     selected_BK = selections(num_selected)
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
-    expected = twin.mla_decode(*q, *seen, 0.2, selected_BK)
+    seen = kv.seen(LENGTHS)
+    expected = twin.mla_decode(*q, seen, 0.2, selected_BK)
     found = run_selected(q, kv, LENGTHS, selected_BK)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -150,22 +150,22 @@ def test_positions_that_are_not_seen_are_refused() -> None:
 def test_position_0_may_be_left_out(heads: int, c: int, r: int) -> None:
     lengths = [2, *LENGTHS[1:], 0]
     kv, q = paged(2, c + r, lengths), queries(len(lengths), heads, c, r)
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(lengths)
-    expected = twin.mla_decode(*q, *seen, 0.2, None, 1)[:-1]
+    seen = kv.seen(lengths, first=1)
+    expected = twin.mla_decode(*q, seen, 0.2)[:-1]
     kv.cache_PLSD[kv.table_BM[:, 0].long(), :, 0] = float("nan")
-    o_BHC = mla_decode(*q, *seen, 0.2, None, 1)
+    o_BHC = mla_decode(*q, seen, 0.2)
     torch.testing.assert_close(o_BHC[:-1], expected, rtol=1e-5, atol=1e-5)
     assert not o_BHC[-1].any()
 
 
 def test_a_selected_position_lies_behind_the_first() -> None:
     kv, q = paged(2, 46, LENGTHS), queries(len(LENGTHS), 3, 40, 6)
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
+    seen = kv.seen(LENGTHS)
     selected_BK = selections(64)
     selected_BK[-1, 0] = 0
-    mla_decode(*q, *seen, 0.2, selected_BK)
+    mla_decode(*q, seen, 0.2, selected_BK)
     with pytest.raises(ValueError, match="position"):
-        mla_decode(*q, *seen, 0.2, selected_BK, 1)
+        mla_decode(*q, kv.seen(LENGTHS, first=1), 0.2, selected_BK)
     for bad in (-1, 2):
         with pytest.raises(ValueError, match="first"):
-            mla_decode(*q, *seen, 0.2, None, bad)
+            mla_decode(*q, kv.seen(LENGTHS, first=bad), 0.2)

@@ -29,15 +29,13 @@ def whole_numbers(heads: int, width: int) -> tuple[Tensor, Tensor, Paged]:
 
 
 def run(q_BJX: Tensor, weights_BJ: Tensor, kv: Paged, lengths: list[int], layer: int = 1) -> Tensor:
-    seen = kv.cache_PLSD, layer, kv.table_BM, torch.tensor(lengths)
-    return select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED)
+    return select_positions(q_BJX, weights_BJ, kv.seen(lengths, layer), NUM_SELECTED)
 
 
 @pytest.mark.parametrize(("heads", "width"), SHAPES)
 def test_ties_go_to_the_lower_position(heads: int, width: int) -> None:
     q_BJX, weights_BJ, kv = whole_numbers(heads, width)
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
-    expected = twin.select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED)
+    expected = twin.select_positions(q_BJX, weights_BJ, kv.seen(LENGTHS), NUM_SELECTED)
     assert torch.equal(run(q_BJX, weights_BJ, kv, LENGTHS), expected)
     nothing = run(q_BJX, 0 * weights_BJ, kv, LENGTHS)
     for row, length in enumerate(LENGTHS):
@@ -68,14 +66,14 @@ def test_no_better_position_is_left_out(heads: int, width: int) -> None:
 def test_position_0_may_be_left_out(heads: int, width: int) -> None:
     """Of a row that sees one position more than it selects, it is the one that is."""
     q_BJX, weights_BJ, kv = whole_numbers(heads, width)
-    seen = kv.cache_PLSD, 1, kv.table_BM, torch.tensor(LENGTHS)
-    expected = twin.select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 1)
+    seen = kv.seen(LENGTHS, first=1)
+    expected = twin.select_positions(q_BJX, weights_BJ, seen, NUM_SELECTED)
     kv.cache_PLSD[kv.table_BM[:, 0].long(), :, 0] = float("nan")
-    selected_BK = select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 1)
+    selected_BK = select_positions(q_BJX, weights_BJ, seen, NUM_SELECTED)
     assert torch.equal(selected_BK, expected)
     assert selected_BK[LENGTHS.index(NUM_SELECTED + 1)].tolist() == list(range(1, 49))
     with pytest.raises(ValueError, match="first"):
-        select_positions(q_BJX, weights_BJ, *seen, NUM_SELECTED, 2)
+        select_positions(q_BJX, weights_BJ, kv.seen(LENGTHS, first=2), NUM_SELECTED)
 
 
 def test_a_row_depends_neither_on_the_others_nor_on_threads(

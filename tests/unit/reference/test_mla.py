@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadal.reference.attention import mla_decode, mla_prefill
+from hadal.reference.attention import SeenEntries, mla_decode, mla_prefill
 from hadal.reference.params import Matrix
 from hadal.reference.products import heads_in, heads_out
 
@@ -65,5 +65,6 @@ def test_absorbed_equals_multi_head(generator: torch.Generator) -> None:
             mla_prefill(q_nope[row : row + 1], q_rope[row : row + 1], latents, kv_b, SCALE)[0]
         )
     q_latent = heads_in(q_nope, kv_b)
-    o_latent = mla_decode(q_latent, q_rope, cache, layer, table, torch.tensor(lengths), SCALE)
+    seen = SeenEntries(cache, layer, table, torch.tensor(lengths))
+    o_latent = mla_decode(q_latent, q_rope, seen, SCALE)
     assert torch.allclose(heads_out(o_latent, kv_b, W), torch.stack(expected), atol=1e-4)
