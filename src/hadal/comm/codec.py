@@ -15,9 +15,6 @@ from hadal.comm.layout import HEAD_BYTES, MessageLayout
 from hadal.core.errors import HadalError
 from hadal.kernels import codec as ops
 
-NORMAL, LOW_LATENCY = 1, 2
-"""Kind of message, in its head: a rank in another mode must not be misread."""
-
 
 class MessageError(HadalError):
     """A peer sent something else than this exchange carries: the ranks are not in the same step or

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import LOW_LATENCY, Codec, check_size, read_head, write_head
+from hadal.comm.codec import Codec, check_size, read_head, write_head
 from hadal.comm.layout import HEAD_BYTES, MESSAGE_HEAD_BYTES, low_latency_buffers
 from hadal.kernels import message as ops
+from hadal.kernels.message import LOW_LATENCY, MessageFormat
 from hadal.reference.route import Route
 
 
@@ -44,6 +45,7 @@ class LowLatencyMode:
         peers: Iterable[int],
         num_held: int,
     ) -> None:
+        self.message_format = MessageFormat(LOW_LATENCY, codec.layout.dispatch_format)
         self._codec = codec
         peers = tuple(peers)
         sizes = low_latency_buffers(codec.layout, max_tokens, top_k, len(peers) + 1, num_held)
@@ -85,15 +87,7 @@ class LowLatencyMode:
             offset_R[peer] = at
             at += size
         if not ops.pack(
-            x_TD,
-            route,
-            num_expert_slots,
-            layout.dispatch_format,
-            True,
-            layer,
-            LOW_LATENCY,
-            offset_R,
-            buffers.send,
+            x_TD, route, self.message_format, num_expert_slots, layer, offset_R, buffers.send
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)

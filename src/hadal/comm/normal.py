@@ -13,9 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import NORMAL, Codec, check_size, ints, read_head, write_head
+from hadal.comm.codec import Codec, check_size, ints, read_head, write_head
 from hadal.comm.layout import HEAD_BYTES, PAIR_BYTES
 from hadal.kernels import message as ops
+from hadal.kernels.message import NORMAL, MessageFormat
 from hadal.reference.route import Route
 
 
@@ -25,6 +26,7 @@ class NormalMode:
     """
 
     def __init__(self, codec: Codec, device: str) -> None:
+        self.message_format = MessageFormat(NORMAL, codec.layout.dispatch_format)
         self._codec = codec
         self._device = device
         self._buffers: dict[tuple[int, str], Tensor] = {}
@@ -65,15 +67,7 @@ class NormalMode:
         for peer, start in zip(peers, starts, strict=True):
             offset_R[peer] = start
         if not ops.pack(
-            x_TD,
-            route,
-            num_expert_slots,
-            layout.dispatch_format,
-            False,
-            layer,
-            NORMAL,
-            offset_R,
-            buffer,
+            x_TD, route, self.message_format, num_expert_slots, layer, offset_R, buffer
         ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
@@ -21,15 +22,24 @@ from hadal.reference.route import Route
 Arrived = tuple[Tensor, int, int]
 """A message, its rows, its pairs: its size was checked against them."""
 
+NORMAL, LOW_LATENCY = 1, 2
+"""Kind of message, in its head: a rank in another mode must not be misread."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """Kind of a message and format of its rows."""
+
+    kind: int
+    row_format: str
+
 
 def pack(
     x_TD: Tensor,
     route: Route,
+    message_format: MessageFormat,
     num_expert_slots: int,
-    row_format: str,
-    is_low_latency: bool,
     layer: int,
-    kind: int,
     offset_R: Sequence[int],
     buffer: Tensor,
 ) -> bool:
@@ -47,10 +57,10 @@ def pack(
         x_TD.shape[1],
         num_expert_slots,
         num_ranks,
-        FORMATS[row_format],
-        is_low_latency,
+        FORMATS[message_format.row_format],
+        message_format.kind == LOW_LATENCY,
         layer,
-        kind,
+        message_format.kind,
     )
     counts = (ctypes.c_int32 * (3 * num_ranks))(
         *route.num_pairs_R, *route.num_rows_R, *list(accumulate(route.num_pairs_R, initial=0))[:-1]
@@ -80,9 +90,8 @@ def unpack(
     messages: Sequence[Arrived],
     x_TD: Tensor,
     own: tuple[Tensor, Tensor, Tensor],
+    message_format: MessageFormat,
     counts_S: Tensor,
-    row_format: str,
-    is_low_latency: bool,
     row_M: Tensor,
     expert_slot_M: Tensor,
     out_ND: Tensor,
@@ -106,8 +115,8 @@ def unpack(
     shape = (ctypes.c_int32 * 7)(
         x_TD.shape[1],
         num_expert_slots,
-        FORMATS[row_format],
-        is_low_latency,
+        FORMATS[message_format.row_format],
+        message_format.kind == LOW_LATENCY,
         len(messages),
         first_row,
         first_pair,

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from hadal.comm.codec import (
-    LOW_LATENCY,
-    NORMAL,
     Codec,
     MessageError,
     check_size,
@@ -14,6 +12,7 @@ from hadal.comm.codec import (
     write_head,
 )
 from hadal.comm.layout import DISPATCH_FORMATS, HEAD_BYTES, MessageLayout
+from hadal.kernels.message import LOW_LATENCY, NORMAL
 
 
 @pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)

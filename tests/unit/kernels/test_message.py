@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec
+from hadal.comm.codec import Codec
 from hadal.comm.layout import DISPATCH_FORMATS, MessageLayout
 from hadal.comm.low_latency import LowLatencyMode
 from hadal.comm.normal import NormalMode
 from hadal.core.placement import spread
-from hadal.kernels import message as message
+from hadal.kernels.message import LOW_LATENCY, NORMAL, MessageFormat, unpack
 from hadal.kernels.route import route
 from hadal.reference.route import Replicas
 from tests.fresh import fresh
@@ -74,13 +74,12 @@ def test_messages_that_name_what_is_not_there_are_refused(built: None) -> None:
 
     def read() -> bool:
         own = (nothing, nothing, nothing)
-        return message.unpack(
+        return unpack(
             [(written, rows, pairs)],
             x_TD,
             own,
+            MessageFormat(NORMAL, "fp32"),
             counts_S[:-1],
-            "fp32",
-            False,
             row_M,
             expert_slot_M,
             torch.empty_like(out_ND),
