@@ -34,6 +34,18 @@ have two expert slots: the right partner is rare then, and not among the lightes
 """
 
 
+MAX_ROUNDS = 200
+"""Most moves of one layer's path."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Ranks where replicas of an expert are free of cost, and ranks where they must never be."""
+
+    home_LRE: Flags
+    barred_LRE: Flags | None = None
+
+
 @dataclass
 class _State:
     """A table and what follows from it, for some layers. Empty expert slots hold replicas of an
@@ -60,9 +72,8 @@ class _State:
         cls,
         table_LQ: Ints,
         loads_LE1: Singles,
-        home_LRE: Flags,
+        homes: Homes,
         closed_Q: Flags,
-        barred_LRE: Flags | None,
         num_expert_slots: int,
     ) -> _State:
         num_layers, num_experts = loads_LE1.shape
@@ -74,11 +85,11 @@ class _State:
         ranks = np.arange(table_LQ.shape[1])[None] // num_expert_slots
         blocked = np.zeros((num_layers, table_LQ.shape[1] // num_expert_slots, num_experts), bool)
         home = np.ones_like(blocked)
-        home[:, :, :-1] = home_LRE
+        home[:, :, :-1] = homes.home_LRE
         barred = None
-        if barred_LRE is not None:
+        if homes.barred_LRE is not None:
             barred = np.zeros_like(blocked)
-            barred[:, :, :-1] = barred_LRE
+            barred[:, :, :-1] = homes.barred_LRE
             blocked |= barred
         blocked[rows, ranks, table_LQ] = True
         blocked[:, :, -1] = False
@@ -149,15 +160,13 @@ class _Moves:
 
 def descend(
     table_LRS: Ints,
-    home_LRE: Flags,
+    homes: Homes,
     loads_LE: Floats,
     ceiling_L: Floats,
     capacity_R: Ints,
     *,
     max_moves: int,
-    num_rounds: int = 200,
     trades_only: bool = False,
-    barred_LRE: Flags | None = None,
     num_light: int | None = None,
 ) -> Path:
     """Return the path of every layer from a table to the best that single moves find.
@@ -175,9 +184,8 @@ def descend(
     state = _State.of(
         table,
         loads,
-        home_LRE,
+        homes,
         _closed(capacity_R, num_expert_slots).ravel(),
-        barred_LRE,
         num_expert_slots,
     )
     ceiling = ceiling_L.astype(np.float32)
@@ -188,7 +196,7 @@ def descend(
         [distance],
     )
     active = np.arange(num_layers)
-    for _ in range(num_rounds):
+    for _ in range(MAX_ROUNDS):
         heaviest = state.rank_loads_LR.max(axis=1)
         moves = _best_moves(state, ceiling[active], trades_only, min(num_light, num_ranks))
         able = (moves.worths_L > WORTHWHILE * heaviest) & (heaviest > ceiling[active])

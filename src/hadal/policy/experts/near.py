@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.increment import descend
+from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.pairs import improve_pairs
 from hadal.policy.experts.paths import choose, standing
 from hadal.policy.experts.tables import Flags, Floats, Ints, held_by, num_moved
@@ -51,19 +51,18 @@ def place_near(
         paths = [
             descend(
                 today_LRS,
-                held,
+                Homes(held, barred),
                 loads_LE,
                 ceiling_L,
                 capacity_R,
                 max_moves=max_moves,
-                barred_LRE=barred,
             )
         ]
     if window_TLE is not None:
         paths = [judged_by(path, window_TLE, num_expert_slots) for path in paths]
     table = choose(paths, max_moves).reshape(today_LRS.shape)
     if barred is not None and may_leave_home:
-        path = descend(table, held, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
+        path = descend(table, Homes(held), loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
         if window_TLE is not None:
             path = judged_by(path, window_TLE, num_expert_slots)
         table = choose([path], max_moves).reshape(today_LRS.shape)

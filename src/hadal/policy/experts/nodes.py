@@ -22,7 +22,7 @@ from hadal.core.placement import EMPTY
 from hadal.policy.experts.exchange import exchange
 from hadal.policy.experts.flat import place_flat
 from hadal.policy.experts.greedy import pack
-from hadal.policy.experts.increment import descend
+from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.tables import Floats, Ints, held_by
 
 NUM_LIGHT = 6
@@ -129,7 +129,7 @@ def place_hybrid(
     homes = node_homes(table_LRS, num_groups, loads_LE.shape[1], node_R)
     path = descend(
         table_LRS,
-        homes,
+        Homes(homes),
         loads_LE,
         ceiling,
         capacity_R,

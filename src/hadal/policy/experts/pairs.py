@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.policy.experts.greedy import replicate
-from hadal.policy.experts.increment import descend
+from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.pair_counts import heaviest_pair, improve_counts
 from hadal.policy.experts.paths import choose, standing
 from hadal.policy.experts.tables import Floats, Ints, heaviest_rank, held_by, num_moved
@@ -49,7 +49,7 @@ def improve_pairs(
         stay,
         descend(
             counted,
-            homes,
+            Homes(homes),
             loads_LE,
             ceiling_L,
             capacity_R,
@@ -87,7 +87,7 @@ def improve_pairs(
         stay = standing(best[layers], loads_LE[layers], moved[layers])
         path = descend(
             trial,
-            homes[layers],
+            Homes(homes[layers]),
             loads_LE[layers],
             ceiling_L[layers],
             capacity_R,

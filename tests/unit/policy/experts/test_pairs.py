@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hadal.policy.experts.balance import Cluster, balance, balancedness
 from hadal.policy.experts.greedy import expand, fold, replicate
-from hadal.policy.experts.increment import descend
+from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.pair_counts import choose_counts, heaviest_pair
 from hadal.policy.experts.paths import choose
 from hadal.policy.experts.tables import held_by
@@ -54,7 +54,7 @@ def test_passing_replicas_on_gets_past_single_moves(seed: int) -> None:
     plan = balance(drifted, cluster, current=today, max_moves=max_moves, target=1.0)
     table = today.slot_to_expert_LRS.astype(np.int64)
     path = descend(
-        table, held_by(table, 64), drifted, np.ones(8), np.full(36, 2), max_moves=max_moves
+        table, Homes(held_by(table, 64)), drifted, np.ones(8), np.full(36, 2), max_moves=max_moves
     )
     single = choose([path], max_moves).reshape(table.shape)
     assert plan.placement.check() == []
