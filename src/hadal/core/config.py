@@ -589,13 +589,6 @@ def _check_deadlines(deployment: Deployment) -> None:
         )
 
 
-# Frozen tables as a TOML file that core/config reads back: what is not as it is by default, or all
-# of it.
-#
-# A deployment, a study: a Struct or a dataclass whose fields are numbers, strings, tuples of those
-# or of tables, or tables.
-
-
 _NOTE_COLUMN = 36
 
 
@@ -606,11 +599,13 @@ def to_toml(
     *,
     is_whole: bool = False,
 ) -> str:
-    """Text that is read as this value.
+    """Return TOML text that is read back as this value: the fields that differ from their defaults.
+    A value is a frozen Struct or dataclass (a deployment, a study) of numbers, strings, tables, and
+    tuples of these.
 
     `heading`: lines of a comment at the top. `notes`: by field, such as "decode.ranks", what is
     said of it; a field that has a note is written down even if it is as it is by default.
-    `is_whole`: and so are all others.
+    `is_whole`: so are all other fields.
     """
     lines = [f"# {line}".rstrip() for line in heading]
     lines += ["", *_tables(value, "", notes or {}, is_whole)]
