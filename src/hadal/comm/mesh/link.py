@@ -66,8 +66,8 @@ class _Outgoing:
 
 
 class Link:
-    """A non-blocking socket with the frame under way in each direction, and this side of the
-    handshake on it.
+    """A non-blocking socket, a reader and a writer of its frames, and this side of the handshake on
+    it.
     """
 
     def __init__(
@@ -100,25 +100,11 @@ class Link:
         """The peer's latest ABORT: formation, lost ranks, reason."""
         self.is_broken = False
         """Set by the owner: it is not used any more, and will be closed."""
-        self.is_closed = False
-        self._owner = owner
-        self._rx_lock = threading.Lock()
-        self._tx_lock = threading.Lock()
-        self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._start = self._end = 0  # staging[start:end] is read and not parsed.
-        self._frame: Frame | None = None
-        self._view: memoryview | None = None
-        self._tag = bytearray()
-        """What has come of the tag behind the frame under way."""
-        self._digest: Any = None
-        """Takes in the frame under way, where frames are tagged."""
-        self._rx_seal: Seal | None = None
-        self._tx_seal: Seal | None = None
-        self._has_challenged = False
-        """The first frame of all is our CHALLENGE."""
-        self._done_bytes = 0
         self.is_paused = False
-        self._queue: deque[_Outgoing] = deque()
+        """Set by the owner with PauseLink."""
+        self._owner = owner
+        self._reader = FrameReader(sock)
+        self._writer = FrameWriter(sock)
 
     def challenged(self, nonce: bytes) -> None:
         """The other side's CHALLENGE is here. Raises FrameError."""
@@ -126,32 +112,92 @@ class Link:
             self.handshake.challenged(nonce)
         except ValueError as error:
             raise FrameError(str(error)) from error
-        self._rx_seal = self.handshake.seal(is_outgoing=False)
-        self._tx_seal = self.handshake.seal(is_outgoing=True)
+        self._reader.seal = self.handshake.seal(is_outgoing=False)
+        self._writer.seal = self.handshake.seal(is_outgoing=True)
 
-    # ---- in ----
+    @property
+    def is_sending(self) -> bool:
+        return self._writer.is_sending
+
     def receive(self, is_hung_up: bool = False) -> None:
-        """Take in all that has arrived. `is_hung_up`: the poll said that the end of the stream is
-        there.
-        """
-        reason = ""
-        with self._rx_lock:
-            try:
-                self._receive(is_hung_up)
-            except (BlockingIOError, InterruptedError):
-                pass  # The socket is empty.
-            except OSError as error:
-                reason = f"connection lost: {error.strerror or error}"
-            except FrameError as error:
-                reason = str(error)
+        """Take in all that has arrived. `is_hung_up`: the poll reported the end of the stream."""
+        reason = self._reader.receive(self, self._owner, is_hung_up)
         if reason:
             self._owner.broken(self, reason)
 
-    def _receive(self, is_hung_up: bool) -> None:
+    def send(self, head: bytes, payload: memoryview | None = None, token: Any = None) -> bool:
+        """Send a frame, or what fits of it; the rest leaves by `flush`. Returns whether it has
+        left.
+
+        If not, the owner hears of it with `token`, and the payload must stay as it is until then.
+        """
+        is_sent, reason = self._writer.send(head, payload, token)
+        if reason:
+            self._owner.broken(self, reason)
+        return is_sent
+
+    def flush(self) -> None:
+        """Send queued frames: the poll reported room in the socket."""
+        tokens, reason = self._writer.flush()
+        for token in tokens:
+            if token is not None:
+                self._owner.sent(token)
+        if reason:
+            self._owner.broken(self, reason)
+
+    def retire(self) -> None:
+        """Release all memory of others: from now on no payload under way is written to where it was
+        going, and what is left of a frame that was begun is sent from a copy. Data not begun is
+        dropped.
+        """
+        self._reader.retire()
+        self._writer.retire()
+
+    def close(self) -> None:
+        """Close the socket, once no thread is in it."""
+        with self._reader.lock, self._writer.lock:
+            self._reader.close()
+            self._writer.close()
+            self.sock.close()
+
+
+class FrameReader:
+    """Frames in: the stream that arrives, and the frame under way."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.lock = threading.Lock()
+        self.seal: Seal | None = None
+        """Checks tags, where frames have them."""
+        self._sock = sock
+        self._is_closed = False
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._start = self._end = 0  # staging[start:end] is read and not parsed.
+        self._frame: Frame | None = None
+        self._view: memoryview | None = None
+        self._done_bytes = 0
+        self._tag = bytearray()
+        """Part of the tag behind the frame under way that has arrived."""
+        self._digest: Any = None
+        """Digest of the frame under way, where frames are tagged."""
+
+    def receive(self, link: Link, owner: Owner, is_hung_up: bool) -> str:
+        """Take in all that has arrived, and return why the connection is broken, or ""."""
+        with self.lock:
+            try:
+                self._receive(link, owner, is_hung_up)
+            except (BlockingIOError, InterruptedError):
+                pass  # The socket is empty.
+            except OSError as error:
+                return _lost(error)
+            except FrameError as error:
+                return str(error)
+        return ""
+
+    def _receive(self, link: Link, owner: Owner, is_hung_up: bool) -> None:
         is_empty = False
-        while not self.is_closed:
-            if self._frame is None and not self._begin():
-                if self.is_paused:
+        while not self._is_closed:
+            if self._frame is None and not self._begin(link, owner):
+                if link.is_paused:
                     if is_hung_up:
                         raise ConnectionResetError("the peer closed it")
                     return
@@ -179,21 +225,21 @@ class Link:
                     raise FrameError("what came was changed on its way")
                 frame, view = self._frame, self._view
                 self._frame = self._view = self._digest = None
-                self._owner.ended(self, frame, view)
+                owner.ended(link, frame, view)
 
-    def _begin(self) -> bool:
+    def _begin(self, link: Link, owner: Owner) -> bool:
         """Parse the next header, if it is there and the owner takes it."""
         if self._end - self._start < HEADER_BYTES:
             return False
         frame = unpack_header(self._staging, self._start)
         try:
-            self._view = self._owner.begin(self, frame)
+            self._view = owner.begin(link, frame)
         except PauseLink:
             return False
-        self.is_paused = False
+        link.is_paused = False
         self._frame, self._done_bytes = frame, 0
-        if self._rx_seal is not None:
-            self._digest = self._rx_seal.begin()
+        if self.seal is not None:
+            self._digest = self.seal.begin()
             self._digest.update(self._staging[self._start : self._start + HEADER_BYTES])
             self._tag.clear()
         self._start += HEADER_BYTES
@@ -206,7 +252,7 @@ class Link:
             self._staging[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         room = STAGING_BYTES - self._end
-        num_bytes = self.sock.recv_into(self._staging[self._end :], room)
+        num_bytes = self._sock.recv_into(self._staging[self._end :], room)
         if not num_bytes:
             raise ConnectionResetError("the peer closed it")
         self._end += num_bytes
@@ -234,7 +280,7 @@ class Link:
         """
         at = self._done_bytes
         into = self._staging[:left] if self._view is None else self._view[at : at + left]
-        num_bytes = self.sock.recv_into(into)
+        num_bytes = self._sock.recv_into(into)
         if not num_bytes:
             raise ConnectionResetError("the peer closed it")
         if self._digest is not None:
@@ -242,50 +288,67 @@ class Link:
         self._done_bytes += num_bytes
         return num_bytes < len(into)
 
-    # ---- out ----
+    def retire(self) -> None:
+        """Write no data of a frame under way any more."""
+        with self.lock:
+            if self._frame is not None and self._frame.kind == DATA:
+                self._view = None
+
+    def close(self) -> None:
+        """Read nothing any more. With the lock held."""
+        self._is_closed = True
+        self._view = None
+
+
+class FrameWriter:
+    """Frames out: those that the socket has not taken yet, in order."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.lock = threading.Lock()
+        self.seal: Seal | None = None
+        """Makes tags, where frames have them."""
+        self._sock = sock
+        self._is_closed = False
+        self._has_challenged = False
+        """The first frame of all is our CHALLENGE."""
+        self._queue: deque[_Outgoing] = deque()
+
     @property
     def is_sending(self) -> bool:
         return bool(self._queue)
 
-    def send(self, head: bytes, payload: memoryview | None = None, token: Any = None) -> bool:
-        """Send a frame, or what fits of it; the rest leaves by `flush`. Returns whether it has
-        left.
-
-        If not, the owner hears of it with `token`, and the payload must stay as it is until then.
+    def send(self, head: bytes, payload: memoryview | None, token: Any) -> tuple[bool, str]:
+        """Send or queue a frame. Return whether it has left, and why the connection is broken, or
+        "".
         """
-        reason = ""
-        is_sent = False
-        with self._tx_lock:
-            if self.is_closed:
-                return False
+        with self.lock:
+            if self._is_closed:
+                return False, ""
             views = [memoryview(head)] if payload is None else [memoryview(head), payload]
             # Our CHALLENGE carries no tag, also where the other's is here before ours has left.
-            is_plain = self._tx_seal is None or not self._has_challenged
+            is_plain = self.seal is None or not self._has_challenged
             self._has_challenged = True
             item = _Outgoing(views, payload is not None, is_plain, False, token)
             if self._queue:
                 self._queue.append(item)
-                return False
+                return False, ""
             try:
-                is_sent = self._push(item)
+                return self._push(item), ""
             except (BlockingIOError, InterruptedError):
-                pass  # The socket is full.
+                reason = ""  # The socket is full.
             except OSError as error:
-                reason = f"connection lost: {error.strerror or error}"
-            if not is_sent:
-                self._queue.append(item)
-        if reason:
-            self._owner.broken(self, reason)
-        return is_sent
+                reason = _lost(error)
+            self._queue.append(item)
+        return False, reason
 
     def _push(self, item: _Outgoing) -> bool:
         """Send until all has left (True) or the socket is full (BlockingIOError)."""
         if not item.is_tagged:
-            assert self._tx_seal is not None
-            item.views.append(memoryview(self._tx_seal.tag(item.views)))
+            assert self.seal is not None
+            item.views.append(memoryview(self.seal.tag(item.views)))
             item.is_tagged = item.is_started = True
         while True:
-            num_bytes = self.sock.sendmsg(item.views)
+            num_bytes = self._sock.sendmsg(item.views)
             item.is_started |= num_bytes > 0
             while item.views and num_bytes >= len(item.views[0]):
                 num_bytes -= len(item.views.pop(0))
@@ -293,36 +356,27 @@ class Link:
                 return True
             item.views[0] = item.views[0][num_bytes:]
 
-    def flush(self) -> None:
-        """Go on with what is queued: the poll said that there is room."""
+    def flush(self) -> tuple[list[Any], str]:
+        """Send queued frames. Return the tokens of those that have left, and why the connection is
+        broken, or "".
+        """
         reason = ""
         tokens = []
         # The queue is looked at under the lock: a `send` that finds the socket full this moment is
         # still to queue, and the poll will not report this room again.
-        with self._tx_lock:
+        with self.lock:
             try:
-                while self._queue and not self.is_closed and self._push(self._queue[0]):
+                while self._queue and not self._is_closed and self._push(self._queue[0]):
                     tokens.append(self._queue.popleft().token)
             except (BlockingIOError, InterruptedError):
                 pass  # The socket is full again.
             except OSError as error:
-                reason = f"connection lost: {error.strerror or error}"
-        for token in tokens:
-            if token is not None:
-                self._owner.sent(token)
-        if reason:
-            self._owner.broken(self, reason)
+                reason = _lost(error)
+        return tokens, reason
 
-    # ---- ends ----
     def retire(self) -> None:
-        """Let go of all memory of others: from now on no payload under way is written to where it
-        was going, and what is left of a frame that was begun is sent from a copy. Data not begun is
-        dropped.
-        """
-        with self._rx_lock:
-            if self._frame is not None and self._frame.kind == DATA:
-                self._view = None
-        with self._tx_lock:
+        """Send the rest of a frame that was begun from a copy, and drop data not begun."""
+        with self.lock:
             kept: deque[_Outgoing] = deque()
             for item in self._queue:
                 if item.is_started and (item.is_data or item.token is not None):
@@ -333,10 +387,10 @@ class Link:
             self._queue = kept
 
     def close(self) -> None:
-        """Close the socket, once nobody is in it."""
-        with self._rx_lock, self._tx_lock:
-            if not self.is_closed:
-                self.is_closed = True
-                self._view = None
-                self._queue.clear()
-                self.sock.close()
+        """Drop all frames and send nothing any more. With the lock held."""
+        self._is_closed = True
+        self._queue.clear()
+
+
+def _lost(error: OSError) -> str:
+    return f"connection lost: {error.strerror or error}"

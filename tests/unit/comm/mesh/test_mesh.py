@@ -18,7 +18,7 @@ from hadal.comm.group import PeerLost
 from hadal.comm.mesh import frames as frames
 from hadal.comm.mesh import poller
 from hadal.comm.mesh.inbox import MAX_IN_FLIGHT
-from hadal.comm.mesh.link import Link
+from hadal.comm.mesh.link import FrameWriter, Link
 from hadal.comm.mesh.mesh import MeshGroup
 from hadal.core.handshake import NONCE_BYTES, TAG_BYTES, Handshake
 from hadal.core.plans import Member
@@ -445,26 +445,26 @@ def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(poller, "is_near", lambda host: False)
-    push = Link._push
+    push = FrameWriter._push
 
-    def spoiled(link: Link, item: Any) -> bool:
+    def spoiled(writer: FrameWriter, item: Any) -> bool:
         if item.is_data and not item.is_tagged:
-            assert link._tx_seal is not None
+            assert writer.seal is not None
             if how == "changed":
                 item.views[1] = memoryview(bytes(item.views[1])[:-1] + b"\xff")
                 item.views.append(
-                    memoryview(link._tx_seal.tag([item.views[0], bytes(len(item.views[1]))]))
+                    memoryview(writer.seal.tag([item.views[0], bytes(len(item.views[1]))]))
                 )
                 item.is_tagged = True
             elif how == "left out":
-                link._tx_seal.begin()
+                writer.seal.begin()
             else:
-                whole = [*item.views, memoryview(link._tx_seal.tag(item.views))]
+                whole = [*item.views, memoryview(writer.seal.tag(item.views))]
                 item.views, item.is_tagged = [*whole, *whole], True
-        return push(link, item)
+        return push(writer, item)
 
     with mesh_threads(2) as groups:
-        monkeypatch.setattr(Link, "_push", spoiled)
+        monkeypatch.setattr(FrameWriter, "_push", spoiled)
         errors = run_threads(
             [
                 lambda group=group: lose(
