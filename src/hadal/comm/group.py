@@ -62,8 +62,11 @@ class Group(Protocol):
     """
 
     rank: int
-    members: tuple[int, ...]
-    """Living ranks of this formation, this one included, ascending."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Living ranks of this formation, this one included, ascending."""
+        ...
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
         """Start a formation with these members: drop everything older, connect. Raises PeerLost

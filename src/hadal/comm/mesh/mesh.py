@@ -48,6 +48,32 @@ MAX_PENDING = 256
 """Accepted connections that have not said who they are, or are ahead of us."""
 
 
+class Formation:
+    """One formation: its members, their exchanges, and its failure. Guarded by the group's lock."""
+
+    def __init__(self, number: int, rank: int, others: Mapping[int, Member]) -> None:
+        self.number = number
+        self.members = tuple(sorted({rank, *others}))
+        self.peers = tuple(sorted(others))
+        self.inbox = Inbox()
+        self.lost: set[int] = set()
+        """Members whose connection ended."""
+        self.failure: tuple[tuple[int, ...], str] | None = None
+        """Lost ranks and the reason."""
+        self.abort = b""
+        """Message to the peers that it failed; empty while it has not, or if they know."""
+        self._epochs = {rank: member.epoch for rank, member in others.items()}
+
+    def expects(self, rank: int, epoch: str) -> bool:
+        """Return whether this process is another member."""
+        return self._epochs.get(rank) == epoch
+
+    def fail(self, ranks: tuple[int, ...], reason: str, *, notifies: bool) -> None:
+        """End it."""
+        self.failure = (ranks, reason)
+        self.abort = pack_abort(self.number, ranks, reason) if notifies else b""
+
+
 class MeshGroup:
     """A rank's end of the mesh. Listens from birth; `port` is where peers connect.
 
@@ -70,32 +96,28 @@ class MeshGroup:
         """`key`: the deployment's for PURPOSE; who does not hold it is refused (core/handshake)."""
         self.rank = rank
         self.epoch = epoch
-        self.members: tuple[int, ...] = (rank,)
-        self.formation = -1
         self.deadline_s = deadline_s
         self.bytes_sent = 0
         """Bytes of the payloads of exchanges; their headers are not counted."""
         self.bytes_received = 0
         self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost
-        self._peers: tuple[int, ...] = ()
-        self._epochs: dict[int, str] = {}
         self._lock = threading.Lock()
         """Held for table look-ups only: never while bytes move."""
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
-        self._inbox = Inbox()
-        self._failure: tuple[tuple[int, ...], str] | None = ((), "no formation was formed")
-        self._abort = b""
-        """The message to the peers of this formation that it failed; empty while it has not, or if
-        they know.
-        """
-        self._lost: set[int] = set()
+        self.formation = Formation(-1, rank, {})
+        self.formation.fail((), "no formation was formed", notifies=False)
         self._waits = HostWaits()
         self._is_closing = False
         self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion, key)
         self.port = self._poller.port
         self._poller.start()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See Group."""
+        return self.formation.members
 
     # ---- what a rank calls ----
     def form(self, formation: int, members: Sequence[Member]) -> None:
@@ -105,8 +127,8 @@ class MeshGroup:
         others = {member.rank: member for member in members if member.rank != self.rank}
         if self.rank not in {member.rank for member in members}:
             raise ValueError(f"rank {self.rank} is not among the members of formation {formation}.")
-        if formation <= self.formation:
-            raise ValueError(f"formation {formation} is not newer than {self.formation}.")
+        if formation <= self.formation.number:
+            raise ValueError(f"formation {formation} is not newer than {self.formation.number}.")
         self._waits.form(self.rank, members)
         with self._poller.turn:
             self._start_formation(formation, others)
@@ -127,14 +149,15 @@ class MeshGroup:
     ) -> MeshExchange:
         """See Group. Raises PeerLost if the formation has failed already."""
         self._raise_failure()
-        peers = self._peers
+        formation = self.formation
+        peers = formation.peers
         if sends.keys() != set(peers) or (recvs is not None and recvs.keys() != set(peers)):
             raise ValueError(f"an exchange needs a tensor for each of {peers}, and no other.")
         views = {peer: bytes_of(sends[peer]) for peer in peers}
         exchange = MeshExchange(peers, recvs, self._wait_for)
         try:
             with self._lock:
-                self._inbox.post(exchange)
+                formation.inbox.post(exchange)
                 links = [self._links[peer] for peer in peers]
         except TooLargeError as error:
             self._fail((), str(error))
@@ -144,7 +167,7 @@ class MeshGroup:
         num_sent = 0
         for link in links[at:] + links[:at]:
             view = views[link.rank]
-            head = pack_header(DATA, self.formation, exchange.sequence, len(view))
+            head = pack_header(DATA, formation.number, exchange.sequence, len(view))
             self.bytes_sent += len(view)
             num_sent += link.send(head, view, exchange)
         with self._lock:
@@ -161,7 +184,7 @@ class MeshGroup:
     def lost(self) -> tuple[int, ...]:
         """Members whose connection ended in this formation."""
         with self._lock:
-            return tuple(sorted(self._lost))
+            return tuple(sorted(self.formation.lost))
 
     def take_waits(self) -> Waited:
         """See Group."""
@@ -173,7 +196,8 @@ class MeshGroup:
             if self._is_closing:
                 return
             self._is_closing = True
-            self._failure = self._failure or ((), "closed")
+            if self.formation.failure is None:
+                self.formation.fail((), "closed", notifies=False)
         self._poller.close()
 
     def _wait_for(self, exchange: MeshExchange) -> None:
@@ -182,9 +206,7 @@ class MeshGroup:
             began_s = time.perf_counter()
             deadline_s = time.monotonic() + self.deadline_s
             with self._poller.turn:
-                while (
-                    not exchange.is_done and self._failure is None and self._inbox.holds(exchange)
-                ):
+                while not exchange.is_done and self._awaits(exchange):
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
                         self._time_out(exchange)
@@ -195,7 +217,11 @@ class MeshGroup:
                 self._raise_failure()
                 raise PeerLost((), "the exchange is of an older formation")
         with self._lock:
-            self._inbox.retire(exchange)
+            self.formation.inbox.retire(exchange)
+
+    def _awaits(self, exchange: MeshExchange) -> bool:
+        formation = self.formation
+        return formation.failure is None and formation.inbox.holds(exchange)
 
     def _time_out(self, exchange: MeshExchange) -> None:
         with self._lock:
@@ -214,16 +240,17 @@ class MeshGroup:
             return memoryview(bytearray(frame.num_bytes))
         try:
             with self._lock:
-                if link.formation < frame.formation or frame.formation > self.formation:
+                formation = self.formation
+                if link.formation < frame.formation or frame.formation > formation.number:
                     raise FrameError(f"data of formation {frame.formation} before its HELLO")
-                if frame.formation < self.formation or self._failure is not None:
+                if frame.formation < formation.number or formation.failure is not None:
                     return None
                 # Decided under the lock: whoever posts the exchange afterwards sees it, and lets
                 # the link go on.
-                link.is_paused = self._inbox.is_full_for(frame)
+                link.is_paused = formation.inbox.is_full_for(frame)
                 if link.is_paused:
                     raise PauseLink
-                return self._inbox.memory_for(link.rank, frame)
+                return formation.inbox.memory_for(link.rank, frame)
         except TooLargeError as error:
             self._fail((), str(error), formation=frame.formation)
             return None
@@ -251,10 +278,11 @@ class MeshGroup:
         else:
             try:
                 with self._lock:
-                    if frame.formation != self.formation or self._failure is not None:
+                    formation = self.formation
+                    if frame.formation != formation.number or formation.failure is not None:
                         return
                     self.bytes_received += frame.num_bytes
-                    self._inbox.complete(link.rank, frame)
+                    formation.inbox.complete(link.rank, frame)
             except TooLargeError as error:
                 self._fail((), str(error), formation=frame.formation)
             self._poller.wake()
@@ -273,19 +301,19 @@ class MeshGroup:
             self._poller.doom(link)
             if link in self._pending:
                 self._pending.remove(link)
+            formation = self.formation
             is_member = (
                 self._links.get(link.rank) is link
-                and link.rank in self._peers
+                and link.rank in formation.peers
                 and not self._is_closing
             )
-            is_news = is_member and link.rank not in self._lost
+            is_news = is_member and link.rank not in formation.lost
             if is_news:
-                self._lost.add(link.rank)
-            formation = self.formation
+                formation.lost.add(link.rank)
         if not link.is_proven and link.rank < 0:
             self.refusals.count(reason)
         if is_news:
-            self._fail((link.rank,), reason, formation=formation)
+            self._fail((link.rank,), reason, formation=formation.number)
             if self._on_lost is not None:
                 self._on_lost(link.rank)
 
@@ -295,12 +323,7 @@ class MeshGroup:
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
-            self.formation, self._failure, self._abort = formation, None, b""
-            self._peers = tuple(sorted(others))
-            self.members = tuple(sorted({self.rank, *others}))
-            self._epochs = {rank: member.epoch for rank, member in others.items()}
-            self._lost.clear()
-            self._inbox = Inbox()
+            self.formation = Formation(formation, self.rank, others)
             stale = [
                 link
                 for rank, link in self._links.items()
@@ -339,7 +362,7 @@ class MeshGroup:
                 self._say_hello(link)
         if link is not None:
             self._heed_abort(link)
-            if link.formation > self.formation:
+            if link.formation > self.formation.number:
                 self._fail(
                     (), f"rank {rank} is in formation {link.formation} already", notifies=False
                 )
@@ -356,7 +379,7 @@ class MeshGroup:
 
     def _say_hello(self, link: Link) -> None:
         with self._lock:
-            formation = self.formation
+            formation = self.formation.number
             link.is_hello_due = not link.handshake.is_challenged
             if link.is_hello_due:
                 return
@@ -364,7 +387,7 @@ class MeshGroup:
         link.send(pack_hello(formation, claim, link.handshake.proof(claim)))
         with self._lock:
             link.said_formation = max(link.said_formation, formation)
-            abort = self._abort if formation == self.formation else b""
+            abort = self.formation.abort if formation == self.formation.number else b""
         if abort:
             link.send(abort)
 
@@ -381,15 +404,13 @@ class MeshGroup:
             raise FrameError(
                 f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})"
             )
-        if is_new and formation < self.formation:
+        if is_new and formation < self.formation.number:
             raise FrameError(f"rank {hello.rank} is still in formation {formation}")
         with self._lock:
             link.rank, link.epoch = hello.rank, hello.epoch
             link.formation = max(link.formation, formation)
-            is_expected = (
-                formation == self.formation and self._epochs.get(hello.rank) == hello.epoch
-            )
-            ours = self.formation
+            ours = self.formation.number
+            is_expected = formation == ours and self.formation.expects(hello.rank, hello.epoch)
             is_ahead = formation > ours and self._links.get(hello.rank) is link
         if is_ahead:  # It has given up ours.
             self._fail(
@@ -416,12 +437,12 @@ class MeshGroup:
 
     def _is_ready(self, rank: int) -> bool:
         link = self._links.get(rank)
-        return link is not None and link.formation == self.formation
+        return link is not None and link.formation == self.formation.number
 
     # ---- failing ----
     def _heed_abort(self, link: Link) -> None:
         formation, ranks, reason = link.aborted
-        if formation == self.formation and self._links.get(link.rank) is link:
+        if formation == self.formation.number and self._links.get(link.rank) is link:
             self._fail(ranks, reason, notifies=False, formation=formation)
 
     def _fail(
@@ -438,26 +459,25 @@ class MeshGroup:
         `formation`: the one that the caller saw fail; another may have begun since, and goes on.
         """
         with self._lock:
-            if self._failure is not None or formation not in (None, self.formation):
+            ours = self.formation
+            if ours.failure is not None or formation not in (None, ours.number):
                 return
-            formation = self.formation
-            self._failure = (ranks, reason)
-            self._abort = pack_abort(formation, ranks, reason) if notifies else b""
+            ours.fail(ranks, reason, notifies=notifies)
             # To the others it goes behind their HELLO: who hears anything before it takes us for a
             # stranger.
             links = [
                 link
-                for rank in self._peers
-                if (link := self._links.get(rank)) is not None and link.said_formation == formation
+                for rank in ours.peers
+                if (link := self._links.get(rank)) is not None
+                and link.said_formation == ours.number
             ]
-            abort = self._abort
-        if abort:
+        if ours.abort:
             for link in links:
-                link.send(abort)
+                link.send(ours.abort)
         self._poller.wake()
 
     def _raise_failure(self) -> None:
-        failure = self._failure
+        failure = self.formation.failure
         if failure is not None:
             self._retire()
             raise PeerLost(*failure)

@@ -407,7 +407,7 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
         true.socket.close()
         assert groups[0].refusals.num_refused >= 40
         assert groups[0].lost() == groups[1].lost() == ()
-        assert groups[0].formation == 1
+        assert groups[0].formation.number == 1
 
 
 def test_strangers_that_only_connect_keep_nobody_out() -> None:
