@@ -24,32 +24,22 @@ import torch
 from torch import Tensor
 
 from hadal.comm.codec import Codec, MessageError
-from hadal.comm.expert_slot_counts import ExpertSlotCounts
 from hadal.comm.group import Exchange, Group, Interval
+from hadal.comm.installed import NO_PLACEMENT, InstalledPlacement
 from hadal.comm.layout import MODES, MessageLayout
 from hadal.comm.link_bytes import LinkByteCount
 from hadal.comm.low_latency import Buffers, LowLatencyMode
 from hadal.comm.normal import NormalMode
 from hadal.core.errors import InvariantError
-from hadal.core.placement import EMPTY, Placement
+from hadal.core.placement import Placement
 from hadal.core.plans import NO_LINK_BYTES, LinkBytes
 from hadal.kernels.codec import MAX_TOP_K
 from hadal.kernels.message import Arrived, unpack
 from hadal.kernels.route import route
-from hadal.reference.route import Replicas, Route
+from hadal.reference.route import Route
 
 MAX_LIVE = 2
 """Handles: the two micro-batches."""
-
-
-def replicas_of(placement: Placement, layer: int, device: str) -> Replicas:
-    """The table from which dispatch takes a token's replica in this layer."""
-    expert_slots_EM, counts_E = (
-        torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer)
-    )
-    return Replicas(
-        expert_slots_EM.contiguous(), counts_E, placement.num_ranks, placement.num_expert_slots
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +93,10 @@ class ExpertComm:
         self._codec = Codec(self.layout)
         self._normal = NormalMode(self._codec, device)
         self._low_latency: LowLatencyMode | None = None
-        self._replicas: list[Replicas] = []
-        self._counts = ExpertSlotCounts(0, 0, device)
+        self._installed = InstalledPlacement(NO_PLACEMENT, (0,), device)
         self._near = near
         self._link_bytes: LinkByteCount | None = None
         """None: there is nobody to talk to."""
-        self._num_expert_slots = 0
         self._free: list[int] = []
 
     def install(self, placement: Placement) -> None:
@@ -120,14 +108,7 @@ class ExpertComm:
         self.rank = self._group.rank if self._group is not None else 0
         members = self._group.members if self._group is not None else (0,)
         self.peers = tuple(member for member in members if member != self.rank)
-        self._check(placement)
-        self._num_expert_slots = placement.num_expert_slots
-        self._replicas = [
-            replicas_of(placement, layer, self._device) for layer in range(placement.num_layers)
-        ]
-        self._counts = ExpertSlotCounts(
-            placement.num_layers, placement.num_expert_slots, self._device
-        )
+        self._installed = InstalledPlacement(placement, members, self._device)
         self._free = list(range(MAX_LIVE))
         near = range(placement.num_ranks) if self._near is None else self._near
         self._link_bytes = (
@@ -153,33 +134,13 @@ class ExpertComm:
 
         Raises ValueError as `install`; everything is as it was then.
         """
-        if (
-            not 0 <= layer < len(self._replicas)
-            or placement.num_expert_slots != self._num_expert_slots
-        ):
-            raise ValueError(
-                f"layer {layer} of a placement with {placement.num_expert_slots} slots; there are"
-                f" {len(self._replicas)} layers and {self._num_expert_slots} slots."
-            )
-        self._check(placement.of_layer(layer))
-        self._replicas[layer] = replicas_of(placement, layer, self._device)
-        self._counts.clear(layer)
-
-    def _check(self, placement: Placement) -> None:
-        dead = set(range(placement.num_ranks)) - {self.rank, *self.peers}
-        if any((placement.slot_to_expert_LRS[:, rank] != EMPTY).any() for rank in dead):
-            raise ValueError(
-                f"the placement gives experts to ranks {sorted(dead)}, which are not members."
-            )
-        problems = placement.check()
-        if problems:
-            raise ValueError(f"the placement cannot be used: {'; '.join(problems[:3])}.")
+        self._installed.install_layer(layer, placement)
 
     def take_counts(self) -> Tensor:
         """Pairs received by every own expert slot in every MoE layer since this was last asked,
         int64 [L, S] on the CPU.
         """
-        return self._counts.take()
+        return self._installed.counts.take()
 
     def take_link_bytes(self) -> LinkBytes:
         """Bytes that this rank's tokens took to its peers and back, since this was last asked or
@@ -207,7 +168,7 @@ class ExpertComm:
             raise ValueError(f"{num_tokens} tokens; low-latency buffers hold {self._max_tokens}.")
         if not self._free:
             raise InvariantError(f"{MAX_LIVE} dispatches are live already: finish one first.")
-        way = route(ids_TK, self._replicas[layer], layer + self.rank)
+        way = route(ids_TK, self._installed.replicas[layer], layer + self.rank)
         if self._link_bytes is not None:
             self._link_bytes.add(way)
         index = self._free.pop(0)
@@ -250,7 +211,7 @@ class Handle:
         if not comm.peers:
             return
         assert comm._group is not None
-        what = (self._x_TD, self._route, comm._num_expert_slots, self._layer, comm.peers)
+        what = (self._x_TD, self._route, comm._installed.num_expert_slots, self._layer, comm.peers)
         if comm._low_latency is not None:
             self._buffers = comm._low_latency.sets[self._index]
             self._exchange = comm._group.exchange(
@@ -297,7 +258,7 @@ class Handle:
             self._x_TD,
             own,
             mode.message_format,
-            comm._counts.rows_S[self._layer],
+            comm._installed.counts.rows_S[self._layer],
             row_M,
             expert_slot_M,
             x_ND,
@@ -313,7 +274,7 @@ class Handle:
                     expert_slot_P,
                 )
                 row, pair = row + rows, pair + pairs
-            comm._counts.add(self._layer, expert_slot_M)
+            comm._installed.counts.add(self._layer, expert_slot_M)
         return Received(x_ND, row_M, expert_slot_M)
 
     def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.comm.expert_slot_counts import ExpertSlotCounts
+from hadal.comm.installed import ExpertSlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh
@@ -209,7 +209,7 @@ def test_counts_are_taken_once_and_cleared_by_layer() -> None:
     counts = ExpertSlotCounts(2, 3, "cpu")
     counts.add(0, torch.tensor([2, 0, 2]))
     counts.add(1, torch.zeros(0, dtype=torch.int64))
-    counts.add_sums(1, torch.tensor([5, 0, 7], dtype=torch.int32))
+    counts.rows_S[1].add_(torch.tensor([5, 0, 7]))  # As kernels do.
     counts.clear(0)
     counts.add(0, torch.tensor([1]))
     taken = counts.take()
