@@ -23,7 +23,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,9 @@ class TorchGroup:
         self.formation = -1
         self.deadline_s = deadline_s
         self._backend = backend
-        self._folder = folder
         self._host = host
-        self._own_store = None if is_near(host) else _listening_store(host)
-        self.port = self._own_store.port if self._own_store else 0
-        """Of this rank's store; 0: they meet in a file."""
+        self._place = MeetingPlace(rank, folder, host)
+        self.port = self._place.port
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._failure: PeerLost | None = PeerLost((), "no formation was formed")
@@ -147,7 +145,10 @@ class TorchGroup:
         others = tuple(rank for rank in ranks if rank != self.rank)
         try:
             if others:
-                self._link = self._connect(self._meet(formation, members), ranks)
+                store = self._place.meet(
+                    formation, members, self.deadline_s, lambda: self._is_aborted
+                )
+                self._link = self._connect(store, ranks)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(others, f"not reached within {self.deadline_s} s: {error}") from error
         self._work = queue.Queue(MAX_IN_FLIGHT)
@@ -162,42 +163,6 @@ class TorchGroup:
             daemon=True,
         )
         self._thread.start()
-
-    def _meet(self, formation: int, members: Sequence[Member]) -> Store:
-        """Wait in the formation's file until all members are there. Raises PeerLost naming those
-        who are not.
-        """
-        # A leader that was started anew counts from 1 again: only the processes make the name
-        # unique.
-        named = sorted((member.rank, member.epoch) for member in members)
-        digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
-        store = self._store(f"formation-{formation}-{digest}", members)
-        store.set(f"here-{self.rank}", "")
-        missing = [rank for rank, _ in named]
-        deadline_s = time.monotonic() + self.deadline_s
-        while missing := [rank for rank in missing if not store.check([f"here-{rank}"])]:
-            if self._is_aborted:
-                raise PeerLost((), "aborted")
-            if time.monotonic() > deadline_s:
-                raise PeerLost(missing, f"not there within {self.deadline_s} s")
-            time.sleep(GATHER_POLL_S)
-        return store
-
-    def _store(self, name: str, members: Sequence[Member]) -> Store:
-        """Where these members meet."""
-        timeout = timedelta(seconds=self.deadline_s)
-        first = min(members, key=lambda member: member.rank)
-        store: Store
-        if self._own_store is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            store = FileStore(str(self._folder / name), len(members))
-        elif first.rank == self.rank:
-            store = PrefixStore(name, self._own_store)
-        else:
-            shared = TCPStore(first.host, first.port, is_master=False, timeout=timeout)
-            store = PrefixStore(name, shared)
-        store.set_timeout(timeout)
-        return store
 
     def _connect(self, store: Store, ranks: tuple[int, ...]) -> GlooLink | NcclLink:
         if self._backend == "nccl":
@@ -314,6 +279,58 @@ class TorchGroup:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+class MeetingPlace:
+    """Store in which the members of a formation meet: a file of the unit's folder on one host, the
+    lowest member's TCPStore between hosts.
+    """
+
+    def __init__(self, rank: int, folder: Path, host: str) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._own_store = None if is_near(host) else _listening_store(host)
+        self.port = self._own_store.port if self._own_store else 0
+        """Port of this rank's store; 0: members meet in a file."""
+
+    def meet(
+        self,
+        formation: int,
+        members: Sequence[Member],
+        timeout_s: float,
+        is_aborted: Callable[[], bool],
+    ) -> Store:
+        """Wait until all members are there. Raises PeerLost naming those that are not."""
+        # A leader that was started anew counts from 1 again: only the processes make the name
+        # unique.
+        named = sorted((member.rank, member.epoch) for member in members)
+        digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
+        timeout = timedelta(seconds=timeout_s)
+        store = self._store(f"formation-{formation}-{digest}", members, timeout)
+        store.set(f"here-{self._rank}", "")
+        missing = [rank for rank, _ in named]
+        deadline_s = time.monotonic() + timeout_s
+        while missing := [rank for rank in missing if not store.check([f"here-{rank}"])]:
+            if is_aborted():
+                raise PeerLost((), "aborted")
+            if time.monotonic() > deadline_s:
+                raise PeerLost(missing, f"not there within {timeout_s} s")
+            time.sleep(GATHER_POLL_S)
+        return store
+
+    def _store(self, name: str, members: Sequence[Member], timeout: timedelta) -> Store:
+        first = min(members, key=lambda member: member.rank)
+        store: Store
+        if self._own_store is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            store = FileStore(str(self.folder / name), len(members))
+        elif first.rank == self._rank:
+            store = PrefixStore(name, self._own_store)
+        else:
+            shared = TCPStore(first.host, first.port, is_master=False, timeout=timeout)
+            store = PrefixStore(name, shared)
+        store.set_timeout(timeout)
+        return store
 
 
 class GlooLink:

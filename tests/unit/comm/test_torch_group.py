@@ -126,7 +126,7 @@ def test_an_abort_ends_forming() -> None:
     with gloo_threads(1, deadline_s=NEVER_S) as (group,):
 
         def abort() -> None:
-            wait_until(lambda: any(group._folder.glob("formation-2-*")), "it forms")
+            wait_until(lambda: any(group._place.folder.glob("formation-2-*")), "it forms")
             group.abort()
 
         def form() -> None:
