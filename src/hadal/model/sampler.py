@@ -21,6 +21,7 @@ from hadal.core import plans
 from hadal.core.drafts import Compared, summed
 from hadal.core.plans import NO_TOKEN, Draw, Sampling, Score
 from hadal.kernels.sampling import sample
+from hadal.model.execute import Recorder
 from hadal.model.masks import SlotMasks
 from hadal.reference.sampling import (
     DRAWN,
@@ -79,6 +80,10 @@ def joined(passes: Sequence[Drawn]) -> Drawn:
         {slot: reason for each in reversed(passes) for slot, reason in each.failed.items()},
         drafts=summed(each.drafts for each in passes),
     )
+
+
+NO_ROWS = np.zeros(0, np.int64)
+NOTHING_DRAWN = Drawn(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class Sampler:
@@ -163,6 +168,17 @@ class Sampler:
         if not self._masks.has_begun:
             self.begin(slots_B, num_B, fed_R)
         return self._masks.wait()
+
+    def masks(
+        self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray, recorder: Recorder
+    ) -> RowMasks | None:
+        """Return what the rows' grammars allow; most of it was found out while the step computed."""
+        if not self.has_grammars:
+            return None
+        recorder.begin(plans.MASK)
+        masks = self.wait(slots_B, num_B, fed_R)
+        recorder.end(plans.MASK)
+        return masks
 
     def draw(
         self,

@@ -139,3 +139,10 @@ DECODE_FIVE = parse(
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule for schedule in (SEQUENTIAL, PREFILL_DUAL, DECODE_FIVE)
 }
+
+
+def schedule_named(name: str) -> Schedule:
+    """Return the schedule that a plan names. Raises ValueError."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is not known; these are: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]

@@ -278,7 +278,7 @@ def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
     texts = random.Random(0)  # Requests that have room for drafts, and do not end at once.
     joins = tuple(prefill(unit, Request(slot, texts), slot, random.Random(1)) for slot in range(2))
     unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
-    drafter = unit.runner._drafter
+    drafter = unit.runner._decode._drafter
     assert drafter is not None
     unit.run(DecodePlan(1, (), (), (), resting=(1,)))
     assert (drafter.num_drafts_S[:2].tolist(), drafter.has_drafts) == ([0, 2], True)
@@ -455,7 +455,7 @@ def live(way: str, weights: ModelWeights, case: Case, rng: random.Random) -> tup
     ],
 )
 def test_as_many_drafts_are_right_as_the_offline_measure_says(tiny: ModelWeights, way: str) -> None:
-    module = Side(tiny, 1).unit.runner._module
+    module = Side(tiny, 1).unit.runner._decode._module
     assert module is not None
     rng, expected, found = random.Random(3), np.zeros(2), np.zeros(2)
     for case in everyday_cases(16, 5):
