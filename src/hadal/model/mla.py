@@ -23,7 +23,6 @@ from hadal.core.model_config import ModelConfig
 from hadal.kernels.attention import available, mla_decode, select_positions
 from hadal.kernels.products import heads_in, heads_out, linear, rms_norm
 from hadal.model.batch import DecodeBatch, PrefillBatch, Span
-from hadal.model.rotation import rotate, rotate_halves
 from hadal.reference.attention import SeenEntries
 from hadal.reference.params import INDEX_NORM_EPS, LATENT_NORM_EPS, AttentionWeights, IndexerWeights
 
@@ -74,6 +73,28 @@ def _index_keys(x_TD: Tensor, indexer: IndexerWeights, cos_sin_TR: Tensor) -> Te
     norm_X, bias_X = indexer.k_norm_X, indexer.k_norm_bias_X
     key_TX = F.layer_norm(linear(x_TD, indexer.k), norm_X.shape, norm_X, bias_X, INDEX_NORM_EPS)
     return rotate_halves(key_TX, cos_sin_TR)
+
+
+def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Rotate interleaved pairs of x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then
+    sin, looked up once per batch. The twin is reference.rope.rotate.
+    """
+    cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return (
+        torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+        .flatten(-2)
+        .to(x.dtype)
+    )
+
+
+def rotate_halves(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Rotate the first R values of x [T, X] or [T, J, X], whose pairs are (x[i], x[R/2 + i])."""
+    cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
 
 
 def queries(
