@@ -25,8 +25,8 @@ from bench.balance_replan import replans, windows
 from bench.balance_traffic import traffic
 from bench.shared_data import EXPERT_LOADS, find, why_missing
 from bench.tables import parser_of, table_of
+from hadal.core.arrays import Floats
 from hadal.policy.experts.balance import Cluster, balance
-from hadal.policy.experts.tables import Floats
 
 CASES = (
     ("prefill 32", "fast", 32, 9, PREFILL),

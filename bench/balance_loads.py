@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.shared_data import shared_data
+from hadal.core.arrays import Floats
 from hadal.lab.sim.plan import traffic
-from hadal.policy.experts.tables import Floats
 from hadal.stats.traces import MOONCAKE_PART_TOKENS, mooncake_rows
 
 ROOT = Path(__file__).resolve().parents[1]

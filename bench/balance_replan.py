@@ -14,9 +14,9 @@ from rich.console import Console
 
 from bench.balance_loads import DECODE, NUM_GROUPS, NUM_NODES, read_loads, timed
 from bench.tables import table_of
+from hadal.core.arrays import Floats
 from hadal.core.placement import Placement
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness
-from hadal.policy.experts.tables import Floats
 
 CASES = (
     ("prefill 32", 32, 9, 0.10, 0.99),

@@ -21,9 +21,10 @@ from rich.console import Console
 
 from bench.balance_loads import NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
 from bench.tables import table_of
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import Placement
 from hadal.policy.experts.balance import Cluster, balance
-from hadal.policy.experts.tables import Floats, Ints, Singles
+from hadal.policy.experts.tables import Singles
 
 NUM_RANKS, NUM_SLOTS = 32, 9
 TOP_GROUPS, TOP_EXPERTS = 4, 8

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.decode_world import Rule, Waiting, World
+from hadal.core.arrays import Ints
 from hadal.policy.decode_balance import Arrival, place
-from hadal.policy.views import DecodeRanksView, Ints
+from hadal.policy.views import DecodeRanksView
 
 Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
 """(KV [R], requests [R], ranks with a free slot, generator, placements so far) -> rank."""

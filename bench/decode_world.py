@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.shared_data import AZURE, MOONCAKE, find
+from hadal.core.arrays import Ints
 from hadal.lab.sim.plan.traces import azure
 from hadal.policy.decode_moves import Move, RunningView
-from hadal.policy.views import DecodeRanksView, Ints
+from hadal.policy.views import DecodeRanksView
 from hadal.stats.traces import mooncake_rows
 
 KV_S = 2.9e-8
@@ -33,8 +33,6 @@ STALL_STEPS = 3
 """A moved request makes no token for so long."""
 KV_FACTOR_MAX = 4
 """A rank's KV over the mean: these runs compare balance, so memory is not what binds."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.tables import parser_of, table_of
+from hadal.core.arrays import Floats
 from hadal.lab.sim.day.fluid import Faults, FluidDay
 from hadal.lab.sim.day.hours import Day
 from hadal.lab.sim.day.published import FIRST_HOUR, SHAPE, DemandCurve
 from hadal.lab.sim.day.vessels import UnitModel
 from hadal.policy.capacity import DecodePoint, decode_capacity
-from hadal.policy.demand import FLAT, DayShape, Floats
+from hadal.policy.demand import FLAT, DayShape
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
 from hadal.roles.fleet.fleet import Fleet
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from hadal.core.arrays import Floats
 from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text
 from hadal.core.placement import EMPTY, Placement, spread
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness, rank_loads
-from hadal.policy.experts.tables import Floats
 from hadal.progress import Bar
 
 HEIGHTS = "▁▂▃▄▅▆▇█"

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.plans import LayerFlip
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 EMPTY = -1
 """What stands in an expert slot without a replica."""

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hadal.core.arrays import Ints
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import Chunk
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hadal.core.arrays import Ints
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import DRAFT, Chunk
 from hadal.kernels import library
 from hadal.kernels.decode_step import DraftTable
-from hadal.model.batch import Ints, likeliest, put, take
+from hadal.model.batch import likeliest, put, take
 from hadal.model.execute import Recorder
 from hadal.model.mtp import MtpModule
 

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
+from hadal.core.arrays import Bools, Ints
 
 _LAST = np.iinfo(np.int64).max
 

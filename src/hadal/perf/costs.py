@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
 from hadal.overlap.plan import (
@@ -35,8 +36,6 @@ from hadal.overlap.plan import (
     Schedule,
 )
 from hadal.perf.price import OpSeconds, price
-
-Floats = NDArray[np.float64]
 
 POST = "post"
 EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)

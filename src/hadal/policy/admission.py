@@ -11,14 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hadal.core.arrays import Bools, Ints
 from hadal.core.messages.generation import RateLimits
 from hadal.policy.rows import BATCH_PROMISE, num_rows_within
-from hadal.policy.views import AdmissionView, DownstreamView, Ints, ValleyView
-
-Bools = NDArray[np.bool_]
+from hadal.policy.views import AdmissionView, DownstreamView, ValleyView
 
 OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0

@@ -27,12 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hadal.policy.admission import Bools, fits_decode
+from hadal.core.arrays import Bools, Floats
+from hadal.policy.admission import fits_decode
 from hadal.policy.views import DecodeRanksView
-
-Floats = NDArray[np.float64]
 
 TIE_WEIGHT = 1e-6
 """Share of the sum of both shares that is added to the larger one: it decides only between equals.

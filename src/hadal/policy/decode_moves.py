@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hadal.policy.admission import Bools
-from hadal.policy.decode_balance import Arrival, Floats, Shares
-from hadal.policy.views import DecodeRanksView, Ints
+from hadal.core.arrays import Bools, Floats, Ints
+from hadal.policy.decode_balance import Arrival, Shares
+from hadal.policy.views import DecodeRanksView
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Floats = NDArray[np.float64]
+from hadal.core.arrays import Floats
 
 DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5

@@ -26,11 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from hadal.core.arrays import Bools, Floats, Ints
 
 BATCH_PROMISE = 1.1
 """Largest slowdown of a step by rows of batches, compared with the same step without them."""

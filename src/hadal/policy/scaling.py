@@ -19,9 +19,10 @@ from enum import StrEnum
 
 import numpy as np
 
+from hadal.core.arrays import Floats
 from hadal.core.config import DECODE, PREFILL
 from hadal.policy.capacity import units_needed
-from hadal.policy.demand import FLAT, DayShape, Floats, forecast
+from hadal.policy.demand import FLAT, DayShape, forecast
 
 GRID_S = 300.0
 """The forecast is looked at every so many seconds: a day's shape says nothing of less."""

@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
+from hadal.core.arrays import Ints
 
 
 @dataclass(frozen=True)

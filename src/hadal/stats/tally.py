@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from hadal.core.arrays import Ints
 from hadal.core.facts import CANCELLED, FINISHES, RequestFact, micros
 from hadal.stats.prices import BUCKET_US, ModelPrices
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class Key(NamedTuple):

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from hadal.core.arrays import Bools
 from hadal.policy.rows import (
     BATCH_PROMISE,
     BATCH_STEPS,
-    Bools,
     RowsView,
     num_rows_within,
     requeued,

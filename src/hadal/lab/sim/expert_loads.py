@@ -25,16 +25,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, rank_loads
 from hadal.roles.leaders import groups_fit_nodes
-
-Floats = NDArray[np.float64]
 
 POLICIES = (AUTO, OFF)
 NUM_LAYERS, NUM_EXPERTS, NUM_GROUPS = (

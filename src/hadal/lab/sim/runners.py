@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Bools, Ints
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.drafts import Compared, compared, summed
 from hadal.core.messages.base import BLOCK_TOKENS
@@ -31,8 +32,6 @@ from hadal.lab.perf.step import MTP_ACCEPT, StepModel
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Chances = NDArray[np.uint64]
 
 STOP_ID = 1

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from hadal.lab.sim.day.clock import DEEPSEEK_SHARES, DemandClock, Floats, Ints
+from hadal.core.arrays import Bools, Floats, Ints
+from hadal.lab.sim.day.clock import DEEPSEEK_SHARES, DemandClock
 from hadal.lab.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
 from hadal.policy.demand import DAY_S
 
-Bools = NDArray[np.bool_]
 Number = TypeVar("Number", np.int64, np.float64)
 
 

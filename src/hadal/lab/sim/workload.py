@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.lab.sim.day.clock import Floats, Ints
 
 V3, R1 = 0, 1
 MODEL_NAMES = ("deepseek-chat", "deepseek-reasoner")

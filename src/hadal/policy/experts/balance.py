@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.flat import place_flat, widened
 from hadal.policy.experts.increment import complete
 from hadal.policy.experts.near import place_near
 from hadal.policy.experts.nodes import node_homes, place_hierarchical, place_hybrid
 from hadal.policy.experts.splits import split_loads
-from hadal.policy.experts.tables import Floats, Ints, held_by, held_loads, shares_of
+from hadal.policy.experts.tables import held_by, held_loads, shares_of
 from hadal.policy.experts.windows import mean_of_maxima, sample, steadied
 
 MODES = ("global", "hierarchical", "hybrid", "fast")

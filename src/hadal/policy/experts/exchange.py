@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.tables import Floats, Ints, Singles, shares_of
+from hadal.policy.experts.tables import Singles, shares_of
 
 NEVER = np.float32(1e9)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.exchange import exchange
 from hadal.policy.experts.greedy import expand, fold, pack, replicate, without_doubles
 from hadal.policy.experts.pair_counts import choose_counts
-from hadal.policy.experts.tables import Floats, Ints, heaviest_rank
+from hadal.policy.experts.tables import heaviest_rank
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.tables import Floats, Ints
 
 FULL = 1e30
 """Key of a rank that can take no more; loads are normalised to about 1 before they come here."""

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.paths import Path
-from hadal.policy.experts.tables import Flags, Floats, Ints, Singles
+from hadal.policy.experts.tables import Singles
 
 NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
@@ -42,8 +43,8 @@ MAX_ROUNDS = 200
 class Homes:
     """Ranks where replicas of an expert are free of cost, and ranks where they must never be."""
 
-    home_LRE: Flags
-    barred_LRE: Flags | None = None
+    home_LRE: Bools
+    barred_LRE: Bools | None = None
 
 
 @dataclass
@@ -54,17 +55,17 @@ class _State:
 
     table_LQ: Ints
     loads_LE1: Singles
-    blocked_LRE1: Flags
+    blocked_LRE1: Bools
     """An expert may not come to a rank: it is there already, or must not be."""
-    barred_LRE1: Flags | None
+    barred_LRE1: Bools | None
     """An expert must never be on a rank."""
-    home_LRE1: Flags
+    home_LRE1: Bools
     """An expert is at home on a rank: a replica there costs nothing."""
-    stray_LQ: Flags
+    stray_LQ: Bools
     """What an expert slot holds is not at home on its rank."""
     counts_LE1: Ints
     rank_loads_LR: Singles
-    closed_Q: Flags
+    closed_Q: Bools
     num_expert_slots: int
 
     @classmethod
@@ -73,7 +74,7 @@ class _State:
         table_LQ: Ints,
         loads_LE1: Singles,
         homes: Homes,
-        closed_Q: Flags,
+        closed_Q: Bools,
         num_expert_slots: int,
     ) -> _State:
         num_layers, num_experts = loads_LE1.shape
@@ -411,7 +412,7 @@ def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
     return mine, other, flat[np.arange(len(flat)), best]
 
 
-def _closed(capacity_R: Ints, num_expert_slots: int) -> Flags:
+def _closed(capacity_R: Ints, num_expert_slots: int) -> Bools:
     """Which expert slots [R, S] a rank does not have, as others have more."""
     return np.asarray(np.arange(num_expert_slots) >= capacity_R[:, None])
 

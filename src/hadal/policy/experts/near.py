@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.pairs import improve_pairs
 from hadal.policy.experts.paths import choose, standing
-from hadal.policy.experts.tables import Flags, Floats, Ints, held_by, num_moved
+from hadal.policy.experts.tables import held_by, num_moved
 from hadal.policy.experts.windows import judged_by, steadied
 
 
@@ -26,7 +27,7 @@ def place_near(
     capacity_R: Ints,
     *,
     max_moves: int,
-    home_LRE: Flags | None = None,
+    home_LRE: Bools | None = None,
     may_leave_home: bool = False,
 ) -> Ints:
     """Return a table [L, R, S] no worse in any layer, at most `max_moves` replicas away from

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.exchange import exchange
 from hadal.policy.experts.flat import place_flat
 from hadal.policy.experts.greedy import pack
 from hadal.policy.experts.increment import Homes, descend
-from hadal.policy.experts.tables import Floats, Ints, held_by
+from hadal.policy.experts.tables import held_by
 
 NUM_LIGHT = 6
 """Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.policy.experts.greedy import expand, replicate
-from hadal.policy.experts.tables import Floats, Ints, Singles
+from hadal.policy.experts.tables import Singles
 
 
 def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:

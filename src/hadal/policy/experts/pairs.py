@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.policy.experts.greedy import replicate
 from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.pair_counts import heaviest_pair, improve_counts
 from hadal.policy.experts.paths import choose, standing
-from hadal.policy.experts.tables import Floats, Ints, heaviest_rank, held_by, num_moved
+from hadal.policy.experts.tables import heaviest_rank, held_by, num_moved
 
 WORTHWHILE = 1e-3
 """What a replica that passes on must take from the heaviest pair, as a part of it."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.policy.experts.tables import Floats, Ints, Singles, heaviest_rank
+from hadal.core.arrays import Floats, Ints
+from hadal.policy.experts.tables import Singles, heaviest_rank
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
-from hadal.policy.experts.tables import Floats, Ints, held_loads, shares_of
+from hadal.policy.experts.tables import held_loads, shares_of
 
 NOWHERE = 1e30
 """Height of the rank of what pads an expert's slots."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.placement import EMPTY
 
-Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
 
 def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
@@ -50,10 +49,7 @@ def heaviest_rank(table_LRS: Ints, loads_LE: Floats) -> Floats:
     return np.asarray(shares_of(table_LRS, loads_LE).sum(axis=2).max(axis=1))
 
 
-Flags = NDArray[np.bool_]
-
-
-def held_by(table_LRS: Ints, num_experts: int) -> Flags:
+def held_by(table_LRS: Ints, num_experts: int) -> Bools:
     """Whether a rank holds an expert [L, R, E]."""
     held = np.zeros((*table_LRS.shape[:2], num_experts + 1), bool)
     layers, ranks = (

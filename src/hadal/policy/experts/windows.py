@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.increment import FREE
 from hadal.policy.experts.paths import Path
-from hadal.policy.experts.tables import Flags, Floats, Ints, heaviest_rank, shares_of
+from hadal.policy.experts.tables import heaviest_rank, shares_of
 
 MAX_STEPS = 16
 """A longer window is judged by as many of its steps, evenly chosen."""
@@ -50,9 +51,9 @@ def steadied(
     table_LRS: Ints,
     window_TLE: Floats,
     *,
-    home_LRE: Flags | None = None,
+    home_LRE: Bools | None = None,
     max_moves: int = 0,
-    barred_LRE: Flags | None = None,
+    barred_LRE: Bools | None = None,
     num_rounds: int = 16,
 ) -> Ints:
     """Return a table [L, R, S] whose mean of maxima is no greater in any layer, found by trades.
@@ -100,7 +101,7 @@ def steadied(
     return table
 
 
-def _standing_out(loads_TLR: Floats, tried_LR: Flags) -> Ints:
+def _standing_out(loads_TLR: Floats, tried_LR: Bools) -> Ints:
     """The rank [L] by which the steps' maxima stand highest above the next, of those not tried."""
     two = np.partition(loads_TLR, -2, axis=2)[:, :, -2:]
     above = np.maximum(loads_TLR - two[:, :, :1], 0.0).sum(axis=0)
@@ -112,7 +113,7 @@ def _best_trade(
     shares_TLRS: Floats,
     loads_TLR: Floats,
     top_L: Ints,
-    barred_LRE: Flags | None,
+    barred_LRE: Bools | None,
     layers_L: Ints,
 ) -> tuple[Ints, Floats]:
     """Return the best trade of one rank in each layer: (the two expert slots [L, 2], what the mean

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hadal.core.arrays import Ints
 from hadal.core.cache import DISK_BLOCKS, NAME_BYTES, num_names, slice_of, split
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.generation import text_of
 from hadal.core.messages.units import Filled, KvLease
 from hadal.core.seams import Effect, Send
 from hadal.kv.names import extend, root_of
-from hadal.roles.decode.table import DecodeTable, Ints
+from hadal.roles.decode.table import DecodeTable
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.disk_stores import DiskStores
 

@@ -23,6 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from hadal.core.arrays import Bools, Ints
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, Deployment, num_drafts_max
 from hadal.core.errors import InvariantError
@@ -58,7 +59,7 @@ from hadal.roles.decode.answers import AnswerCache
 from hadal.roles.decode.arrivals import DecodeArrivals
 from hadal.roles.decode.plans import StepNews, join_of, make_plans, of_one_pass, step_balance
 from hadal.roles.decode.slots import DecodeSlots
-from hadal.roles.decode.table import Bools, DecodeTable, Ints, SlotState
+from hadal.roles.decode.table import DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import RANK_LOST, void
 from hadal.roles.unit.meters import BalanceMeter, LineMeter, StepMeter

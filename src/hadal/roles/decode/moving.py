@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.arrays import Ints
 from hadal.core.messages.generation import Key
 from hadal.core.messages.pools import Pull
 from hadal.core.messages.units import KvLease
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import Move, MoveTerms, RunningView
-from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, Ints, SlotState
+from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 
 STALL_STEPS_MAX = 3

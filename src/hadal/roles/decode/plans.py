@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from hadal.core.arrays import Ints
 from hadal.core.balance import KV, REQUESTS, balance_of
 from hadal.core.plans import DecodePlan, Join, OpTime
-from hadal.roles.decode.table import DecodeTable, Ints
+from hadal.roles.decode.table import DecodeTable
 from hadal.roles.unit.tokens import has_penalty
 
 

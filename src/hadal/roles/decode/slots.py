@@ -14,6 +14,7 @@ from itertools import chain
 
 import numpy as np
 
+from hadal.core.arrays import Ints
 from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.messages.generation import Generation, Key
 from hadal.core.messages.units import Decode, KvLease
@@ -27,7 +28,7 @@ from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode.answers import AnswerCache, DecodeCache
 from hadal.roles.decode.held import DecodeHeld
 from hadal.roles.decode.moving import DecodeMoving
-from hadal.roles.decode.table import ARRIVING, DecodeTable, Ints, SlotState
+from hadal.roles.decode.table import ARRIVING, DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 from hadal.roles.unit.tokens import given_back

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.generation import Generation, Key
 from hadal.core.messages.units import KvLease
@@ -38,9 +39,6 @@ from hadal.policy.fairness import is_batch
 from hadal.policy.rows import RowsView, requeued
 from hadal.roles.unit.tokens import needs_output
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 States = NDArray[np.int8]
 _NEVER = -(1 << 40)
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.tables import held_loads
-
-Floats = NDArray[np.float64]
 
 _SMOOTHING = 0.2
 """Weight of a new measurement of a pause or a replica: the last five count for two thirds."""

@@ -12,12 +12,12 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.overview import LayerMove, UnitExperts
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.balance import rank_loads
 from hadal.roles.experts.gain import fractions
 from hadal.roles.experts.install import Installation
-from hadal.roles.experts.window import Floats
 
 _NUM_MOVES = 8
 """Layers that moved last, as they are shown."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
 from hadal.policy.experts.splits import split_loads
 from hadal.roles.experts.gain import ExpertTerms, MoveCosts, fractions, heaviest, pays, sure_gain
-from hadal.roles.experts.window import CountsWindow, Floats
+from hadal.roles.experts.window import CountsWindow
 
 _FEW = 0.25
 """Share of the budget of moves that is tried when the whole would help and does not pay."""

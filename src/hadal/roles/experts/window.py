@@ -14,13 +14,10 @@ from collections import deque
 from collections.abc import Collection
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import Placement
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 GAUGE_FADE = 0.8
 """Weight of an interval against the one after it in what is reported: five intervals are

@@ -16,8 +16,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.errors import InvariantError
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.units import Tokens
@@ -25,15 +25,6 @@ from hadal.policy.fairness import (
     OUTPUT_COST,
 )
 from hadal.roles.front.record import Record
-
-Ints = NDArray[np.int64]
-
-
-Floats = NDArray[np.float64]
-
-
-Bools = NDArray[np.bool_]
-
 
 _ROW_BITS = 24
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.arrays import Ints
 from hadal.core.messages.generation import Deliver, Token
 from hadal.core.messages.snapshot import Totals
 from hadal.core.messages.units import Tokens
 from hadal.roles.front.record import Record
 from hadal.roles.front.requests import FrontRequests
-from hadal.roles.front.running import Ints
 from hadal.roles.front.tenants import FrontTenants
 from hadal.roles.front.units import FrontUnits
 

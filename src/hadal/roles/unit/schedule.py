@@ -15,10 +15,11 @@ from math import log2
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hadal.core.arrays import Bools, Ints
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
-from hadal.overlap.split import Bools, Ints, split_chunks, split_ranks
+from hadal.overlap.split import split_chunks, split_ranks
 from hadal.perf.costs import MicroBatchWork, StepCosts, choose, halve_works
 from hadal.policy.prefill_rates import UNMEASURED
 

@@ -8,6 +8,7 @@ import pytest
 from bench.balance_loads import DECODE as DECODE_NAMES
 from bench.balance_loads import PREFILL as PREFILL_NAMES
 from bench.balance_loads import read_loads
+from hadal.core.arrays import Floats
 from hadal.core.balance import AUTO, OFF
 from hadal.core.config import DECODE, PREFILL, UnitsConfig
 from hadal.core.placement import spread
@@ -22,7 +23,6 @@ from hadal.lab.sim.expert_loads import (
 )
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.experts.balance import Cluster, balance, rank_loads
-from hadal.policy.experts.tables import Floats
 from hadal.roles.leaders import keeps_groups
 from tests.needs import shared_data
 

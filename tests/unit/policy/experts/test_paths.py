@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hadal.core.arrays import Ints
 from hadal.core.placement import EMPTY
 from hadal.policy.experts.paths import Path, choose, standing
-from hadal.policy.experts.tables import Ints, held_by, num_moved
+from hadal.policy.experts.tables import held_by, num_moved
 from tests.fresh import fresh
 
 

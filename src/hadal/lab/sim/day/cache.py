@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.cache import NAME_BYTES, slice_of, split
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.lab.sim.day.clock import Floats, Ints, hour_index
+from hadal.lab.sim.day.clock import hour_index
 from hadal.lab.sim.day.disk_replay import DiskReplay
 from hadal.lab.sim.sessions import WorkloadParams, generate
 from hadal.lab.sim.workload import Workload

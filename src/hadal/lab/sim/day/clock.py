@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S, HOURLY_SHARES
 from hadal.policy.demand import DAY_S
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
 """Shares of the published day, from second 0 on."""

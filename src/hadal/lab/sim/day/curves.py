@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hadal.core.arrays import Floats
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, InvariantError
 from hadal.core.messages.base import BLOCK_TOKENS
@@ -28,7 +29,7 @@ from hadal.lab.sim.world.seen import StepReading
 from hadal.lab.sim.world.units import kv_blocks
 from hadal.lab.sim.world.world import FleetWorld
 from hadal.policy.capacity import DecodePoint, decode_capacity
-from hadal.policy.demand import DAY_S, Floats
+from hadal.policy.demand import DAY_S
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
 """Loads at which a decode unit is looked at, as far as it can have so many requests; see

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.errors import ConfigError
 from hadal.lab.sim.day.cache import CacheDay, simulate_cache
-from hadal.lab.sim.day.clock import DemandClock, Floats, Ints, hour_index
+from hadal.lab.sim.day.clock import DemandClock, hour_index
 from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S, DemandCurve
 from hadal.lab.sim.day.study import CACHE_POLICIES, PB, Study
 from hadal.lab.sim.sessions import WorkloadParams, generate

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.arrays import Ints
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError
 from hadal.lab.sim.day.curves import UnitCurves
@@ -20,7 +21,6 @@ from hadal.lab.sim.day.fluid import Faults, FluidDay
 from hadal.lab.sim.day.hours import Day, Hours
 from hadal.lab.sim.day.published import FIRST_HOUR, HOUR_S
 from hadal.lab.sim.day.study import Study
-from hadal.lab.sim.day.window import Ints
 from hadal.policy.demand import DAY_S
 from hadal.policy.scaling import Units
 from hadal.roles.fleet.fleet import Fleet

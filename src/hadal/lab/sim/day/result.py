@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hadal.core.arrays import Floats
 from hadal.core.config import DECODE, PREFILL
 from hadal.lab.sim.day.cache import KV_BYTES_TOKEN
-from hadal.lab.sim.day.clock import Floats, hour_beijing
+from hadal.lab.sim.day.clock import hour_beijing
 from hadal.lab.sim.day.curves import UnitCurves
 from hadal.lab.sim.day.demand import DayDemand, generator
 from hadal.lab.sim.day.fluid_day import FluidResult

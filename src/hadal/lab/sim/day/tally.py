@@ -15,10 +15,11 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.facts import NodesFact
 from hadal.lab.perf.hardware import hardware_named
-from hadal.lab.sim.day.clock import Floats, hour_index
+from hadal.lab.sim.day.clock import hour_index
 from hadal.lab.sim.day.demand import DayDemand
 from hadal.lab.sim.day.fluid_day import STEP_S, FluidResult
 from hadal.lab.sim.day.study import Study
@@ -27,8 +28,6 @@ from hadal.policy.demand import DAY_S
 from hadal.stats.prices import micro_usd
 from hadal.stats.report import HOUR, Report, report
 from hadal.stats.tally import Columns, Tally
-
-Ints = NDArray[np.int64]
 
 BEGIN_S = datetime(2025, 2, 27, 4, tzinfo=UTC).timestamp()
 """When second 0 of the published day was: noon in Beijing."""

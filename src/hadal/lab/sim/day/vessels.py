@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hadal.policy.demand import Floats
+from hadal.core.arrays import Floats
 
 Tpot = Callable[[Floats], Floats]
 """Requests of a rank -> seconds per output token of each. Rises."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
+from hadal.core.arrays import Ints
 from hadal.lab.sim.day.cache import CacheDay, tokens_shared_own
 from hadal.lab.sim.day.clock import DemandClock
 from hadal.lab.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
@@ -117,6 +117,3 @@ def _cached(workload: Workload, cache: CacheDay | None, rng: Generator) -> Ints:
     shared, own = tokens_shared_own(workload)
     share = cache.found_share(workload.arrival_s, workload.idle_s)
     return shared + np.where(rng.random(len(workload)) < share, own, 0)
-
-
-Ints = NDArray[np.int64]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.lab.sim.day.clock import Floats, Ints
+from hadal.core.arrays import Floats, Ints
 from hadal.lab.sim.day.fluid import Faults, FluidDay
 from hadal.lab.sim.day.hours import Day
 from hadal.lab.sim.day.published import HOUR_S

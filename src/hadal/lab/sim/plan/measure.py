@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, CacheConfig
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.lab.sim.day.clock import Floats, Ints
 from hadal.lab.sim.day.vessels import UnitModel
 from hadal.lab.sim.plan.day import fluid_day
 from hadal.lab.sim.plan.deploy import deployment_of

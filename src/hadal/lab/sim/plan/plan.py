@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from hadal.core.arrays import Floats
 from hadal.lab.perf.hardware import Hardware
 from hadal.lab.perf.rent import Rent
 from hadal.lab.perf.roofline import FP8
-from hadal.lab.sim.day.clock import Floats
 from hadal.lab.sim.plan.day import DayRules, needs_of
 from hadal.lab.sim.plan.traffic import Traffic
 from hadal.lab.sim.plan.units import SPARE_SIGMAS, DecodeUnit, PrefillUnit, Pricing, Rejected

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 
 import numpy as np
 
-from hadal.lab.sim.day.clock import Floats, Ints
+from hadal.core.arrays import Floats, Ints
 from hadal.lab.sim.workload import NO_PREFIX, V3, Parts, Workload
 from hadal.stats.traces import MOONCAKE_PART_TOKENS, azure_rows, mooncake_rows
 

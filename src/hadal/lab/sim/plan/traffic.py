@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.documents import cut, shown
-from hadal.lab.sim.day.clock import Floats, Ints
 from hadal.lab.sim.day.published import HOUR_S, SHAPE, TOKENS_IN, TOKENS_OUT, DemandCurve
 from hadal.lab.sim.workload import Workload
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape

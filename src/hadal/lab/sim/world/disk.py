@@ -17,15 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hadal.core.arrays import Ints
 from hadal.core.cache import NAME_BYTES, DiskLocation, num_names, split
 from hadal.core.messages.pools import ReadBlocks, StoreBlocks
 from hadal.core.plans import BlocksRead, BlocksStored
 from hadal.lab.sim.world.requests import block_of, chain_of
-
-Ints = NDArray[np.int64]
 
 GIB = 2**30
 _HERE = DiskLocation(0, 0)

@@ -18,14 +18,12 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.cache import NAME_BYTES
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling
 from hadal.lab.sim.runners import STOP_ID
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FINGERPRINT = "simulated"
 """Of all KV (kv/names): of the disk cache's folder, and in the names of what decode writes there."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.arrays import Floats, Ints
 from hadal.core.config import DECODE, PREFILL
 from hadal.lab.sim.runners import StepWork
-from hadal.lab.sim.world.requests import Floats, Ints, Requests
+from hadal.lab.sim.world.requests import Requests
 
 TPOT_TOKENS = 20
 """Fewer say little about a pace."""

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadal.core.arrays import Floats
 from hadal.lab.sim.day.vessels import Engine, UnitModel
-from hadal.policy.demand import Floats
 
 MODEL = UnitModel(1e5, 10, lambda batch: 0.02 + 0.0002 * batch, 100.0)
 
