@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from hadal.comm.mesh.refusals import refused_here
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages.units import Refused, UnitReport
@@ -33,6 +31,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
+from hadal.roles.unit.report import with_overhead
 from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam
 from hadal.runtime.process.process import EXIT_FATAL, EXIT_STUCK
@@ -190,7 +189,7 @@ class UnitHost:
         message = effect.message
         if isinstance(message, UnitReport) and self._compute:
             # Only the host can measure this one.
-            message = msgspec.structs.replace(message, overhead_ms=self._compute.overhead_ms)
+            message = with_overhead(message, self._compute.overhead_ms)
         self._wire.send(effect.to, message)
 
     def _tick_if_due(self) -> None:

@@ -14,8 +14,6 @@ import logging
 import sys
 from pathlib import Path
 
-import msgspec
-
 from hadal.core.config import units_of
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages.ranks import RankDone
@@ -25,6 +23,7 @@ from hadal.core.seams import Effect, Event, Send
 from hadal.roles.ranks.notes import Routine
 from hadal.roles.ranks.ranks import RankedLeader, make_ranked_leader
 from hadal.roles.recording import MadeLeader, RecordedRole
+from hadal.roles.unit.report import with_overhead
 from hadal.runtime.compute import IDLE
 from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process.clock import LiveClock
@@ -94,8 +93,8 @@ def make_host(
 
 
 class Spoken:
-    """A RankedLeader whose notes go to the log, and whose Load tells how long its ranks waited for
-    it.
+    """A RankedLeader whose notes go to the log, and whose report has the time that its ranks
+    waited for it.
     """
 
     def __init__(self, leader: RankedLeader, calls: RecordedRole) -> None:
@@ -120,9 +119,7 @@ class Spoken:
 
     def _measured(self, effect: Effect) -> Effect:
         if isinstance(effect, Send) and isinstance(effect.message, UnitReport):
-            return Send(
-                effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms)
-            )
+            return Send(effect.to, with_overhead(effect.message, self._idle_ms))
         return effect
 
 

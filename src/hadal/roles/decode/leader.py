@@ -62,7 +62,8 @@ from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import RANK_LOST, void
-from hadal.roles.unit.meters import BalanceMeter, LineMeter, StepMeter
+from hadal.roles.unit.meters import LineMeter, StepMeter
+from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.tokens import LENGTH, STOP, given_back
@@ -152,18 +153,17 @@ class DecodeLeader:
         """
         self._halved: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
         """Slots that a plan computed when `_second` was chosen."""
-        self._reporter = UnitReporter(
-            unit,
-            DECODE,
-            epoch,
-            self.blocks,
-            units.max_requests,
-            deployment.heartbeat_s,
-            self.slots.cache.totals,
-            held=lambda: self.slots.held.attempt_ids,
-            fingerprint=fingerprint,
+        identity = UnitIdentity(unit, DECODE, epoch, fingerprint)
+        self._report = ReportBuilder(
+            identity, self.blocks, units.max_requests, self.slots.cache.totals
         )
-        self._balance = BalanceMeter(self._reporter.balance)
+        self._reporter = UnitReporter(
+            identity,
+            self.blocks,
+            self._report,
+            deployment.heartbeat_s,
+            held=lambda: self.slots.held.attempt_ids,
+        )
         self._line = LineMeter()
         self._tracer = Tracer(unit)
 
@@ -237,11 +237,11 @@ class DecodeLeader:
 
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:
-        self._reporter.link_bytes = self._reporter.link_bytes.plus(pulled.link_bytes)
+        self._report.copied(pulled.link_bytes)
         key = (pulled.request_id, pulled.attempt)
         if key in self.slots.moving.arriving:
             self.slots.moving.pulled(key, pulled.error)
-            self._reporter.num_requests_moved = self.slots.moving.num_moved
+            self._report.moved(self.slots.moving.num_moved)
             return
         self.arrivals.pulled(pulled)
 
@@ -291,7 +291,7 @@ class DecodeLeader:
         self._next_drafts = None
         self.scheduler.reset()
         self._tracer.reset()
-        self._balance.reset()
+        self._report.reset()
         for rank in self.blocks.lost(event):
             self.slots.lose(rank)
         self.slots.roll_back(num_void)
@@ -308,8 +308,7 @@ class DecodeLeader:
                 f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
             )
         step = self._in_flight.popleft()
-        self._reporter.meter.done(done.elapsed_s)
-        self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
+        self._report.stepped(done)
         if done.error is None:
             self._take_tokens(step, done)
         else:
@@ -334,12 +333,11 @@ class DecodeLeader:
             self._passes.done(pass_s)
             self._line.add(step.num_requests, pass_s)
             self._num_requests_done = max(1, step.num_requests)
-            self._reporter.step_s, request_s = self._line.line
-            self._reporter.rates_s = (request_s, 0.0)
+            pass_s, request_s = self._line.line
+            self._report.measured(request_s, step_s=pass_s)
         self.scheduler.done(done.step_id, op_times)
         self._drafts.done(step.num_requests, *step.num_drafts, seconds, done.drafts)
-        self._reporter.drafts_tried = self._drafts.num_tried
-        self._reporter.drafts_accepted = self._drafts.num_right
+        self._report.drafted(self._drafts.num_tried, self._drafts.num_right)
 
     def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
@@ -488,7 +486,8 @@ class DecodeLeader:
             (num_before, num_drafts),
         )
         self._in_flight.append(step)
-        self._drafted[computed] = self._reporter.num_drafts = num_drafts
+        self._drafted[computed] = num_drafts
+        self._report.drafts(num_drafts)
         self._execute(step, StepNews(leaves, joins, grown, publishes, resting))
         return True
 
@@ -580,7 +579,7 @@ class DecodeLeader:
     def _trace(self, step_id: int, choice: ScheduleChoice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
         balance = step_balance(self.blocks.living, work_R2)
-        self._balance.add(balance)
+        self._report.balanced(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
             step = self._in_flight[-1]

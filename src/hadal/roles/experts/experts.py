@@ -19,7 +19,6 @@ from collections.abc import Mapping
 import msgspec
 
 from hadal.core.messages.questions import Trace
-from hadal.core.messages.units import UnitReport
 from hadal.core.overview import UnitExperts
 from hadal.core.placement import Placement
 from hadal.core.plans import Staged, StagePlan, StepDone, StepPlan
@@ -31,6 +30,7 @@ from hadal.roles.experts.installer import ExpertInstaller
 from hadal.roles.experts.moved import ExpertMoves, describe
 from hadal.roles.experts.planner import ExpertPlanner, LayerRests
 from hadal.roles.experts.window import CountsWindow
+from hadal.roles.unit.report import ExpertFigures
 
 _NUM_NOTES = 256
 """The owner takes them out after every event; a stream of failures that nobody takes out has an
@@ -140,14 +140,10 @@ class ExpertBalancer:
         self.installer.forgive(gap_s)
 
     # ---- what is seen of it ----
-    def seen(self, load: UnitReport) -> UnitReport:
-        """The unit's load with what is known here."""
-        return msgspec.structs.replace(
-            load,
-            balance={**load.balance, **self.counts.window.balance()},
-            num_replicas_moved=self.moves.num_replicas_moved,
-            num_layers_flipped=self.moves.num_layers_flipped,
-        )
+    def figures(self) -> ExpertFigures:
+        """Return the balancer's part of the unit's report."""
+        balance, moves = self.counts.window.balance(), self.moves
+        return ExpertFigures(balance, moves.num_replicas_moved, moves.num_layers_flipped)
 
     def described(self) -> UnitExperts:
         """For people: where everything lies, what it bore lately, and what moved last."""

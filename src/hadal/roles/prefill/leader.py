@@ -54,7 +54,7 @@ from hadal.roles.prefill.prompts import (
 )
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, OTHER_WEIGHTS, QUEUE_FULL, RANK_LOST, TOO_LONG, void
-from hadal.roles.unit.meters import BalanceMeter
+from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.tokens import finish_of, given_back, has_other_weights
@@ -134,17 +134,9 @@ class PrefillLeader:
         """Tokens of all of them that are not planned yet; None: to be counted again."""
         self._in_flight: deque[_PrefillStep] = deque()
         self._num_plans = 0
-        self._reporter = UnitReporter(
-            unit,
-            PREFILL,
-            epoch,
-            self.blocks,
-            units.max_requests,
-            deployment.heartbeat_s,
-            self.cache.totals,
-            fingerprint=fingerprint,
-        )
-        self._balance = BalanceMeter(self._reporter.balance)
+        identity = UnitIdentity(unit, PREFILL, epoch, fingerprint)
+        self._report = ReportBuilder(identity, self.blocks, units.max_requests, self.cache.totals)
+        self._reporter = UnitReporter(identity, self.blocks, self._report, deployment.heartbeat_s)
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
@@ -197,7 +189,7 @@ class PrefillLeader:
                 num_blocks_next = 0 if first is None else blocks_for(len(first.tokens))
                 self.cache.take(now_s, event, num_blocks_next)
             case KvPulled():
-                self._reporter.link_bytes = self._reporter.link_bytes.plus(event.link_bytes)
+                self._report.copied(event.link_bytes)
                 self.cache.taken(event)
             case BlocksRead():
                 self.cache.loaded(now_s, event)
@@ -302,7 +294,7 @@ class PrefillLeader:
         self._in_flight.clear()
         self.scheduler.reset()
         self._tracer.reset()
-        self._balance.reset()
+        self._report.reset()
         lost = self.blocks.lost(event)
         for prompt in list(self._started.values()):
             if prompt.rank in lost and not prompt.is_dropped:
@@ -330,12 +322,11 @@ class PrefillLeader:
                 f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
             )
         step = self._in_flight.popleft()
-        self._reporter.meter.done(done.elapsed_s)
-        self._reporter.link_bytes = self._reporter.link_bytes.plus(done.link_bytes)
+        self._report.stepped(done)
         self.scheduler.done(done.step_id, done.op_times)
         if self.scheduler.is_calibrated:
             rates = self.scheduler.rates
-            self._reporter.rates_s = (rates.all_token_s, rates.pair_s)
+            self._report.measured(rates.all_token_s, rates.pair_s)
         if done.error is not None:
             self.cache.fetch_again(step.fetches)
             for part in step.parts:
@@ -484,7 +475,7 @@ class PrefillLeader:
     ) -> tuple[PrefillPlan, ...]:
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
         balance = step_balance([works[rank] for rank in self.blocks.living], self.scheduler.rates)
-        self._balance.add(balance)
+        self._report.balanced(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
             num_tokens = sum(num_tokens for num_tokens, _ in works)

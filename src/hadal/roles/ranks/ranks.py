@@ -65,6 +65,7 @@ from hadal.roles.ranks.results import merge
 from hadal.roles.ranks.slow import SlowHosts
 from hadal.roles.ranks.states import UnitPhase
 from hadal.roles.suspects import Absence
+from hadal.roles.unit.report import with_ranks
 
 CHECK_S = 0.1
 """How often deadlines are looked at."""
@@ -229,13 +230,10 @@ class RankedLeader:
                 case Send(to, Audit() as audit):
                     problems = (*audit.problems, *self.check())
                     self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
-                case Send(to, UnitReport() as load):
-                    living = self.membership.living
-                    absent = tuple(
-                        rank for rank in range(self.membership.num_ranks) if rank not in living
-                    )
-                    load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
-                    self._out.append(Send(to, self.experts.seen(load)))
+                case Send(to, UnitReport() as report):
+                    ranks, living = self.membership.num_ranks, self.membership.living
+                    report = with_ranks(report, ranks, living, self.experts.figures())
+                    self._out.append(Send(to, report))
                 case Send(to, Trace() as trace):
                     trace = self._clocks.aligned(now_s, self.experts.traced(trace))
                     self._out.append(Send(to, trace))

@@ -74,22 +74,20 @@ class LineMeter:
 class BalanceMeter:
     """Smooths what each step says of the balance between ranks, by objective (core/balance)."""
 
-    def __init__(self, smoothed: dict[str, float], smoothing: float = 0.05) -> None:
-        """`smoothed` is kept up to date in place; an objective that no step spoke of yet is not in
-        it.
-        """
-        self._smoothed = smoothed
+    def __init__(self, smoothing: float = 0.05) -> None:
+        self.smoothed: dict[str, float] = {}
+        """Objective -> mean over maximum of the ranks; objectives without a step are left out."""
         self._smoothing = smoothing
 
     def add(self, balance: Mapping[str, float]) -> None:
         """A step was balanced like this."""
         for name, value in balance.items():
-            before = self._smoothed.get(name, value)
-            self._smoothed[name] = before + self._smoothing * (value - before)
+            before = self.smoothed.get(name, value)
+            self.smoothed[name] = before + self._smoothing * (value - before)
 
     def reset(self) -> None:
         """Other ranks share the work now."""
-        self._smoothed.clear()
+        self.smoothed.clear()
 
 
 class RateMeter:

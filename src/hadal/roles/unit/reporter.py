@@ -1,21 +1,21 @@
-"""What both kinds of leader do alike: say that they are up, report their load, and keep the
+"""What both kinds of leader do alike: say that they are up, send their report, and keep the
 heartbeat.
 
-Holds no request. A leader asks `heartbeat` at the end of every event; it answers with what is due. A
-unit none of whose ranks has lived yet is silent: nobody could do anything with it.
+Holds no request; the fields of a report are filled in by roles/unit/report. A leader asks `heartbeat`
+at the end of every event; it answers with what is due. A unit none of whose ranks has lived yet is
+silent: nobody could do anything with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hadal.core.messages.base import SUPERVISOR
-from hadal.core.messages.units import FrontUp, UnitReport, UnitUp
-from hadal.core.plans import NO_LINK_BYTES
+from hadal.core.messages.units import FrontUp, UnitUp
 from hadal.core.seams import Effect, Send, WakeAt
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.unit.meters import StepMeter
+from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 
 
 class UnitReporter:
@@ -23,48 +23,18 @@ class UnitReporter:
 
     def __init__(
         self,
-        unit: str,
-        role: str,
-        epoch: str,
+        identity: UnitIdentity,
         pools: RankPools,
-        num_requests_max: int,
+        report: ReportBuilder,
         heartbeat_s: float,
-        cache_totals: Callable[[], dict[str, int]] = dict,
         held: Callable[[], tuple[int, ...]] = tuple,
-        fingerprint: str = "",
     ) -> None:
-        """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by
-        the names in core/cache; asked for each UnitReport. `held`: attempt ids that UnitUp names,
-        as it does `fingerprint`.
-        """
-        self.unit = unit
-        self.role = role
-        self.epoch = epoch
-        self.meter = StepMeter()
-        self.balance: dict[str, float] = {}
-        """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it
-        (BalanceMeter).
-        """
-        self.rates_s = (0.0, 0.0)
-        """Seconds of a token and of a pair, measured; 0 while unknown. The leader keeps it."""
-        self.step_s = 0.0
-        """Seconds of a step besides, measured. A decode leader keeps it."""
-        self.link_bytes = NO_LINK_BYTES
-        """Bytes between ranks since the start. The leader adds to it."""
-        self.num_requests_moved = 0
-        """Requests that moved from rank to rank. A decode leader counts them."""
-        self.num_drafts = 0
-        """Drafts that the last plan makes of each request; this and the next two, a decode leader
-        keeps.
-        """
-        self.drafts_tried: Sequence[int] = ()
-        self.drafts_accepted: Sequence[int] = ()
+        """`held`: attempt ids that UnitUp names."""
+        self._identity = identity
         self._pools = pools
-        self._num_requests_max = num_requests_max
+        self._report = report
         self._heartbeat_s = heartbeat_s
-        self._cache_totals = cache_totals
         self._held = held
-        self._fingerprint = fingerprint
         self._front_epoch: str | None = None
         self._is_known = False
         """The front knows that the unit is up."""
@@ -83,16 +53,16 @@ class UnitReporter:
         if not self._is_known:
             return []
         self._was_up = True
-        pools, most = self._pools, self._num_requests_max * self._pools.num_living
+        identity, pools = self._identity, self._pools
         up = UnitUp(
-            self.unit,
-            self.role,
-            self.epoch,
+            identity.unit,
+            identity.role,
+            identity.epoch,
             pools.num_usable,
-            most,
+            self._report.num_requests_max,
             pools.num_blocks_request,
             self._held(),
-            self._fingerprint,
+            identity.fingerprint,
         )
         return [Send("front", up), Send(SUPERVISOR, up)]
 
@@ -118,7 +88,7 @@ class UnitReporter:
     def heartbeat(
         self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None
     ) -> list[Effect]:
-        """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the
+        """Report if it changed or is due, and the next wake-up if that changed. `deadline_s` is the
         leader's own.
         """
         effects: list[Effect] = []
@@ -136,7 +106,9 @@ class UnitReporter:
             self._said = says
             self._next_heartbeat_s = now_s + self._heartbeat_s
             if self._was_up:
-                effects.append(Send("front", self._load(now_s - self._busy_s)))
+                idle_s = now_s - self._busy_s
+                report = self._report.build(num_requests, num_tokens_waiting, idle_s)
+                effects.append(Send("front", report))
         wake_s = (
             self._next_heartbeat_s
             if deadline_s is None
@@ -148,31 +120,3 @@ class UnitReporter:
             self._wake_s = wake_s
             effects.append(WakeAt(wake_s))
         return effects
-
-    def _load(self, idle_s: float) -> UnitReport:
-        num_blocks_used, num_requests, num_tokens_waiting, num_ranks, formation = self._said
-        return UnitReport(
-            self.unit,
-            self.epoch,
-            self._pools.num_usable,
-            num_blocks_used,
-            num_requests,
-            self._num_requests_max * num_ranks,
-            num_tokens_waiting,
-            self.meter.num_steps,
-            self.meter.step_ms,
-            num_ranks=num_ranks,
-            formation=formation,
-            num_blocks_request=self._pools.num_blocks_request,
-            token_s=self.rates_s[0],
-            pair_s=self.rates_s[1],
-            balance=dict(self.balance),
-            num_requests_moved=self.num_requests_moved,
-            cache=self._cache_totals(),
-            idle_s=idle_s,
-            step_s=self.step_s,
-            num_drafts=self.num_drafts,
-            drafts_tried=tuple(self.drafts_tried),
-            drafts_accepted=tuple(self.drafts_accepted),
-            link_bytes=self.link_bytes,
-        )

@@ -15,6 +15,7 @@ from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, Staged, StepDone
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.install import Installation, InstallState
+from hadal.roles.unit.report import with_ranks
 from tests.unit.roles.expert_unit import (
     EVEN,
     GROWING_S,
@@ -79,7 +80,9 @@ def test_replicas_move_where_no_split_helps() -> None:
     unit.step(40)
     # The best that pairs can be.
     assert unit.experts.counts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
-    load = unit.experts.seen(UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
+    load = with_ranks(
+        UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}), 1, (0,), unit.experts.figures()
+    )
     assert load.balance.keys() == {"kv", "experts", "experts_worst"}
     assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
 

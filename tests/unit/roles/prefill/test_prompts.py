@@ -279,7 +279,8 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     (trace,) = sent(effects, Trace)
     assert trace.steps[0].balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}
     unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
-    assert unit._reporter.balance == {}  # Nobody is left to be equal to.
+    (load,) = sent(unit.handle(9.0, Tick()), UnitReport)
+    assert load.balance == {}  # Nobody is left to be equal to.
 
 
 def reports(unit: PrefillLeader) -> UnitReport:

@@ -15,15 +15,14 @@ def test_the_first_step_counts_whole_and_the_others_smoothed() -> None:
     assert (meter.num_steps, meter.step_ms) == (2, pytest.approx(11.0))
 
 
-def test_balance_is_smoothed_by_objective_in_place() -> None:
-    smoothed: dict[str, float] = {}
-    meter = BalanceMeter(smoothed, smoothing=0.5)
+def test_balance_is_smoothed_by_objective() -> None:
+    meter = BalanceMeter(smoothing=0.5)
     meter.add({"tokens": 1.0})
     meter.add({"tokens": 0.5, "time": 0.25})
     meter.add({})
-    assert smoothed == {"tokens": 0.75, "time": 0.25}
+    assert meter.smoothed == {"tokens": 0.75, "time": 0.25}
     meter.reset()
-    assert smoothed == {}
+    assert meter.smoothed == {}
 
 
 def test_rate_settles_and_fades() -> None:

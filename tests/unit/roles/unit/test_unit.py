@@ -5,12 +5,19 @@ from __future__ import annotations
 from hadal.core.messages.units import UnitReport
 from hadal.core.seams import WakeAt
 from hadal.roles.ranks.pools import RankPools
+from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from tests.unit.roles.driving import of, sent
 
 
 def reporter() -> UnitReporter:
-    return UnitReporter("decode-0", "decode", "e", RankPools(5), 4, 0.5)
+    return reporter_of(RankPools(5))[0]
+
+
+def reporter_of(pools: RankPools) -> tuple[UnitReporter, ReportBuilder]:
+    identity = UnitIdentity("decode-0", "decode", "e")
+    report = ReportBuilder(identity, pools, 4)
+    return UnitReporter(identity, pools, report, 0.5), report
 
 
 def test_load_is_sent_when_it_changed_and_as_a_beat() -> None:
@@ -31,11 +38,11 @@ def test_it_is_woken_for_whatever_comes_first() -> None:
 
 
 def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
-    unit = reporter()
-    unit.balance["kv"] = 0.5
-    unit.rates_s = (1e-3, 1e-6)
+    unit, report = reporter_of(RankPools(5))
+    report.balanced({"kv": 0.5})
+    report.measured(1e-3, 1e-6)
     (load,) = sent(unit.heartbeat(0.0, 0, 0, None), UnitReport)
-    unit.balance["kv"] = 0.75  # A message is never changed after it was sent.
+    report.balanced({"kv": 0.75})  # A message is never changed after it was sent.
     assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
 
 
