@@ -17,9 +17,7 @@ the front wants to go on. Knows nothing of other units.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -41,7 +39,6 @@ from hadal.core.plans import (
     num_positions,
 )
 from hadal.core.seams import (
-    MAX_STEPS_IN_FLIGHT,
     DiskNews,
     Effect,
     Event,
@@ -53,19 +50,18 @@ from hadal.core.seams import (
 from hadal.perf.shapes import num_moe_layers
 from hadal.policy.decode_moves import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
-from hadal.policy.passes import passes_of
-from hadal.policy.rows import resting_rows
 from hadal.roles.decode.answers import AnswerCache
 from hadal.roles.decode.arrivals import DecodeArrivals
 from hadal.roles.decode.plans import StepNews, join_of, make_plans, of_one_pass, step_balance
+from hadal.roles.decode.shape import PassTimes, SecondMicroBatch, SlotDrafts
 from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import RANK_LOST, void
-from hadal.roles.unit.meters import LineMeter, StepMeter
 from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
+from hadal.roles.unit.steps import StepsInFlight
 from hadal.roles.unit.tokens import LENGTH, STOP, given_back
 from hadal.roles.unit.tracing import Tracer
 
@@ -136,23 +132,10 @@ class DecodeLeader:
             num_moe_layers=num_moe_layers(config),
         )
         self._unit = unit
-        self._in_flight: deque[_DecodeStep] = deque()
-        self._num_plans = 0
-        self._drafts, self._promise = drafts, units.tenant_promise
-        self._next_drafts: int | None = None
-        """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
-        self._passes = StepMeter()
-        """Of passes of the model, those of whole steps."""
-        self._num_requests_done = 1
-        """On the rank that had most of them in the last step that was done."""
-        self._drafted: Ints = np.zeros(self.slots.table.num_slots, np.int64)
-        """Drafts that the last plan which computes a slot makes of it, [slots]."""
-        self._second: tuple[tuple[int, ...], ...] | None = None
-        """Slots of the second micro-batch, by rank; kept while the same slots are computed and nobody
-        joins: all grow alike.
-        """
-        self._halved: Bools = np.zeros(self.slots.table.num_slots, np.bool_)
-        """Slots that a plan computed when `_second` was chosen."""
+        self._in_flight: StepsInFlight[_DecodeStep] = StepsInFlight(unit)
+        self._drafts = SlotDrafts(drafts, self.slots.table.num_slots)
+        self._passes = PassTimes(units.tenant_promise)
+        self._second = SecondMicroBatch(self.scheduler, units.max_requests)
         identity = UnitIdentity(unit, DECODE, epoch, fingerprint)
         self._report = ReportBuilder(
             identity, self.blocks, units.max_requests, self.slots.cache.totals
@@ -164,7 +147,6 @@ class DecodeLeader:
             deployment.heartbeat_s,
             held=lambda: self.slots.held.attempt_ids,
         )
-        self._line = LineMeter()
         self._tracer = Tracer(unit)
 
     @property
@@ -204,7 +186,7 @@ class DecodeLeader:
                 self._cancel((request_id, attempt))
             case Stop(attempt_ids):
                 for slot in self.slots.slots_of(attempt_ids):
-                    self.slots.close(slot, self._done_step_id)
+                    self.slots.close(slot, self._in_flight.done_id)
             case RankReset():
                 self._reset(now_s, event)
             case Resume():
@@ -249,11 +231,7 @@ class DecodeLeader:
         self.arrivals.cancel(key)
         slot = self.slots.key_to_slot.get(key)
         if slot is not None:
-            self.slots.close(slot, self._done_step_id)
-
-    @property
-    def _done_step_id(self) -> int:
-        return self._in_flight[0].step_id - 1 if self._in_flight else self._num_plans - 1
+            self.slots.close(slot, self._in_flight.done_id)
 
     def _front_up(self, event: FrontUp) -> None:
         """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be
@@ -264,7 +242,7 @@ class DecodeLeader:
             self.arrivals.clear()
             self._tracer.forget()
             for slot in self.slots.key_to_slot.copy().values():
-                self.slots.close(slot, self._done_step_id)
+                self.slots.close(slot, self._in_flight.done_id)
             if not is_first:
                 self.slots.held.release()
         self._out += self._reporter.up()
@@ -286,9 +264,8 @@ class DecodeLeader:
         for step in self._in_flight:
             num_void += step.computed * step.num_passes
         self._in_flight.clear()
-        self._second = None
-        self._drafted[:] = 0
-        self._next_drafts = None
+        self._second.reset()
+        self._drafts.reset()
         self.scheduler.reset()
         self._tracer.reset()
         self._report.reset()
@@ -303,11 +280,7 @@ class DecodeLeader:
 
     # ---- what comes back from the Runner ----
     def _step_done(self, done: StepDone) -> None:
-        if not self._in_flight or self._in_flight[0].step_id != done.step_id:
-            raise InvariantError(
-                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
-            )
-        step = self._in_flight.popleft()
+        step = self._in_flight.take(done.step_id)
         self._report.stepped(done)
         if done.error is None:
             self._take_tokens(step, done)
@@ -327,17 +300,14 @@ class DecodeLeader:
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()
         if is_whole:
-            pass_s = done.elapsed_s / step.num_passes
-            seconds = [pass_s] * step.num_passes
+            seconds = [done.elapsed_s / step.num_passes] * step.num_passes
             op_times = of_one_pass(done.op_times, step.num_passes)
-            self._passes.done(pass_s)
-            self._line.add(step.num_requests, pass_s)
-            self._num_requests_done = max(1, step.num_requests)
-            pass_s, request_s = self._line.line
+            self._passes.add(step.num_requests, step.num_passes, done.elapsed_s)
+            pass_s, request_s = self._passes.line
             self._report.measured(request_s, step_s=pass_s)
         self.scheduler.done(done.step_id, op_times)
-        self._drafts.done(step.num_requests, *step.num_drafts, seconds, done.drafts)
-        self._report.drafted(self._drafts.num_tried, self._drafts.num_right)
+        self._drafts.done(step.num_requests, step.num_drafts, seconds, done.drafts)
+        self._report.drafted(*self._drafts.counts)
 
     def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
@@ -436,47 +406,42 @@ class DecodeLeader:
 
     # ---- what goes to the Runner ----
     def _plan(self) -> None:
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self._plan_next():
+        while not self._in_flight.is_full and self._plan_next():
             pass
 
     def _plan_next(self) -> bool:
         """Make the next plan; False if there is nothing to compute, or blocks are missing for it."""
-        table, moving, step_id = self.table, self.slots.moving, self._num_plans
+        table, moving, step_id = self.table, self.slots.moving, self._in_flight.next_id
         table.state[table.at_max_tokens()] = SlotState.CLOSING
         moving.call_off_late(step_id)
         if not table.in_next().any():
             self.slots.is_starved = False
             return False
-        self._choose_resting(step_id)
+        self._passes.choose_resting(table, self.slots.per_rank, step_id)
         computed = table.computed_next()
         num_requests = int(computed.reshape(-1, self.slots.per_rank).sum(axis=1).max())
-        if self._next_drafts is None:
-            self._next_drafts = self._drafts.choose(num_requests)
-        is_known = computed & (table.state == SlotState.ACTIVE)
-        num_drafts, num_before = self._next_drafts, int(self._drafted[is_known].max(initial=0))
+        num_drafts = self._drafts.choose(num_requests)
+        num_before = self._drafts.most_made(computed & (table.state == SlotState.ACTIVE))
         num_passes = self._num_passes(num_requests, num_drafts, num_before)
         # One position is sure, and behind the last pass come the drafts that it makes.
         num_more = num_positions(num_passes, num_before, num_drafts) - 1 + num_drafts
-        grown = self.slots.grow(self._done_step_id, num_more)
+        grown = self.slots.grow(self._in_flight.done_id, num_more)
         if grown is None:
             return False
         if not table.computed_next().any():  # All that were to be computed made room for others.
             return self._plan_next()
-        self._next_drafts = None
         publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
         # One that moves stands still for some plans, and its blocks were counted for one token.
         num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
         leaves, joins = self._change_rows()
         ready = [slot for slot, _ in joins]
         moving.joined(ready, step_id)
-        self._drafted[ready] = 0  # Their first step has only the token that they came with.
-        self._drafts.repeated(num_requests, num_passes - 1)
-        num_checked = self._num_checked(num_passes, num_drafts)
+        self._drafts.join(ready)
+        num_checked = self._drafts.num_checked(table, num_passes, num_drafts)
         computed = table.advance(step_id, num_checked, num_passes)
         num_checked *= computed
         resting = np.flatnonzero(table.rests & (table.state == SlotState.ACTIVE)).tolist()
         moving.depart(publishes)
-        self._num_plans += 1
         step = _DecodeStep(
             step_id,
             computed,
@@ -485,8 +450,8 @@ class DecodeLeader:
             num_requests,
             (num_before, num_drafts),
         )
-        self._in_flight.append(step)
-        self._drafted[computed] = num_drafts
+        self._in_flight.add(step)
+        self._drafts.planned(computed, num_drafts, num_requests, num_passes)
         self._report.drafts(num_drafts)
         self._execute(step, StepNews(leaves, joins, grown, publishes, resting))
         return True
@@ -497,9 +462,12 @@ class DecodeLeader:
         work = self._work(step.computed, np.minimum(step.num_checked, max(step.num_drafts)))
         choice = self.scheduler.choose(step.step_id, work)
         if choice.num_micro_batches == 1:
-            self._second = None
-        elif self._second is None or not np.array_equal(self._halved, step.computed) or news.joins:
-            self._second, self._halved = self._split(step.computed), step.computed
+            self._second.reset()
+        else:
+            second = self._second.choose(
+                self.table.length, step.computed, has_joins=bool(news.joins)
+            )
+            news = replace(news, second=second)
         same = DecodePlan(
             step.step_id,
             (),
@@ -508,24 +476,13 @@ class DecodeLeader:
             choice.schedule,
             (),
             choice.num_micro_batches,
-            self._trace(step.step_id, choice, work),
+            self._trace(step, choice, work),
             publishes_full=self.slots.cache.is_on,
             num_drafts=step.num_drafts[1],
             num_passes=step.num_passes,
         )
-        plans = make_plans(
-            same, self.blocks.num_ranks, self.slots.per_rank, replace(news, second=self._second)
-        )
+        plans = make_plans(same, self.blocks.num_ranks, self.slots.per_rank, news)
         self._out.append(Execute(plans))
-
-    def _choose_resting(self, step_id: int) -> None:
-        """Choose the slots that plan `step_id` leaves out (policy/rows)."""
-        table = self.table
-        slots, rows = table.rows(self.slots.per_rank)
-        rests = resting_rows(rows, self._line.line, self._promise, step_id)
-        table.rests[:] = False
-        if rests is not None:
-            table.rests[slots] = rests
 
     def _change_rows(self) -> tuple[list[int], list[tuple[int, Join]]]:
         """Take those out of the Runner's table that are done there, and put those in that are ready."""
@@ -538,24 +495,11 @@ class DecodeLeader:
         table.turn[ready] = table.turn.max() + 1 + np.arange(len(ready))
         return leaves, joins
 
-    def _num_checked(self, num_passes: int, num_drafts: int) -> Ints:
-        """How many drafts of each slot the next plan may check: those that the slot has, and in each
-        further pass those of the pass before. What has no room is not checked: of a slot further on
-        even less.
-        """
-        room = np.maximum(self.table.room - 1 - self.table.length, 0)
-        num_checked: Ints = np.minimum(self._drafted, room)
-        num_checked += (num_passes - 1) * np.minimum(num_drafts, room)
-        return num_checked
-
     def _num_passes(self, num_requests: int, num_drafts: int, num_before: int) -> int:
         """Passes of the next plan; one if it is traced, or drafts another number than it checks."""
         if num_drafts != num_before or self._tracer.is_wanted:
             return 1
-        # The last step may have been short because most rows rested.
-        growth = max(1.0, num_requests / self._num_requests_done)
-        wanted = passes_of(growth * self._passes.step_ms / 1e3)
-        return min(wanted, self._drafts.num_passes_left)
+        return min(self._passes.num_wanted(num_requests), self._drafts.num_passes_max)
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
@@ -565,7 +509,7 @@ class DecodeLeader:
         active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
         kv_s = rates.pair_s * float(self.table.length[active].sum()) / num_living
         request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
-        return terms_of(kv_s, request_s, self._passes.step_ms / 1e3, self._known_terms)
+        return terms_of(kv_s, request_s, self._passes.mean_s, self._known_terms)
 
     def _work(self, computed: Bools, num_checked: Ints) -> Ints:
         """[R, 2] tokens of a plan, its drafts among them, and the positions that they attend to:
@@ -576,28 +520,17 @@ class DecodeLeader:
         sums = [part.reshape(-1, self.slots.per_rank).sum(axis=1) for part in parts]
         return np.stack(sums, axis=1)
 
-    def _trace(self, step_id: int, choice: ScheduleChoice, work_R2: Ints) -> bool:
+    def _trace(self, step: _DecodeStep, choice: ScheduleChoice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
         balance = step_balance(self.blocks.living, work_R2)
         self._report.balanced(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
-            step = self._in_flight[-1]
             num_tokens = int(np.count_nonzero(step.computed)) + int(step.num_checked.sum())
             self._tracer.planned(
-                step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
+                step.step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
             )
         return is_traced
-
-    def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
-        """Slots of the second micro-batch, each rank's own."""
-        shape = (-1, self.slots.per_rank)
-        is_second_RS = self.scheduler.second_rows(
-            self.table.length.reshape(shape), computed.reshape(shape)
-        )
-        slots = np.nonzero(is_second_RS)[1].tolist()
-        ends = np.count_nonzero(is_second_RS, axis=1).cumsum().tolist()
-        return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
 
     # ---- what the front hears ----
     @property
@@ -612,12 +545,10 @@ class DecodeLeader:
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when table, allocators and plans in flight agree."""
         table = self.table
-        problems = self.slots.check()
-        if len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
-            problems.append(f"{len(self._in_flight)} plans are in flight")
+        problems = self.slots.check() + self._in_flight.check()
         for step in self._in_flight:
             if (table.state[step.computed] == SlotState.FREE).any():
                 problems.append(f"step {step.step_id} computes a free slot")
-        if table.releasable(self._done_step_id).size:
+        if table.releasable(self._in_flight.done_id).size:
             problems.append("a closed slot was not freed")
         return problems

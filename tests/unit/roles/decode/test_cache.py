@@ -81,9 +81,9 @@ class Drive:
         self.stores += of(effects, StoreBlocks)
         for plan in decode_plans(effects):
             self.publishes.add(plan.publishes_full)
-            slots = self.unit._in_flight[
-                [step.step_id for step in self.unit._in_flight].index(plan.step_id)
-            ].computed
+            (slots,) = (
+                step.computed for step in self.unit._in_flight if step.step_id == plan.step_id
+            )
             self.steps.append((plan.step_id, tuple(slots.nonzero()[0].tolist())))
         return effects
 

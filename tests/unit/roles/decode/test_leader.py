@@ -150,11 +150,11 @@ def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time()
 def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
     """Its rank made one pass of eight, and none of the next step."""
     unit = in_short_passes()
-    line, passes = unit._line.line, unit._passes.step_ms
+    line, passes = unit._passes.line, unit._passes.mean_s
     effects = unit.handle(0.3, StepDone(2, (0,), (7,), {}, 0.0002))
     assert drawn(effects)[-1][3] == "stop"
     unit.handle(0.4, StepDone(3, (), (), {}, 0.0))
-    assert (unit._line.line, unit._passes.step_ms) == (line, passes)
+    assert (unit._passes.line, unit._passes.mean_s) == (line, passes)
     assert unit.audit() == []
 
 

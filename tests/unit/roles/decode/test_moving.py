@@ -247,7 +247,7 @@ def test_nobody_is_preempted_for_room_that_a_move_takes(moment: str) -> None:
     _, source, target = unit.move(moment)
     slots = needing_block(unit, "e", "f")
     assert {slot // PER_RANK for slot in slots} == {1}
-    grown = unit.leader.slots.grow(unit.leader._done_step_id)
+    grown = unit.leader.slots.grow(unit.leader._in_flight.done_id)
     if moment == "left":
         assert unit.state(target) == SlotState.FREE
         assert grown is not None
@@ -261,14 +261,14 @@ def test_nobody_is_preempted_for_room_that_a_move_takes(moment: str) -> None:
 def test_nobody_is_preempted_for_room_that_a_move_is_about_to_leave() -> None:
     unit, name, source, _ = moving()
     needing_block(unit, "a" if name == "c" else "c")
-    assert unit.leader.slots.grow(unit.leader._done_step_id) is None
+    assert unit.leader.slots.grow(unit.leader._in_flight.done_id) is None
     assert not unit.leader.table.is_preempted.any()
     assert unit.state(source) == SlotState.MOVING
 
 
 def test_who_moved_stays_for_a_while_and_has_one_copy_at_a_time() -> None:
     unit, name, source, _ = moving()
-    moves, now = unit.leader.slots.moving, unit.leader._num_plans
+    moves, now = unit.leader.slots.moving, unit.leader._in_flight.next_id
     at_once = replace(TERMS, gain_steps=0.0)
     while unit.state(source) == SlotState.MOVING:  # Until it is called off; its copy still runs.
         unit.step()
@@ -285,7 +285,7 @@ def test_who_moved_stays_for_a_while_and_has_one_copy_at_a_time() -> None:
 def test_the_room_taken_holds_the_next_position_too(prompt: int) -> None:
     unit = Unit(prompt)
     table, source = unit.leader.table, unit.slot("a")
-    unit.leader.slots.moving.reserve([Move(0, source, 1)], unit.leader._num_plans)
+    unit.leader.slots.moving.reserve([Move(0, source, 1)], unit.leader._in_flight.next_id)
     length = int(table.length[source]) + 1  # The plan that is about to be made writes one more.
     num_blocks = len(table.block_ids[unit.leader.slots.moving.arriving["a", 0]])
     assert length < 64 * num_blocks <= length + 64

@@ -39,7 +39,7 @@ class FixedLine:
 
 def leader_with(num_ranks: int = 1, **options: Any) -> DecodeLeader:
     leader = decode_leader(40, num_ranks, **{"num_slots": 8, "num_waiting_max": 99} | options)
-    leader._line = FixedLine()  # type: ignore[assignment]
+    leader._passes._line = FixedLine()  # type: ignore[assignment]
     return leader
 
 

@@ -1,0 +1,162 @@
+"""The shape of the next plan: its passes, its drafts, the slots that rest in it and its cut in two
+micro-batches, by what earlier steps showed.
+
+Knows arrays by slot, neither messages nor blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hadal.core.drafts import Compared
+from hadal.policy.drafts import DraftChooser
+from hadal.policy.passes import passes_of
+from hadal.policy.rows import resting_rows
+from hadal.roles.decode.table import Bools, DecodeTable, Ints
+from hadal.roles.unit.meters import LineMeter, StepMeter
+from hadal.roles.unit.schedule import StepScheduler
+
+
+class PassTimes:
+    """Measured seconds of passes of the model, by the requests in them."""
+
+    def __init__(self, promise: float) -> None:
+        """`promise`: see policy/rows."""
+        self._promise = promise
+        self._mean = StepMeter()
+        self._line = LineMeter()
+        self._num_requests_done = 1
+        """Requests in the last measured step, on the rank that had most of them."""
+
+    def add(self, num_requests: int, num_passes: int, seconds: float) -> None:
+        """Note a step that took `seconds`, with so many requests on the rank that had most of them."""
+        pass_s = seconds / num_passes
+        self._mean.done(pass_s)
+        self._line.add(num_requests, pass_s)
+        self._num_requests_done = max(1, num_requests)
+
+    @property
+    def mean_s(self) -> float:
+        """Smoothed seconds of a pass; 0 while unknown."""
+        return self._mean.step_ms / 1e3
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of a pass without requests and of each request (LineMeter)."""
+        return self._line.line
+
+    def num_wanted(self, num_requests: int) -> int:
+        """Return how many passes a plan of so many requests is to have."""
+        # The last step may have been short because most rows rested.
+        growth = max(1.0, num_requests / self._num_requests_done)
+        return passes_of(growth * self._mean.step_ms / 1e3)
+
+    def choose_resting(self, table: DecodeTable, per_rank: int, step_id: int) -> None:
+        """Choose the slots that plan `step_id` leaves out (policy/rows)."""
+        slots, rows = table.rows(per_rank)
+        rests = resting_rows(rows, self.line, self._promise, step_id)
+        table.rests[:] = False
+        if rests is not None:
+            table.rests[slots] = rests
+
+
+class SlotDrafts:
+    """Drafts of each slot: those to check, and those that the next plan makes."""
+
+    def __init__(self, chooser: DraftChooser, num_slots: int) -> None:
+        self._chooser = chooser
+        self._next: int | None = None
+        """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
+        self._made: Ints = np.zeros(num_slots, np.int64)
+        """Drafts that the last plan which computes a slot makes of it, [slots]."""
+
+    @property
+    def counts(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Drafts compared and drafts that were right, by place."""
+        return self._chooser.num_tried, self._chooser.num_right
+
+    @property
+    def num_passes_max(self) -> int:
+        """Most passes of the next plan, as its number of drafts may be a trial."""
+        return self._chooser.num_passes_left
+
+    def choose(self, num_requests: int) -> int:
+        """Return how many drafts the next plan makes of each slot: the same until that plan is made."""
+        if self._next is None:
+            self._next = self._chooser.choose(num_requests)
+        return self._next
+
+    def most_made(self, slots: Bools) -> int:
+        """Return the most drafts that any of these slots has to check."""
+        return int(self._made[slots].max(initial=0))
+
+    def join(self, slots: Sequence[int]) -> None:
+        """Note that slots join: their first step has only the token that they came with."""
+        self._made[slots] = 0
+
+    def num_checked(self, table: DecodeTable, num_passes: int, num_drafts: int) -> Ints:
+        """Return how many drafts of each slot the next plan may check: those that the slot has, and in
+        each further pass those of the pass before. What has no room is not checked: of a slot further
+        on even less.
+        """
+        room = np.maximum(table.room - 1 - table.length, 0)
+        num_checked: Ints = np.minimum(self._made, room)
+        num_checked += (num_passes - 1) * np.minimum(num_drafts, room)
+        return num_checked
+
+    def planned(self, computed: Bools, num_drafts: int, num_requests: int, num_passes: int) -> None:
+        """Note the plan that `choose` was asked for."""
+        self._chooser.repeated(num_requests, num_passes - 1)
+        self._made[computed] = num_drafts
+        self._next = None
+
+    def done(
+        self,
+        num_requests: int,
+        num_drafts: tuple[int, int],
+        seconds: Sequence[float],
+        compared: Compared,
+    ) -> None:
+        """Learn from a step (DraftChooser). `num_drafts`: checked of each slot, and made."""
+        self._chooser.done(num_requests, *num_drafts, seconds, compared)
+
+    def reset(self) -> None:
+        """Forget the plans in flight: they are void."""
+        self._made[:] = 0
+        self._next = None
+
+
+class SecondMicroBatch:
+    """Slots of the second micro-batch, by rank: the same while the same slots are computed and no slot
+    joins, as all grow alike.
+    """
+
+    def __init__(self, scheduler: StepScheduler, per_rank: int) -> None:
+        self._scheduler = scheduler
+        self._shape = (-1, per_rank)
+        self._slots: tuple[tuple[int, ...], ...] | None = None
+        self._computed: Bools = np.zeros(0, np.bool_)
+        """Slots that a plan computed when `_slots` was chosen."""
+
+    def choose(
+        self, lengths: Ints, computed: Bools, *, has_joins: bool
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return each rank's own slots."""
+        if self._slots is None or has_joins or not np.array_equal(self._computed, computed):
+            self._slots, self._computed = self._split(lengths, computed), computed
+        return self._slots
+
+    def _split(self, lengths: Ints, computed: Bools) -> tuple[tuple[int, ...], ...]:
+        is_second_RS = self._scheduler.second_rows(
+            lengths.reshape(self._shape), computed.reshape(self._shape)
+        )
+        slots = np.nonzero(is_second_RS)[1].tolist()
+        ends = np.count_nonzero(is_second_RS, axis=1).cumsum().tolist()
+        return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
+
+    def reset(self) -> None:
+        """Choose anew for the next plan."""
+        self._slots = None
