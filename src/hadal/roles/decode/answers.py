@@ -20,12 +20,14 @@ from hadal.core.arrays import Ints
 from hadal.core.cache import DISK_BLOCKS, NAME_BYTES, num_names, slice_of, split
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.generation import text_of
+from hadal.core.messages.pools import StoreBlocks
 from hadal.core.messages.units import Filled, KvLease
-from hadal.core.seams import Effect, Send
+from hadal.core.plans import BlocksStored
+from hadal.core.seams import DiskNews, Effect, Send
 from hadal.kv.names import extend, root_of
 from hadal.roles.decode.table import DecodeTable
 from hadal.roles.ranks.pools import RankPools
-from hadal.roles.unit.disk_stores import DiskStores
+from hadal.roles.unit.disk_stores import DiskStores, Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,31 @@ class DecodeCache:
         """What Load.cache says; empty where there is no disk cache."""
         has_disk = self.is_on and self._has_disk
         return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if has_disk else {}
+
+    # ---- the disk ----
+    def begin_stores(self) -> list[StoreBlocks]:
+        """Begin the writes that may begin."""
+        return self.stores.begin()
+
+    def note_disk(self, event: BlocksStored | DiskNews) -> None:
+        """Note what was written, or what can be found on disk."""
+        self.stores.note(event)
+
+    def make_room(self, rank: int, num_blocks: int) -> int:
+        """Give up blocks of a rank that wait to be written; return how many came free."""
+        return self.stores.give_up(rank, num_blocks)
+
+    def lose(self, rank: int) -> None:
+        """Forget the writes of a rank that is gone."""
+        self.stores.lose(rank)
+
+    def owners(self, rank: int) -> list[tuple[Owner, tuple[int, ...]]]:
+        """Which writes own which blocks of a rank."""
+        return self.stores.owners(rank)
+
+    def check(self) -> list[str]:
+        """Problems; empty when writes add up."""
+        return self.stores.check()
 
     # ---- names ----
     def placed(self, slot: int) -> None:

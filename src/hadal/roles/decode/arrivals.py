@@ -50,8 +50,7 @@ class DecodeArrivals:
         """Queue a request whose prompt is prefilled, or give it back with the reason."""
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
-        slots = self._slots
-        if key in self.waiting or key in slots.moving.arriving or key in slots.key_to_slot:
+        if key in self.waiting or key in self._slots:
             return  # The same message twice.
         num_known = len(generation.prompt) + len(generation.output)
         fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(
@@ -125,16 +124,8 @@ class DecodeArrivals:
                 del self.waiting[self._table.occupant(slot).key]
                 self._slots.cache.placed(slot)
                 self._pull(slot)
-            if not self.waiting or not ready or not self._make_room():
+            if not self.waiting or not ready or not self._slots.make_room():
                 return
-
-    def _make_room(self) -> bool:
-        """Take what can be spared for the first who waits. Whether there is more room now."""
-        slots, living = self._slots, self._pools.living
-        if not any(slots.num_free_slots(rank) for rank in living):
-            return False
-        stores, num_blocks = slots.cache.stores, self._pools.num_usable
-        return sum(stores.give_up(rank, num_blocks) for rank in living) > 0
 
     # ---- pulls ----
     def _pull(self, slot: int) -> None:

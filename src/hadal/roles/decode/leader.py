@@ -48,7 +48,7 @@ from hadal.core.seams import (
     Tick,
 )
 from hadal.perf.shapes import num_moe_layers
-from hadal.policy.decode_moves import MoveTerms, terms_of
+from hadal.policy.decode_moves import MoveTerms
 from hadal.policy.drafts import DraftChooser
 from hadal.roles.decode.answers import AnswerCache
 from hadal.roles.decode.arrivals import DecodeArrivals
@@ -123,7 +123,7 @@ class DecodeLeader:
             out=self._out,
             fingerprint=fingerprint,
         )
-        self._known_terms = MoveTerms() if terms is None else terms
+        self._cache = self.slots.cache
         self.scheduler = StepScheduler(
             units.ranks,
             units.overlap,
@@ -134,18 +134,16 @@ class DecodeLeader:
         self._unit = unit
         self._in_flight: StepsInFlight[_DecodeStep] = StepsInFlight(unit)
         self._drafts = SlotDrafts(drafts, self.slots.table.num_slots)
-        self._passes = PassTimes(units.tenant_promise)
+        self._passes = PassTimes(units.tenant_promise, terms or MoveTerms())
         self._second = SecondMicroBatch(self.scheduler, units.max_requests)
         identity = UnitIdentity(unit, DECODE, epoch, fingerprint)
-        self._report = ReportBuilder(
-            identity, self.blocks, units.max_requests, self.slots.cache.totals
-        )
+        self._report = ReportBuilder(identity, self.blocks, units.max_requests, self._cache.totals)
         self._reporter = UnitReporter(
             identity,
             self.blocks,
             self._report,
             deployment.heartbeat_s,
-            held=lambda: self.slots.held.attempt_ids,
+            held=lambda: self.slots.held_ids,
         )
         self._tracer = Tracer(unit)
 
@@ -164,11 +162,11 @@ class DecodeLeader:
         self._out.clear()
         for event in events:
             self._take(now_s, event)
-        self.slots.held.expire(now_s)
+        self.slots.expire_held(now_s)
         self._plan()
         if not self.slots.is_starved:
             self.arrivals.fill_slots()
-        self._out += self.slots.cache.stores.begin()
+        self._out += self._cache.begin_stores()
         # In front, for the event's plans and pulls are in the list by now (RankPools.take_freed).
         self._out[:0] = self.blocks.take_freed()
         self._out += self._heartbeat(now_s)
@@ -193,10 +191,8 @@ class DecodeLeader:
                 self._resume(event)
             case FrontUp():
                 self._front_up(event)
-            case BlocksStored():
-                self.slots.cache.stores.stored(event)
-            case DiskNews():
-                self.slots.cache.stores.news(event)
+            case BlocksStored() | DiskNews():
+                self._cache.note_disk(event)
             case AuditRequest(reply_id):
                 problems = tuple(self.audit())
                 answer = Audit(
@@ -220,12 +216,10 @@ class DecodeLeader:
     # ---- what comes in ----
     def _pulled(self, pulled: KvPulled) -> None:
         self._report.copied(pulled.link_bytes)
-        key = (pulled.request_id, pulled.attempt)
-        if key in self.slots.moving.arriving:
-            self.slots.moving.pulled(key, pulled.error)
+        if self.slots.moved(pulled):
             self._report.moved(self.slots.moving.num_moved)
-            return
-        self.arrivals.pulled(pulled)
+        else:
+            self.arrivals.pulled(pulled)
 
     def _cancel(self, key: Key) -> None:
         self.arrivals.cancel(key)
@@ -244,7 +238,7 @@ class DecodeLeader:
             for slot in self.slots.key_to_slot.copy().values():
                 self.slots.close(slot, self._in_flight.done_id)
             if not is_first:
-                self.slots.held.release()
+                self.slots.release_held()
         self._out += self._reporter.up()
 
     def _resume(self, event: Resume) -> None:
@@ -254,7 +248,7 @@ class DecodeLeader:
                 key = (generation.request_id, generation.attempt)
                 self._out.append(given_back(self._unit, key, RANK_LOST))
         if event.is_last:
-            self.slots.held.release()
+            self.slots.release_held()
 
     def _reset(self, now_s: float, event: RankReset) -> None:
         """The unit formed anew: nothing in flight will be done, and lost ranks' requests go
@@ -273,7 +267,7 @@ class DecodeLeader:
             self.slots.lose(rank)
         self.slots.roll_back(num_void)
         self.blocks.reset(event)
-        self.slots.held.take(now_s, event.held)
+        self.slots.hold(now_s, event.held)
         if not self.blocks.num_living:
             self.arrivals.refuse_all()
         self._out += self._reporter.reset()
@@ -336,11 +330,11 @@ class DecodeLeader:
         if not rows.size:
             return
         slots, values, index, ahead = slots[rows], values[rows], index[rows], ahead[rows]
-        if self.slots.cache.is_on:
+        if self._cache.is_on:
             lengths = index + table.length[slots] - table.output_index[slots] + 1
             for turn in range(int(ahead.max()) + 1):
                 now = ahead == turn
-                self.slots.cache.delivered(slots[now], values[now], lengths[now])
+                self._cache.delivered(slots[now], values[now], lengths[now])
         table.deliver(slots, values)
         ends = np.flatnonzero(is_end[rows])
         finishes = tuple((row, STOP if is_stop[rows[row]] else LENGTH) for row in ends.tolist())
@@ -430,7 +424,7 @@ class DecodeLeader:
             return False
         if not table.computed_next().any():  # All that were to be computed made room for others.
             return self._plan_next()
-        publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
+        publishes = self.slots.choose_moves(step_id, self._passes.known_terms, self._terms)
         # One that moves stands still for some plans, and its blocks were counted for one token.
         num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
         leaves, joins = self._change_rows()
@@ -477,7 +471,7 @@ class DecodeLeader:
             (),
             choice.num_micro_batches,
             self._trace(step, choice, work),
-            publishes_full=self.slots.cache.is_on,
+            publishes_full=self._cache.is_on,
             num_drafts=step.num_drafts[1],
             num_passes=step.num_passes,
         )
@@ -504,12 +498,12 @@ class DecodeLeader:
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
         if not self.scheduler.is_calibrated:
-            return self._known_terms
+            return self._passes.known_terms
         rates = self.scheduler.rates
         active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
         kv_s = rates.pair_s * float(self.table.length[active].sum()) / num_living
         request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
-        return terms_of(kv_s, request_s, self._passes.mean_s, self._known_terms)
+        return self._passes.terms(kv_s, request_s)
 
     def _work(self, computed: Bools, num_checked: Ints) -> Ints:
         """[R, 2] tokens of a plan, its drafts among them, and the positions that they attend to:
@@ -536,11 +530,7 @@ class DecodeLeader:
     @property
     def num_requests(self) -> int:
         """Attempts of which something is held here."""
-        slots = self.slots
-        num_orphans = sum(
-            key not in slots.key_to_slot for key in slots.moving.arriving
-        )  # Until their copies end.
-        return len(self.arrivals.waiting) + len(slots.key_to_slot) + num_orphans
+        return len(self.arrivals.waiting) + self.slots.num_requests
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when table, allocators and plans in flight agree."""

@@ -40,6 +40,13 @@ target.
 """
 
 
+LOOK_STEPS = 8
+"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the
+second.
+"""
+LOOK_STEPS_MAX = 512
+
+
 @dataclass(slots=True)
 class Trip:
     """One request on its way."""
@@ -298,3 +305,28 @@ class DecodeMoving:
             if trip.target // self._per_rank == trip.source // self._per_rank:
                 problems.append(f"{trip.key} moves from its rank to its rank")
         return problems
+
+
+class ImbalanceLooks:
+    """The plans before which the ranks' imbalance is looked at: seldom while moves fail."""
+
+    def __init__(self, moving: DecodeMoving) -> None:
+        self._moving = moving
+        self._next_step_id = 0
+        self._num_steps = LOOK_STEPS
+        self._num_seen = (0, 0)
+        """Moved and called off, at the last look."""
+
+    def is_due(self, step_id: int) -> bool:
+        """Return whether to look before plan `step_id`, which counts as a look."""
+        if step_id < self._next_step_id:
+            return False
+        seen = self._moving.num_moved, self._moving.num_called_off
+        if seen[0] > self._num_seen[0]:
+            self._num_steps = LOOK_STEPS
+        elif seen[1] > self._num_seen[1]:
+            # Copies take too long for these steps, or fail: try seldom.
+            self._num_steps = min(2 * self._num_steps, LOOK_STEPS_MAX)
+        self._num_seen = seen
+        self._next_step_id = step_id + self._num_steps
+        return True

@@ -11,11 +11,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from hadal.core.arrays import Bools, Ints
 from hadal.core.drafts import Compared
+from hadal.policy.decode_moves import MoveTerms, terms_of
 from hadal.policy.drafts import DraftChooser
 from hadal.policy.passes import passes_of
 from hadal.policy.rows import resting_rows
-from hadal.roles.decode.table import Bools, DecodeTable, Ints
+from hadal.roles.decode.table import DecodeTable
 from hadal.roles.unit.meters import LineMeter, StepMeter
 from hadal.roles.unit.schedule import StepScheduler
 
@@ -23,8 +25,9 @@ from hadal.roles.unit.schedule import StepScheduler
 class PassTimes:
     """Measured seconds of passes of the model, by the requests in them."""
 
-    def __init__(self, promise: float) -> None:
-        """`promise`: see policy/rows."""
+    def __init__(self, promise: float, known_terms: MoveTerms) -> None:
+        """`promise`: see policy/rows. `known_terms`: when a move pays, before steps are measured."""
+        self.known_terms = known_terms
         self._promise = promise
         self._mean = StepMeter()
         self._line = LineMeter()
@@ -53,6 +56,12 @@ class PassTimes:
         # The last step may have been short because most rows rested.
         growth = max(1.0, num_requests / self._num_requests_done)
         return passes_of(growth * self._mean.step_ms / 1e3)
+
+    def terms(self, kv_s: float, request_s: float) -> MoveTerms:
+        """Return when a move pays. `kv_s` and `request_s`: the parts of a mean rank's KV and requests in a
+        pass.
+        """
+        return terms_of(kv_s, request_s, self.mean_s, self.known_terms)
 
     def choose_resting(self, table: DecodeTable, per_rank: int, step_id: int) -> None:
         """Choose the slots that plan `step_id` leaves out (policy/rows)."""

@@ -9,7 +9,7 @@ plans and no tokens; its owner says which plan was done last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -18,6 +18,7 @@ from hadal.core.arrays import Ints
 from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.messages.generation import Generation, Key
 from hadal.core.messages.units import Decode, KvLease
+from hadal.core.plans import Held, KvPulled
 from hadal.core.seams import Effect
 from hadal.kv.blocks import blocks_for
 from hadal.policy.baselines import place_by_counts, place_in_turn
@@ -27,17 +28,11 @@ from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode.answers import AnswerCache, DecodeCache
 from hadal.roles.decode.held import DecodeHeld
-from hadal.roles.decode.moving import DecodeMoving
+from hadal.roles.decode.moving import DecodeMoving, ImbalanceLooks
 from hadal.roles.decode.table import ARRIVING, DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 from hadal.roles.unit.tokens import given_back
-
-LOOK_STEPS = 8
-"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the
-second.
-"""
-LOOK_STEPS_MAX = 512
 
 
 class DecodeSlots:
@@ -66,7 +61,7 @@ class DecodeSlots:
             self.table, pools, slots_per_rank, self.key_to_slot, num_drafts_max
         )
         self.cache = DecodeCache(self.table, pools, slots_per_rank, answers or AnswerCache())
-        self.held = DecodeHeld(pools)
+        self._held = DecodeHeld(pools)
         self.is_starved = False
         """The next plan waits for blocks: nobody gets a slot before it has them."""
         self._pools = pools
@@ -76,11 +71,7 @@ class DecodeSlots:
         self._place = place_by_counts if request_balance == OFF else place
         self._is_in_turn = request_balance == TURNS
         self._may_move = request_balance == AUTO and pools.num_ranks > 1
-        self._look_step_id = 0
-        """The next plan before which the imbalance is looked at."""
-        self._look_steps = LOOK_STEPS
-        self._num_moves_seen = (0, 0)
-        """Moved and called off, at the last look."""
+        self._looks = ImbalanceLooks(self.moving)
 
     def of_rank(self, rank: int) -> slice:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
@@ -121,7 +112,7 @@ class DecodeSlots:
         found = (
             None
             if key in self.key_to_slot or not generation.output
-            else self.held.claim(generation)
+            else self._held.claim(generation)
         )
         if found is None:
             return False
@@ -136,8 +127,35 @@ class DecodeSlots:
         self.table.set_lease(slot, KvLease("", (), (), kv.num_pulled))
         return True
 
+    @property
+    def held_ids(self) -> tuple[int, ...]:
+        """Ids of attempts whose KV ranks have held since another leader led them."""
+        return self._held.attempt_ids
+
+    def hold(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
+        """Keep what ranks that were taken over hold until the front resumes it."""
+        self._held.take(now_s, rank_to_held)
+
+    def expire_held(self, now_s: float) -> None:
+        """Free what is held if the front did not resume it in time."""
+        self._held.expire(now_s)
+
+    def release_held(self) -> None:
+        """Free what is held: the front resumes no more of it."""
+        self._held.release()
+
     def num_free_slots(self, rank: int) -> int:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
+
+    def make_room(self) -> bool:
+        """Give up blocks that wait for the disk, on all ranks, if a request has a slot but no blocks.
+        Return whether there are more free blocks now.
+        """
+        living = self._pools.living
+        if not any(self.num_free_slots(rank) for rank in living):
+            return False
+        num_blocks = self._pools.num_usable
+        return sum(self.cache.make_room(rank, num_blocks) for rank in living) > 0
 
     def _view(self) -> DecodeRanksView:
         living = np.array(self._pools.living, np.int64)
@@ -168,23 +186,22 @@ class DecodeSlots:
         `step_id` is to compute for the last time; room for them is taken elsewhere. `measured` is
         asked only if the trigger says so.
         """
-        if not self._may_move or step_id < self._look_step_id:
+        if not self._may_move or not self._looks.is_due(step_id):
             return []
-        seen = self.moving.num_moved, self.moving.num_called_off
-        if seen[0] > self._num_moves_seen[0]:
-            self._look_steps = LOOK_STEPS
-        elif (
-            seen[1] > self._num_moves_seen[1]
-        ):  # Copies take too long for these steps, or fail: try seldom.
-            self._look_steps = min(2 * self._look_steps, LOOK_STEPS_MAX)
-        self._num_moves_seen = seen
-        self._look_step_id = step_id + self._look_steps
         view = self._view()
         if len(self.moving) or not is_uneven(view, known):
             return []
         now = measured()
         running = self.moving.movable(view.ranks.tolist(), step_id, now)
         return self.moving.reserve(choose_moves(view, running, now, preempts=True), step_id)
+
+    def moved(self, pulled: KvPulled) -> bool:
+        """End the copy of a request's KV from rank to rank; False if none was under way."""
+        key = (pulled.request_id, pulled.attempt)
+        if key not in self.moving.arriving:
+            return False
+        self.moving.pulled(key, pulled.error)
+        return True
 
     # ---- out ----
     def end(self, slots: Ints) -> None:
@@ -248,8 +265,8 @@ class DecodeSlots:
             self.table.is_muted[slot] = True
             self.moving.abandon(slot)
             self.vacate(slot)
-        self.cache.stores.lose(rank)
-        self.held.lose(rank)
+        self.cache.lose(rank)
+        self._held.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
         """No plan in flight will be done: survivors join again, and what was only waiting to leave
@@ -278,7 +295,7 @@ class DecodeSlots:
             for rank in np.unique(needing // self.per_rank).tolist():
                 of_rank = set(needing[needing // self.per_rank == rank].tolist())
                 # Blocks that wait to be written to disk cost no request its place.
-                self.cache.stores.give_up(rank, len(of_rank) - self._pools[rank].num_free)
+                self.cache.make_room(rank, len(of_rank) - self._pools[rank].num_free)
                 self._preempt(rank, of_rank, done_step_id)
             needing = self.table.needing_block()
             is_short = self._is_short(needing)
@@ -336,14 +353,21 @@ class DecodeSlots:
             table.is_preempted[slot] = True
             self._let_go(slot, done_step_id)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self.key_to_slot or key in self.moving.arriving
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests, with those that are gone and whose copies have not ended."""
+        num_gone = sum(key not in self.key_to_slot for key in self.moving.arriving)
+        return len(self.key_to_slot) + num_gone
+
     def check(self) -> list[str]:
         """Problems; empty when table, names and allocators agree."""
         table = self.table
-        problems = (
-            self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
-        )
+        problems = self._pools.check() + table.check() + self.moving.check() + self.cache.check()
         holders: list[list[tuple[Hashable, Sequence[int]]]] = [
-            [*self.cache.stores.owners(rank), *self.held.owners(rank)]
+            [*self.cache.owners(rank), *self._held.owners(rank)]
             for rank in range(self._pools.num_ranks)
         ]
         for key, slot in chain(self.key_to_slot.items(), self.moving.arriving.items()):

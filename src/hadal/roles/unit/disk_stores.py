@@ -149,6 +149,13 @@ class DiskStores:
         return effect
 
     # ---- out ----
+    def note(self, event: BlocksStored | DiskNews) -> None:
+        """Note what was written, or what can be found on disk."""
+        if isinstance(event, BlocksStored):
+            self.stored(event)
+        else:
+            self.news(event)
+
     def news(self, event: DiskNews) -> None:
         """What can be found on disk changed."""
         self.index.drop(event.dropped)

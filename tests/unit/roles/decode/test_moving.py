@@ -10,8 +10,7 @@ from hadal.core.messages.pools import Freed
 from hadal.core.messages.units import Cancel, FrontUp, Pulled, UnitReport
 from hadal.core.plans import NO_LINK_BYTES, KvPulled, LinkBytes, StepDone
 from hadal.policy.decode_moves import Move, MoveTerms
-from hadal.roles.decode.moving import STALL_STEPS_MAX
-from hadal.roles.decode.slots import LOOK_STEPS
+from hadal.roles.decode.moving import LOOK_STEPS, STALL_STEPS_MAX
 from hadal.roles.decode.table import SlotState
 from tests.unit.roles.driving import decode, of, sent
 from tests.unit.roles.moving_unit import PER_RANK, Unit
@@ -300,7 +299,7 @@ def test_moves_that_fail_are_tried_less_and_less() -> None:
             num_failed += 1
             unit.feed(KvPulled(unit.pulls.pop().request_id, 0, "void"))
     assert 2 <= num_failed <= 8
-    assert unit.leader.slots._look_steps >= 4 * LOOK_STEPS
+    assert unit.leader.slots._looks._num_steps >= 4 * LOOK_STEPS
 
 
 @pytest.mark.parametrize("balance", ["no_moves", "off"])

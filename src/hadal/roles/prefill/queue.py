@@ -1,0 +1,91 @@
+"""Prompts of a prefill unit that wait for their blocks: their order, and the turns of their tenants.
+
+Knows no ranks and no steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from hadal.core.messages.generation import Key
+from hadal.policy.fairness import ServiceCounters, in_turns
+from hadal.roles.prefill.prompts import PrefillAttempt
+
+
+class PrefillQueue:
+    """Iterates over prompts in the order of their turns; tenants take turns beyond that."""
+
+    def __init__(self, num_max: int, burst_tokens: float) -> None:
+        """`num_max`: most prompts that wait beyond those that could start in an empty unit.
+        `burst_tokens`: see ServiceCounters.
+        """
+        self.num_arrived = 0
+        """Prompts added since the start: the number of the next one."""
+        self._num_max = num_max
+        self._prompts: dict[Key, PrefillAttempt] = {}
+        self._tenant_to_num: Counter[str] = Counter()
+        """Waiting prompts of each tenant that has any."""
+        self._counters = ServiceCounters(burst_tokens)
+        """Tokens of prompts that began here."""
+
+    def __iter__(self) -> Iterator[PrefillAttempt]:
+        return iter(self._prompts.values())
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._prompts
+
+    @property
+    def first(self) -> PrefillAttempt | None:
+        """The prompt whose turn comes first, tenants aside."""
+        return next(iter(self._prompts.values()), None)
+
+    def has_room(self, num_starts: int) -> bool:
+        """Return whether one more may wait in a unit in which `num_starts` prompts can have started."""
+        return len(self._prompts) < self._num_max + num_starts
+
+    def add(self, prompt: PrefillAttempt) -> None:
+        """Add a prompt whose number is `num_arrived`."""
+        self.num_arrived += 1
+        last = next(reversed(self._prompts.values()), None)
+        tenant = prompt.generation.tenant
+        if tenant not in self._tenant_to_num:
+            self._counters.join(tenant, self._tenant_to_num.keys())
+        self._tenant_to_num[tenant] += 1
+        self._prompts[prompt.key] = prompt
+        if last is not None and prompt.turn < last.turn:
+            self._prompts = dict(sorted(self._prompts.items(), key=lambda item: item[1].turn))
+
+    def take(self, key: Key) -> PrefillAttempt | None:
+        """Remove a prompt and return it; None if it does not wait."""
+        prompt = self._prompts.pop(key, None)
+        if prompt is not None:
+            tenant = prompt.generation.tenant
+            self._tenant_to_num[tenant] -= 1
+            if not self._tenant_to_num[tenant]:
+                del self._tenant_to_num[tenant]
+                self._counters.leave(tenant)
+        return prompt
+
+    def start(self, prompt: PrefillAttempt) -> None:
+        """Remove a prompt that starts, and charge its tenant."""
+        claim = prompt.claim
+        self._counters.charge(claim.tenant, claim.cost)
+        self.take(prompt.key)
+
+    def clear(self) -> None:
+        """Remove all prompts."""
+        self._prompts.clear()
+        self._tenant_to_num.clear()
+
+    def in_turns(
+        self, ready: Iterable[PrefillAttempt], started: Iterable[PrefillAttempt]
+    ) -> Iterable[PrefillAttempt]:
+        """Return the prompts that are `ready`, out of these, in the order in which they may start."""
+        if len(self._tenant_to_num) < 2:
+            return ready
+        held = Counter(prompt.generation.tenant for prompt in started)
+        return in_turns(ready, lambda prompt: prompt.claim, self._counters, held)
