@@ -18,7 +18,7 @@ policy/cached_prefix's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hadal.core import cache
@@ -28,9 +28,9 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.pools import Pull, ReadBlocks, StoreBlocks
 from hadal.core.messages.units import Cached, Filled, KvLease
-from hadal.core.plans import BlocksRead, KvPulled
+from hadal.core.plans import BlocksRead, BlocksStored, KvPulled
 from hadal.core.rates import StepRates
-from hadal.core.seams import Effect, Send, UsedBlocks
+from hadal.core.seams import DiskNews, Effect, Send, UsedBlocks
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.policy.cached_prefix import Prefix, ReadRates, choose_prefix, usable_blocks
@@ -63,6 +63,66 @@ class Taking:
     """A prompt that goes on from there waits for it no longer than this."""
 
 
+class PrefixFinder:
+    """What prompts would begin with on each rank, at one moment."""
+
+    def __init__(
+        self,
+        pools: RankPools,
+        index: BlockIndex,
+        rates: StepRates | None,
+        read_rates: ReadRates | None,
+        queued_s: Mapping[int, float],
+    ) -> None:
+        """`rates` of steps and of reads; None: unknown. `queued_s`: rank -> seconds of its reads."""
+        self._pools = pools
+        self._index = index
+        self._rates = rates
+        self._read_rates = read_rates
+        self._queued_s = queued_s
+        self._num_shared: dict[tuple[int, bytes], int] = {}
+        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
+        one plan ask again and again, as it is the same beginning that they share.
+        """
+
+    def find(self, prompt: PrefillAttempt) -> Found:
+        """Return what a prompt would begin with on each rank."""
+        num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
+        chain = slice_of(prompt.generation.chain, 0, num_most)
+        if not chain:
+            return {}
+        found: dict[int, Prefix] = {}
+        # Most ranks find the same where all of them read one disk and have nothing of it in memory.
+        kinds: dict[tuple[int, int, float], Prefix] = {}
+        rank_to_start = self._pools.prefixes(chain)
+        start_to_num: dict[int, int] = {}
+        end = 0
+        for start in sorted({rank_to_start.get(rank, 0) for rank in self._pools.living}):
+            if end <= start:  # Else it is in what was found from an earlier start on.
+                end = start + self._index.num_found(slice_of(chain, start, num_most))
+            start_to_num[start] = end - start
+        for rank in self._pools.living:
+            start = rank_to_start.get(rank, 0)
+            if not start and not start_to_num[0]:
+                continue
+            num_shared = self._shared(rank, slice_of(chain, 0, start)) if start else 0
+            queued_s = self._queued_s.get(rank, 0.0)
+            kind = start, num_shared, queued_s
+            if kind not in kinds:
+                kinds[kind] = choose_prefix(
+                    start, num_shared, start_to_num[start], self._rates, self._read_rates, queued_s
+                )
+            found[rank] = kinds[kind]
+        return found
+
+    def _shared(self, rank: int, names: bytes) -> int:
+        """Return how many blocks of a rank's prefix are in use: they need no room."""
+        key = rank, names[-NAME_BYTES:]
+        if key not in self._num_shared:
+            self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
+        return self._num_shared[key]
+
+
 class PrefillCache:
     """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
     neither is touched. `out` is the leader's list of effects, which this appends to.
@@ -85,6 +145,7 @@ class PrefillCache:
     ) -> None:
         self.loads = DiskReads()
         self.stores = DiskStores(pools, index=index)
+        self._index = self.stores.index
         self._counts: Counter[str] = Counter()
         """Counts by the names of core/cache, without what the disk's reads and stores and the pools
         count themselves.
@@ -103,60 +164,19 @@ class PrefillCache:
         """Writes of this event. Their blocks are owned already; they go out behind the event's plans,
         so that no step waits for a write.
         """
-        self._rates: StepRates | None = None
-        self._read_rates: ReadRates | None = None
-        self._num_shared: dict[tuple[int, bytes], int] = {}
-        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
-        one plan ask again and again, as it is the same beginning that they share.
-        """
-        self._queued_s: dict[int, float] = {}
 
     # ---- a prompt starts ----
-    def ask(self, now_s: float, rates: StepRates | None) -> None:
-        """`find` is asked at this time, until something changes; `rates`: None while nothing was
+    def finder(self, now_s: float, rates: StepRates | None) -> PrefixFinder:
+        """Return what says what prompts find, until something changes; `rates`: None while nothing was
         measured.
         """
-        self._rates = rates if self._is_priced else None
-        self._read_rates = self.loads.meter.rates(now_s)
-        self._num_shared.clear()
-        self._queued_s = self.loads.queued_s()
-
-    def find(self, prompt: PrefillAttempt) -> Found:
-        """What it would begin with on each rank."""
-        num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
-        chain = slice_of(prompt.generation.chain, 0, num_most)
-        if not chain:
-            return {}
-        found: dict[int, Prefix] = {}
-        # Most ranks find the same where all of them read one disk and have nothing of it in memory.
-        kinds: dict[tuple[int, int, float], Prefix] = {}
-        rank_to_start = self._pools.prefixes(chain)
-        start_to_num: dict[int, int] = {}
-        end = 0
-        for start in sorted({rank_to_start.get(rank, 0) for rank in self._pools.living}):
-            if end <= start:  # Else it is in what was found from an earlier start on.
-                end = start + self.stores.index.num_found(slice_of(chain, start, num_most))
-            start_to_num[start] = end - start
-        for rank in self._pools.living:
-            start = rank_to_start.get(rank, 0)
-            if not start and not start_to_num[0]:
-                continue
-            num_shared = self._shared(rank, slice_of(chain, 0, start)) if start else 0
-            queued_s = self._queued_s.get(rank, 0.0)
-            kind = start, num_shared, queued_s
-            if kind not in kinds:
-                kinds[kind] = choose_prefix(
-                    start, num_shared, start_to_num[start], self._rates, self._read_rates, queued_s
-                )
-            found[rank] = kinds[kind]
-        return found
-
-    def _shared(self, rank: int, names: bytes) -> int:
-        """How many of the blocks of a prefix that a rank has are in use: they need no room."""
-        key = rank, names[-NAME_BYTES:]
-        if key not in self._num_shared:
-            self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
-        return self._num_shared[key]
+        return PrefixFinder(
+            self._pools,
+            self._index,
+            rates if self._is_priced else None,
+            self.loads.rates(now_s),
+            self.loads.queued_s(),
+        )
 
     def start(self, now_s: float, starts: Sequence[Start]) -> None:
         """Take all blocks of prompts that start. What is found is owned first, so that nobody's
@@ -190,7 +210,7 @@ class PrefillCache:
                     ReadBlocks(
                         load.read_id,
                         load.names,
-                        self.stores.index.lookup(load.names),
+                        self._index.lookup(load.names),
                         load.into,
                         rank,
                     )
@@ -198,7 +218,7 @@ class PrefillCache:
 
     def _say_used(self, names: bytes) -> None:
         """Report blocks as used to those who keep them on disk."""
-        locations = self.stores.index.found(names)
+        locations = self._index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))
 
@@ -213,7 +233,7 @@ class PrefillCache:
         if num < len(
             load.into
         ):  # The first that did not come; those behind it are of no use without it.
-            self.stores.index.drop(slice_of(load.names, num, num + 1))
+            self._index.drop(slice_of(load.names, num, num + 1))
         if self._keeps:
             self._pools[load.rank].name(load.into[:num], load.chain, load.first)
         self._fetches[load.rank] += load.into[:num]
@@ -231,10 +251,7 @@ class PrefillCache:
         """
         stuck = []
         for load in self.loads.overdue(now_s):
-            prompt = load.prompt
-            assert prompt is not None
-            self.loads.abandon(prompt)
-            self.loads.meter.observe(now_s, len(load.into), now_s - load.began_s)
+            prompt = self.loads.give_up(now_s, load)
             prompt.prefix = replace(prompt.prefix, num_loading=0)
             new = self._pools[load.rank].allocate(len(load.into), prompt.key)
             if new is None:
@@ -244,6 +261,14 @@ class PrefillCache:
             prompt.block_ids = (*prompt.block_ids[: load.first], *new, *prompt.block_ids[end:])
             self._pools.free(load.rank, load.into, prompt.key)
         return stuck
+
+    def abandon(self, prompt: PrefillAttempt) -> None:
+        """Note that a prompt which is given up waits for no read."""
+        self.loads.abandon(prompt)
+
+    def note_disk(self, event: BlocksStored | DiskNews) -> None:
+        """Note what was written, or what can be found on disk."""
+        self.stores.note(event)
 
     def take_fetches(self, rank: int) -> tuple[int, ...]:
         """Blocks that were read into the rank's pool since the last call."""
@@ -364,7 +389,7 @@ class PrefillCache:
             **self.stores.counts,
             cache.EVICTED_BLOCKS: self._pools.num_evicted,
             cache.MEMORY_BLOCKS: self._pools.num_named,
-            cache.DISK_BLOCKS: len(self.stores.index),
+            cache.DISK_BLOCKS: len(self._index),
         }
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 

@@ -14,8 +14,7 @@ computed is found by roles/prefill/cache.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,7 +28,6 @@ from hadal.core.messages.units import Filled, FrontUp, KvLease, Prefill, Prefill
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import BlocksRead, BlocksStored, Draw, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import (
-    MAX_STEPS_IN_FLIGHT,
     DiskNews,
     Effect,
     Event,
@@ -42,9 +40,9 @@ from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.kv.leases import HeldLease, Leases
 from hadal.perf.shapes import num_moe_layers
-from hadal.policy.fairness import ServiceCounters, in_turns
 from hadal.roles.prefill.cache import PrefillCache
 from hadal.roles.prefill.prompts import (
+    PackRules,
     PrefillAttempt,
     PromptChunk,
     cut,
@@ -52,11 +50,13 @@ from hadal.roles.prefill.prompts import (
     step_balance,
     work_on,
 )
+from hadal.roles.prefill.queue import PrefillQueue
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, OTHER_WEIGHTS, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
+from hadal.roles.unit.steps import StepsInFlight
 from hadal.roles.unit.tokens import finish_of, given_back, has_other_weights
 from hadal.roles.unit.tracing import Tracer
 
@@ -112,31 +112,27 @@ class PrefillLeader:
             num_layers=config.num_hidden_layers,
             num_moe_layers=num_moe_layers(config),
         )
-        self._unit = unit
-        self._fingerprint = fingerprint
-        self._chunk_tokens = deployment.chunk_tokens
-        self._num_requests_max = units.max_requests
-        self._num_waiting_max = units.max_waiting
-        self._lease_s = deployment.lease_s
+        self._identity = UnitIdentity(unit, PREFILL, epoch, fingerprint)
         # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
         # faster.
-        self._is_by_cost = units.request_balance == AUTO and units.ranks > 1
-        self._is_in_turn = units.request_balance == TURNS
-        self._waiting: dict[Key, PrefillAttempt] = {}
-        """Prompts that wait, in the order of their turns; tenants take turns beyond that."""
-        self._tenant_to_num_waiting: Counter[str] = Counter()
-        """A tenant of whom nobody waits is not in it."""
-        self._counters = ServiceCounters(deployment.limits.burst_tokens)
-        """Tokens of prompts that began here."""
-        self._num_arrived = 0
+        self._rules = PackRules(
+            deployment.chunk_tokens,
+            units.max_requests,
+            is_by_cost=units.request_balance == AUTO and units.ranks > 1,
+            is_in_turn=units.request_balance == TURNS,
+        )
+        self._lease_s = deployment.lease_s
+        self._waiting = PrefillQueue(units.max_waiting, deployment.limits.burst_tokens)
         self._started: dict[Key, PrefillAttempt] = {}
         self._num_tokens_left: int | None = None
         """Tokens of all of them that are not planned yet; None: to be counted again."""
-        self._in_flight: deque[_PrefillStep] = deque()
-        self._num_plans = 0
-        identity = UnitIdentity(unit, PREFILL, epoch, fingerprint)
-        self._report = ReportBuilder(identity, self.blocks, units.max_requests, self.cache.totals)
-        self._reporter = UnitReporter(identity, self.blocks, self._report, deployment.heartbeat_s)
+        self._in_flight: StepsInFlight[_PrefillStep] = StepsInFlight(unit)
+        self._report = ReportBuilder(
+            self._identity, self.blocks, units.max_requests, self.cache.totals
+        )
+        self._reporter = UnitReporter(
+            self._identity, self.blocks, self._report, deployment.heartbeat_s
+        )
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
@@ -185,7 +181,7 @@ class PrefillLeader:
             case RankReset():
                 self._reset(event)
             case Filled():
-                first = next(iter(self._waiting.values()), None)
+                first = self._waiting.first
                 num_blocks_next = 0 if first is None else blocks_for(len(first.tokens))
                 self.cache.take(now_s, event, num_blocks_next)
             case KvPulled():
@@ -193,10 +189,8 @@ class PrefillLeader:
                 self.cache.taken(event)
             case BlocksRead():
                 self.cache.loaded(now_s, event)
-            case BlocksStored():
-                self.cache.stores.stored(event)
-            case DiskNews():
-                self.cache.stores.news(event)
+            case BlocksStored() | DiskNews():
+                self.cache.note_disk(event)
             case AuditRequest(reply_id):
                 self._out.append(Send("front", self._answer(reply_id)))
             case TraceRequest():
@@ -207,47 +201,28 @@ class PrefillLeader:
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(
-                    f"{self._unit}: a prefill leader cannot take {type(event).__name__}"
+                    f"{self._identity.unit}: a prefill leader cannot take {type(event).__name__}"
                 )
 
     # ---- what comes in ----
     def _accept(self, generation: Generation) -> None:
-        prompt = PrefillAttempt(generation, text_of(generation), number=self._num_arrived)
+        prompt = PrefillAttempt(generation, text_of(generation), number=self._waiting.num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
-        num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
-        if has_other_weights(generation, self._fingerprint):
+        num_starts = self._rules.num_requests_max * self.blocks.num_living
+        if has_other_weights(generation, self._identity.fingerprint):
             self._give_back(prompt.key, OTHER_WEIGHTS)
         elif blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
             self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens")
-        elif len(self._waiting) >= num_most or not self.blocks.num_living:
+        elif not self._waiting.has_room(num_starts) or not self.blocks.num_living:
             self._give_back(prompt.key, QUEUE_FULL)
         else:
-            self._num_arrived += 1
-            last = next(reversed(self._waiting.values()), None)
-            tenant = generation.tenant
-            if tenant not in self._tenant_to_num_waiting:
-                self._counters.join(tenant, self._tenant_to_num_waiting.keys())
-            self._tenant_to_num_waiting[tenant] += 1
-            self._waiting[prompt.key] = prompt
+            self._waiting.add(prompt)
             if self._num_tokens_left is not None:
                 self._num_tokens_left += prompt.num_left
-            if last is not None and prompt.turn < last.turn:
-                self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].turn))
-
-    def _take_waiting(self, key: Key) -> PrefillAttempt | None:
-        """One waits no longer, if it did."""
-        prompt = self._waiting.pop(key, None)
-        if prompt is not None:
-            tenant = prompt.generation.tenant
-            self._tenant_to_num_waiting[tenant] -= 1
-            if not self._tenant_to_num_waiting[tenant]:
-                del self._tenant_to_num_waiting[tenant]
-                self._counters.leave(tenant)
-        return prompt
 
     def _drop(self, key: Key) -> None:
-        if self._take_waiting(key) is not None:
+        if self._waiting.take(key) is not None:
             self._num_tokens_left = None
         lease = self.leases.release(*key)
         if lease is not None:
@@ -260,7 +235,6 @@ class PrefillLeader:
 
     def _drop_everything(self) -> None:
         self._waiting.clear()
-        self._tenant_to_num_waiting.clear()
         for lease in self.leases.clear():
             self._free_lease(lease)
         for prompt in list(self._started.values()):
@@ -278,7 +252,7 @@ class PrefillLeader:
         del self._started[prompt.key]
         self.blocks.free(prompt.rank, prompt.block_ids, prompt.key)
         if prompt.is_loading:
-            self.cache.loads.abandon(prompt)
+            self.cache.abandon(prompt)
 
     def _free_lease(self, lease: HeldLease) -> None:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
@@ -307,21 +281,15 @@ class PrefillLeader:
         self.cache.lose(lost)
         self.blocks.reset(event)
         if not self.blocks.num_living:
-            for key in self._waiting:
-                self._give_back(
-                    key, QUEUE_FULL
-                )  # Another unit may have room; this one has none for long.
+            for prompt in self._waiting:
+                # Another unit may have room; this one has none for long.
+                self._give_back(prompt.key, QUEUE_FULL)
             self._waiting.clear()
-            self._tenant_to_num_waiting.clear()
         self._out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
     def _step_done(self, now_s: float, done: StepDone) -> None:
-        if not self._in_flight or self._in_flight[0].step_id != done.step_id:
-            raise InvariantError(
-                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
-            )
-        step = self._in_flight.popleft()
+        step = self._in_flight.take(done.step_id)
         self._report.stepped(done)
         self.scheduler.done(done.step_id, done.op_times)
         if self.scheduler.is_calibrated:
@@ -341,7 +309,7 @@ class PrefillLeader:
                 or len(done.tokens) != len(done.keys)
             ):
                 raise InvariantError(
-                    f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not"
+                    f"{self._identity.unit}: step {done.step_id} drew for chunks {done.keys}, not"
                     f" {expected}."
                 )
             self._written(step, {id(step.parts[key].prompt) for key in done.failed})
@@ -406,44 +374,26 @@ class PrefillLeader:
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
         num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
-        done = PrefillDone(self._unit, token, lease, num_cached, prompt.scores)
+        done = PrefillDone(self._identity.unit, token, lease, num_cached, prompt.scores)
         self._out.append(Send("front", done))
 
     # ---- what goes to the Runner ----
-    def _in_turns(self, now_s: float) -> Iterable[PrefillAttempt]:
-        """Those that wait, in the order in which they may start."""
-        ready = self.cache.ready(now_s, self._waiting.values())
-        if len(self._tenant_to_num_waiting) < 2:
-            return ready
-        held = Counter(prompt.generation.tenant for prompt in self._started.values())
-        return in_turns(ready, lambda prompt: prompt.claim, self._counters, held)
-
     def _plan(self, now_s: float) -> None:
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+        while not self._in_flight.is_full:
             rates = self.scheduler.rates
-            self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
-            step = pack(
-                self._started.values(),
-                self._in_turns(now_s),
-                self.blocks,
-                self._chunk_tokens,
-                self._num_requests_max,
-                rates if self._is_by_cost else None,
-                self.cache.find,
-                is_in_turn=self._is_in_turn,
-            )
+            finder = self.cache.finder(now_s, rates if self.scheduler.is_calibrated else None)
+            started = self._started.values()
+            ready = self._waiting.in_turns(self.cache.ready(now_s, self._waiting), started)
+            step = pack(started, ready, self.blocks, self._rules, rates, finder.find)
             if step.starts or any(step.parts):
                 self._num_tokens_left = None
             self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:
-                claim = prompt.claim
-                self._counters.charge(claim.tenant, claim.cost)
-                self._take_waiting(prompt.key)
+                self._waiting.start(prompt)
                 self._started[prompt.key] = prompt
             if not any(step.parts):
                 return
-            step_id = self._num_plans
-            self._num_plans += 1
+            step_id = self._in_flight.next_id
             for part in chain.from_iterable(step.parts):
                 part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
             works = [work_on(parts) for parts in step.parts]
@@ -463,8 +413,9 @@ class PrefillLeader:
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
             fetches = tuple(self.cache.take_fetches(rank) for rank in range(self.blocks.num_ranks))
-            self._in_flight.append(_PrefillStep(step_id, flat, fetches))
-            self._out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
+            planned = _PrefillStep(step_id, flat, fetches)
+            self._in_flight.add(planned)
+            self._out.append(Execute(self._plans(planned, halves, choice, works)))
 
     def _plans(
         self,
@@ -497,7 +448,7 @@ class PrefillLeader:
 
     # ---- what the front hears ----
     def _give_back(self, key: Key, reason: str) -> None:
-        self._out.append(given_back(self._unit, key, reason))
+        self._out.append(given_back(self._identity.unit, key, reason))
 
     @property
     def num_requests(self) -> int:
@@ -518,10 +469,7 @@ class PrefillLeader:
 
     def _count_left(self) -> int:
         return sum(
-            [
-                len(p.tokens) - p.num_planned
-                for p in chain(self._waiting.values(), self._started.values())
-            ]
+            [len(p.tokens) - p.num_planned for p in chain(self._waiting, self._started.values())]
         )
 
     def audit(self) -> list[str]:
@@ -540,7 +488,7 @@ class PrefillLeader:
             )
         if self._num_tokens_left not in (None, self._count_left()):
             problems.append(f"{self._num_tokens_left} tokens are said to be left")
-        if any(prompt.block_ids for prompt in self._waiting.values()):
+        if any(prompt.block_ids for prompt in self._waiting):
             problems.append("a prompt that waits holds blocks")
         steps = {step.step_id for step in self._in_flight}
         for prompt in self._started.values():
@@ -550,5 +498,9 @@ class PrefillLeader:
 
     def _answer(self, reply_id: int) -> Audit:
         return Audit(
-            self._unit, reply_id, self.blocks.num_used, self.num_requests, tuple(self.audit())
+            self._identity.unit,
+            reply_id,
+            self.blocks.num_used,
+            self.num_requests,
+            tuple(self.audit()),
         )

@@ -174,6 +174,20 @@ class StepContents:
     """Chunks of each rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackRules:
+    """The rules by which a unit's steps are packed."""
+
+    chunk_tokens: int
+    """Most tokens of a rank in a step."""
+    num_requests_max: int
+    """Most prompts that have started on a rank."""
+    is_by_cost: bool = True
+    """Every rank the same time; else every rank as many tokens as its budget."""
+    is_in_turn: bool = False
+    """By token budgets: prompts start on ranks in turn."""
+
+
 def _found_nowhere(prompt: PrefillAttempt) -> Found:
     return {}
 
@@ -182,32 +196,25 @@ def pack(
     started: Iterable[PrefillAttempt],
     waiting: Iterable[PrefillAttempt],
     pools: RankPools,
-    chunk_tokens: int,
-    num_requests_max: int,
-    rates: StepRates | None = None,
+    rules: PackRules,
+    rates: StepRates,
     find: Callable[[PrefillAttempt], Found] = _found_nowhere,
-    *,
-    is_in_turn: bool = False,
 ) -> StepContents:
-    """Return a step cut by cost if there are `rates`, by token budgets if not; `is_in_turn`: with
-    ranks in turn.
+    """Return a step.
 
-    `chunk_tokens`, which no step of a rank exceeds, and `num_requests_max` are a rank's. Started
-    prompts go on first; those that wait start in their order, each where the least work is, until
-    one fits nowhere. `find` returns what of a prompt can be found; until `starts` have their blocks
-    that must stay so.
+    Started prompts go on first; those that wait start in their order, each where the least work is,
+    until one fits nowhere. `find` returns what of a prompt can be found; until `starts` have their
+    blocks that must stay so.
     """
     rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]
-    num_starts = [num_requests_max] * pools.num_ranks
+    num_starts = [rules.num_requests_max] * pools.num_ranks
     for prompt in started:
         num_starts[prompt.rank] -= 1
         if prompt.num_left and not prompt.is_dropped:
             rank_to_prompts[prompt.rank].append(prompt)
-    if rates is None:
-        return _pack_tokens(
-            rank_to_prompts, num_starts, waiting, pools, chunk_tokens, find, is_in_turn
-        )
-    return _pack_cost(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, rates, find)
+    if not rules.is_by_cost:
+        return _pack_tokens(rank_to_prompts, num_starts, waiting, pools, rules, find)
+    return _pack_cost(rank_to_prompts, num_starts, waiting, pools, rules, rates, find)
 
 
 def _pack_cost(
@@ -215,13 +222,13 @@ def _pack_cost(
     num_starts: Sequence[int],
     waiting: Iterable[PrefillAttempt],
     pools: RankPools,
-    chunk_tokens: int,
+    rules: PackRules,
     rates: StepRates,
     find: Callable[[PrefillAttempt], Found],
 ) -> StepContents:
     """Every rank the same time, as nearly the same tokens as that allows."""
     living = pools.living
-    limits = StepLimits(max(1, int(MEAN_SHARE * chunk_tokens)), chunk_tokens)
+    limits = StepLimits(max(1, int(MEAN_SHARE * rules.chunk_tokens)), rules.chunk_tokens)
     views = [
         PrefillQueueView(
             rank,
@@ -290,11 +297,11 @@ def _pack_tokens(
     num_starts: Sequence[int],
     waiting: Iterable[PrefillAttempt],
     pools: RankPools,
-    chunk_tokens: int,
+    rules: PackRules,
     find: Callable[[PrefillAttempt], Found],
-    is_in_turn: bool,
 ) -> StepContents:
     """Every rank as many tokens as its budget."""
+    chunk_tokens = rules.chunk_tokens
     ready = [[(p, p.view()) for p in prompts if not p.is_loading] for prompts in rank_to_prompts]
     views = {
         rank: PrefillRankView(
@@ -312,7 +319,7 @@ def _pack_tokens(
     for prompt in islice(
         waiting, chunk_tokens * len(views)
     ):  # Each takes a token at least, if it does not load.
-        if is_in_turn:
+        if rules.is_in_turn:
             due = list(views)[prompt.number % len(views)]
             if (
                 due in full
@@ -325,7 +332,9 @@ def _pack_tokens(
         found = find(prompt)
         there = {rank: prompt.view_with(prefix) for rank, prefix in found.items()}
         rank = (
-            due if is_in_turn else choose_prefill_rank(list(views.values()), prompt.view(), there)
+            due
+            if rules.is_in_turn
+            else choose_prefill_rank(list(views.values()), prompt.view(), there)
         )
         if rank is None:
             break  # Those behind it wait too: nobody is overtaken.

@@ -102,11 +102,15 @@ class DiskReads:
     def __len__(self) -> int:
         return len(self._reads)
 
+    def rates(self, now_s: float) -> ReadRates | None:
+        """Return what reads take; None while that is unknown."""
+        return self.meter.rates(now_s)
+
     def begin(self, now_s: float, prompt: PrefillAttempt, first: int, num_blocks: int) -> DiskRead:
         """`prompt`'s blocks from `first` on will be read into the blocks that it has for them."""
         chain = prompt.generation.chain
         names = slice_of(chain, first, first + num_blocks)
-        rates = self.meter.rates(now_s)
+        rates = self.rates(now_s)
         load = DiskRead(
             self._num_begun,
             prompt.rank,
@@ -141,6 +145,14 @@ class DiskReads:
             if load.prompt is prompt:
                 load.prompt = None
         prompt.is_loading = False
+
+    def give_up(self, now_s: float, load: DiskRead) -> PrefillAttempt:
+        """End the wait for an overdue read and return its prompt. It counts as having taken until now."""
+        prompt = load.prompt
+        assert prompt is not None
+        self.abandon(prompt)
+        self.meter.observe(now_s, len(load.into), now_s - load.began_s)
+        return prompt
 
     def overdue(self, now_s: float) -> list[DiskRead]:
         """Reads that somebody has waited for too long."""

@@ -1,1 +1,1 @@
-"""What the leaders of prefill and decode share: steps in flight, schedules, stores to disk."""
+"""What the leaders of prefill and decode share: reports, steps in flight, schedules, stores to disk."""

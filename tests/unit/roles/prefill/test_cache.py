@@ -294,16 +294,16 @@ def test_what_is_found_is_what_each_rank_has_and_what_the_disk_has_behind_that()
     names = b"".join(chain[16 * at : 16 * at + 16] for at in on_disk)
     unit.cache.stores.news(DiskNews(names, tuple(DiskLocation(1, at) for at in on_disk)))
     prompt = PrefillAttempt(asked("a", 512), asked("a", 512).prompt)
-    unit.cache.ask(0.0, None)
+    finder = unit.cache.finder(0.0, None)
     for _ in range(2):
-        found = unit.cache.find(prompt)
+        found = finder.find(prompt)
         seen = {
             rank: (one.num_memory, one.num_shared, one.num_loading) for rank, one in found.items()
         }
         assert seen == {0: (0, 0, 2), 1: (3, 1, 4), 2: (6, 4, 1)}
     unit.blocks[2].free(unit.blocks[2].lookup(chain)[:4], "x")
-    unit.cache.ask(0.0, None)
-    assert unit.cache.find(prompt)[2].num_shared == 0
+    finder = unit.cache.finder(0.0, None)
+    assert finder.find(prompt)[2].num_shared == 0
 
 
 def test_evicted_blocks_are_told_before_the_plan_that_writes_them() -> None:
@@ -580,8 +580,7 @@ def test_a_rank_that_has_the_text_copies_and_one_that_dies_takes_the_copy_with_i
     unit.handle(0.0, RankReset((), (0, 1), ("p", "q"), 1))
     unit.handle(0.0, Prefill(asked("x", 250, salt=b"bob")))
     unit.handle(0.0, Prefill(asked("a", 200)))
-    while unit._in_flight:
-        step = unit._in_flight[0]
+    while (step := next(iter(unit._in_flight), None)) is not None:
         drawn = {k: 7 for k, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
         unit.handle(0.1, done(step.step_id, drawn))
     unit.handle(0.2, Release("a", 0))

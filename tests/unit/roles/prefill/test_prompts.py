@@ -20,7 +20,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.batching import AGE_S
 from hadal.policy.cached_prefix import Prefix
 from hadal.roles.prefill.leader import PrefillLeader
-from hadal.roles.prefill.prompts import PrefillAttempt, PromptChunk, cut, pack
+from hadal.roles.prefill.prompts import PackRules, PrefillAttempt, PromptChunk, cut, pack
 from hadal.roles.ranks.pools import RankPools
 from tests.fresh import seeds
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_leader, sent
@@ -174,24 +174,25 @@ def seconds_of(parts: Sequence[PromptChunk], rates: StepRates = RATES) -> float:
 def test_ranks_take_equal_time_where_token_budgets_would_not() -> None:
     pools = pools_of(2)
     started = [started_on(pools, 0, "dense", 9000, 7000), started_on(pools, 1, "light", 3000, 0)]
-    by_cost = pack(started, [], pools, 512, 8, RATES)
+    by_cost = pack(started, [], pools, PackRules(512, 8), RATES)
     times_s = [seconds_of(parts) for parts in by_cost.parts]
     assert times_s[0] == pytest.approx(times_s[1], rel=0.1)
     assert all(sum(part.end - part.start for part in parts) <= 512 for parts in by_cost.parts)
-    by_tokens = [seconds_of(parts) for parts in pack(started, [], pools, 512, 8).parts]
+    step = pack(started, [], pools, PackRules(512, 8, is_by_cost=False), RATES)
+    by_tokens = [seconds_of(parts) for parts in step.parts]
     assert by_tokens[0] > 5 * by_tokens[1]
 
 
 def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     pools = pools_of(3, num_blocks=5)
-    step = pack([], waiting_of(*[100] * 20), pools, 64, 2, RATES)
+    step = pack([], waiting_of(*[100] * 20), pools, PackRules(64, 2), RATES)
     by_rank = [[prompt for prompt, at, _ in step.starts if at == rank] for rank in range(3)]
     assert all(1 <= len(prompts) <= 2 for prompts in by_rank)  # Two blocks each, of four.
     assert [prompt.number for prompt, _, _ in step.starts] == list(range(len(step.starts)))
     assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
     assert all(part.end > part.start for parts in step.parts for part in parts)
     held = started_on(pools, 1, "held", 200, 200)  # All its blocks, and one of its starts.
-    step = pack([held], waiting_of(100, 100, 100), pools, 64, 2, RATES)
+    step = pack([held], waiting_of(100, 100, 100), pools, PackRules(64, 2), RATES)
     assert {rank for _, rank, _ in step.starts} == {0, 2}
 
 
@@ -202,7 +203,8 @@ def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() ->
         found.append(prompt.number)
         return {}
 
-    step = pack([], waiting_of(*[100] * 50), pools_of(2), 64, 2, None, find, is_in_turn=True)
+    rules = PackRules(64, 2, is_by_cost=False, is_in_turn=True)
+    step = pack([], waiting_of(*[100] * 50), pools_of(2), rules, RATES, find)
     assert [(prompt.number, rank) for prompt, rank, _ in step.starts] == [(0, 0), (1, 1)]
     assert found == [0, 1]
 
@@ -216,7 +218,7 @@ def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> N
         assert unit.audit() == []
     numbers = [prompt.number for prompt in unit._started.values()]
     assert numbers == sorted(numbers)
-    assert min(prompt.number for prompt in unit._waiting.values()) > max(numbers)
+    assert min(prompt.number for prompt in unit._waiting) > max(numbers)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -231,7 +233,7 @@ def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int)
             for _ in range(10):
                 name = f"light{number}-{random.randrange(1 << 40)}"
                 unit.handle(0.0, prefill(name, random.randint(5, 60)))
-        step = unit._in_flight[0]
+        step = next(iter(unit._in_flight))
         keys = {
             key: 1 for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)
         }
@@ -261,7 +263,13 @@ def test_priority_and_age_order_those_that_wait() -> None:
             generation(name, 9000), arrived_s=arrived_s, priority=priority
         )
         unit.handle(0.0, Prefill(made))
-    assert [name for name, _ in unit._waiting if name in "abcde"] == ["d", "a", "e", "b", "c"]
+    assert [prompt.key[0] for prompt in unit._waiting if prompt.key[0] in "abcde"] == [
+        "d",
+        "a",
+        "e",
+        "b",
+        "c",
+    ]
 
 
 # ---- seen ----
