@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from hadal.policy.decode_moves import MoveTerms
-from hadal.roles.decode import leader
+from hadal.roles.decode import shape
 from hadal.roles.experts import experts
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
@@ -44,4 +44,4 @@ def install() -> None:
 
     ExpertBalancer.plan = plan_eagerly  # type: ignore[method-assign]
     experts.ExpertTerms = lambda: EAGER_TERMS  # type: ignore[misc, assignment]
-    leader.terms_of = known_terms  # type: ignore[attr-defined]
+    shape.terms_of = known_terms  # type: ignore[attr-defined]

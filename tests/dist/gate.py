@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.core.plans import FormPlan, PrefillPlan
-from hadal.roles.decode import leader
+from hadal.roles.decode import shape
 from hadal.runtime.compute import Compute
 
 VARIABLE = "HADAL_TEST_GATE"
@@ -101,7 +101,7 @@ class _Unit:
 
 def install(path: str) -> None:
     """Put a gate before every step that this process and those forked from it will compute."""
-    plain_run, plain_passes = Compute._run, leader.passes_of
+    plain_run, plain_passes = Compute._run, shape.passes_of
     opened = functools.lru_cache(maxsize=1)(lambda: _Unit(path))
 
     def run(self: Any, item: Any) -> Any:
@@ -115,4 +115,4 @@ def install(path: str) -> None:
         return 1 if opened().is_counted else plain_passes(pass_s)
 
     Compute._run = run  # type: ignore[method-assign]
-    leader.passes_of = passes
+    shape.passes_of = passes
