@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from hadal.commands.replay import make_role
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.every import AnyMessage
-from hadal.core.messages.generation import Generation
+from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.pools import Pull
 from hadal.core.messages.requests import Submit
 from hadal.core.messages.units import Cancel
 from hadal.core.model_config import read_model_config
-from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
+from hadal.core.plans import DecodePlan, KvPulled, PrefillPlan, Sampling, StepDone
+from hadal.core.seams import Event
 from hadal.lab.sim.world.clock import SimClock
-from hadal.lab.sim.world.process import Process
+from hadal.lab.sim.world.process import Asked, Process
 from hadal.roles.recording import (
     VERSION,
     Made,
@@ -80,6 +83,42 @@ class Runner:
         return StepDone(plan.step_id, tuple(keys), (0,) * len(keys), {}, elapsed_s)
 
 
+class Wires:
+    """What a process reaches: the others in drawn time, in order as over a socket; any pool's KV."""
+
+    def __init__(
+        self,
+        name: str,
+        rng: random.Random,
+        clock: SimClock,
+        processes: dict[str, Process],
+        arrived_s: dict[tuple[str, str], float],
+    ) -> None:
+        self._name = name
+        self._rng = rng
+        self._clock = clock
+        self._processes = processes
+        self._arrived_s = arrived_s
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        if to in self._processes:
+            wire = self._name, to
+            at_s = max(
+                self._clock.now() + self._rng.uniform(1e-4, 5e-3),
+                self._arrived_s.get(wire, 0.0) + 1e-6,
+            )
+            self._arrived_s[wire] = at_s
+            self._clock.at(at_s, lambda: self._processes[to].post(message))
+
+    def deliver(self, effect: Deliver) -> None:
+        pass
+
+    def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
+        assert isinstance(effect, Pull), "there is no disk"
+        answer = KvPulled(effect.request_id, effect.attempt, None)
+        return self._rng.uniform(1e-3, 2e-2), lambda: answer
+
+
 def record(
     seed: int, num_requests: int = 30, *, look_s: float = 0.0, deployment: Deployment = DEPLOYMENT
 ) -> list[Recording]:
@@ -91,15 +130,6 @@ def record(
     files: dict[str, io.BytesIO] = {}
     processes: dict[str, Process] = {}
     arrived_s: dict[tuple[str, str], float] = {}
-
-    def send(sender: str, to: str, message: AnyMessage) -> None:
-        if to in processes:  # In order, as over a socket.
-            at_s = max(
-                clock.now() + rng.uniform(1e-4, 5e-3), arrived_s.get((sender, to), 0.0) + 1e-6
-            )
-            arrived_s[sender, to] = at_s
-            clock.at(at_s, lambda: processes[to].post(message))
-
     made: dict[str, Made] = {
         "prefill-0": MadeSoleLeader("prefill", "p0", "pool-p0", "", MODEL),
         "decode-0": MadeSoleLeader("decode", "d0", "pool-d0", "", MODEL),
@@ -114,10 +144,9 @@ def record(
             name,
             Recorded(make_role(opening), tape),
             clock,
-            lambda to, message, name=name: send(name, to, message),  # type: ignore[misc]
+            Wires(name, rng, clock, processes, arrived_s),
             look_s=look_s,
             runner=Runner(rng),
-            pull_s=lambda effect: rng.uniform(1e-3, 2e-2),
         )
         processes[name].start()
     at_s = 0.1

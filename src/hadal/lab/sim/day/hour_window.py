@@ -109,8 +109,8 @@ def _run_hour(
         {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)},
         requests_of(drawn, begin_s, has_cache=cache is not None),
         mtp_accept=study.mtp_accept,
-        sample_s=SAMPLE_S,
     )
+    world.sample_every(SAMPLE_S)
     world.run(settle_s + seconds)
     processes = world.processes.values()
     num_events, num_steps = (

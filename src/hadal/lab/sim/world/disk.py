@@ -150,7 +150,7 @@ class NodeQueues:
 class WorldDisk:
     """Reads and writes of all units. `block_bytes`: of all layers.
 
-    `loads`: asked for every read, how many of its blocks come: (now, unit, effect) -> blocks.
+    `num_loaded`: (now, unit and index of its node, blocks of a read) -> blocks that the read brings.
     """
 
     def __init__(
@@ -158,9 +158,7 @@ class WorldDisk:
         num_blocks: Ints,
         block_bytes: float,
         speed: DiskSpeed,
-        loads: Callable[[float, str, ReadBlocks], int] = lambda now_s, unit, effect: len(
-            effect.into
-        ),
+        num_loaded: Callable[[float, tuple[str, int], int], int] = lambda now_s, node, num: num,
     ) -> None:
         self.num_blocks = num_blocks
         """Blocks of each request."""
@@ -168,7 +166,7 @@ class WorldDisk:
         self._node_ranks = speed.node_ranks
         self._reads = NodeQueues(speed.read_bytes_per_s, speed.latency_s)
         self._writes = NodeQueues(speed.write_bytes_per_s, speed.latency_s)
-        self._loads = loads
+        self._num_loaded = num_loaded
 
     def view(self) -> View:
         """Make the view of one more leader."""
@@ -178,8 +176,8 @@ class WorldDisk:
         """When a read begins and ends, and what comes of it. One that fails does so at its first
         missing block.
         """
-        num = self._loads(now_s, unit, effect)
         node = unit, effect.rank // self._node_ranks
+        num = self._num_loaded(now_s, node, len(effect.into))
         begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)
         error = None if num == len(effect.into) else "input/output error"
         return begin_s, end_s, BlocksRead(effect.read_id, num, 0, error)

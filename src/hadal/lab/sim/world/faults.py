@@ -106,9 +106,11 @@ class WorldFaults:
         """When a unit may be up first."""
         return max((one.start_s for one in self.late if one.unit == unit), default=0.0)
 
-    def is_disk_lost(self, now_s: float, unit: str, node: int) -> bool:
-        """Whether reads of a unit's node fail now."""
-        return any(
-            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s
+    def num_loaded(self, now_s: float, node: tuple[str, int], num_blocks: int) -> int:
+        """Return how many of `num_blocks` a read of a unit's node brings now: all or none."""
+        unit, index = node
+        is_lost = any(
+            one.unit == unit and one.node in (None, index) and one.begin_s <= now_s < one.end_s
             for one in self.disks
         )
+        return 0 if is_lost else num_blocks

@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.generation import Deliver
 from hadal.core.messages.pools import Freed, Named, Pull, ReadBlocks, StoreBlocks
-from hadal.core.plans import (
-    NO_BYTES,
-    NO_LINK_BYTES,
-    BlocksRead,
-    BlocksStored,
-    ByNode,
-    KvPulled,
-    LinkBytes,
-    StepDone,
-)
+from hadal.core.plans import StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     Effect,
@@ -38,8 +28,15 @@ from hadal.core.seams import (
 )
 from hadal.lab.sim.world.clock import SimClock
 
-DiskAnswer = tuple[float, BlocksRead | BlocksStored]
-"""How long a read or write takes, and what comes of it."""
+WIRE_S = 0.0005
+"""Time of a message from one process to another."""
+LOOK_S = 0.005
+"""Time for which a process collects messages before its role gets them."""
+HOP_S = WIRE_S + LOOK_S
+"""Time from sending a message until a role acts on it."""
+
+Asked = Pull | ReadBlocks | StoreBlocks
+"""Effects that a rank carries out with others' help, and answers."""
 
 
 class Role(Protocol):
@@ -56,53 +53,104 @@ class UnitRunner(Protocol):
     def run(self, plans: Any) -> StepDone: ...
 
 
+class Outside(Protocol):
+    """World around the processes."""
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        """Put a message on the wire."""
+
+    def deliver(self, effect: Deliver) -> None:
+        """Take tokens for the user of a request."""
+
+    def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
+        """Begin a copy, a read or a write of the process `name`. Return the time that it takes and
+        the function that makes its answer when it ends.
+        """
+
+
+class StepQueue:
+    """Plans in flight of a unit, which its Runner executes one after another."""
+
+    def __init__(
+        self, clock: SimClock, runner: UnitRunner, done: Callable[[StepDone], None]
+    ) -> None:
+        """`done`: gets each result when its step is over."""
+        self.num_steps = 0
+        self._clock = clock
+        self._runner = runner
+        self._done = done
+        self._plans: deque[Any] = deque()
+        self._num_broken = 0
+        """Number of times that steps were broken off: a step from before has no result any more."""
+        self._is_forming = False
+
+    def execute(self, plans: Any) -> None:
+        """Queue the plans of one step. A unit that forms drops them: the next formation makes them
+        void.
+        """
+        if self._is_forming:
+            return
+        self._plans.append(plans)
+        assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, "too many plans in flight"
+        if len(self._plans) == 1:
+            self._run()
+
+    def break_off(self) -> None:
+        """End the steps in flight; none begins before `form`."""
+        self._is_forming = True
+        self._num_broken += 1
+        self._plans.clear()
+
+    def form(self) -> None:
+        """Execute plans again."""
+        self._is_forming = False
+
+    def _run(self) -> None:
+        done, number = self._runner.run(self._plans[0]), self._num_broken
+        self._clock.after(done.elapsed_s, lambda: self._end(done, number))
+
+    def _end(self, done: StepDone, number: int) -> None:
+        if number != self._num_broken:
+            return
+        self._plans.popleft()
+        self.num_steps += 1
+        if self._plans:
+            self._run()
+        self._done(done)
+
+
 class Process:
-    """One role at work. `send(to, message)` puts a message on the wire; `pull_s(effect)` says how
-    long a copy takes.
-    """
+    """One role at work."""
 
     def __init__(
         self,
         name: str,
         role: Role,
         clock: SimClock,
-        send: Callable[[str, AnyMessage], None],
+        outside: Outside,
         *,
-        look_s: float = 0.0,
+        look_s: float = LOOK_S,
         runner: UnitRunner | None = None,
-        pull_s: Callable[[Pull], float] | None = None,
-        deliver: Callable[[Deliver], None] | None = None,
-        disk: Callable[[ReadBlocks | StoreBlocks], DiskAnswer] | None = None,
-        pull_error: Callable[[Pull], str | None] = lambda effect: None,
-        kv_bytes: Callable[[Pull], ByNode] = lambda effect: NO_BYTES,
     ) -> None:
-        """`pull_error`: asked when a copy ends, why it is void. `kv_bytes`: what one that is not
-        took within a node, and between two.
-        """
         self.name = name
         self.role = role
         self.num_events = 0
-        self.num_steps = 0
         self._clock = clock
-        self._send = send
+        self._outside = outside
         self._look_s = look_s
-        self._runner = runner
-        self._pull_s = pull_s
-        self._deliver = deliver
-        self._disk = disk
-        self._pull_error = pull_error
-        self._kv_bytes = kv_bytes
+        self._steps = None if runner is None else StepQueue(clock, runner, self.handle)
         self._mail: list[Event] = []
-        self._plans: deque[Any] = deque()
         self._wake_number = 0
         self._is_alive = True
-        self._is_forming = False
-        self._num_broken = 0
-        """How often steps were broken off: one that was is not done any more."""
         self._dead: set[int] = set()
         """Ranks of the unit, whether the role knows it or not."""
         self._num_deaths: Counter[int] = Counter()
         """Deaths of each rank: what one began is not answered by the next."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that came to their end."""
+        return 0 if self._steps is None else self._steps.num_steps
 
     def start(self) -> None:
         """Begin to live."""
@@ -129,16 +177,16 @@ class Process:
 
     def break_off(self, ranks: Sequence[int]) -> None:
         """These ranks die; steps in flight end, and none begins before the unit has formed."""
-        self._is_forming = True
-        self._num_broken += 1
-        self._plans.clear()
+        if self._steps is not None:
+            self._steps.break_off()
         self._dead.update(ranks)
         self._num_deaths.update(ranks)
 
     def form(self, reset: RankReset) -> None:
         """The unit works again, with the ranks that the role knows of now."""
         self._look()  # What was answered before is heard before.
-        self._is_forming = False
+        if self._steps is not None:
+            self._steps.form()
         self._dead.difference_update(reset.fresh)
         self.handle(reset)
 
@@ -158,61 +206,23 @@ class Process:
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                self._send(effect.to, effect.message)
+                self._outside.send(effect.to, effect.message)
             elif isinstance(effect, Deliver):
-                if self._deliver is not None:
-                    self._deliver(effect)
-            elif isinstance(effect, Pull):
-                self._pull(effect)
+                self._outside.deliver(effect)
+            elif isinstance(effect, Asked):
+                delay_s, answer = self._outside.ask(self.name, effect)
+                self._answer(effect.rank, delay_s, answer)
             elif isinstance(effect, Execute):
-                if self._is_forming:
-                    continue  # The next formation makes it void.
-                self._plans.append(effect.plans)
-                assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, (
-                    f"{self.name} has too many plans in flight"
-                )
-                if len(self._plans) == 1:
-                    self._run()
+                assert self._steps is not None, f"{self.name} has no runner"
+                self._steps.execute(effect.plans)
             elif isinstance(effect, WakeAt):
                 self._wake_number += 1
                 self._clock.at(effect.time_s, lambda number=self._wake_number: self._wake(number))  # type: ignore[misc]
-            elif isinstance(effect, ReadBlocks | StoreBlocks):
-                assert self._disk is not None, f"{self.name} has no disk"
-                delay_s, answer = self._disk(effect)
-                self._answer(effect.rank, delay_s, partial(_same, answer))
             else:
                 assert isinstance(effect, Freed | Named | UsedBlocks), (
                     f"{self.name} asks for {type(effect).__name__}"
                 )
 
-    def _pull(self, effect: Pull) -> None:
-        assert self._pull_s is not None, f"{self.name} has no wire for KV"
-
-        def pulled() -> KvPulled:
-            error = self._pull_error(effect)
-            link_bytes = NO_LINK_BYTES if error else LinkBytes(kv=self._kv_bytes(effect))
-            return KvPulled(effect.request_id, effect.attempt, error, link_bytes)
-
-        self._answer(effect.rank, self._pull_s(effect), pulled)
-
-    def _run(self) -> None:
-        assert self._runner is not None, f"{self.name} has no runner"
-        done, number = self._runner.run(self._plans[0]), self._num_broken
-        self._clock.after(done.elapsed_s, lambda: self._done(done, number))
-
-    def _done(self, done: StepDone, number: int) -> None:
-        if number != self._num_broken:
-            return
-        self._plans.popleft()
-        self.num_steps += 1
-        if self._plans:
-            self._run()
-        self.handle(done)
-
     def _wake(self, number: int) -> None:
         if number == self._wake_number and self._is_alive:
             self.handle(Tick())
-
-
-def _same(event: Event) -> Event:
-    return event

@@ -83,6 +83,10 @@ class Requests:
         full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
         return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
 
+    def output_tokens(self, number: int) -> int:
+        """Return the length at which a request's output ends."""
+        return int(self.tokens_out[number])
+
     def generation(self, number: int, max_context: int, num_named: int) -> Generation:
         """A request as the front takes it. `num_named`: blocks of its text that have a name."""
         num_in, num_done = int(self.tokens_in[number]), int(self.tokens_done[number])

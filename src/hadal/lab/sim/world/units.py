@@ -7,14 +7,14 @@ the hardware. Knows neither wires nor requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from hadal.core.balance import OFF
-from hadal.core.config import DECODE, PREFILL, Deployment, num_drafts_max, units_of
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, num_drafts_max, units_of
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import StepDone
 from hadal.core.seams import RankReset
@@ -58,34 +58,75 @@ def token_bytes(model: StepModel, num_drafts: int) -> float:
     return kv_bytes_per_token(model.model, model.model.num_hidden_layers + has_module)
 
 
-def simulated_leader(
-    name: str,
-    epoch: str,
-    config: Deployment,
-    model: StepModel,
-    max_context: int,
-    view: View,
-    *,
-    stores: bool,
-) -> PrefillLeader | DecodeLeader:
-    """Return the leader of a unit as it serves. `view`: what a prefill unit knows to be on disk;
-    `stores`: what is computed, and blocks that generated text fills, are written there.
-    """
-    role = name.partition("-")[0]
-    num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
-    units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
-    # Decode offers prefill nothing: a fleet is on many hosts.
-    memory = OFF if role == DECODE else config.cache.memory
-    cache = msgspec.structs.replace(
-        config.cache, memory=memory, folder=FINGERPRINT if stores else ""
-    )
-    deployment = (
-        msgspec.structs.replace(config, cache=cache, prefill=units)
-        if role == PREFILL
-        else msgspec.structs.replace(config, cache=cache, decode=units)
-    )
-    shapes = replace(model.model, max_position_embeddings=max_context)
-    return make_leader(deployment, shapes, name, role, epoch, fingerprint=FINGERPRINT, index=view)
+@dataclass(frozen=True)
+class UnitDesign:
+    """Units of a world as their leaders serve and their steps are priced."""
+
+    config: Deployment
+    models: Mapping[str, StepModel]
+    """Role -> model, with as many ranks as a unit of the deployment. Raises ValueError else."""
+    max_context: int
+    """Longest prompt and output."""
+    mtp_accept: float
+    """Probability that a draft is right if those before it were."""
+    stores: bool
+    """Whether computed blocks, and blocks that generated text fills, are written to disk."""
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            if self.models[role].num_ranks != units_of(self.config, role).ranks:
+                raise ValueError(
+                    f"the {role} model has {self.models[role].num_ranks} ranks, the deployment"
+                    " another number."
+                )
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a decode step."""
+        return num_drafts_max(self.config, self.models[DECODE].model)
+
+    @property
+    def unit_to_ranks(self) -> dict[str, int]:
+        """Unit -> number of its ranks."""
+        return {
+            f"{role}-{index}": units.ranks
+            for role in ROLES
+            for units in (units_of(self.config, role),)
+            for index in range(units.units)
+        }
+
+    def leader(self, name: str, epoch: str, view: View) -> PrefillLeader | DecodeLeader:
+        """Return the leader of a unit. `view`: index of the blocks on disk, for prefill."""
+        role = name.partition("-")[0]
+        config, model = self.config, self.models[role]
+        num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
+        units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
+        # Decode offers prefill nothing: a fleet is on many hosts.
+        memory = OFF if role == DECODE else config.cache.memory
+        cache = msgspec.structs.replace(
+            config.cache, memory=memory, folder=FINGERPRINT if self.stores else ""
+        )
+        deployment = (
+            msgspec.structs.replace(config, cache=cache, prefill=units)
+            if role == PREFILL
+            else msgspec.structs.replace(config, cache=cache, decode=units)
+        )
+        shapes = replace(model.model, max_position_embeddings=self.max_context)
+        return make_leader(
+            deployment, shapes, name, role, epoch, fingerprint=FINGERPRINT, index=view
+        )
+
+    def runner(self, role: str, output_tokens: OutputTokens) -> Runner:
+        """Return the Runner of a unit."""
+        if role == PREFILL:
+            return PrefillRunner(self.models[PREFILL], output_tokens)
+        return DecodeRunner(
+            self.models[DECODE],
+            self.config.decode.max_requests,
+            output_tokens,
+            num_drafts_max=self.num_drafts,
+            mtp_accept=self.mtp_accept,
+        )
 
 
 class SimUnit:
@@ -188,22 +229,3 @@ class LoggedRunner:
         if isinstance(self.runner, PrefillRunner):
             self._prefill_ranks.append(self.runner.ranks)
         return done
-
-
-def runner_of(
-    role: str,
-    model: StepModel,
-    config: Deployment,
-    output_tokens: OutputTokens,
-    mtp_accept: float,
-) -> Runner:
-    """`mtp_accept`: how often a draft is right if those before it were (decode)."""
-    if role == PREFILL:
-        return PrefillRunner(model, output_tokens)
-    return DecodeRunner(
-        model,
-        config.decode.max_requests,
-        output_tokens,
-        num_drafts_max=num_drafts_max(config, model.model),
-        mtp_accept=mtp_accept,
-    )

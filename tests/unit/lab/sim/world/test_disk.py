@@ -106,7 +106,7 @@ def test_reads_of_a_node_wait_for_each_other_and_those_of_others_do_not() -> Non
 
 def test_a_read_that_fails_brings_what_came_before() -> None:
     made = WorldDisk(
-        np.array([9]), BLOCK_BYTES, DiskSpeed(read_bytes_per_s=1e4), lambda now_s, unit, effect: 2
+        np.array([9]), BLOCK_BYTES, DiskSpeed(read_bytes_per_s=1e4), lambda now_s, node, num: 2
     )
     begin_s, end_s, loaded = made.load(0.0, "prefill-0", load(5, read_id=4))
     assert loaded == BlocksRead(4, 2, 0, "input/output error")

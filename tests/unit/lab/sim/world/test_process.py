@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hadal.core.messages.units import Cancel, KvLease, Release
 from hadal.core.plans import BlocksRead, BlocksStored, KvPulled, PrefillPlan, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick, WakeAt
 from hadal.lab.sim.world.clock import SimClock
-from hadal.lab.sim.world.process import Process
+from hadal.lab.sim.world.process import Asked, Process
 
 
 class Scripted:
@@ -35,16 +36,37 @@ class Steps:
         return StepDone(plans[0].step_id, (), (), {}, 0.25)
 
 
-def process(role: Scripted, **options: Any) -> tuple[Process, SimClock, list[Any]]:
-    clock, sent = SimClock(), []
-    made = Process("p", role, clock, lambda to, message: sent.append((to, message)), **options)
+class Around:
+    """A world that notes what it is given, and answers each kind of effect in its time."""
+
+    def __init__(self, **answers: tuple[float, Event]) -> None:
+        self.answers = answers
+        self.sent: list[Any] = []
+        self.delivered: list[Deliver] = []
+
+    def send(self, to: str, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def deliver(self, effect: Deliver) -> None:
+        self.delivered.append(effect)
+
+    def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
+        delay_s, answer = self.answers[type(effect).__name__]
+        return delay_s, lambda: answer
+
+
+def process(
+    role: Scripted, around: Around | None = None, look_s: float = 0.0, **options: Any
+) -> tuple[Process, SimClock]:
+    clock = SimClock()
+    made = Process("p", role, clock, around or Around(), look_s=look_s, **options)
     made.start()
-    return made, clock, sent
+    return made, clock
 
 
 def test_what_arrives_within_a_look_is_handed_over_together() -> None:
     role = Scripted()
-    made, clock, _ = process(role, look_s=0.1)
+    made, clock = process(role, look_s=0.1)
     a, b, c = (Release(name, 0) for name in "abc")
     for at_s, message in ((0.0, a), (0.05, b), (0.3, c)):
         clock.at(at_s, lambda message=message: made.post(message))  # type: ignore[misc]
@@ -56,7 +78,7 @@ def test_what_arrives_within_a_look_is_handed_over_together() -> None:
 def test_steps_run_one_behind_the_other() -> None:
     plans = [(PrefillPlan(number, ()),) for number in range(3)]
     role = Scripted([Execute(plans[0]), Execute(plans[1])], [Execute(plans[2])])
-    made, clock, _ = process(role, runner=Steps())
+    made, clock = process(role, runner=Steps())
     clock.run(2.0)
     assert [(at_s, event.step_id) for at_s, (event,) in role.given] == [
         (0.25, 0),
@@ -77,23 +99,21 @@ def test_messages_copies_and_streams() -> None:
     role = Scripted(
         [Send("front", Cancel("a", 0)), Pull("a", 2, lease, (3,)), Deliver("a", ()), Freed((1,))]
     )
-    told: list[Deliver] = []
-    _, clock, sent = process(role, pull_s=lambda effect: 0.5, deliver=told.append)
+    around = Around(Pull=(0.5, KvPulled("a", 2, None)))
+    _, clock = process(role, around)
     clock.run(1.0)
-    assert (sent, told) == ([("front", Cancel("a", 0))], [Deliver("a", ())])
+    assert (around.sent, around.delivered) == ([("front", Cancel("a", 0))], [Deliver("a", ())])
     assert role.given == [(0.5, (KvPulled("a", 2, None),))]
 
 
 def test_the_last_alarm_counts() -> None:
     role = Scripted([WakeAt(0.2), WakeAt(0.4)])
-    _, clock, _ = process(role)
+    _, clock = process(role)
     clock.run(1.0)
     assert role.given == [(0.4, (Tick(),))]
 
 
 def test_what_nobody_can_do_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="no wire for KV"):
-        process(Scripted([Pull("a", 0, KvLease("pool", (1,), (0,), 10), (3,))]))
     with pytest.raises(AssertionError, match="no runner"):
         process(Scripted([Execute((PrefillPlan(0, ()),))]))
 
@@ -104,14 +124,12 @@ def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
     ]
     plans = [(PrefillPlan(number, ()),) for number in range(2)]
     role = Scripted([Execute(plans[0]), *pulls], [*pulls, Execute(plans[1])])
-    made, clock, _ = process(
-        role, runner=Steps(), pull_s=lambda pull: 0.2, pull_error=lambda pull: "gone"
-    )
+    answer = KvPulled("a", 0, "gone")
+    made, clock = process(role, Around(Pull=(0.2, answer)), runner=Steps())
     clock.at(0.1, lambda: made.break_off((1,)))
     reset = RankReset((1,), ())
     clock.at(0.5, lambda: made.form(reset))
     clock.run(1.0)
-    answer = KvPulled("a", 0, "gone")
     # The step of 0.25 s never ends; at 0.2 the living rank answers, and what is planned then is
     # void.
     assert role.given == [(0.2, (answer,)), (0.4, (answer,)), (0.5, (reset,))]
@@ -119,7 +137,7 @@ def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
 
 def test_a_process_that_ended_hears_nothing() -> None:
     role = Scripted([WakeAt(0.5)])
-    made, clock, _ = process(role, look_s=0.1)
+    made, clock = process(role, look_s=0.1)
     made.post(Release("a", 0))
     clock.at(0.05, made.end)
     clock.at(0.2, lambda: made.post(Release("b", 0)))
@@ -130,8 +148,6 @@ def test_a_process_that_ended_hears_nothing() -> None:
 def test_the_disk_answers_in_its_time() -> None:
     loaded, stored = BlocksRead(3, 1), BlocksStored(4, (None,))
     role = Scripted([ReadBlocks(3, b"", (), (1,)), StoreBlocks(4, b"", (0,), (1,))])
-    _, clock, _ = process(
-        role, disk=lambda effect: (0.3, loaded) if isinstance(effect, ReadBlocks) else (0.2, stored)
-    )
+    _, clock = process(role, Around(ReadBlocks=(0.3, loaded), StoreBlocks=(0.2, stored)))
     clock.run(1.0)
     assert role.given == [(0.2, (stored,)), (0.3, (loaded,))]

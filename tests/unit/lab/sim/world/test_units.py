@@ -8,6 +8,7 @@ from hadal.lab.sim.runners import DecodeRunner
 from hadal.lab.sim.world.clock import SimClock
 from hadal.lab.sim.world.process import Process
 from hadal.lab.sim.world.units import SimUnit
+from tests.unit.lab.sim.world.test_process import Around
 
 
 class Listener:
@@ -26,7 +27,7 @@ class Listener:
 
 def unit(pools: set[str]) -> tuple[SimUnit, Listener]:
     role = Listener()
-    process = Process("decode-0", role, SimClock(), lambda to, message: None)
+    process = Process("decode-0", role, SimClock(), Around())
     made = SimUnit(
         "decode-0", 7, process, DecodeRunner(StepModel(4), 2, lambda number: 9), 4, pools
     )

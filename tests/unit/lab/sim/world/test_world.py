@@ -289,7 +289,8 @@ def test_what_is_computed_and_generated_is_written() -> None:
 
 
 def test_how_full_ranks_are_is_sampled() -> None:
-    made = world(requests(1, 300, 200.0), sample_s=0.1)
+    made = world(requests(1, 300, 200.0))
+    made.sample_every(0.1)
     made.run(2.0)
     seen = made.read(0.5, 2.0)
     share = seen.kv_share
