@@ -19,20 +19,17 @@ from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from hadal.core.arrays import Bools, Ints
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.drafts import Compared, compared, summed
-from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.lab.perf.explain import StepPrice
 from hadal.lab.perf.layer import MicroBatchLoad, op_seconds
 from hadal.lab.perf.step import MTP_ACCEPT, StepModel
+from hadal.lab.sim.slot_drafts import Bools, Ints, SlotDrafts
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
-
-Chances = NDArray[np.uint64]
 
 STOP_ID = 1
 """The stop id of every simulated request: `Generation.stop_ids` has it."""
@@ -232,9 +229,8 @@ def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBat
 class DecodeRunner:
     """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
 
-    A draft is right with probability `mtp_accept` if those before it were. Which are is drawn from
-    the request's seed and the token's place in its output: whoever else runs, and however many are
-    drafted, `num_drafts_max` at most. Raises ValueError for what is no probability.
+    A draft is right with probability `mtp_accept` if those before it were (lab/sim/slot_drafts); a plan
+    drafts `num_drafts_max` at most. Raises ValueError for what is no probability.
     """
 
     def __init__(
@@ -246,8 +242,6 @@ class DecodeRunner:
         num_drafts_max: int = 0,
         mtp_accept: float = MTP_ACCEPT,
     ) -> None:
-        if not 0.0 <= mtp_accept <= 1.0:
-            raise ValueError(f"mtp_accept is {mtp_accept}: 0 to 1 can be.")
         self.work = NO_WORK
         """What the last step computed."""
         self.price: StepPrice | None = None
@@ -258,22 +252,13 @@ class DecodeRunner:
         self._model = model
         self._num_slots = num_slots
         self._output_tokens = output_tokens
-        self._num_drafts_max = num_drafts_max
-        self._accepted_below = mtp_accept * 2.0**_CHANCE_BITS
         size = model.num_ranks * num_slots
+        self._drafts = SlotDrafts(size, num_drafts_max, mtp_accept)
         self.is_taken: Bools = np.zeros(size, np.bool_)
         self._left: Ints = np.zeros(size, np.int64)
         """Tokens until the output is as long as it was wanted."""
         self._length: Ints = np.zeros(size, np.int64)
         """Positions in the cache."""
-        self._room: Ints = np.zeros(size, np.int64)
-        """Positions that fit into its blocks: no draft is checked beyond them."""
-        self._chance: Chances = np.zeros(size, np.uint64)
-        """Made of the request's seed: what its drafts' chances are drawn from."""
-        self._num_drafted: Ints = np.zeros(size, np.int64)
-        """Drafts of the last plan."""
-        self._has_drafts = False
-        """Whether any of those is above 0."""
         self._is_computed: Bools = np.zeros(size, np.bool_)
         """Slots of the step: taken, and not resting."""
         self._is_second: Bools = np.zeros(size, np.bool_)
@@ -284,7 +269,7 @@ class DecodeRunner:
         for rank, plan in enumerate(plans):
             if plan.leaves or plan.joins:
                 self._change(rank * self._num_slots, plan)
-        if self._num_drafts_max:
+        if self._drafts.num_max:
             self._grow(plans)
         np.copyto(self._is_computed, self.is_taken)
         for rank, plan in enumerate(plans):
@@ -295,8 +280,10 @@ class DecodeRunner:
     def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
         """A token of each slot of the step, and those that drafts bring."""
         slots, num_drafts = np.flatnonzero(self._is_computed), plans[0].num_drafts
-        assert num_drafts <= self._num_drafts_max, "a plan drafts more than was said"
-        num_checked = self._num_checked(slots) if self._has_drafts else None
+        assert num_drafts <= self._drafts.num_max, "a plan drafts more than was said"
+        num_checked = (
+            self._drafts.num_checked(slots, self._length) if self._drafts.has_any else None
+        )
         self._length[slots] += 1
         is_in = self._halves(plans)
         num_tokens = None  # One of each slot, which takes less time to count.
@@ -334,9 +321,7 @@ class DecodeRunner:
             drafts = compared(num_checked, num_right)
         if drawn.size > slots.size:
             self.work = self.work._replace(tokens=drawn.size)
-        if num_drafts or self._has_drafts:
-            self._num_drafted[slots] = num_drafts
-            self._has_drafts = bool(self._num_drafted[self.is_taken].any())
+        self._drafts.note(slots, num_drafts, self.is_taken)
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
         # them.
         keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
@@ -356,19 +341,13 @@ class DecodeRunner:
         """Let `num_living` ranks take part from now on, with nobody in their tables."""
         self._num_living = max(1, num_living)
         self.is_taken[:] = False
-        self._has_drafts = False
+        self._drafts.clear()
 
     @property
     def requests_R(self) -> Ints:
         """Requests by rank."""
         requests_R: Ints = np.count_nonzero(self.is_taken.reshape(-1, self._num_slots), axis=1)
         return requests_R
-
-    def _num_checked(self, slots: Ints) -> Ints:
-        """Drafts of these slots that the step checks: as many as have room."""
-        num_fitting = self._room[slots] - 1 - self._length[slots]
-        num_checked: Ints = np.minimum(self._num_drafted[slots], num_fitting)
-        return np.maximum(num_checked, 0, out=num_checked)
 
     def _draw(self, slots: Ints, num_checked: Ints | None) -> tuple[Ints, Ints]:
         """Return whose tokens the step draws, and the tokens: the first of each of these slots,
@@ -383,18 +362,12 @@ class DecodeRunner:
         rows = np.arange(slots.size)
         for place in range(1, 1 + int(num_checked.max(initial=0))):
             rows = rows[num_checked[rows] >= place]
-            rows = rows[self._is_right(slots[rows], left[rows] - place + 1)]
+            rows = rows[self._drafts.is_right(slots[rows], left[rows] - place + 1)]
             keys.append(slots[rows])
             values.append(np.where(left[rows] == place, STOP_ID, WORD_ID))
             self._length[keys[-1]] += 1
             self._left[keys[-1]] -= 1
         return np.concatenate(keys), np.concatenate(values)
-
-    def _is_right(self, slots: Ints, left: Ints) -> Bools:
-        """Whether each slot's draft is right of the token behind which so many are left to draw."""
-        chances = _mixed(self._chance[slots] + left.astype(np.uint64) * _OF_TOKEN)
-        is_right: Bools = (chances >> np.uint64(64 - _CHANCE_BITS)) < self._accepted_below
-        return is_right
 
     def _note(self, slots: Ints, batches: Sequence[MicroBatchLoad]) -> None:
         lengths, ranks = self._length[slots], slots // self._num_slots
@@ -417,16 +390,14 @@ class DecodeRunner:
         for join in plan.joins:
             slot = first + join.slot
             self.is_taken[slot] = True
-            self._room[slot] = len(join.block_ids) * BLOCK_TOKENS
-            self._chance[slot] = join.sampling.seed * _OF_SEED % 2**64
-            self._num_drafted[slot] = 0  # It comes with one token, and nobody drafted behind it.
+            self._drafts.join(slot, len(join.block_ids), join.sampling.seed)
             self._length[slot] = join.num_tokens
             self._left[slot] = self._output_tokens(join.sampling.seed) - join.output_index
 
     def _grow(self, plans: Sequence[DecodePlan]) -> None:
         for rank, plan in enumerate(plans):
             for slot, _, _ in plan.grown:
-                self._room[rank * self._num_slots + slot] += BLOCK_TOKENS
+                self._drafts.grow(rank * self._num_slots + slot)
 
     def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
         """Who is in which micro-batch."""
@@ -463,19 +434,6 @@ class DecodeRunner:
             mean_tokens,
             self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0,
         )
-
-
-_CHANCE_BITS = 53
-"""Of a chance: as many as a float tells apart."""
-_OF_SEED, _OF_TOKEN = 0xD1342543DE82EF95, np.uint64(0x9E3779B97F4A7C15)
-"""Odd, and no small multiples of one another: no two requests' tokens have the same chance."""
-
-
-def _mixed(values: Chances) -> Chances:
-    """A 64-bit hash of each (the finaliser of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _joined(passes: Sequence[StepDone]) -> StepDone:

@@ -13,9 +13,10 @@ import numpy as np
 
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.requests import Submit
+from hadal.lab.sim.slot_drafts import Ints
 from hadal.lab.sim.world.clock import SimClock
 from hadal.lab.sim.world.process import HOP_S
-from hadal.lab.sim.world.requests import Ints, Requests
+from hadal.lab.sim.world.requests import Requests
 from hadal.lab.sim.world.warm import PLACED_HOPS, SUBMIT_HOPS
 
 
