@@ -384,7 +384,6 @@ def report(
         prices=prices,
         is_utc=utc,
         has_uses=tenant,
-        echo=typer.echo,
     )
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -34,7 +34,6 @@ def run(
     prices: str,
     is_utc: bool,
     has_uses: bool = False,
-    echo: Callable[[str], object] = print,
     now_s: float | None = None,
 ) -> None:
     """Print the report of the last hours. `prices`, unless empty, replace the charged ones. `has_uses`:
@@ -64,7 +63,7 @@ def run(
         spans=window.spans,
     )
     if as_json:
-        echo(json.dumps(made.as_json(), indent=2))
+        typer.echo(json.dumps(made.as_json(), indent=2))
         return
     console = Console()
     console.print(render(made, f"What was served in the last {last}"))

@@ -171,17 +171,8 @@ def decode_point(
     requests_per_s = ranks * requests_per_rank / (load.tokens_out * token_s)
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
     seconds = study.window.seconds
-    world = _world(
-        study,
-        placed,
-        load,
-        cache,
-        num_prefill,
-        requests_per_s,
-        token_s,
-        int(requests_per_rank),
-        seconds,
-    )
+    point = _Point(num_prefill, requests_per_s, token_s, seconds, int(requests_per_rank))
+    world = _world(study, placed, load, cache, point)
     reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
     if not reading.decode.tokens:
         raise _nothing_seen(DECODE)
@@ -203,9 +194,8 @@ def prefill_world(
 ) -> FleetWorld:
     """Such a unit, when what is measured is over."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
-    return _world(
-        study, placed, load, cache, 1, requests_per_s, 1e-6, 0, study.window.prefill_seconds
-    )
+    point = _Point(1, requests_per_s, 1e-6, study.window.prefill_seconds)
+    return _world(study, placed, load, cache, point)
 
 
 def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
@@ -234,33 +224,43 @@ def _prefill_requests_per_s(
     return study.prefill.ranks * priced.tokens_per_s_gpu / (load.tokens_in - load.tokens_hit)
 
 
+@dataclass(frozen=True)
+class _Point:
+    """Load at which one decode unit is measured with its prefill units."""
+
+    num_prefill: int
+    requests_per_s: float
+    token_s: float
+    """Expected time from token to token."""
+    seconds: float
+    """Measured time, after the settling."""
+    stream: int = 0
+    """Number of the random stream."""
+
+
 def _world(
     study: Study,
     placed: Mapping[str, float],
     load: DemandFigures,
     cache: CacheDay | None,
-    num_prefill: int,
-    requests_per_s: float,
-    token_s: float,
-    number: int,
-    seconds: float,
+    point: _Point,
 ) -> FleetWorld:
-    """One decode unit and some prefill units, from the start to the end of what is measured."""
-    settle_s = study.window.settle_s
-    scale = load.requests_per_s[int(_AT_S // 3600.0)] / requests_per_s
-    params = with_tokens_at(study.workload, token_s, study.window.first_token_s)
+    """Run the point's units from the start to the end of the measured time."""
+    settle_s, seconds = study.window.settle_s, point.seconds
+    scale = load.requests_per_s[int(_AT_S // 3600.0)] / point.requests_per_s
+    params = with_tokens_at(study.workload, point.token_s, study.window.first_token_s)
     drawn = window(
         replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)),
         _AT_S,
         _AT_S + settle_s + seconds,
         study.window.back_s,
-        generator(study, "curve", number),
+        generator(study, "curve", point.stream),
         cache,
         scale=max(1.0, scale),
     )
     models = {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)}
     world = FleetWorld(
-        study.deployment(num_prefill, 1),
+        study.deployment(point.num_prefill, 1),
         models,
         requests_of(drawn, _AT_S, has_cache=cache is not None),
         mtp_accept=study.mtp_accept,
