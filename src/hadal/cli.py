@@ -321,7 +321,7 @@ def chat(
     """Chat in the terminal with a running server: thinking behind a bar, tokens per second after
     each answer.
     """
-    from hadal.apps.terminal import chat as talk
+    from hadal.apps.terminal.chat import chat as talk
 
     sys.exit(
         talk(

@@ -20,7 +20,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hadal.apps.terminal import Chat, ChatError, WordWrap, turns
+from hadal.apps.terminal.chat import Chat, ChatError
+from hadal.apps.terminal.screen import WordWrap, turns
 from hadal.gateway.desk.service import ServedModel
 from tests.waiting import DEADLINE_S, wait_until
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from hadal.apps.terminal import Chat, ChatError, chat, first_model
+from hadal.apps.terminal.chat import Chat, ChatError, chat, first_model
 from hadal.gateway.desk.service import ServedModel
 
 from .serving import serving

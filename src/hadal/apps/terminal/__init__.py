@@ -1,0 +1,1 @@
+"""Room terminal: the chat of `hadal chat`."""
