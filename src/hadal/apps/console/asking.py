@@ -4,7 +4,9 @@ what the key of whoever looks may see.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -21,6 +23,9 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """Every answer that comes in has a connection, however many pages are open."""
 _BUSY = (429, 503)
 """Statuses of a server that may have room later."""
+_MAX_AGAIN = 5
+_MAX_AGAIN_S = 60.0
+"""A server that is busy for longer is not waited for."""
 
 
 class AskError(HadalError):
@@ -97,6 +102,49 @@ class Asking:
                     yield event
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             raise AskError(f"The connection to the server broke ({_named(error)}).") from error
+
+
+class ChatModel:
+    """The served model, as one page asks it with one key."""
+
+    def __init__(self, asking: Asking) -> None:
+        self.name = ""
+        self.can_call = True
+        """Until the server refuses tools: its model was not taught any."""
+        self._asking = asking
+        self._key = ""
+
+    async def knock(self, key: str) -> None:
+        """Ask with this key from now on. Raises AskError if the gateway does not take it."""
+        self.name = await self._asking.model(key)
+        self._key = key
+
+    async def answer(
+        self, body: dict[str, Any], say: Callable[[str], None]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of an answer; a busy gateway is asked again when it wants. `say`: shows
+        that. Raises AskError.
+        """
+        for num_tries in itertools.count():
+            try:
+                async for event in self._asking.stream(body, self._key):
+                    yield event
+                return
+            except AskError as error:
+                again_s = error.again_s
+                if again_s is None or again_s > _MAX_AGAIN_S or num_tries == _MAX_AGAIN:
+                    raise
+                say(f"Busy, trying again in {again_s:.0f} s.")
+                await asyncio.sleep(again_s)
+                say("")
+
+    def refuses_tools(self, body: dict[str, Any], error: AskError) -> bool:
+        """Return whether a request failed because the model was not taught to call tools, and
+        remember it.
+        """
+        is_refused = "tools" in body and error.status == 400 and error.param.startswith("tool")
+        self.can_call = self.can_call and not is_refused
+        return is_refused
 
 
 def _headers(key: str) -> dict[bytes, bytes]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hadal.apps.console.chat import rendered
+from hadal.apps.console.answer_view import rendered
 
 CODE = "```python\n__name__ = '<b>'\n# no heading\n"
 

@@ -1,0 +1,127 @@
+"""Conversations in the browser's storage: the list of all, and the turns of those that are open here.
+
+Knows the browser, and nothing of what a page shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+from nicegui import Client
+
+from hadal.apps.console.conversation import Conversation, KeptChat, read, read_list, to_json
+from hadal.apps.console.shell import store
+
+PIECE_CHARS = 100_000
+"""Characters read from the browser at once: whatever they are, far less than a socket's message may
+be.
+"""
+_PREFIX = "hadal.chat."
+_MAX_LISTED = 1000
+"""Conversations in the list; the browser may keep more."""
+_MAX_PIECES = 1000
+_JS_S = 10.0
+
+
+class KeptChats:
+    """Conversations that the browser of one page keeps."""
+
+    def __init__(self, client: Client) -> None:
+        self.all: list[KeptChat] = []
+        """List of them, the latest first."""
+        self._client = client
+        self._loaded: dict[str, Conversation] = {}
+        """Those of them whose turns are here."""
+        self._opening = ""
+        """Id of the one whose turns are on their way."""
+        self._reading = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Read the list again."""
+        self.all = await self._listed()
+
+    async def _listed(self) -> list[KeptChat]:
+        found = await self._client.run_javascript(
+            f"return hadal.kept({json.dumps(_PREFIX)}, {_MAX_LISTED})", timeout=_JS_S
+        )
+        return read_list(found)
+
+    def loaded(self, chat_id: str) -> Conversation | None:
+        """Return a conversation whose turns are here."""
+        return self._loaded.get(chat_id)
+
+    async def newer(self, known: Conversation) -> Conversation | None:
+        """Return what another page kept of a conversation since; None if it kept nothing."""
+        kept = {one.id: one.changed_ms for one in await self._listed()}
+        return await self.read(known.id) if kept.get(known.id, 0) > known.changed_ms else None
+
+    async def open(self, chat_id: str, then: Callable[[Conversation | None], None]) -> None:
+        """Load a conversation and call `then`, unless another is wanted meanwhile. None: the
+        browser does not keep it any more.
+        """
+        self._opening = chat_id
+        async with self._reading:
+            found = self._loaded.get(chat_id) or await self.read(chat_id)
+        if self._opening != chat_id:
+            return
+        self._opening = ""
+        if found is not None:
+            self._loaded[chat_id] = found
+        then(found)
+
+    async def opened(self) -> None:
+        """Wait until a conversation that is being opened is here."""
+        async with self._reading:
+            pass
+
+    def leave_opening(self) -> None:
+        """Show none that is being opened: the user went on elsewhere."""
+        self._opening = ""
+
+    async def read(self, chat_id: str) -> Conversation | None:
+        """Return a conversation out of the browser, read piece by piece."""
+        name, texts, begin = json.dumps(_PREFIX + chat_id), list[str](), 0
+        for _ in range(_MAX_PIECES):
+            text, begin, is_all = await self._client.run_javascript(
+                f"return hadal.piece({name}, {begin}, {PIECE_CHARS})", timeout=_JS_S
+            )
+            texts.append(text)
+            if is_all:
+                return read(chat_id, "".join(texts))
+        return None
+
+    def replace(self, conversation: Conversation) -> None:
+        """Take over turns that another page kept."""
+        self._loaded[conversation.id] = conversation
+
+    def unload(self, chat_id: str) -> None:
+        """Forget the turns here; the browser keeps them."""
+        self._loaded.pop(chat_id, None)
+
+    def clear(self) -> None:
+        """Forget the turns of all: the page is gone."""
+        self._loaded.clear()
+
+    def keep(self, conversation: Conversation) -> int:
+        """Have the browser keep a conversation as it is now. Return its length."""
+        conversation.changed_ms = int(time.time() * 1000)
+        if conversation.id not in self._loaded:
+            self._loaded[conversation.id] = conversation
+            self.all.insert(0, KeptChat(conversation.id))
+        for one in self.all:
+            if one.id == conversation.id:
+                one.title = conversation.title
+        text = to_json(conversation)
+        store(self._client, _PREFIX + conversation.id, text)
+        return len(text)
+
+    def delete(self, one: KeptChat) -> None:
+        """Have the browser forget a conversation."""
+        self.all.remove(one)
+        if self._opening == one.id:
+            self._opening = ""
+        self.unload(one.id)
+        store(self._client, _PREFIX + one.id, "")
