@@ -23,7 +23,7 @@ from hadal.apps.console.answer_view import AnswerView, code_styles
 from hadal.apps.console.asking import AskError, Asking, ChatModel
 from hadal.apps.console.conversation import ChatAnswer, ChatTurn, Conversation, KeptChat
 from hadal.apps.console.kept import PIECE_CHARS, KeptChats
-from hadal.apps.console.shell import Door, TopBar, head
+from hadal.apps.console.shell import Door, TopBar, head, icon_button
 
 _SHOW_S = 0.06
 """Time between two looks of a page at an answer that comes in: more often nobody reads."""
@@ -76,9 +76,7 @@ class Composer:
         with ui.element("div").classes("h-composer-wrap"):
             with ui.element("div").classes("h-editing") as self._editing_note:
                 ui.label("Asks again from here. What follows goes once this is sent.")
-                leave = ui.element("button").classes("h-icon").props('aria-label="Keep it"')
-                with leave.on("click", keep_all):
-                    ui.icon("close")
+                icon_button("close", "Keep it", keep_all)
             with ui.element("div").classes("h-composer"):
                 field = ui.element("textarea").classes("h-input")
                 field.props(
@@ -101,10 +99,7 @@ class Composer:
                     self._send.on("click", sent, js_handler="() => hadal.send(hadal.field(), emit)")
                     with self._send:
                         ui.icon("arrow_upward")
-                    self._stop = ui.element("button").classes("h-send h-stop").on("click", stop)
-                    self._stop.props('aria-label="Stop"')
-                    with self._stop:
-                        ui.icon("stop")
+                    self._stop = icon_button("stop", "Stop", stop, kind="h-send h-stop")
 
     def show(self, now: Conversation, *, is_editing: bool, is_running: bool) -> None:
         """Show the conversation's settings, and what can be done now."""
@@ -146,10 +141,7 @@ class ChatPage:
         self._client.on_delete(self._closed)
         self._bar = TopBar("chat")
         with self._bar.left:
-            menu = ui.element("button").classes("h-icon h-menu").on("click", self._show_list)
-            menu.props('aria-label="Conversations"')
-            with menu:
-                ui.icon("menu")
+            menu = icon_button("menu", "Conversations", self._show_list, kind="h-icon h-menu")
         menu.move(self._bar.left, 0)
         self._body = ui.element("main").classes("h-chat")
         await self._client.connected(timeout=30.0)
@@ -217,13 +209,7 @@ class ChatPage:
         with row:
             with ui.element("button").classes("h-row-title").on("click", lambda: self._open(one)):
                 ui.label(one.title or "New chat")
-            with (
-                ui.element("button")
-                .classes("h-icon h-row-delete")
-                .props('aria-label="Delete"')
-                .on("click", lambda: self._delete(one))
-            ):
-                ui.icon("close")
+            icon_button("close", "Delete", lambda: self._delete(one), kind="h-icon h-row-delete")
 
     def _empty(self) -> None:
         with ui.element("div").classes("h-empty"):
@@ -244,13 +230,13 @@ class ChatPage:
         with ui.element("div").classes("h-asked-row"):
             with ui.element("div").classes("h-asked"):
                 ui.label(turn.asked).classes("h-asked-text")
-            with (
-                ui.element("button")
-                .classes("h-icon h-edit")
-                .props('aria-label="Edit" title="Edit and ask again"')
-                .on("click", lambda: self._edit(number))
-            ):
-                ui.icon("edit")
+            icon_button(
+                "edit",
+                "Edit",
+                lambda: self._edit(number),
+                kind="h-icon h-edit",
+                title="Edit and ask again",
+            )
         view = None
         for answer in turn.answers:
             view = AnswerView()
@@ -262,14 +248,8 @@ class ChatPage:
         """What can be done with the last answer."""
         text = "\n\n".join(answer.content for answer in turn.answers if answer.content)
         with view.foot:
-            for icon, name, act in (
-                ("content_copy", "Copy", lambda: self._copy(text)),
-                ("refresh", "Regenerate", self.regenerate),
-            ):
-                button = ui.element("button").classes("h-icon").on("click", act)
-                button.props(f'aria-label="{name}" title="{name}"')
-                with button:
-                    ui.icon(icon)
+            icon_button("content_copy", "Copy", lambda: self._copy(text), title="Copy")
+            icon_button("refresh", "Regenerate", self.regenerate, title="Regenerate")
 
     def _copy(self, text: str) -> None:
         self._client.run_javascript(f"hadal.copy({json.dumps(text)})")

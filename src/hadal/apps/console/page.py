@@ -768,7 +768,9 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
     for line in lines[:_MAX_ROWS]:
-        cost, margin = _of_tenant(line) if is_by_tenant else _of_line(line)
+        # Of an hour, or of a model, whose units serve no other.
+        own = line["cost_usd"], line["margin_percent"]
+        cost, margin = _of_tenant(line) if is_by_tenant else own
         rows.append(
             [
                 str(line[by]),
@@ -789,11 +791,6 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
         if rows
         else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
     )
-
-
-def _of_line(line: dict[str, Any]) -> tuple[float, float | None]:
-    """Cost and margin of a model, whose units serve no other, or of an hour."""
-    return line["cost_usd"], line["margin_percent"]
 
 
 def _of_tenant(line: dict[str, Any]) -> tuple[float | None, float | None]:

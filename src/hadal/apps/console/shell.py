@@ -56,6 +56,20 @@ def head(title: str) -> None:
     ui.add_head_html(f'<script src="{_asset("console.js")}"></script>')
 
 
+def icon_button(
+    icon: str, label: str, act: Callable[[], object], *, kind: str = "h-icon", title: str = ""
+) -> ui.element:
+    """Return a button that shows an icon alone. `label`: its name for screen readers; `title`: shown
+    under the pointer.
+    """
+    button = ui.element("button").classes(kind).props(f'aria-label="{label}"').on("click", act)
+    if title:
+        button.props(f'title="{title}"')
+    with button:
+        ui.icon(icon)
+    return button
+
+
 class TopBar:
     """The bar at the top: the name, what is served, links, a key that is kept, dark mode."""
 
@@ -73,23 +87,11 @@ class TopBar:
                     link = ui.link(name, path).classes("h-nav")
                     if name.lower() == here:
                         link.classes("h-nav-here").props('aria-current="page"')
-                self._forget = (
-                    ui.element("button")
-                    .classes("h-icon")
-                    .props('aria-label="Forget key" title="Forget key"')
-                    .on("click", self._forget_key)
+                self._forget = icon_button(
+                    "key_off", "Forget key", self._forget_key, title="Forget key"
                 )
-                with self._forget:
-                    ui.icon("key_off")
                 self._forget.set_visibility(False)
-                self._switch = (
-                    ui.element("button")
-                    .classes("h-icon")
-                    .props('aria-label="Light or dark" title="Light or dark"')
-                    .on("click", self._toggle)
-                )
-                with self._switch:
-                    ui.icon("contrast")
+                icon_button("contrast", "Light or dark", self._toggle, title="Light or dark")
 
     async def remember(self) -> None:
         """Take up light or dark as it was chosen; else as the system has it."""
