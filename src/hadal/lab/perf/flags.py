@@ -37,15 +37,9 @@ def decode_flags(
     unit: PricedUnit, batch: MicroBatchLoad, kv_tokens: float, queries: int
 ) -> tuple[str, ...]:
     """Return what is extrapolated for a decode micro-batch with `queries` tokens of each request."""
-    rows = (
-        batch.mean_tokens
-        * unit.model.num_experts_per_tok
-        * batch.expert_imbalance
-        / unit.num_expert_slots
-    )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
-        _outside("rows of an expert (masked grouped GEMM)", rows, MASKED_ROWS),
+        _outside("rows of an expert (masked grouped GEMM)", _expert_rows(unit, batch), MASKED_ROWS),
         _outside("context of a request (FlashMLA)", kv_tokens, MLA_CONTEXT),
         _outside("requests of a micro-batch (FlashMLA)", batch.num_tokens / queries, MLA_REQUESTS),
     ]
@@ -65,20 +59,23 @@ def decode_flags(
 
 def prefill_flags(unit: PricedUnit, batch: MicroBatchLoad, prompt_tokens: float) -> tuple[str, ...]:
     """Return what is extrapolated for a prefill micro-batch."""
-    rows = (
-        batch.mean_tokens
-        * unit.model.num_experts_per_tok
-        * batch.expert_imbalance
-        / unit.num_expert_slots
-    )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
-        _outside("rows of an expert (contiguous grouped GEMM)", rows, CONTIGUOUS_ROWS),
+        _outside(
+            "rows of an expert (contiguous grouped GEMM)",
+            _expert_rows(unit, batch),
+            CONTIGUOUS_ROWS,
+        ),
         _outside("prompt (FlashAttention 3)", prompt_tokens, MHA_CONTEXT),
     ]
     if unit.num_ranks > 1:
         found.append(_outside("ranks (DeepEP normal)", unit.num_ranks, NORMAL_RANKS))
     return _all(unit, found)
+
+
+def _expert_rows(unit: PricedUnit, batch: MicroBatchLoad) -> float:
+    routed = batch.mean_tokens * unit.model.num_experts_per_tok
+    return routed * batch.expert_imbalance / unit.num_expert_slots
 
 
 def _all(unit: PricedUnit, found: list[str | None]) -> tuple[str, ...]:

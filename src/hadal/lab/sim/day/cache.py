@@ -73,16 +73,6 @@ class CacheDay:
         return float(self.tokens_found.sum() / self.workload.tokens_in.sum())
 
     @property
-    def findable_share(self) -> float:
-        """What it would be if nothing were ever forgotten."""
-        return float(self.workload.tokens_findable.sum() / self.workload.tokens_in.sum())
-
-    @property
-    def bytes_written(self) -> float:
-        """Bytes written in the day, for all sessions."""
-        return float(self.blocks_written.sum()) * BLOCK_BYTES * self.scale
-
-    @property
     def eviction_age_mean_s(self) -> float:
         """Mean age of what made room that day; inf if nothing did."""
         some = self.blocks_evicted > 0
@@ -135,13 +125,6 @@ class CacheDay:
         shared, own = tokens_shared_own(workload)
         share = np.where(own > 0, self.found_share(workload.arrival_s, workload.idle_s), 0.0)
         return np.asarray(shared + own * share)
-
-    def hit_share_of(self, workload: Workload) -> float:
-        """Return the share of the workload's prompt tokens that is found. A sample's own
-        `hit_share` has a standard deviation of a point and more: few long sessions have much of the
-        tokens, so how much there is to be found varies.
-        """
-        return float(self.tokens_expected(workload).sum() / workload.tokens_in.sum())
 
     def _ratio(self, at_s: Floats, idle_s: Floats) -> Floats:
         ratio = np.full(len(idle_s), np.inf)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
@@ -219,19 +219,7 @@ class Pricing:
     def decode(self, model: StepModel, mtp_tokens: int) -> DecodeUnit | Rejected:
         """The largest batch of this unit."""
         draft = f", {mtp_tokens} draft{'s' if mtp_tokens > 1 else ''}" if mtp_tokens else ""
-
-        def no(why: str, shortfall: float = math.inf) -> Rejected:
-            what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}{draft}"
-            return Rejected(
-                "decode",
-                self.hardware.name,
-                model.num_ranks,
-                model.num_redundant,
-                what,
-                why,
-                shortfall,
-            )
-
+        no = partial(self._rejected, DECODE, model, draft)
         most = self._batch_in_memory(model, mtp_tokens)
         if most < 1:
             return no(self._no_room(model, mtp_tokens))
@@ -280,6 +268,13 @@ class Pricing:
         free = HBM_FULL * self.hardware.hbm_bytes - model.hbm_bytes(0, mtp_tokens)
         return min(BATCH_MAX, max(0, int(min(most, free / (one / KV_USE + buffers)))))
 
+    def _rejected(
+        self, role: str, model: StepModel, kind: str, why: str, shortfall: float = math.inf
+    ) -> Rejected:
+        num_ranks, num_redundant = model.num_ranks, model.num_redundant
+        what = f"EP{num_ranks}+{num_redundant}{_dtype(model)}{kind}"
+        return Rejected(role, self.hardware.name, num_ranks, num_redundant, what, why, shortfall)
+
     # ---- prefill ----
     def prefill_units(self, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[PrefillUnit | Rejected]:
         """All of them, with every size of a step."""
@@ -306,22 +301,7 @@ class Pricing:
         self, model: StepModel, chunk_tokens: int, at: Callable[[float], StepPrice]
     ) -> PrefillUnit | Rejected:
         traffic, slo = self.traffic, self.slo
-
-        def no(why: str, shortfall: float = math.inf) -> Rejected:
-            what = (
-                f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of"
-                f" {chunk_tokens // 1024}K"
-            )
-            return Rejected(
-                "prefill",
-                self.hardware.name,
-                model.num_ranks,
-                model.num_redundant,
-                what,
-                why,
-                shortfall,
-            )
-
+        no = partial(self._rejected, PREFILL, model, f", steps of {chunk_tokens // 1024}K")
         # Three steps' prompts at once: computed, planned, and computed but not yet pulled by
         # decode.
         needed = max(

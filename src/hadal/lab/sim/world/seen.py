@@ -151,11 +151,6 @@ class Reading:
     prefill_pairs: Mapping[str, Floats]
     """and the (token, position) pairs of its core attention [R]."""
 
-    @property
-    def first_tokens(self) -> int:
-        """Tokens that prefill drew: output too, and not among `decode.tokens`."""
-        return len(self.ttft_s)
-
 
 def read(
     begin_s: float,

@@ -12,6 +12,7 @@ from hadal.lab.sim.day.published import HOUR_S
 from hadal.lab.sim.day.window import Window, window
 from hadal.lab.sim.sessions import WorkloadParams, generate
 from hadal.lab.sim.workload import Workload
+from tests.unit.lab.sim.day.test_cache import hit_share_of
 
 PARAMS = WorkloadParams()
 FROM_S, TO_S = 10 * HOUR_S, 10 * HOUR_S + 2400
@@ -94,7 +95,7 @@ def test_the_cache_of_the_day_says_what_is_found() -> None:
     assert (cached.tokens_cached <= cached.workload.tokens_findable).all()
     assert not (cached.tokens_cached % 64).any()
     share = cached.tokens_cached.sum() / cached.workload.tokens_in.sum()
-    assert share == pytest.approx(day.hit_share_of(cached.workload), abs=0.01)
+    assert share == pytest.approx(hit_share_of(day, cached.workload), abs=0.01)
     all_there = window(PARAMS, FROM_S, TO_S, HOUR_S, rng(), scale=SCALE)
     assert np.array_equal(all_there.tokens_cached, all_there.workload.tokens_findable)
     assert share < all_there.tokens_cached.sum() / all_there.workload.tokens_in.sum()

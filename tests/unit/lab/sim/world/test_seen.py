@@ -121,10 +121,10 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     assert (both.num_arrived, both.tokens_arrived) == (3, 409)
     assert (both.num_ended, both.num_failed) == (3, 1)
     assert both.ttft_s.tolist() == [0.5]
-    assert (both.tokens_in, both.tokens_hit, both.first_tokens) == (100, 64, 1)
+    assert (both.tokens_in, both.tokens_hit, len(both.ttft_s)) == (100, 64, 1)
     # 22 tokens here; the other one had but 10.
     assert both.tpot_s.tolist() == pytest.approx([1.1 / 21])
-    assert at(0.0, 2.0).first_tokens == 0, "that one ran at the start"
+    assert len(at(0.0, 2.0).ttft_s) == 0, "that one ran at the start"
 
 
 def test_reads_writes_and_samples_are_of_their_interval() -> None:

@@ -48,7 +48,7 @@ def test_they_are_all_in_the_first_step_and_take_what_was_left() -> None:
     # for the stop id.
     assert seen.decode.tokens == 96 * 31
     assert seen.decode.positions_per_token == pytest.approx(np.mean([*range(1051, 1082)]))
-    assert (seen.num_arrived, seen.first_tokens, seen.tokens_in, seen.disk_tokens) == (0, 0, 0, 0)
+    assert (seen.num_arrived, len(seen.ttft_s), seen.tokens_in, seen.disk_tokens) == (0, 0, 0, 0)
     assert seen.prefill.tokens == 0
     assert made.front.idle
     assert made.check() == []
@@ -64,7 +64,7 @@ def test_who_comes_later_is_prefilled_by_those_who_serve() -> None:
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
     seen = made.read(0.0, 100.0)
-    assert (seen.num_arrived, seen.first_tokens) == (100, 100)
+    assert (seen.num_arrived, len(seen.ttft_s)) == (100, 100)
     assert seen.tokens_in == asked.tokens_in[64:].sum() == seen.prefill.tokens
     assert made.front.totals.retries == 0
     assert made.check() == []

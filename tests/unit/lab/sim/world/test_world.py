@@ -243,7 +243,7 @@ def test_what_is_on_disk_is_read_and_not_computed() -> None:
     assert seen.tokens_hit == seen.disk_tokens == made.front.totals.tokens_hit == usable.sum()
     assert seen.prefill.tokens == pytest.approx((asked.tokens_in - usable).sum())
     assert seen.tokens_in == asked.tokens_in.sum()
-    assert seen.decode.tokens + seen.first_tokens == pytest.approx(
+    assert seen.decode.tokens + len(seen.ttft_s) == pytest.approx(
         asked.tokens_out.sum(), rel=0.05
     ), "and one more of each, for a stop id is noticed a plan late"
     assert made.check() == []
