@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Annotated
 
+import msgspec
 import typer
 from httpx import HTTPError
+from rich.console import Console
+from rich.markup import escape
 
-from evals.run import run
+from evals.foreign import foreign_examples
+from evals.run import ask_all, drafts_of, drafts_said, held_out_examples, table_of, wrong_said
+from evals.tasks import ALL_TASKS
 from hadal.commands.address import URL, server_url
 from hadal.commands.examples import examples
 from hadal.core.errors import EXIT_CONFIG
+from hadal.progress import Bar
 
 app = typer.Typer(
     add_completion=False,
@@ -58,28 +65,46 @@ def evaluate(
     """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
     answers are exact.
     """
+    base_url = url.rstrip("/").removesuffix("/v1")
     try:
-        exact = run(
-            url.rstrip("/").removesuffix("/v1"),
-            num_per_task=num_per_task,
-            seed=seed,
-            tasks=tuple(task or ()),
-            model=model,
-            api_key=api_key,
-            concurrency=concurrency,
-            as_json=as_json,
-            show_wrong=show_wrong,
-            foreign=foreign,
+        examples = (
+            foreign_examples()
+            if foreign
+            else held_out_examples(num_per_task, seed, tuple(task or ALL_TASKS))
         )
+        drafts_before = drafts_of(base_url, api_key)
+        with Bar("evals", len(examples)) as bar:
+            answers = asyncio.run(
+                ask_all(
+                    base_url,
+                    examples,
+                    model=model,
+                    api_key=api_key,
+                    concurrency=concurrency,
+                    on_answer=lambda _: bar.update("prompts answered", advance=1),
+                )
+            )
+        drafts = drafts_said(drafts_before, drafts_of(base_url, api_key))
     except (ValueError, HTTPError) as error:
         hint = (
-            "Is there a server? Start one with `hadal serve`."
+            " Is there a server? Start one with `hadal serve`."
             if isinstance(error, HTTPError)
             else ""
         )
-        typer.echo(f"evals: {url}: {error}. {hint}" if hint else f"evals: {error}", err=True)
+        typer.echo(f"evals: {url}: {error}.{hint}" if hint else f"evals: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    sys.exit(0 if exact >= at_least else 1)
+    wrong = [answer for answer in answers if not answer.correct]
+    share = 1 - len(wrong) / max(len(answers), 1)
+    console = Console(stderr=as_json)
+    console.print(table_of(answers))
+    if drafts:
+        console.print(f"accepted by the server meanwhile: {drafts}")
+    for answer in wrong[:show_wrong]:
+        console.print(f"[red]wrong[/]{escape(wrong_said(answer))}")
+    if as_json:
+        rows = [answer.as_json() for answer in answers]
+        print(msgspec.json.encode({"exact": share, "drafts": drafts, "answers": rows}).decode())
+    sys.exit(0 if share >= at_least else 1)
 
 
 if __name__ == "__main__":

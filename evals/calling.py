@@ -329,6 +329,10 @@ class Step:
     calls: tuple[Call, ...]
     results: tuple[str, ...]
 
+    def messages(self, number: int) -> list[Fields]:
+        """The step as the conversation keeps it."""
+        return messages_of(self.calls, self.results, f"call_{number}")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -490,27 +494,24 @@ def _pair(source: Source) -> Plan:
 def _two_reckoned(source: Source) -> Plan:
     """Two sums, or two conversions, in one question."""
     calls, phrases, values, names, ways = [], [], [], [], []
-    offer: Offer
-    if source.chance(0.6):
-        offer = _calculator(source)
-        for _ in range(2):
-            a, op, b, value = _big(source)
-            phrases.append(source.frame(SUMS[op]["signs"]).format(a=a, b=b))
-            names.append(f"{a} {op} {b}")
-            calls.append(offer.call(a, op, b))
-            values.append(value)
-        why = f"big: {names[0]}; {names[1]}: {offer.name} for both."
-    else:
-        offer = converter = _converter(source)
-        for _ in range(2):
-            u, v = _units(source, converter)
+    offer = _calculator(source) if source.chance(0.6) else _converter(source)
+    for _ in range(2):
+        if isinstance(offer, Converter):
+            u, v = _units(source, offer)
             a = str(source.randint(2, 999))
             phrases.append(source.frame(_SAID["convert"]["nouns"][:1]).format(a=a, u=u, v=v))
             names.append(f"{a} {u}")
             calls.append(offer.call(a, u, v))
             ways.append(_which_units(u, v, calls[-1]))
             values.append(f"{source.randint(1, 999)} {v}")
-        why = f"{ways[0]}; {ways[1]}: {offer.name} for both."
+        else:
+            a, op, b, value = _big(source)
+            phrases.append(source.frame(SUMS[op]["signs"]).format(a=a, b=b))
+            names.append(f"{a} {op} {b}")
+            calls.append(offer.call(a, op, b))
+            values.append(value)
+    what = "; ".join(ways) if ways else f"big: {'; '.join(names)}"
+    why = f"{what}: {offer.name} for both."
     question = asked(source, **_SAID["both"]).format(p=phrases[0], q=phrases[1])
     results = tuple(value.split(" ")[0] for value in values)
     answer = f"{names[0]}: {values[0]}, {names[1]}: {values[1]}"
@@ -544,21 +545,21 @@ def _chain(source: Source) -> Plan:
     return Plan(question, tools, (first, second), _found(result), result)
 
 
-def messages_of(step: Step, number: int) -> list[Fields]:
-    """A step as the conversation keeps it."""
-    calls = [
+def messages_of(calls: Sequence[Call], results: Sequence[str], name: str) -> list[Fields]:
+    """Calls made at once with their results, as the conversation keeps them. `name`: of their ids."""
+    made = [
         {
-            "id": f"call_{number}_{index}",
+            "id": f"{name}_{index}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments)},
+            "function": {"name": called, "arguments": json.dumps(arguments)},
         }
-        for index, (name, arguments) in enumerate(step.calls)
+        for index, (called, arguments) in enumerate(calls)
     ]
     return [
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": made},
         *(
             {"role": "tool", "tool_call_id": call["id"], "content": result}
-            for call, result in zip(calls, step.results, strict=True)
+            for call, result in zip(made, results, strict=True)
         ),
     ]
 
@@ -567,7 +568,7 @@ def whole(plan: Plan) -> list[Fields]:
     """A plan carried out, answer included, as an earlier turn."""
     messages: list[Fields] = [{"role": "user", "content": plan.question}]
     for number, step in enumerate(plan.steps):
-        messages += messages_of(step, number)
+        messages += step.messages(number)
     return [*messages, {"role": "assistant", "content": plan.answer}]
 
 
@@ -589,17 +590,10 @@ def calling(source: Source) -> Turn:
         return _once_more(source)
     before: list[Fields] = []
     for number, step in enumerate(plan.steps[:done]):
-        before += messages_of(step, number)
+        before += step.messages(number)
+    turn = Turn(plan.question, plan.reasoning, plan.answer, plan.key, "answer", tools=plan.tools)
     if done == num_steps:
-        return Turn(
-            plan.question,
-            plan.reasoning,
-            plan.answer,
-            plan.key,
-            "answer",
-            tools=plan.tools,
-            before=tuple(before),
-        )
+        return replace(turn, before=tuple(before))
     step, forced = plan.steps[done], ""
     if len(step.calls) == 2 and source.chance(0.15):
         # A client that allows one call at a time gets them one by one.
@@ -607,17 +601,15 @@ def calling(source: Source) -> Turn:
             replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
             for i in range(2)
         )
-        before += messages_of(first, done)
+        before += first.messages(done)
         step = replace(second, why=f"Next: {second.calls[0][0]}.")
     if done == 0 and len(step.calls) == 1 and source.chance(0.08):
         forced = "any" if source.chance(0.5) else step.calls[0][0]
-    return Turn(
-        plan.question,
-        step.why,
-        "",
-        plan.key,
-        "calls",
-        tools=plan.tools,
+    return replace(
+        turn,
+        reasoning=step.why,
+        answer="",
+        kind="calls",
         calls=step.calls,
         before=tuple(before),
         forced=forced,
@@ -633,7 +625,7 @@ def _once_more(source: Source) -> Turn:
     step = Step("", (looked.call(k),), (_returned(source, looked.shown, value),))
     again = asked(source, **_SAID["again"]).format(k=m, q=looked.shown)
     before = [
-        *messages_of(step, 0),
+        *step.messages(0),
         {"role": "assistant", "content": value},
         {"role": "user", "content": again},
     ]

@@ -5,6 +5,7 @@ wordings, but by the same hand, and never trained on. What they measure is not h
 import json
 from typing import Any
 
+from evals.calling import messages_of
 from evals.frames import load
 from evals.smalltalk import CANNOT
 from evals.tasks import Example
@@ -40,17 +41,7 @@ def _with_tools(fields: Fields) -> list[Example]:
         return [Example(tuple(messages), "", fields["answer"][0], "tools", (), tools)]
     found = [Example(tuple(messages), "", "", "tools", (), tools, calls)]
     if fields["answer"]:
-        made = [
-            {
-                "id": f"call_{i}",
-                "type": "function",
-                "function": {"name": n, "arguments": json.dumps(a)},
-            }
-            for i, (n, a) in enumerate(calls)
-        ]
-        messages.append({"role": "assistant", "content": "", "tool_calls": made})
-        for call, result in zip(made, fields["results"], strict=True):
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        messages += messages_of(calls, fields["results"], "call")
         first = fields["answer"][0]
         also = tuple(f"{first} {c[1]['target']}" for c in calls if "target" in c[1])
         found.append(Example(tuple(messages), "", first, "tools", (), tools, also_right=also))

@@ -16,14 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from evals.foreign import foreign_examples
 from evals.tasks import ALL_TASKS, SIDES, TASKS, Example, held_out, is_correct, sample, side
-from hadal.progress import Bar
 
 _DRAFTS = re.compile(r"^hadal_drafts_(tried|accepted)(?:_total)?\{([^}]*)\} (\S+)$", re.MULTILINE)
 _PLACE = re.compile(r'place="([^"]*)"')
@@ -44,6 +39,17 @@ class Answer:
     @property
     def correct(self) -> bool:
         return self.error is None and is_correct(self.example, self.text, self.calls)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for programs."""
+        return {
+            "task": self.example.task,
+            "side": side(self.example),
+            "correct": self.correct,
+            "ended": self.ended,
+            "tokens": self.num_tokens,
+            "error": self.error,
+        }
 
 
 def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ()) -> list[Example]:
@@ -159,7 +165,7 @@ def request_body(model: str, example: Example) -> dict[str, Any]:
     return body
 
 
-def _drafts(base_url: str, api_key: str) -> dict[str, float]:
+def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
     """How many drafts the server has tried and accepted, by their place; nothing if it does not
     tell.
     """
@@ -225,60 +231,11 @@ def table_of(answers: list[Answer]) -> Table:
     return table
 
 
-def run(
-    base_url: str,
-    *,
-    num_per_task: int = 30,
-    seed: int = 0,
-    tasks: tuple[str, ...] = (),
-    model: str = "",
-    api_key: str = "",
-    concurrency: int = 16,
-    as_json: bool = False,
-    show_wrong: int = 3,
-    foreign: bool = False,
-) -> float:
-    """Evaluate and print; returns the share of exact answers."""
-    console = Console(stderr=as_json)
-    held = () if foreign else held_out_examples(num_per_task, seed, tasks or ALL_TASKS)
-    examples = foreign_examples() if foreign else list(held)
-    drafts_before = _drafts(base_url, api_key)
-    with Bar("evals", len(examples)) as bar:
-        answers = asyncio.run(
-            ask_all(
-                base_url,
-                examples,
-                model=model,
-                api_key=api_key,
-                concurrency=concurrency,
-                on_answer=lambda _: bar.update("prompts answered", advance=1),
-            )
-        )
-    console.print(table_of(answers))
-    drafts = drafts_said(drafts_before, _drafts(base_url, api_key))
-    if drafts:
-        console.print(f"accepted by the server meanwhile: {drafts}")
-    wrong = [a for a in answers if not a.correct]
-    for answer in wrong[:show_wrong]:
-        question = answer.example.messages[-1]["content"]
-        said = (
-            f" {answer.example.task}: {question!r}\n  wanted"
-            f" {answer.example.calls or answer.example.answer!r}, got"
-            f" {answer.calls or answer.text!r}" + (f" ({answer.error})" if answer.error else "")
-        )
-        console.print(f"[red]wrong[/]{escape(said)}")
-    share = 1 - len(wrong) / max(len(answers), 1)
-    if as_json:
-        rows = [
-            {
-                "task": a.example.task,
-                "side": side(a.example),
-                "correct": a.correct,
-                "ended": a.ended,
-                "tokens": a.num_tokens,
-                "error": a.error,
-            }
-            for a in answers
-        ]
-        print(msgspec.json.encode({"exact": share, "drafts": drafts, "answers": rows}).decode())
-    return share
+def wrong_said(answer: Answer) -> str:
+    """What was asked, wanted and replied where the answer is wrong."""
+    example = answer.example
+    said = (
+        f" {example.task}: {example.messages[-1]['content']!r}\n  wanted"
+        f" {example.calls or example.answer!r}, got {answer.calls or answer.text!r}"
+    )
+    return said + (f" ({answer.error})" if answer.error else "")
