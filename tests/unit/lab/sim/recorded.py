@@ -37,7 +37,7 @@ from hadal.roles.recording import (
 )
 from hadal.runtime.recorder import Recorded, Tape
 
-MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
+MODEL = read_model_config(Path(__file__).resolve().parents[4] / "models" / "hadal-tiny")
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
 DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UNITS, drafts="auto"))

@@ -19,7 +19,7 @@ from tests.unit.lab.sim.plan.test_plan import best
 from tests.unit.lab.sim.plans import small
 
 MORE_HARDWARE = pytest.mark.more("other hardware")
-MODEL = Path(__file__).resolve().parents[4] / "configs" / "deepseek_v3"
+MODEL = Path(__file__).resolve().parents[5] / "configs" / "deepseek_v3"
 
 
 @pytest.mark.parametrize(
