@@ -27,7 +27,7 @@ from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPl
 from hadal.lab.perf.explain import StepPrice
 from hadal.lab.perf.layer import MicroBatchLoad, op_seconds
 from hadal.lab.perf.step import MTP_ACCEPT, StepModel
-from hadal.lab.sim.slot_drafts import Bools, Ints, SlotDrafts
+from hadal.lab.sim.slot_drafts import SlotDrafts
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 
