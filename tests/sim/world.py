@@ -21,6 +21,7 @@ from hadal.core.cache import split
 from hadal.core.config import Deployment, UnitsConfig, units_of
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.generation import Deliver, Generation
+from hadal.core.messages.ranks import RankUp
 from hadal.core.messages.requests import Submit
 from hadal.core.messages.units import (
     Cached,
@@ -309,18 +310,11 @@ class World:
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = self._pool(unit, role)
         engine = self._engine(role, pool)
-        rank_role = RankRole(
-            unit,
-            int(rank),
-            epoch,
-            f"host-{int(rank) // units_of(self.config, role).ranks_per_node}",
-            1,
-            pool_name,
-            expert_port=PORT + int(rank),
-        )
+        host = f"host-{int(rank) // units_of(self.config, role).ranks_per_node}"
+        up = RankUp(unit, int(rank), epoch, host, 1, pool_name, PORT + int(rank))
         return RankHost(
             name,
-            rank_role,
+            RankRole(up),
             self.clock,
             self.random,
             self._sender(name),

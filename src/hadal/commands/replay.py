@@ -64,6 +64,7 @@ def make_role(opening: Opening) -> RecordedRole:
     """The role that a recorded process hosted, made by the code that made it there. Raises
     ConfigError.
     """
+    from hadal.core.messages.ranks import RankUp
     from hadal.roles import recording
     from hadal.roles.fleet.fleet import make_fleet
     from hadal.roles.front.front import Front
@@ -84,7 +85,7 @@ def make_role(opening: Opening) -> RecordedRole:
                 deployment, model, process, role, epoch, fingerprint=fingerprint
             )
         case recording.MadeRank(unit, rank, epoch, host, port, pool, expert_port):
-            return RankRole(unit, rank, epoch, host, port, pool, expert_port=expert_port)
+            return RankRole(RankUp(unit, rank, epoch, host, port, pool, expert_port))
         case recording.MadeFleet(day_s):
             return make_fleet(deployment, day_s)
 

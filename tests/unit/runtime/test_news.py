@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hadal.core.messages.ranks import RankForm, RankStep
+from hadal.core.messages.ranks import RankForm, RankStep, RankUp
 from hadal.core.plans import FormPlan, Member, PrefillPlan
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.runtime.rank.news import News, Noticing
@@ -111,7 +111,7 @@ def test_a_role_is_told_of_generations_after_the_news(
     woken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     news, _ = woken
-    role = RankRole("decode-0", 1, "b", "127.0.0.1", 1, "pool")
+    role = RankRole(RankUp("decode-0", 1, "b", "127.0.0.1", 1, "pool"))
     noticing = Noticing(role, news)
     noticing.handle(0.0, RankForm(form(1, "a", "b", "c")))
     assert role.formation == 1

@@ -82,33 +82,14 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankRole:
-    """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader
-    on the wire.
-    """
+    """The rank that `up` describes. Its leader has the unit's name on the wire."""
 
-    def __init__(
-        self,
-        unit: str,
-        rank: int,
-        epoch: str,
-        host: str,
-        port: int,
-        pool: str,
-        *,
-        expert_port: int = 0,
-        leader: str = "",
-        heartbeat_s: float = RANK_HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, up: RankUp) -> None:
         self.formation = 0
         """Number of the newest FormPlan taken; 0: none yet."""
         self.num_stale = 0
         """Messages and results of older formations, dropped."""
-        self._name = f"{unit}.{rank}"
-        self._rank = rank
-        self._epoch = epoch
-        self._leader = leader or unit
-        self._up = RankUp(unit, rank, epoch, host, port, pool, expert_port)
-        self._heartbeat_s = heartbeat_s
+        self._up = up
         self._is_formed = False
         self._progress = RankProgress(0, False)
         self._in_flight: deque[tuple[int, int, float]] = deque()
@@ -128,8 +109,8 @@ class RankRole:
         """The first effects of the process: say to the leader and to the supervisor that it is
         ready.
         """
-        self._next_heartbeat_s = now_s + self._heartbeat_s
-        self._out[:] = [Send(SUPERVISOR, self._up), Send(self._leader, self._up)]
+        self._next_heartbeat_s = now_s + RANK_HEARTBEAT_S
+        self._out[:] = [Send(SUPERVISOR, self._up), Send(self._up.unit, self._up)]
         self._wake()
         return [*self._out]
 
@@ -146,7 +127,7 @@ class RankRole:
             case RankDo(effect):
                 self._do(effect)
             case RankWho(epoch):
-                self._is_asked_who = self._is_asked_who or epoch == self._epoch
+                self._is_asked_who = self._is_asked_who or epoch == self._up.epoch
             case StepDone():
                 self._step_done(now_s, event)
             case Formed():
@@ -155,7 +136,9 @@ class RankRole:
                 self._staged(event)
             case KvPulled() | BlocksRead() | BlocksStored():
                 self._num_asked -= 1
-                self._out.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
+                self._out.append(
+                    Send(self._up.unit, RankAnswered(self._up.rank, self._up.epoch, event))
+                )
             case RankProgress():
                 if not self._is_formed:  # Whom an older formation lost says nothing about this one.
                     event = msgspec.structs.replace(event, lost=())
@@ -168,10 +151,10 @@ class RankRole:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
         if self._is_asked_who and not self._num_asked:
             self._is_asked_who = False
-            self._out.append(Send(self._leader, self._held()))
+            self._out.append(Send(self._up.unit, self._held()))
         if now_s >= self._next_heartbeat_s:
-            self._next_heartbeat_s = now_s + self._heartbeat_s
-            self._out.append(Send(self._leader, self._heartbeat()))
+            self._next_heartbeat_s = now_s + RANK_HEARTBEAT_S
+            self._out.append(Send(self._up.unit, self._heartbeat()))
         if self._wake_s <= now_s or self._next_heartbeat_s < self._wake_s:
             self._wake()
         return [*self._out]
@@ -179,7 +162,7 @@ class RankRole:
     # ---- what the leader says ----
     def _form(self, plan: FormPlan) -> None:
         epochs = {member.rank: member.epoch for member in plan.members}
-        if plan.formation <= self.formation or epochs.get(self._rank) != self._epoch:
+        if plan.formation <= self.formation or epochs.get(self._up.rank) != self._up.epoch:
             self.num_stale += 1  # Repeated, or meant for the process that had the name before.
             return
         self.formation = plan.formation
@@ -237,21 +220,21 @@ class RankRole:
             self.num_stale += 1
             return
         lost = self._progress.lost if done.error is not None else ()
-        answer = RankDone(self._rank, self._epoch, formation, done, lost, taken_s, now_s)
-        self._out.append(Send(self._leader, answer))
+        answer = RankDone(self._up.rank, self._up.epoch, formation, done, lost, taken_s, now_s)
+        self._out.append(Send(self._up.unit, answer))
 
     def _formed(self, formed: Formed) -> None:
         if formed.formation != self.formation:
             self.num_stale += 1
             return
         self._is_formed = formed.error is None
-        self._out.append(Send(self._leader, RankFormed(self._rank, self._epoch, formed)))
+        self._out.append(Send(self._up.unit, RankFormed(self._up.rank, self._up.epoch, formed)))
 
     def _staged(self, staged: Staged) -> None:
         if staged.formation != self.formation:
             self.num_stale += 1
             return
-        self._out.append(Send(self._leader, RankStaged(self._rank, self._epoch, staged)))
+        self._out.append(Send(self._up.unit, RankStaged(self._up.rank, self._up.epoch, staged)))
 
     # ---- signs of life ----
     def _heartbeat(self) -> RankUp | RankHeartbeat:
@@ -259,8 +242,8 @@ class RankRole:
             return self._up
         progress = self._progress
         return RankHeartbeat(
-            self._rank,
-            self._epoch,
+            self._up.rank,
+            self._up.epoch,
             self.formation,
             progress.num_ops,
             progress.is_computing,
@@ -271,6 +254,10 @@ class RankRole:
         """Who it is, for a leader that did not start with it."""
         plan = self._holdings.plan
         return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
+
+    @property
+    def _name(self) -> str:
+        return f"{self._up.unit}.{self._up.rank}"
 
     def _wake(self) -> None:
         self._wake_s = self._next_heartbeat_s

@@ -24,6 +24,7 @@ from hadal.core.config import num_cache_layers, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.handshake import key_of
 from hadal.core.messages.base import BLOCK_TOKENS
+from hadal.core.messages.ranks import RankUp
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.seams import Clock, Effect
 from hadal.kernels.library import kernel_team
@@ -190,12 +191,11 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
     )
     wire, kv_wire = process.wires()
     expert_port = expert_transfer.port if expert_transfer else 0
+    facts = unit, rank, epoch, run.address, group.port, kv_wire.address, expert_port
     rank_role = recorded(
-        RankRole(
-            unit, rank, epoch, run.address, group.port, kv_wire.address, expert_port=expert_port
-        ),
+        RankRole(RankUp(*facts)),
         process.name,
-        MadeRank(unit, rank, epoch, run.address, group.port, kv_wire.address, expert_port),
+        MadeRank(*facts),
         run.run_id,
         deployment,
     )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hadal.core.messages.questions import Trace, TracedStep
-from hadal.core.messages.ranks import RankDone, RankForm, RankStep
+from hadal.core.messages.ranks import RankDone, RankForm, RankStep, RankUp
 from hadal.core.messages.units import Cancel, FrontUp
 from hadal.core.placement import spread
 from hadal.core.plans import DecodePlan, Formed, StepDone, TraceEvent
@@ -71,7 +71,7 @@ class Hosts:
         """(step, rank) -> when it was computed, by the leader's clock."""
         self.leader.start(self.now_s)
         self.ranks = [
-            RankRole("decode-0", rank, f"e{rank}", host, 1, f"pool-{rank}")
+            RankRole(RankUp("decode-0", rank, f"e{rank}", host, 1, f"pool-{rank}"))
             for rank, host in enumerate(hosts)
         ]
         effects: list[Effect] = []

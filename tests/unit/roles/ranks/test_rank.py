@@ -44,7 +44,7 @@ LEASE = KvLease("pool", (1, 2), (0, 0), 100)
 
 
 def make_rank() -> RankRole:
-    return RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2")
+    return RankRole(RankUp("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2"))
 
 
 def form(formation: int, epoch: str = "e1") -> RankForm:
@@ -135,7 +135,7 @@ def test_a_step_is_done_when_it_is_the_one_that_runs() -> None:
 
 
 def test_it_says_where_its_experts_can_be_had() -> None:
-    rank = RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", expert_port=7001)
+    rank = RankRole(RankUp("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", 7001))
     assert sent(rank.start(0.0), RankUp)[0].expert_port == 7001
     assert sent(make_rank().start(0.0), RankUp)[0].expert_port == 0
 
