@@ -58,12 +58,7 @@ class RankPools:
         self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
         """Blocks that made room for others since the start."""
-        self._names: dict[bytes, int] = {}
-        """What can be found -> on which ranks, a bit each."""
-        self._num_named = 0
-        """Blocks that can be found, on all ranks, as `_settle` left it."""
-        self._changed: dict[bytes, None] = {}
-        """Names that came to the first rank or went from the last since `take_names`."""
+        self._found = FoundNames()
 
     def __getitem__(self, rank: int) -> BlockAllocator:
         return self._allocators[rank]
@@ -163,59 +158,30 @@ class RankPools:
             return
         if added and self._unreported is not None:
             self._unreported.setdefault(rank, []).extend(split(added))
-        self._num_named += num_names(added) - num_names(dropped)
-        for name in split(added):
-            before = self._names.get(name, 0)
-            self._names[name] = before | 1 << rank
-            if not before:
-                self._changed[name] = None
-        for name in split(dropped):
-            left = self._names.pop(name) & ~(1 << rank)
-            if left:
-                self._names[name] = left
-            else:
-                self._changed[name] = None
+        self._found.change(rank, added, dropped)
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
         """rank -> blocks of the longest prefix of the chain that it had at the last `take_freed`;
         no rank without any.
-
-        One look at each name, however many ranks have it.
         """
-        found: dict[int, int] = {}
-        num, left = 0, 0
-        for name in split(chain):
-            here = self._names.get(name, 0)
-            here &= left if num else here
-            if here != left:
-                found.update(dict.fromkeys(_ranks_of(left & ~here), num))
-            left = here
-            if not left:
-                break
-            num += 1
-        return found | dict.fromkeys(_ranks_of(left), num)
+        return self._found.prefixes(chain)
 
     def take_names(self) -> tuple[bytes, bytes]:
         """Names that can be found since the last call, and names that no longer can, on any
         rank.
         """
-        if not self._changed:
-            return b"", b""
-        added = b"".join(name for name in self._changed if name in self._names)
-        dropped = b"".join(name for name in self._changed if name not in self._names)
-        self._changed.clear()
-        return added, dropped
+        return self._found.take_news()
 
     @property
     def found_names(self) -> bytes:
         """All that can be found."""
-        return b"".join(self._names)
+        return self._found.names
 
     @property
     def num_named(self) -> int:
         """Blocks that can be found, on all ranks."""
         self._settle()
-        return self._num_named
+        return self._found.num_named
 
     def lost(self, event: RankReset) -> list[int]:
         """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a
@@ -262,14 +228,8 @@ class RankPools:
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
-        num_reported = sum(ranks.bit_count() for ranks in self._names.values())
         num_named = sum(allocator.num_named for allocator in self._allocators)
-        if not num_reported == num_named == self._num_named:
-            problems.append(
-                f"{num_reported} names are to be reported, and {num_named} blocks have one, not"
-                f" {self._num_named}"
-            )
-        return problems
+        return problems + self._found.check(num_named)
 
     def check_owners(
         self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]
@@ -291,6 +251,76 @@ class RankPools:
             if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
         ]
         return [f"rank {rank}: blocks {sorted(wrong)} are owned but not held"] if wrong else []
+
+
+class FoundNames:
+    """Names that can be found, and the ranks on which each is."""
+
+    def __init__(self) -> None:
+        self.num_named = 0
+        """Blocks that can be found, on all ranks."""
+        self._name_to_ranks: dict[bytes, int] = {}
+        """Name -> its ranks, a bit each."""
+        self._changed: dict[bytes, None] = {}
+        """Names that came to the first rank or went from the last since `take_news`."""
+
+    @property
+    def names(self) -> bytes:
+        return b"".join(self._name_to_ranks)
+
+    def change(self, rank: int, added: bytes, dropped: bytes) -> None:
+        """Take in the names that a rank got and lost."""
+        self.num_named += num_names(added) - num_names(dropped)
+        for name in split(added):
+            before = self._name_to_ranks.get(name, 0)
+            self._name_to_ranks[name] = before | 1 << rank
+            if not before:
+                self._changed[name] = None
+        for name in split(dropped):
+            left = self._name_to_ranks.pop(name) & ~(1 << rank)
+            if left:
+                self._name_to_ranks[name] = left
+            else:
+                self._changed[name] = None
+
+    def prefixes(self, chain: bytes) -> dict[int, int]:
+        """Return rank -> blocks of the longest prefix of the chain that it has; no rank without any.
+
+        One look at each name, however many ranks have it.
+        """
+        found: dict[int, int] = {}
+        num, left = 0, 0
+        for name in split(chain):
+            here = self._name_to_ranks.get(name, 0)
+            here &= left if num else here
+            if here != left:
+                found.update(dict.fromkeys(_ranks_of(left & ~here), num))
+            left = here
+            if not left:
+                break
+            num += 1
+        return found | dict.fromkeys(_ranks_of(left), num)
+
+    def take_news(self) -> tuple[bytes, bytes]:
+        """Return names that can be found since the last call, and names that no longer can, on any
+        rank.
+        """
+        if not self._changed:
+            return b"", b""
+        added = b"".join(name for name in self._changed if name in self._name_to_ranks)
+        dropped = b"".join(name for name in self._changed if name not in self._name_to_ranks)
+        self._changed.clear()
+        return added, dropped
+
+    def check(self, num_named: int) -> list[str]:
+        """Return problems; empty when the names are those of the ranks' `num_named` blocks."""
+        num_reported = sum(ranks.bit_count() for ranks in self._name_to_ranks.values())
+        if num_reported == num_named == self.num_named:
+            return []
+        return [
+            f"{num_reported} names are to be reported, and {num_named} blocks have one, not"
+            f" {self.num_named}"
+        ]
 
 
 def named_blocks(block_to_name: Mapping[int, tuple[bytes, bytes]]) -> NamedBlocks:
