@@ -16,7 +16,7 @@ import numpy as np
 import hadal.roles.decode.slots as decode_slots
 import hadal.roles.experts.planner as experts_planner
 import hadal.roles.fleet.fleet as fleet
-import hadal.roles.front.front as front
+import hadal.roles.front.admission as admission
 import hadal.roles.front.routing as front_routing
 import hadal.roles.prefill.cache as prefill_cache
 import hadal.roles.prefill.prompts as prefill_prompts
@@ -235,7 +235,7 @@ GUARDS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (prefill_cache, "choose_prefix", check_prefix),
     (front_routing, "choose_prefill_unit", check_prefill_unit),
     (front_routing, "choose_decode_unit", check_decode_unit),
-    (front, "admit", check_refusal),
+    (admission, "admit", check_refusal),
     (experts_planner, "balance", check_experts),
     (experts_planner, "split_loads", check_split),
     (fleet, "decide", check_decision),

@@ -225,7 +225,9 @@ class Host(Doors):
     def _check(
         self, tenant: str, num_wanted: int, num_tokens: int = 0, most_pico_usd: int = 0
     ) -> None:
-        refusal = self._front.refusal(self._now(), tenant, num_wanted, num_tokens, most_pico_usd)
+        refusal = self._front.admission.refusal(
+            self._now(), tenant, num_wanted, num_tokens, most_pico_usd
+        )
         if refusal is not None:
             if refusal.is_for_room:
                 self._handle([TurnedAway(num_wanted, num_tokens)])
@@ -238,7 +240,7 @@ class Host(Doors):
 
     def counting_refusal(self, tenant: str) -> Refusal | None:
         """Return the refusal that `check_counting` raises."""
-        return self._front.counting_refusal(self._now(), tenant)
+        return self._front.admission.counting_refusal(self._now(), tenant)
 
     def counted(self, tenant: str, num_tokens: int) -> None:
         """Draw the tokens of a counted prompt from the tenant's quota."""
@@ -446,7 +448,7 @@ class Host(Doors):
         num_tokens = sum(len(generation.prompt) for generation in generations)
         if not ticket.is_admitted:
             tenant, most_pico_usd = generations[0].tenant, sum(ticket.most_pico_usd)
-            refusal = self._front.refusal(
+            refusal = self._front.admission.refusal(
                 self._now(), tenant, len(generations), num_tokens, most_pico_usd
             )
         if refusal is None:

@@ -48,7 +48,7 @@ from hadal.core.plans import NO_TOKEN, NOT_FINITE, Score
 from hadal.core.request import State, Transition
 from hadal.core.seams import Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import Refusal, admit, admit_batch, refuse_lengths
+from hadal.policy.admission import Refusal, refuse_lengths
 from hadal.policy.fairness import (
     INPUT_COST,
     OUTPUT_COST,
@@ -56,7 +56,7 @@ from hadal.policy.fairness import (
     choose_to_give_way,
     is_batch,
 )
-from hadal.policy.views import AdmissionView
+from hadal.roles.front.admission import FrontAdmission
 from hadal.roles.front.alarm import Alarm
 from hadal.roles.front.fleet import FrontFleet
 from hadal.roles.front.names import FrontNames
@@ -68,7 +68,6 @@ from hadal.roles.front.tokens import FrontTokens
 from hadal.roles.front.unit import Unit
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
-from hadal.roles.unit.meters import RateMeter
 
 RESERVE_S = 90.0
 """Time after a request's end for which its highest cost stays reserved. Its gateway sends the actual
@@ -106,6 +105,7 @@ class Front:
         self.totals = Totals()
         self.routing = RequestRouting(self.requests, self.units, config.limits, max_context)
         self.tenants = FrontTenants(RESERVE_S)
+        self.admission = FrontAdmission(self.requests, self.tenants, self.routing, self.totals)
         self.tokens = FrontTokens(
             self.requests, self.units, self.tenants, self.totals, epoch=epoch, keeps_text=keeps_text
         )
@@ -118,11 +118,8 @@ class Front:
             self._out,
             is_followed=config.fleet.is_on,
         )
-        self.is_draining = False
         self._config = config
         self._epoch = epoch
-        self._max_context = max_context
-        self._finished = RateMeter()
         self._alarm = Alarm(config.heartbeat_s)
 
     @property
@@ -171,7 +168,7 @@ class Front:
             case Spent():
                 self.tenants.read(now_s, event)
             case TurnedAway(num_generations, num_tokens):
-                self._turned_away(num_generations, num_tokens)
+                self.admission.turned_away(num_generations, num_tokens)
             case PrefillDone():
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):
@@ -194,7 +191,7 @@ class Front:
             case LeaderDown(unit, reason):
                 self._leader_down(now_s, unit, reason)
             case Drain():
-                self.is_draining = True
+                self.admission.is_draining = True
             case DrainUnit() | KeepUnit():
                 self.fleet.heard(now_s, event)
             case Tick():
@@ -210,23 +207,19 @@ class Front:
             raise InvariantError(f"the request id {request_id} is in use.")
         self.totals.submitted += 1
         error = refuse_lengths(
-            len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context
+            len(generation.prompt),
+            len(generation.output),
+            generation.max_tokens,
+            self.routing.max_context,
         )
         if error is not None:
             self.totals.refused += 1
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
-        # Asked only where it matters: with a queue that may hold nobody.
-        may_hold_none = self._config.limits.max_queued == self.requests.num_waiting == 0
-        is_placeable = may_hold_none and self.routing.has_room(generation)
-        refusal = None
-        if not submit.is_admitted:
-            refusal = self._quota_refusal(
-                now_s, generation.tenant, 1, len(generation.prompt), submit.most_pico_usd
-            ) or self._admit(now_s, generation.tenant, 1, int(is_placeable))
+        refusal = None if submit.is_admitted else self.admission.submit_refusal(now_s, submit)
         if refusal is not None:
             # More units would not let in what a quota keeps out.
-            self._count_refused(1, len(generation.prompt) if refusal.is_for_room else 0)
+            self.admission.count_refused(1, len(generation.prompt) if refusal.is_for_room else 0)
             self._out.append(refused(request_id, refusal))
             return
         self.totals.tokens_in += len(generation.prompt)
@@ -240,75 +233,9 @@ class Front:
         if limits is not None:
             self._out.append(Deliver(request_id, (), limits=limits))
 
-    def _quota_refusal(
-        self, now_s: float, tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int
-    ) -> Refusal | None:
-        num_open = self.requests.tenant_to_open[tenant]
-        return self.tenants.refusal(now_s, tenant, num_open, num_wanted, num_tokens, most_pico_usd)
-
-    def refusal(
-        self,
-        now_s: float,
-        tenant: str,
-        num_wanted: int,
-        num_tokens: int = 0,
-        most_pico_usd: int = 0,
-    ) -> Refusal | None:
-        """Why so many more generations of a tenant are not let in now, all of them; None if they
-        are. Changes nothing: asked before they are submitted, it spares their tenant to have some
-        begun and all given up. `num_tokens` of their prompts, 0 before those are read;
-        `most_pico_usd`: what they can cost together.
-        """
-        return self._quota_refusal(
-            now_s, tenant, num_wanted, num_tokens, most_pico_usd
-        ) or self._admit(
-            now_s, tenant, num_wanted, 0 if self.requests.num_waiting else self.routing.num_free()
-        )
-
-    def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None:
-        """Return the refusal of a prompt that a tenant wants counted, without a generation. None if it
-        has tokens left. Changes nothing.
-        """
-        return self.tenants.counting_refusal(now_s, tenant, self.requests.tenant_to_open[tenant])
-
     def unread(self) -> tuple[str, ...]:
         """Tenants with budgets that wait to be let in until Spent says what they had."""
         return self.tenants.unread()
-
-    def _turned_away(self, num_generations: int, num_tokens: int) -> None:
-        totals = self.totals
-        num_let_in = totals.submitted - totals.refused
-        totals.submitted += num_generations
-        # Prompts that nobody has read are taken to be as long as others are.
-        self._count_refused(
-            num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in)
-        )
-
-    def _count_refused(self, num_generations: int, num_tokens: int) -> None:
-        self.totals.refused += num_generations
-        if not self.is_draining:  # Then there is room, and no more of it is needed.
-            self.totals.tokens_refused += num_tokens
-
-    def _admit(
-        self, now_s: float, tenant: str, num_wanted: int, num_placeable: int
-    ) -> Refusal | None:
-        if is_batch(tenant):
-            return admit_batch(self.routing.valley(self.is_draining))
-        num_queued, num_tenants = (
-            self.requests.num_queued_of(tenant),
-            self.requests.num_tenants_with(tenant),
-        )
-        return admit(
-            AdmissionView(
-                self.is_draining,
-                num_placeable,
-                num_queued,
-                self._config.limits.max_queued,
-                self._finished.per_s(now_s),
-                num_wanted,
-                num_tenants,
-            )
-        )
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:
@@ -319,10 +246,7 @@ class Front:
             if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)
                 continue
-            if (
-                is_batch(record.generation.tenant)
-                and admit_batch(self.routing.valley(self.is_draining)) is not None
-            ):
+            if is_batch(record.generation.tenant) and self.admission.batch_refusal() is not None:
                 return  # Nobody waits for it, and nobody is behind it who does.
             chosen = self._choose_prefill(record)
             if chosen is None:
@@ -392,7 +316,7 @@ class Front:
         ]
         tokens_each = totals.tokens_out / max(1, totals.finished)
         cost = INPUT_COST * len(record.generation.prompt) + OUTPUT_COST * tokens_each
-        ends_per_step = self._finished.per_s(now_s) * self.units.decode_step_s()
+        ends_per_step = self.admission.finished.per_s(now_s) * self.units.decode_step_s()
         tenant = choose_to_give_way(asking, others, cost / record.share_weight, ends_per_step)
         return None if tenant is None else requests.last_of(tenant, may_go)
 
@@ -507,7 +431,7 @@ class Front:
         self.requests.move(record, Transition.FINISH)
         self.tenants.ended(record.request_id)
         self.totals.finished += 1
-        self._finished.count(now_s)
+        self.admission.finished.count(now_s)
         self._out.append(
             Deliver(
                 record.request_id,
@@ -737,7 +661,7 @@ class Front:
             role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES
         }
         return FrontSnapshot(
-            self.is_draining,
+            self.admission.is_draining,
             states,
             self.units.loads(),
             roles,

@@ -138,9 +138,9 @@ def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
     for number in range(8):
         ended = finals(made.handle(0.0, of_tenant(f"a{number}", "a")))
         assert ended == ([("a7", 429)] if number == 7 else []), "one is placed and six wait"
-    assert made.refusal(0.0, "a", 1) is not None
-    assert made.refusal(0.0, "b", 3) is None
-    assert made.refusal(0.0, "b", 4) is not None, "its share of six is three"
+    assert made.admission.refusal(0.0, "a", 1) is not None
+    assert made.admission.refusal(0.0, "b", 3) is None
+    assert made.admission.refusal(0.0, "b", 4) is not None, "its share of six is three"
     for number in range(3):
         assert finals(made.handle(0.0, of_tenant(f"b{number}", "b"))) == []
     assert finals(made.handle(0.0, of_tenant("b3", "b"))) == [("b3", 429)]
@@ -168,10 +168,10 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
 def test_what_would_not_wait_needs_no_room_in_the_queue() -> None:
     made = front(max_queued=2)
     # Four slots, one more ahead of them, and two that wait.
-    assert made.refusal(0.0, "a", 7) is None
-    assert made.refusal(0.0, "a", 8) is not None
+    assert made.admission.refusal(0.0, "a", 7) is None
+    assert made.admission.refusal(0.0, "a", 8) is not None
     made.handle(0.0, Drain())
-    refusal = made.refusal(0.0, "a", 1)
+    refusal = made.admission.refusal(0.0, "a", 1)
     assert refusal is not None
     assert refusal.status == 503
 
@@ -611,11 +611,11 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
 def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     made = front(max_running=1)
     made.handle(0.0, of_tenant("a", "x"))
-    refusal = made.refusal(0.1, "x/batch", 1, 10)
+    refusal = made.admission.refusal(0.1, "x/batch", 1, 10)
     assert refusal is not None
     assert refusal.code == NO_VALLEY
     made.handle(0.1, first_token("a", finish="length"))
-    assert made.refusal(0.2, "x/batch", 1, 10) is None
+    assert made.admission.refusal(0.2, "x/batch", 1, 10) is None
     (prefill,) = sent(made.handle(0.2, of_tenant("b", "x/batch")), Prefill)
     assert prefill.generation.request_id == "b"
     made.handle(0.3, first_token("b"))
@@ -642,7 +642,7 @@ def test_a_batch_gives_way_with_no_more_than_is_needed() -> None:
     for name in ("prefill-0", "prefill-1"):
         made.handle(0.0, UnitUp(name, "prefill", f"{name}-1", 20, 1))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, 64))
-    assert made.refusal(0.0, "x/batch", 1, 10) is None
+    assert made.admission.refusal(0.0, "x/batch", 1, 10) is None
     (first,) = of(made.handle(0.0, of_tenant("b1", "x/batch")), Send)
     (second,) = of(made.handle(0.0, of_tenant("b2", "x/batch")), Send)
     assert (first.to, second.to) == ("prefill-0", "prefill-1")
@@ -749,7 +749,7 @@ def test_the_first_request_of_a_tenant_never_gives_way() -> None:
 
 def test_what_one_line_asks_for_waits_and_is_not_refused() -> None:
     made = front(max_running=1)
-    assert made.refusal(0.0, "x/batch", 2, 20) is None
+    assert made.admission.refusal(0.0, "x/batch", 2, 20) is None
     made.handle(0.0, of_tenant("a", "x/batch"))
     effects = made.handle(0.0, of_tenant("b", "x/batch"))
     assert not [one for one in effects if isinstance(one, Deliver) and one.error]
@@ -764,7 +764,7 @@ def test_a_batch_takes_nothing_of_its_tenants_share_or_quota_of_requests() -> No
     made.handle(0.0, Quotas(0.0, (Quota("x", requests=1, day_pico_usd=0, tokens_per_minute=0),)))
     made.handle(0.0, of_tenant("b", "x/batch"))
     assert made.requests.by_id["b"].state == "prefilling"
-    assert made.refusal(0.1, "x", 1, 10) is None
+    assert made.admission.refusal(0.1, "x", 1, 10) is None
     made.handle(0.1, of_tenant("a", "x"))
     assert made.requests.by_id["a"].state == "prefilling"
     assert made.requests.num_placed_of_batches == 1

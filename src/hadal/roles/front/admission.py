@@ -1,0 +1,117 @@
+"""Admission of generations to the front: refusals by quota, queue and drain, and the refused demand.
+
+Fills the snapshots of `policy/admission`, which decides with `policy/quotas`. Knows no messages and
+does not queue what it admits.
+"""
+
+from __future__ import annotations
+
+from hadal.core.messages.requests import Submit
+from hadal.core.messages.snapshot import Totals
+from hadal.policy.admission import Refusal, admit, admit_batch
+from hadal.policy.fairness import is_batch
+from hadal.policy.views import AdmissionView
+from hadal.roles.front.requests import FrontRequests
+from hadal.roles.front.routing import RequestRouting
+from hadal.roles.front.tenants import FrontTenants
+from hadal.roles.unit.meters import RateMeter
+
+
+class FrontAdmission:
+    """Decides from the tables of requests and tenants, and changes `totals` alone."""
+
+    def __init__(
+        self,
+        requests: FrontRequests,
+        tenants: FrontTenants,
+        routing: RequestRouting,
+        totals: Totals,
+    ) -> None:
+        self.is_draining = False
+        """The front ends: it admits nothing more."""
+        self.finished = RateMeter()
+        """Requests that finished: the speed of the queue."""
+        self._requests = requests
+        self._tenants = tenants
+        self._routing = routing
+        self._totals = totals
+
+    def refusal(
+        self,
+        now_s: float,
+        tenant: str,
+        num_wanted: int,
+        num_tokens: int = 0,
+        most_pico_usd: int = 0,
+    ) -> Refusal | None:
+        """Return why a tenant's next `num_wanted` generations are refused, all of them; None: they
+        are admitted. Changes nothing: asked before they are submitted, it avoids that some begin
+        and all are given up. `num_tokens`: of their prompts, 0 before those are read;
+        `most_pico_usd`: their highest cost together.
+        """
+        return self._quota_refusal(
+            now_s, tenant, num_wanted, num_tokens, most_pico_usd
+        ) or self._admit(
+            now_s, tenant, num_wanted, 0 if self._requests.num_waiting else self._routing.num_free()
+        )
+
+    def submit_refusal(self, now_s: float, submit: Submit) -> Refusal | None:
+        """Return the refusal of one generation that `refusal` was not asked about; None: it is
+        admitted.
+        """
+        generation = submit.generation
+        # Asked only where it matters: with a queue of length 0.
+        may_hold_none = self._routing.limits.max_queued == self._requests.num_waiting == 0
+        is_placeable = may_hold_none and self._routing.has_room(generation)
+        return self._quota_refusal(
+            now_s, generation.tenant, 1, len(generation.prompt), submit.most_pico_usd
+        ) or self._admit(now_s, generation.tenant, 1, int(is_placeable))
+
+    def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None:
+        """Return the refusal of a prompt that a tenant wants counted, without a generation. None if it
+        has tokens left. Changes nothing.
+        """
+        return self._tenants.counting_refusal(now_s, tenant, self._requests.tenant_to_open[tenant])
+
+    def batch_refusal(self) -> Refusal | None:
+        """Return the refusal of a batch's next request; None: it may start now."""
+        return admit_batch(self._routing.valley(self.is_draining))
+
+    def turned_away(self, num_generations: int, num_tokens: int) -> None:
+        """Count generations that were refused before they were submitted."""
+        totals = self._totals
+        num_let_in = totals.submitted - totals.refused
+        totals.submitted += num_generations
+        # Unread prompts are taken to be as long as others are.
+        self.count_refused(
+            num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in)
+        )
+
+    def count_refused(self, num_generations: int, num_tokens: int) -> None:
+        """Count refused generations, and the tokens of their prompts as unserved demand."""
+        self._totals.refused += num_generations
+        if not self.is_draining:  # Then there is room, and no more of it is needed.
+            self._totals.tokens_refused += num_tokens
+
+    def _quota_refusal(
+        self, now_s: float, tenant: str, num_wanted: int, num_tokens: int, most_pico_usd: int
+    ) -> Refusal | None:
+        num_open = self._requests.tenant_to_open[tenant]
+        return self._tenants.refusal(now_s, tenant, num_open, num_wanted, num_tokens, most_pico_usd)
+
+    def _admit(
+        self, now_s: float, tenant: str, num_wanted: int, num_placeable: int
+    ) -> Refusal | None:
+        if is_batch(tenant):
+            return self.batch_refusal()
+        return admit(
+            AdmissionView(
+                self.is_draining,
+                num_placeable,
+                self._requests.num_queued_of(tenant),
+                self._routing.limits.max_queued,
+                self.finished.per_s(now_s),
+                num_wanted,
+                self._requests.num_tenants_with(tenant),
+            )
+        )
