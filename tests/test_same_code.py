@@ -56,11 +56,11 @@ ONLY_LIVE = {
     "roles": {
         "nodes": AGENTS,
         "ranks.clocks": RANKS,
-        "ranks.lost_links": RANKS,
+        "ranks.formation": RANKS,
         "ranks.membership": RANKS,
         "ranks.notes": RANKS,
+        "ranks.processes": RANKS,
         "ranks.ranks": RANKS,
-        "ranks.rests": RANKS,
         "ranks.results": RANKS,
         "ranks.slow": RANKS,
         "ranks.states": RANKS,

@@ -1,4 +1,5 @@
-"""Measure which host slows a unit, over some steps.
+"""Slow hosts of a unit: a measurement over some steps, and rests, for which the unit goes on without
+them.
 
     StepDone of every rank: how long it waited, and for which host alone ──┐
     RankDone: how long it was on its way ──────────────────────────────────┴► a stretch of steps ──► policy/slow_hosts
@@ -25,6 +26,8 @@ first steps of a host that has just joined, are too short a part of them.
 """
 EVEN = 1.5
 """Largest ratio of two hosts' rows at which they have equal work."""
+REST_MAX_S = 600.0
+"""The longest rest, seconds. A host that was well for as long begins with the shortest again."""
 
 
 @dataclass(slots=True)
@@ -102,6 +105,42 @@ class SlowHosts:
         if self._has_rows and there.num_rows <= EVEN * of.num_rows:
             return wait_s
         return max(0.0, wait_s - max(0.0, there.busy_s - of.busy_s))
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The latest rest of one host."""
+
+    seconds: float
+    until_s: float
+
+
+class Rests:
+    """Rests of one unit's hosts, as one leader gives them. A host is its address, as ranks say it."""
+
+    def __init__(self, rest_s: float) -> None:
+        """`rest_s`: seconds of the first rest; each that follows soon is twice as long. 0: no host
+        rests.
+        """
+        self._rest_s = rest_s
+        self._host_to_rest: dict[str, _Rest] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether hosts rest at all."""
+        return self._rest_s > 0.0
+
+    def begin(self, now_s: float, host: str) -> float:
+        """Let a host rest from now on. Returns the length of the rest, seconds."""
+        before = self._host_to_rest.get(host)
+        is_again = before is not None and now_s < before.until_s + REST_MAX_S
+        seconds = min(2 * before.seconds, REST_MAX_S) if before and is_again else self._rest_s
+        self._host_to_rest[host] = _Rest(seconds, now_s + seconds)
+        return seconds
+
+    def resting(self, now_s: float) -> set[str]:
+        """Return the hosts that rest now."""
+        return {host for host, rest in self._host_to_rest.items() if now_s < rest.until_s}
 
 
 def _together(stretches: Collection[_Measured]) -> Stretch:

@@ -9,15 +9,9 @@ Knows no messages and no deadlines.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages.ranks import RankUp
-from hadal.core.plans import Held
-
-_NUM_DEAD_EPOCHS = 16
 
 
 class RankState(StrEnum):
@@ -54,50 +48,8 @@ _PHASE_NEXT: dict[tuple[UnitPhase, str], UnitPhase] = {
     (UnitPhase.RUNNING, "break"): UnitPhase.BROKEN,
     (UnitPhase.DRAINING, "break"): UnitPhase.BROKEN,
 }
-_LIVING = (RankState.UP, RankState.FORMING, RankState.MEMBER)
 
-
-@dataclass(slots=True)
-class RankView:
-    """What is known of one rank's present process."""
-
-    state: RankState = RankState.ABSENT
-    up: RankUp | None = None
-    held: Held | None = None
-    """What an earlier leader's rank holds; None: nothing, or its inner leader knows it."""
-    heard_s: float = 0.0
-    num_ops: int = -1
-    moved_s: float = 0.0
-    """When its compute thread was last seen to move, or to have nothing to do."""
-    progressed_s: float = 0.0
-    """When it was last seen to move."""
-    ended_s: float = 0.0
-    killed_s: float = 0.0
-    """When the supervisor was last asked to kill it."""
-    num_owed: int = 0
-    """UnitDowns of predecessors that are still to come: a successor was heard first."""
-    dead: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_DEAD_EPOCHS))
-
-    @property
-    def epoch(self) -> str:
-        return self.up.epoch if self.up is not None else ""
-
-    @property
-    def is_living(self) -> bool:
-        return self.state in _LIVING
-
-    def silent_s(self, now_s: float, *, must_move: bool) -> float:
-        """Time for which it gave no sign. `must_move`: a step runs in which it takes part:
-        heartbeats are not enough.
-        """
-        return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
-
-    def forgive(self, gap_s: float) -> None:
-        """Nobody listened for so long."""
-        self.heard_s += gap_s
-        self.moved_s += gap_s
-        self.progressed_s += gap_s
-        self.ended_s += gap_s
+_RUNNING = (UnitPhase.RUNNING, UnitPhase.DRAINING, UnitPhase.BROKEN)
 
 
 def next_rank_state(state: RankState, move: str) -> RankState:
@@ -114,3 +66,42 @@ def next_phase(phase: UnitPhase, move: str) -> UnitPhase:
         return _PHASE_NEXT[phase, move]
     except KeyError:
         raise InvariantError(f"a unit that is {phase} cannot {move}") from None
+
+
+class UnitLifecycle:
+    """The phase of a unit, and when it changed."""
+
+    def __init__(self) -> None:
+        self.phase = UnitPhase.WAITING
+        self._since_s = 0.0
+        """When the phase began."""
+        self._whole_until_s: float | None = None
+        """When the last formation that ran was over; None while one runs, and before the first."""
+
+    @property
+    def is_running(self) -> bool:
+        """Steps of the formation may be done."""
+        return self.phase in _RUNNING
+
+    def phase_s(self, now_s: float) -> float:
+        """Return the time since the phase began, seconds."""
+        return now_s - self._since_s
+
+    def broken_s(self, now_s: float) -> float:
+        """Return the time for which no whole formation has run, seconds."""
+        return 0.0 if self._whole_until_s is None else now_s - self._whole_until_s
+
+    def move(self, now_s: float, move: str) -> None:
+        """Walk the table. Raises InvariantError for a pair that cannot happen."""
+        following = next_phase(self.phase, move)
+        if following is not self.phase or move == "form":
+            self._since_s = now_s
+        self.phase = following
+        if move == "formed":
+            self._whole_until_s = None
+        elif move != "drain" and self._whole_until_s is None:
+            self._whole_until_s = now_s
+
+    def forgive(self, gap_s: float) -> None:
+        """Do not count `gap_s` seconds during which the leader did not run."""
+        self._since_s += gap_s

@@ -156,7 +156,7 @@ def test_a_rank_that_is_gone_was_where_it_was() -> None:
     """Its last steps are told in its host's time, whoever has its number by now."""
     scene = Hosts(["10.0.0.1", "10.0.0.2"], 1)
     scene.step()
-    scene.leader.membership._ranks[1].up = None
+    scene.leader.membership._processes[1].up = None
     for event in scene.trace().steps[0].events:
         assert abs(event.start_s - scene.true[0, event.rank][0]) <= SLOWEST_S
 

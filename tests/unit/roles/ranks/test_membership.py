@@ -16,11 +16,12 @@ from hadal.core.seams import Send
 from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.ranks.membership import (
     FAILED_FORMS_MAX,
+    FORM_TIMEOUT_S,
     NEWS_S,
-    SILENT_S,
     TAKEOVER_GRACE_S,
     UnitMembership,
 )
+from hadal.roles.ranks.processes import SILENT_S
 from hadal.roles.ranks.states import UnitPhase
 
 NUM_EXPERTS = 8
@@ -276,11 +277,11 @@ def test_one_that_nobody_reaches_goes_after_some_tries() -> None:
 
 
 def test_one_that_never_answers_goes() -> None:
-    driver = Driver(form_timeout_s=20.0)
+    driver = Driver()
     driver.all_up()
     driver.answer(2)
     driver.take()
-    driver.pass_s(20.2, 0, 1, 2, 3)
+    driver.pass_s(FORM_TIMEOUT_S + 0.2, 0, 1, 2, 3)
     forms, killed = driver.take()
     assert (len(forms), killed) == (3, ["decode-0.2"])
 
@@ -306,7 +307,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
 
 
 def test_a_drain_has_a_deadline() -> None:
-    driver = Driver(drain_timeout_s=5.0).run()
+    driver = Driver().run()
     driver.membership.unit_down(0.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
