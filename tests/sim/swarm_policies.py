@@ -15,7 +15,7 @@ import numpy as np
 
 import hadal.roles.decode.slots as decode_slots
 import hadal.roles.experts.planner as experts_planner
-import hadal.roles.fleet.fleet as fleet
+import hadal.roles.fleet.need as fleet_need
 import hadal.roles.front.admission as admission
 import hadal.roles.front.routing as front_routing
 import hadal.roles.prefill.cache as prefill_cache
@@ -238,7 +238,7 @@ GUARDS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (admission, "admit", check_refusal),
     (experts_planner, "balance", check_experts),
     (experts_planner, "split_loads", check_split),
-    (fleet, "decide", check_decision),
+    (fleet_need, "decide", check_decision),
 )
 
 

@@ -135,7 +135,7 @@ class FleetExecutor:
     @property
     def num_reviews(self) -> int:
         """Decisions that the role has made."""
-        return self._role.num_reviews
+        return self._role.need.num_reviews
 
     def seen(self, now_s: float) -> FleetSeen:
         """The fleet as people are shown it."""
@@ -187,7 +187,7 @@ class FleetExecutor:
         """What led to it, if the last decision was such a step; units that died are replaced
         without one.
         """
-        decision = self._role.decision
+        decision = self._role.need.decision
         return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
 
     def _stop(self, now_s: float, unit: str) -> None:

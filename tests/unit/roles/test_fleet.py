@@ -297,9 +297,9 @@ def test_it_never_takes_more_nodes_than_there_are() -> None:
     driver = Driver(num_nodes=20).at_floor()
     driver.goes_on(9e3, 9e3, 10)
     assert driver.fleet.num_nodes <= 20
-    assert driver.fleet.decision is not None
-    assert driver.fleet.decision.why.bound == "nodes"
-    assert driver.fleet.wanted == Units(5, 2)
+    assert driver.fleet.need.decision is not None
+    assert driver.fleet.need.decision.why.bound == "nodes"
+    assert driver.fleet.need.units == Units(5, 2)
 
 
 def test_nodes_that_a_draining_unit_still_has_are_waited_for() -> None:
@@ -320,12 +320,12 @@ def test_nodes_that_a_draining_unit_still_has_are_waited_for() -> None:
 def test_units_say_themselves_what_they_can_do() -> None:
     driver = Driver(prefill_tokens_per_s=0.0, decode_tokens_per_s=0.0).at_floor()
     driver.goes_on(5000.0, 5000.0, 5)
-    assert driver.fleet.wanted == Units(1, 1)  # Nobody has measured anything yet.
+    assert driver.fleet.need.units == Units(1, 1)  # Nobody has measured anything yet.
     facts = (UnitFacts("decode-0", "decode", 1, 0, 1250.0), UnitFacts("prefill-0", "prefill", 1, 0))
     driver.now_s += PERIOD_S
     driver.tokens = [t + 5000.0 * PERIOD_S for t in driver.tokens]
     driver.tell(Demand("f1", round(driver.tokens[0]), round(driver.tokens[1]), 0, 0, facts))
-    assert driver.fleet.wanted == Units(1, 4)
+    assert driver.fleet.need.units == Units(1, 4)
 
 
 def test_it_wakes_for_its_reviews_without_being_told_anything() -> None:
@@ -355,7 +355,7 @@ def test_check_sees_nodes_that_do_not_add_up() -> None:
 
 def test_check_sees_units_that_nobody_may_want() -> None:
     driver = Driver()
-    driver.fleet.wanted = Units(1, 0)
+    driver.fleet.need.units = Units(1, 0)
     assert "0 decode units are wanted, out of bounds" in driver.fleet.check()
 
 

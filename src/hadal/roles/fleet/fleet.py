@@ -20,16 +20,14 @@ Knows no process, no host and no wall clock; `day_s` says where in a day the clo
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
-
-import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import ConfigError, InvariantError
 from hadal.core.messages.fleet import Demand, DrainUnit, KeepUnit, Rollout, UnitFacts, UnitsFound
 from hadal.core.messages.units import UnitDown, UnitUp
-from hadal.core.overview import FleetChange, FleetSeen, RoleSeen
+from hadal.core.overview import FleetSeen
 from hadal.core.seams import (
     Event,
     FleetEffect,
@@ -41,23 +39,10 @@ from hadal.core.seams import (
     WakeAt,
     WithdrawNodes,
 )
-from hadal.policy.demand import FLAT, DayShape, forecast
-from hadal.policy.scaling import (
-    Decision,
-    RoleRules,
-    RoleView,
-    ScalingRules,
-    ScalingView,
-    Units,
-    decide,
-)
-from hadal.roles.fleet.demand import DemandMeter
+from hadal.policy.demand import FLAT, DayShape
+from hadal.policy.scaling import RoleRules, ScalingRules, Units
+from hadal.roles.fleet.need import FleetNeed
 from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, UnitTable
-
-_NUM_CHANGES = 64
-"""Decisions that are remembered to be shown."""
-_NUM_AHEAD = 25
-"""Points of a forecast that is shown."""
 
 FRONT = "front"
 RESEND_S = 10.0
@@ -96,28 +81,22 @@ class Fleet:
         """`..._tokens_per_s`: what a unit does within the promise on latency; 0: what units say of
         themselves. `day_s`: the time of day when the clock showed 0.
         """
+        self.need = FleetNeed(
+            rules,
+            {PREFILL: prefill_tokens_per_s, DECODE: decode_tokens_per_s},
+            shape=shape,
+            day_s=day_s,
+        )
         self.rules = rules
         self.table = UnitTable({PREFILL: rules.prefill.num_max, DECODE: rules.decode.num_max})
-        self.meter = DemandMeter(rules.period_s, shape)
-        self.decision: Decision | None = None
-        self.num_reviews = 0
-        self.wanted = rules.floor
-        self._tokens_per_s = {PREFILL: prefill_tokens_per_s, DECODE: decode_tokens_per_s}
         self._drain_timeout_s = drain_timeout_s
-        self._day_s = day_s
         self._unit_nodes = {PREFILL: rules.prefill.unit_nodes, DECODE: rules.decode.unit_nodes}
         self._facts: dict[str, UnitFacts] = {}
-        self._levels = rules.floor
-        self._held: deque[tuple[float, float, float]] = deque()
-        """(time, need of prefill, need of decode) of the last `hold_s`."""
         self._num_offered = 0
         self._num_drains = 0
-        self._changes: deque[FleetChange] = deque(maxlen=_NUM_CHANGES)
-        """Decisions that changed what is wanted."""
         self._num_failed: dict[str, int] = dict.fromkeys(ROLES, 0)
         """Starts that failed, in a row."""
         self._not_before_s: dict[str, float] = dict.fromkeys(ROLES, -math.inf)
-        self._review_s = -math.inf
         self._wake_s = math.inf
         self._out: list[FleetEffect] = []
 
@@ -133,7 +112,7 @@ class Fleet:
         self._out.clear()
         match event:
             case Demand():
-                self.meter.add(now_s + self._day_s, event)
+                self.need.demanded(now_s, event)
                 self._facts = {facts.unit: facts for facts in event.units}
             case UnitUp():
                 self._up(now_s, event)
@@ -176,8 +155,7 @@ class Fleet:
         return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
 
     def _go_on(self, now_s: float) -> None:
-        if now_s >= self._review_s:
-            self._review(now_s)
+        self.need.tick(now_s)
         self._settle(now_s)
         self._roll_out(now_s)
         for role in ROLES:
@@ -196,10 +174,7 @@ class Fleet:
         for name in names:
             self.table.move(self.table.by_name[name], UnitMove.START, now_s)
             self.table.move(self.table.by_name[name], UnitMove.READY, now_s)
-        prefill, decode = (self.table.num_working(role) for role in ROLES)
-        floor = self.rules.floor
-        self._levels = Units(max(prefill, floor.prefill), max(decode, floor.decode))
-        self._held.append((now_s, float(prefill), float(decode)))
+        self.need.found(now_s, Units(*(self.table.num_working(role) for role in ROLES)))
 
     def _up(self, now_s: float, message: UnitUp) -> None:
         unit = self.table.by_name.get(message.unit)
@@ -221,51 +196,6 @@ class Fleet:
         self._num_failed[unit.role] += 1
         backoff_s = min(BACKOFF_S * 2.0 ** min(self._num_failed[unit.role] - 1, 30), BACKOFF_MAX_S)
         self._not_before_s[unit.role] = now_s + backoff_s
-
-    # ---- what is wanted ----
-    def _review(self, now_s: float) -> None:
-        self._review_s = now_s + self.rules.period_s
-        while self._held and self._held[0][0] < now_s - self.rules.hold_s:
-            self._held.popleft()
-        view = ScalingView(
-            now_s + self._day_s,
-            self._view(PREFILL, max((need for _, need, _ in self._held), default=0.0)),
-            self._view(DECODE, max((need for _, _, need in self._held), default=0.0)),
-            self._levels,
-        )
-        self.decision = decision = decide(view, self.rules)
-        self._held.append((now_s, decision.need_prefill, decision.need_decode))
-        self.num_reviews += 1
-        if decision.units != self.wanted:
-            change = decision.units.prefill, decision.units.decode, str(decision.why)
-            self._changes.append(FleetChange(now_s + self._day_s, *change))
-        self._levels, self.wanted = decision.levels, decision.units
-
-    def _view(self, role: str, need_held: float) -> RoleView:
-        return RoleView(
-            tuple(self.meter.times_s),
-            tuple(self.meter.rates[role]),
-            self._capacity(role),
-            self.meter.backlog[role],
-            self.meter.shape(role),
-            need_held,
-        )
-
-    def _capacity(self, role: str) -> float:
-        """Tokens per second of a unit. As long as nobody has measured any, nothing is known to be
-        too little.
-        """
-        if self._tokens_per_s[role]:
-            return self._tokens_per_s[role]
-        known = [facts.tokens_per_s_max for facts in self._facts.values() if facts.role == role]
-        known = [rate for rate in known if rate > 0.0]
-        return sum(known) / len(known) if known else math.inf
-
-    def _rules(self, role: str) -> RoleRules:
-        return self.rules.prefill if role == PREFILL else self.rules.decode
-
-    def _num_wanted(self, role: str) -> int:
-        return self.wanted.prefill if role == PREFILL else self.wanted.decode
 
     # ---- from what there is to what is wanted ----
     def _settle(self, now_s: float) -> None:
@@ -338,7 +268,7 @@ class Fleet:
         self._ask_drain(now_s, unit, self._drain_timeout_s)
 
     def _shrink(self, now_s: float, role: str) -> None:
-        num_over = self.table.num_working(role) - self._num_wanted(role)
+        num_over = self.table.num_working(role) - self.need.num_wanted(role)
         if num_over <= 0:
             return
         starting = sorted(
@@ -358,7 +288,9 @@ class Fleet:
         """One unit at a time, of the role that has the smaller part of what it is to have."""
         blocked: set[str] = set()
         while True:
-            shares = {role: self.table.num_working(role) / self._num_wanted(role) for role in ROLES}
+            shares = {
+                role: self.table.num_working(role) / self.need.num_wanted(role) for role in ROLES
+            }
             short = [role for role in ROLES if shares[role] < 1.0 and role not in blocked]
             if not short:
                 return
@@ -374,7 +306,7 @@ class Fleet:
             self.table.move(unit, UnitMove.KEEP, now_s)
             self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
             return True
-        unit_nodes = self._rules(role).unit_nodes
+        unit_nodes = self.need.role_rules(role).unit_nodes
         stopped = next(self.table.of_role(role, UnitState.STOPPED), None)
         has_nodes = self.num_nodes + unit_nodes <= self.rules.num_nodes_max
         if stopped is None or not has_nodes or now_s < self._not_before_s[role]:
@@ -401,7 +333,7 @@ class Fleet:
         is_busy = bool(
             self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
         )
-        wake_s = min(self._review_s, now_s + RESEND_S) if is_busy else self._review_s
+        wake_s = min(self.need.review_s, now_s + RESEND_S) if is_busy else self.need.review_s
         waiting = [
             s for role, s in self._not_before_s.items() if s > now_s and self._is_short(role)
         ]
@@ -411,7 +343,7 @@ class Fleet:
             self._out.append(WakeAt(wake_s))
 
     def _is_short(self, role: str) -> bool:
-        return self.table.num_working(role) < self._num_wanted(role)
+        return self.table.num_working(role) < self.need.num_wanted(role)
 
     # ---- looking ----
     def check(self) -> list[str]:
@@ -425,7 +357,7 @@ class Fleet:
         if owned + self._num_offered != most:
             problems.append(f"{owned} nodes are owned and {self._num_offered} offered, of {most}")
         for role in ROLES:
-            num_working, num_wanted = self.table.num_working(role), self._num_wanted(role)
+            num_working, num_wanted = self.table.num_working(role), self.need.num_wanted(role)
             if num_working > num_wanted:
                 problems.append(
                     f"{num_working} {role} units work or start, {num_wanted} are wanted"
@@ -435,38 +367,30 @@ class Fleet:
                 problems.append(
                     f"a {role} unit drains while {num_wanted - num_working} more are wanted"
                 )
-            if not self._rules(role).num_min <= num_wanted <= self._rules(role).num_max:
+            if (
+                not self.need.role_rules(role).num_min
+                <= num_wanted
+                <= self.need.role_rules(role).num_max
+            ):
                 problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
         return problems
 
     def seen(self, now_s: float) -> FleetSeen:
         """For people: demand and forecast, what is wanted and what is there, and why."""
-        day_s = now_s + self._day_s
-        horizon_s = self.rules.start_s + max(self.rules.period_s, self.rules.hold_s)
-        ahead_s = np.linspace(0.0, horizon_s, _NUM_AHEAD)
         roles = {}
         for role in ROLES:
-            view, capacity = self._view(role, 0.0), self._capacity(role)
-            expected = forecast(view.times_s, view.rates, view.shape, day_s, ahead_s)
-            roles[role] = RoleSeen(
-                self._num_wanted(role),
-                {
-                    str(state): sum(1 for _ in self.table.of_role(role, state))
-                    for state in UnitState
-                },
-                view.times_s,
-                tuple(round(rate, 2) for rate in view.rates),
-                tuple(ahead_s.tolist()),
-                tuple(np.round(expected, 2).tolist()),
-                capacity * self._rules(role).use if math.isfinite(capacity) else 0.0,
-            )
+            states = {
+                str(state): sum(1 for _ in self.table.of_role(role, state)) for state in UnitState
+            }
+            roles[role] = self.need.seen(now_s, role, states)
+        need = self.need
         return FleetSeen(
-            day_s,
+            need.time_of_day_s(now_s),
             self.num_nodes,
             self.rules.num_nodes_max,
-            str(self.decision.why) if self.decision is not None else "",
+            str(need.decision.why) if need.decision is not None else "",
             roles,
-            tuple(self._changes),
+            tuple(need.changes),
         )
 
     def counts(self) -> dict[UnitState, Units]:

@@ -111,7 +111,7 @@ class Hours:
         self._steps: list[_FluidStep] = []
         self._before = self._counters()
         self._num_changes = 0
-        self._wanted = fleet.wanted
+        self._wanted = fleet.need.units
 
     def add(self, now_s: float, step_s: float) -> None:
         """A step of `step_s` has just ended."""
@@ -141,8 +141,8 @@ class Hours:
                 wait_s * step_s,
             )
         )
-        self._num_changes += self._fleet.wanted != self._wanted
-        self._wanted = self._fleet.wanted
+        self._num_changes += self._fleet.need.units != self._wanted
+        self._wanted = self._fleet.need.units
 
     def done(self) -> Day:
         """The run so far. Raises ValueError for one without a step."""
