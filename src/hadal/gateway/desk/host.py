@@ -52,6 +52,7 @@ from hadal.gateway.desk.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.desk.questions import Questions
 from hadal.policy.admission import Refusal
+from hadal.roles.front.admission import FrontAdmission
 from hadal.roles.front.front import refused
 from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import answer_to
@@ -87,18 +88,10 @@ class FrontRole(Protocol):
     @property
     def units(self) -> FrontUnits: ...
 
+    @property
+    def admission(self) -> FrontAdmission: ...
+
     def start(self, now_s: float) -> list[Effect]: ...
-
-    def refusal(
-        self,
-        now_s: float,
-        tenant: str,
-        num_wanted: int,
-        num_tokens: int = 0,
-        most_pico_usd: int = 0,
-    ) -> Refusal | None: ...
-
-    def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None: ...
 
     def check(self) -> list[str]: ...
 
