@@ -445,7 +445,7 @@ class SwarmWorld(FleetWorld):
         inner = role.inner if isinstance(role, RankedLeader) else role
         if isinstance(role, RankedLeader):
             assert is_whole(role), f"{name} is not whole"
-            assert not role._asked, f"{name} waits for {role._asked}"
+            assert not role._requests._asked, f"{name} waits for {role._requests._asked}"
         if isinstance(inner, PrefillLeader | DecodeLeader):
             assert not inner.audit(), inner.audit()
             watch = self.watches[inner]

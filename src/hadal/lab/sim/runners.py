@@ -211,7 +211,7 @@ def pairs_per_token(model: StepModel) -> float:
 
 def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBatchLoad]:
     """What a unit's op times are of: each op is as long as on the rank on which it is longest
-    (roles/ranks/results).
+    (roles/ranks/steps).
     """
     num = len(batches)
     return [

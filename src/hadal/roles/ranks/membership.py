@@ -33,11 +33,10 @@ from hadal.roles.ranks.notes import Routine
 from hadal.roles.ranks.processes import RankProcesses, RankView
 from hadal.roles.ranks.slow import Rests
 from hadal.roles.ranks.states import RankState, UnitLifecycle, UnitPhase
+from hadal.roles.ranks.steps import PEER_ERRORS
 
 NEWS_S = 1.0
 """How long to wait for the reason, once a step or a formation failed for want of a peer."""
-PEER_ERRORS = ("PeerLost", "Aborted")
-"""What an error begins with that is no fault of the rank itself: comm/group, model/experts."""
 TAKEOVER_GRACE_S = 1.0
 """How long ranks that an earlier leader led wait for the others: those that live were asked a
 heartbeat ago.

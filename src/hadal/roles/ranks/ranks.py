@@ -15,10 +15,7 @@ dead until the first reset, and says nothing of the unit before.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -45,13 +42,10 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.plans import (
     BlocksRead,
     BlocksStored,
-    DecodePlan,
     Formed,
     KvPulled,
-    PrefillPlan,
     Staged,
     StepDone,
-    StepPlan,
 )
 from hadal.core.seams import Effect, Event, Execute, Form, RankReset, Send, Tick, WakeAt
 from hadal.overlap.plan import EXPERTS
@@ -59,11 +53,9 @@ from hadal.policy.slow_hosts import SlowHost
 from hadal.roles.experts.experts import ExpertBalancer
 from hadal.roles.experts.gain import PREFILL_TERMS
 from hadal.roles.leaders import first_placement, keeps_groups, make_leader, moves_experts
-from hadal.roles.ranks.clocks import HostClocks
-from hadal.roles.ranks.membership import PEER_ERRORS, UnitMembership
-from hadal.roles.ranks.results import merge
-from hadal.roles.ranks.slow import SlowHosts
+from hadal.roles.ranks.membership import UnitMembership
 from hadal.roles.ranks.states import UnitPhase
+from hadal.roles.ranks.steps import RanksSteps, merge
 from hadal.roles.suspects import Absence
 from hadal.roles.unit.report import with_ranks
 
@@ -79,15 +71,60 @@ class InnerLeader(Protocol):
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
 
-@dataclass(slots=True)
-class _RanksStep:
-    """One step under way: what every member has answered so far."""
+class PoolRequests:
+    """Requests of an inner leader to the pools of its ranks, and the answers it waits for. `members`:
+    rank -> epoch, as the inner leader knows them, which may be those of the formation before.
+    """
 
-    step_id: int
-    offsets: tuple[int, ...]
-    """What is added to each rank's keys."""
-    sent_s: float
-    parts: dict[int, StepDone] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.members: dict[int, str] = {}
+        self._asked: dict[tuple[Hashable, ...], int] = {}
+        """Outcomes that the inner leader waits for, of pulls and of blocks read from disk or written
+        there -> their rank.
+        """
+        self._held: list[Pull | ReadBlocks] | None = None
+        """Copies into pools that wait until the next formation is formed. Not None after a failed step,
+        whose blocks the inner leader takes for free while other ranks may still compute in them.
+        """
+
+    def ask(self, effect: Pull | ReadBlocks | StoreBlocks) -> None:
+        """Note that the inner leader waits for an outcome."""
+        self._asked[_key(effect)] = effect.rank
+
+    def answered(self, message: RankAnswered) -> bool:
+        """Take an answer. Returns False for a rank that the inner leader holds for lost by now, or
+        one that it did not ask.
+        """
+        key = _key(message.outcome)
+        is_meant = self.members.get(message.rank) == message.epoch
+        if not is_meant or self._asked.get(key) != message.rank:
+            return False
+        del self._asked[key]
+        return True
+
+    def hold_writes(self) -> None:
+        """Hold copies into pools back from now on, until `reset`."""
+        self._held = []
+
+    def is_held(self, effect: PoolEffect) -> bool:
+        """Return whether an effect is held back; if it is, `reset` returns it."""
+        if self._held is None or not isinstance(effect, Pull | ReadBlocks):
+            return False
+        self._held.append(effect)
+        return True
+
+    def reset(
+        self, members: dict[int, str]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], list[Pull | ReadBlocks]]:
+        """Take in the members of a new formation. Returns the ranks lost, the ranks that are fresh,
+        and the effects held back for ranks that were not lost.
+        """
+        before, self.members = self.members, members
+        lost = tuple(rank for rank in before if members.get(rank) != before[rank])
+        fresh = tuple(rank for rank in members if before.get(rank) != members[rank])
+        self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
+        held, self._held = self._held or (), None
+        return lost, fresh, [effect for effect in held if effect.rank not in lost]
 
 
 class RankedLeader:
@@ -119,20 +156,8 @@ class RankedLeader:
         self.num_stale = 0
         """Messages of older formations and processes, dropped."""
         self._unit = unit
-        self._num_slots = num_slots
-        self._step_timeout_s = step_timeout_s
-        self._in_flight: deque[_RanksStep] = deque()
-        self._held_writes: list[Pull | ReadBlocks] | None = None
-        """What waits to be copied into pools until the next formation is formed. Not None after a
-        failed step, whose blocks the inner leader takes for free while other ranks may still
-        compute in them.
-        """
-        self._asked: dict[tuple[Hashable, ...], int] = {}
-        """Outcomes that the inner leader waits for, of pulls and of what is read from disk or written there
-        -> whose.
-        """
-        self._leader_members: dict[int, str] = {}
-        """rank -> epoch, as the inner leader knows them."""
+        self._steps = RanksSteps(num_slots, step_timeout_s)
+        self._requests = PoolRequests()
         self._formation = 0
         """Formation of the steps in flight."""
         self._was_running = False
@@ -140,8 +165,6 @@ class RankedLeader:
         self._wake_s = math.inf
         self._check_s = -math.inf
         self._absence = Absence(CHECK_S)
-        self._clocks = HostClocks()
-        self._slow_hosts = SlowHosts(has_rows=num_slots > 0)
         self._out: list[Effect] = []
 
     def take_notes(self) -> list[str]:
@@ -221,7 +244,7 @@ class RankedLeader:
                 case Execute():
                     self._execute(now_s, effect)
                 case Pull() | ReadBlocks() | StoreBlocks():
-                    self._asked[_key(effect)] = effect.rank
+                    self._requests.ask(effect)
                     self._tell(effect)
                 case Freed() | Named():
                     self._tell(effect)
@@ -235,7 +258,7 @@ class RankedLeader:
                     report = with_ranks(report, ranks, living, self.experts.figures())
                     self._out.append(Send(to, report))
                 case Send(to, Trace() as trace):
-                    trace = self._clocks.aligned(now_s, self.experts.traced(trace))
+                    trace = self._steps.clocks.aligned(now_s, self.experts.traced(trace))
                     self._out.append(Send(to, trace))
                 case Form():
                     raise InvariantError(f"{self._unit}: an inner leader does not form.")
@@ -246,12 +269,10 @@ class RankedLeader:
         """Send it to the process that the inner leader means; if that is gone, the next RankReset
         will say so.
         """
-        epoch = self._leader_members.get(effect.rank)
+        epoch = self._requests.members.get(effect.rank)
         if epoch is None or not self.membership.is_member(effect.rank, epoch):
             return
-        if self._held_writes is not None and isinstance(effect, Pull | ReadBlocks):
-            self._held_writes.append(effect)
-        else:
+        if not self._requests.is_held(effect):
             self._send_rank(effect.rank, RankDo(effect))
 
     def _send_rank(self, rank: int, message: RankDo | RankStep | RankStage) -> None:
@@ -265,33 +286,18 @@ class RankedLeader:
         ):
             return  # No step may begin, and the next formation makes this one void.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
-        self._in_flight.append(_RanksStep(plans[0].step_id, self._offsets(plans), now_s))
+        self._steps.begin(now_s, plans)
         for rank in self.membership.members:
             self._send_rank(rank, RankStep(self._formation, plans[rank]))
 
-    def _offsets(self, plans: tuple[StepPlan, ...]) -> tuple[int, ...]:
-        """Where each rank's keys begin among the inner leader's."""
-        sizes = []
-        for plan in plans:
-            match plan:
-                case DecodePlan():
-                    sizes.append(self._num_slots)
-                case PrefillPlan(_, chunks, _, second):
-                    sizes.append(len(chunks) + len(second))
-        return tuple(accumulate(sizes, initial=0))[:-1]
-
     def _rank_done(self, now_s: float, message: RankDone) -> None:
         is_current = message.formation == self.membership.formation and self.membership.is_running
-        steps = [step for step in self._in_flight if step.step_id == message.done.step_id]
         is_member = self.membership.is_member(message.rank, message.epoch)
-        if not is_current or not is_member or not steps or message.rank in steps[0].parts:
+        up = self.membership.up_of(message.rank) if is_member else None
+        host = up.host if up is not None else None
+        if not is_current or not is_member or not self._steps.add(now_s, message, host):
             self.num_stale += 1
             return
-        steps[0].parts[message.rank] = message.done
-        if (up := self.membership.up_of(message.rank)) is not None:
-            self._clocks.heard(now_s, up.host, steps[0].sent_s, message)
-            trip_s = now_s - steps[0].sent_s - (message.said_s - message.taken_s)
-            self._slow_hosts.answered(up.host, trip_s)
         if message.done.error is not None:
             self.membership.broke(now_s, message.rank, message.lost)
         slow = self._deliver(now_s)
@@ -304,31 +310,21 @@ class RankedLeader:
         """
         slow = None
         while (
-            self._in_flight
+            (step := self._steps.oldest) is not None
             and self.membership.is_running
             and self.membership.formation == self._formation
         ):
-            step = self._in_flight[0]
-            failed = [
-                f"rank {rank}: {part.error}"
-                for rank, part in step.parts.items()
-                if part.error is not None and not part.error.startswith(PEER_ERRORS)
-            ]
-            if failed:
-                self._in_flight.popleft()
-                self.membership.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
+            if error := step.error:
+                self._steps.drop()
+                self.membership.notes.append(f"step {step.step_id} failed: {error}")
                 self.membership.form(now_s)
-                self._held_writes = []
+                self._requests.hold_writes()
                 elapsed_s = max(part.elapsed_s for part in step.parts.values())
-                self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
+                self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, error))
                 return None
-            is_whole = self.membership.members.keys() <= step.parts.keys()
-            if not is_whole or any(part.error is not None for part in step.parts.values()):
+            if not step.is_done(self.membership.members):
                 return slow
-            self._in_flight.popleft()
-            if any(part.events for part in step.parts.values()):
-                self._clocks.traced(step.step_id, self.membership.hosts())
-            slow = self._slow_hosts.stepped(now_s, step.sent_s, step.parts) or slow
+            slow = self._steps.done(now_s, self.membership.hosts) or slow
             if self.experts.done(step.step_id, step.parts):
                 self.membership.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
@@ -336,12 +332,9 @@ class RankedLeader:
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
         """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""
-        key = _key(message.outcome)
-        is_meant = self._leader_members.get(message.rank) == message.epoch
-        if not is_meant or self._asked.get(key) != message.rank:
+        if not self._requests.answered(message):
             self.num_stale += 1
             return
-        del self._asked[key]
         self._feed(now_s, message.outcome)
 
     # ---- experts ----
@@ -365,12 +358,11 @@ class RankedLeader:
         one.
         """
         membership = self.membership
-        if membership.phase is UnitPhase.DRAINING and not self._in_flight:
+        if membership.phase is UnitPhase.DRAINING and self._steps.oldest is None:
             membership.form(now_s)
         if membership.formation != self._formation:
             self._formation = membership.formation
-            self._in_flight.clear()
-            self._slow_hosts.began(membership.hosts())
+            self._steps.reset(membership.hosts())
             self._was_running = False
             self.experts.ended()
         self._out += membership.take_sends()
@@ -384,21 +376,16 @@ class RankedLeader:
             addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
             self.experts.began(membership.formation, membership.placement, addresses)
             self._reset_leader(now_s)
-        elif membership.phase is UnitPhase.WAITING and self._leader_members:
+        elif membership.phase is UnitPhase.WAITING and self._requests.members:
             self._reset_leader(
                 now_s
             )  # Nobody is left: what they held is given back now, not when they are replaced.
 
     def _reset_leader(self, now_s: float) -> None:
-        before, now = self._leader_members, dict(self.membership.members)
-        lost = tuple(rank for rank in before if now.get(rank) != before[rank])
-        fresh = tuple(rank for rank in now if before.get(rank) != now[rank])
-        self._leader_members = now
-        self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
-        held, self._held_writes = self._held_writes or (), None
+        now = dict(self.membership.members)
+        lost, fresh, held = self._requests.reset(now)
         for effect in held:
-            if effect.rank not in lost:
-                self._send_rank(effect.rank, RankDo(effect))
+            self._send_rank(effect.rank, RankDo(effect))
         pools = tuple(
             self.membership.pool_of(rank) if rank in now else ""
             for rank in range(self.membership.num_ranks)
@@ -414,14 +401,12 @@ class RankedLeader:
     def _tick(self, now_s: float) -> None:
         if now_s >= self._check_s:
             self._check_s = now_s + CHECK_S
-            self.membership.tick(now_s, bool(self._in_flight))
+            self.membership.tick(now_s, self._steps.oldest is not None)
             self.experts.tick(now_s)
-            if self._in_flight and self.membership.is_idle_since(
-                self._in_flight[0].sent_s, now_s - self._step_timeout_s
-            ):
-                step_id = self._in_flight[0].step_id
+            step, timeout_s = self._steps.oldest, self._steps.timeout_s
+            if step is not None and self.membership.is_idle_since(step.sent_s, now_s - timeout_s):
                 self.membership.notes.append(
-                    f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s"
+                    f"step {step.step_id} is broken off: no rank moved for {timeout_s:g} s"
                 )
                 self.membership.form(now_s)
         if now_s >= self._leader_wake_s:
@@ -444,14 +429,12 @@ class RankedLeader:
             problems.append(
                 "the placement that the ranks have is not the one that the unit would form with"
             )
-        outsiders = {
-            rank for step in self._in_flight for rank in step.parts
-        } - self.membership.members.keys()
+        outsiders = self._steps.ranks - self.membership.members.keys()
         if outsiders and self.membership.formation == self._formation:
             problems.append(f"ranks {sorted(outsiders)} did steps of a formation they are not in")
-        if self._in_flight and not self.membership.is_running:
+        if len(self._steps) and not self.membership.is_running:
             problems.append(
-                f"{len(self._in_flight)} steps are in flight while the unit is {self.membership.phase}"
+                f"{len(self._steps)} steps are in flight while the unit is {self.membership.phase}"
             )
         return problems
 
@@ -499,7 +482,7 @@ def make_ranked_leader(
 def _key(
     entry: Pull | ReadBlocks | StoreBlocks | KvPulled | BlocksRead | BlocksStored,
 ) -> tuple[Hashable, ...]:
-    """Equal for what a rank is asked for and for what comes of it."""
+    """Return a key that is equal for a request to a rank and for its outcome."""
     match entry:
         case Pull(request_id, attempt) | KvPulled(request_id, attempt):
             return KvPulled, request_id, attempt

@@ -82,7 +82,7 @@ class StepScheduler:
         schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
-        # Of each op the longest of all ranks' times comes back (roles/ranks/results): what grows
+        # Of each op the longest of all ranks' times comes back (roles/ranks/steps): what grows
         # with tokens from the rank that has most of them, what grows with pairs from the one that
         # has most of those.
         longest = MicroBatchWork(int(tokens_R.max()), int(pairs_R.max()))

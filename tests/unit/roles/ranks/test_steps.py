@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hadal.core.plans import Draw, LinkBytes, OpTime, StepDone, TraceEvent
-from hadal.roles.ranks.results import merge
+from hadal.roles.ranks.steps import merge
 
 
 def test_merging_keeps_the_slowest_time_of_each_op_and_names_ranks() -> None:
