@@ -1,7 +1,7 @@
 """All endpoints of a gateway: method, path, handler and description of each.
 
 `routes_of` (gateway/app) and /openapi.json follow from this list. To add an endpoint, add a line here
-and an Operation in gateway/api/description.
+and an Operation in gateway/api/description. Endpoints that generate follow from gateway/desk/dialects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,12 +21,9 @@ from starlette.responses import Response
 from hadal import __version__
 from hadal.gateway.api.description import (
     AUDIT,
-    CHAT,
-    COMPLETION,
     COUNT,
     DETOKENIZE,
     HEALTH,
-    MESSAGES,
     METRICS,
     MODEL,
     MODELS,
@@ -35,7 +31,6 @@ from hadal.gateway.api.description import (
     RESPONSE,
     RESPONSE_DELETED,
     RESPONSE_INPUT,
-    RESPONSES,
     ROOT,
     STATUS,
     TOKENIZE,
@@ -43,28 +38,16 @@ from hadal.gateway.api.description import (
     Operation,
     document,
 )
-from hadal.gateway.api.messages.reply import MessagesFormatter
-from hadal.gateway.api.messages.request import parse_count, parse_messages
-from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
-from hadal.gateway.api.responses.items import input_page, listed
-from hadal.gateway.api.responses.reply import ResponseFormatter
-from hadal.gateway.api.responses.request import (
-    ResponseAsk,
-    ResponsesRequest,
-    items_in,
-    parse_response,
-    read_response,
-    references_of,
-)
+from hadal.gateway.api.messages.request import parse_count
+from hadal.gateway.api.responses.items import input_page
 from hadal.gateway.api.shapes import Greeting, HealthReply, ResponseDeleted, TokenCount
 from hadal.gateway.desk.auth import Tenant
-from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.dialects import dialects_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.kept import KeptResponse
-from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.errors import ApiError, Shape
 from hadal.gateway.edge.guard import SEEN
-from hadal.gateway.generate import Generate, Prepare
+from hadal.gateway.generate import Generate
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -137,63 +120,13 @@ class Endpoint:
 
 
 def _generating(gateway: Gateway) -> list[Endpoint]:
-    """The endpoints that generate: each reads bodies of its own and writes replies of its own."""
-    service, responses = gateway.service, gateway.responses
-
-    async def chat(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        return await service.chat(body, reply_id, tenant), ChatFormatter
-
-    async def completion(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        return await service.completion(body, reply_id, tenant), CompletionFormatter
-
-    async def message(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        work = await service.chat(body, reply_id, tenant, parse_messages)
-        return work, partial(
-            MessagesFormatter,
-            max_tokens=work.ask.max_tokens or 0,
-            context_tokens=service.model.context_tokens,
-        )
-
-    async def response(body: bytes, reply_id: str, tenant: Tenant) -> tuple[Work, Formatter]:
-        def parse(
-            request: ResponsesRequest, bodies: list[bytes], ids: list[str]
-        ) -> tuple[ResponseAsk, bytes]:
-            known = items_in(bodies, ids, service.limits.max_body_bytes)
-            asked = parse_response(request, known)
-            return asked, msgspec.json.encode(listed(asked.request.input))
-
-        def read() -> tuple[ResponsesRequest, list[str]]:
-            request = read_response(body)
-            return request, references_of(request)
-
-        request, ids = await service.off_loop(tenant, read, len(body))
-        bodies = await responses.bodies_with(tenant.name, ids) if ids else []
-        asked, items = await service.off_loop(
-            tenant, lambda: parse(request, bodies, ids), len(body) + sum(map(len, bodies))
-        )
-        before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
-        num_before = sum(turn.num_chars for turn in before) + sum(map(len, bodies))
-        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before), num_before)
-        return work, partial(
-            ResponseFormatter,
-            asked=asked.request,
-            keep=responses.keeper(tenant.name, reply_id, before, asked, items),
-            sampling=work.choices[0].generation.sampling,
-            now=gateway.clock.unix_time,
-        )
-
-    def made(
-        name: str, path: str, id_prefix: str, prepare: Prepare, about: Operation, *also: str
-    ) -> Endpoint:
-        handler = Generate(gateway, name, id_prefix, prepare)
-        return Endpoint("POST", f"/v1{path}", handler, about, (path, *also))
-
-    return [
-        made("chat", "/chat/completions", "chatcmpl-", chat, CHAT, "/beta/chat/completions"),
-        made("completions", "/completions", "cmpl-", completion, COMPLETION, "/beta/completions"),
-        made("messages", "/messages", "msg_", message, MESSAGES, "/anthropic/v1/messages"),
-        made("responses", "/responses", responses.id_prefix, response, RESPONSES),
-    ]
+    """Return an endpoint for each dialect."""
+    endpoints = []
+    for dialect in dialects_of(gateway):
+        path, *also = dialect.paths
+        handler = Generate(gateway, dialect)
+        endpoints.append(Endpoint("POST", path, handler, dialect.describe(), tuple(also)))
+    return endpoints
 
 
 def _responses_pages(gateway: Gateway) -> list[Endpoint]:

@@ -1,7 +1,7 @@
 """One generating endpoint, from a request's headers to the last byte of its reply.
 
 Knows HTTP and the order of the checks; the desk knows tenants, fronts and accounts, and the endpoint's
-own API reads the body and writes the reply.
+dialect reads the body and writes the reply.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import (
-    Awaitable,
-    Callable,
-)
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -20,21 +17,16 @@ from starlette.types import Receive, Scope, Send
 from hadal.core.errors import HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.gateway.desk.auth import Tenant
-from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.dialects import Dialect
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.reply import ClientGone, Times
-from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.connection import WRITE
 from hadal.gateway.edge.errors import as_api_error
 from hadal.gateway.edge.guard import SEEN, AccessRecord
 from hadal.gateway.edge.streams import Outlet, refuse
 
 log = logging.getLogger("hadal.gateway")
-
-
-Prepare = Callable[[bytes, str, Tenant], Awaitable[tuple[Work, Formatter]]]
-"""(body, the reply's id, who asks) -> what is to be generated, and how it is answered."""
 
 
 _COUNTED_STATUSES = ("200", "500", "503", "504")
@@ -46,19 +38,17 @@ class Generate:
     leave.
     """
 
-    def __init__(self, gateway: Gateway, name: str, id_prefix: str, prepare: Prepare) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect[Any]) -> None:
         self._gateway = gateway
-        self._name = name
-        self._id_prefix = id_prefix
-        self._prepare = prepare
+        self._dialect = dialect
         for status in _COUNTED_STATUSES:
-            gateway.metrics.requests.labels(name, status)
+            gateway.metrics.requests.labels(dialect.name, status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         status = 500
         times = Times(gateway.clock.now())
-        request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
+        request_id = f"{self._dialect.id_prefix}{uuid.uuid4().hex}"
         tenant = None
         seen: AccessRecord = scope[SEEN]
         seen.reply_id = request_id
@@ -102,9 +92,9 @@ class Generate:
     ) -> int:
         gateway = self._gateway
         gateway.link.check_room(tenant.name)  # Or it is refused before it costs more.
-        work, formatter = await self._prepare(body, request_id, tenant)
+        work = await self._dialect.parse(body, request_id, tenant)
         ticket = gateway.desk.reserve(work, tenant)
-        reply = gateway.desk.begin(work, formatter, ticket, request_id, times)
+        reply = gateway.desk.begin(work, self._dialect.format(work), ticket, request_id, times)
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, reply.mailbox))
         end = "500"
         try:
@@ -131,7 +121,7 @@ class Generate:
 
     def _count(self, status: int, times: Times) -> None:
         metrics = self._gateway.metrics
-        metrics.requests.labels(self._name, str(status)).inc()
+        metrics.requests.labels(self._dialect.name, str(status)).inc()
         if status != 200 or times.first_token_s is None or times.last_token_s is None:
             return
         metrics.first_token_s.observe(times.first_token_s - times.start_s)

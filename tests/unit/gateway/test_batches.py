@@ -473,8 +473,7 @@ async def test_a_fault_in_one_line_is_that_line_s_alone(
             return facts(work, *given, **more)
 
         monkeypatch.setattr(it.gateway.desk.accounting, "facts", faulty_facts)
-        endpoint = batches._ENDPOINTS["/v1/chat/completions"]._replace(read=faulty)
-        monkeypatch.setitem(batches._ENDPOINTS, "/v1/chat/completions", endpoint)
+        monkeypatch.setattr(Service, "chat", faulty)
         batch = await reach(it, await begin(it, [CHAT, CHAT | {"seed": 1}, CHAT]))
         assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
         (row,) = await rows_of(it, batch["error_file_id"])

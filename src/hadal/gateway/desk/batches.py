@@ -20,13 +20,13 @@ import asyncio
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message
@@ -36,12 +36,11 @@ from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, RequestFact
 from hadal.core.messages.requests import Ticket
 from hadal.gateway.api.batches import BATCH_ENDPOINTS
-from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
 from hadal.gateway.desk.auth import EVERYONE, Tenant
-from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.dialects import dialects_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.reply import Reply, Times
-from hadal.gateway.desk.service import Service, Work
+from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.errors import ApiError, as_api_error, internal_error
 from hadal.policy.admission import NO_VALLEY, VALLEY_S
 from hadal.policy.fairness import batch_of
@@ -86,27 +85,16 @@ _LATER = (*_LOAD, 500, 504)
 _BATCH_SALT = b"hadal-batch-1"
 
 
-class _Endpoint(NamedTuple):
-    """How requests of one kind are named, read and answered."""
-
-    id_prefix: str
-    read: Callable[[Service, bytes, str, Tenant], Awaitable[Work]]
-    formatter: Formatter
-
-
-_CHAT, _TEXT = BATCH_ENDPOINTS
-_ENDPOINTS = {
-    _CHAT: _Endpoint("chatcmpl", Service.chat, ChatFormatter),
-    _TEXT: _Endpoint("cmpl", Service.completion, CompletionFormatter),
-}
-
-
 class BatchWorker:
     """Reads, answers and ends the batches of all tenants. Used by the event loop's thread."""
 
     def __init__(self, gateway: Gateway, store: BatchStore, config: BatchesConfig) -> None:
         self.store, self.config, self._gateway = store, config, gateway
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._dialects = {
+            each.paths[0]: each for each in dialects_of(gateway) if each.paths[0] in BATCH_ENDPOINTS
+        }
+        """Endpoint that a batch names -> its dialect."""
         self._turn = asyncio.Lock()
         """Held by whoever waits for room: first come, first served."""
         self._slots = asyncio.Semaphore(config.max_running)
@@ -394,7 +382,7 @@ class BatchWorker:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Read a line, wait for room, and let it run as one of `tasks`."""
-        request_id = f"{_ENDPOINTS[batch.endpoint].id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self._dialects[batch.endpoint].id_prefix}{uuid.uuid4().hex}"
         reply = None
         try:
             work = await self._prepared(batch, line, tenant, request_id)
@@ -414,9 +402,7 @@ class BatchWorker:
             tenant.salt or blake2b(tenant.name.encode(), digest_size=32, key=_BATCH_SALT).digest()
         )  # A hashed key is not known while nobody sends it.
         asking = replace(tenant, given_name=name, salt=salt)
-        work = await _ENDPOINTS[batch.endpoint].read(
-            self._gateway.service, line.body, request_id, asking
-        )
+        work = await self._dialects[batch.endpoint].parse(line.body, request_id, asking)
         if work.ask.stream:
             raise ApiError(400, "stream: a batch has no streams; leave it out.", param="stream")
         return work
@@ -426,7 +412,7 @@ class BatchWorker:
         slots, which `_run` gives back. None: it is not to be begun any more. Raises ApiError where
         no waiting helps.
         """
-        formatter = _ENDPOINTS[batch.endpoint].formatter
+        formatter = self._dialects[batch.endpoint].format(work)
         while self._tenant_of(batch) is not None:
             async with self._turn:
                 await self._slots.acquire()

@@ -1,0 +1,194 @@
+"""Every API of generations: how its bodies become work, and how its replies are written.
+
+The structs of a dialect's bodies and replies are in its folder of gateway/api; its class here joins them
+to the service. To add a dialect, write its folder and its class, and add a line to `dialects_of`.
+Knows no route and no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from hadal.gateway.api.description import CHAT, COMPLETION, MESSAGES, RESPONSES, Operation
+from hadal.gateway.api.messages.reply import MessagesFormatter
+from hadal.gateway.api.messages.request import parse_messages
+from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
+from hadal.gateway.api.responses.items import listed
+from hadal.gateway.api.responses.reply import ResponseFormatter
+from hadal.gateway.api.responses.request import (
+    ResponseAsk,
+    ResponsesRequest,
+    items_in,
+    parse_response,
+    read_response,
+    references_of,
+)
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.desk import Formatter
+from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.kept import Responses
+from hadal.gateway.desk.service import Service, Work
+from hadal.gateway.text.asks import Turn
+
+W = TypeVar("W", bound=Work)
+
+
+class Dialect(Protocol[W]):
+    """One API of generations."""
+
+    name: str
+    """Label of its requests in the metrics."""
+    paths: tuple[str, ...]
+    """Paths of its endpoint; /openapi.json has the first."""
+    id_prefix: str
+    """Beginning of its replies' ids."""
+
+    async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> W:
+        """Return the work that a body asks for. Raises RequestError, ApiError."""
+        ...
+
+    def format(self, work: W) -> Formatter:
+        """Return the maker of the format in which the work's reply is written."""
+        ...
+
+    def describe(self) -> Operation:
+        """Return the endpoint's description for /openapi.json."""
+        ...
+
+
+class ChatDialect:
+    """OpenAI's /chat/completions."""
+
+    name = "chat"
+    paths = ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions")
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> Work:
+        return await self._service.chat(body, reply_id, tenant)
+
+    def format(self, work: Work) -> Formatter:
+        return ChatFormatter
+
+    def describe(self) -> Operation:
+        return CHAT
+
+
+class CompletionDialect:
+    """OpenAI's /completions."""
+
+    name = "completions"
+    paths = ("/v1/completions", "/completions", "/beta/completions")
+    id_prefix = "cmpl-"
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> Work:
+        return await self._service.completion(body, reply_id, tenant)
+
+    def format(self, work: Work) -> Formatter:
+        return CompletionFormatter
+
+    def describe(self) -> Operation:
+        return COMPLETION
+
+
+class MessagesDialect:
+    """Anthropic's /messages."""
+
+    name = "messages"
+    paths = ("/v1/messages", "/messages", "/anthropic/v1/messages")
+    id_prefix = "msg_"
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> Work:
+        return await self._service.chat(body, reply_id, tenant, parse_messages)
+
+    def format(self, work: Work) -> Formatter:
+        return partial(
+            MessagesFormatter,
+            max_tokens=work.ask.max_tokens or 0,
+            context_tokens=self._service.model.context_tokens,
+        )
+
+    def describe(self) -> Operation:
+        return MESSAGES
+
+
+@dataclass(frozen=True)
+class ResponseWork(Work):
+    """Work of a response, with the request that its reply repeats."""
+
+    asked: ResponsesRequest
+    keep: Callable[[bytes, Turn], None] | None
+    """Function that keeps the response when it has ended; None: it is not to be kept."""
+
+
+class ResponsesDialect:
+    """OpenAI's /responses."""
+
+    name = "responses"
+    paths = ("/v1/responses", "/responses")
+
+    def __init__(
+        self, service: Service, responses: Responses, unix_time: Callable[[], float]
+    ) -> None:
+        self.id_prefix = responses.id_prefix
+        self._service = service
+        self._responses = responses
+        self._unix_time = unix_time
+
+    async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> ResponseWork:
+        service, responses = self._service, self._responses
+
+        def read() -> tuple[ResponsesRequest, list[str]]:
+            request = read_response(body)
+            return request, references_of(request)
+
+        def resolve() -> tuple[ResponseAsk, bytes]:
+            known = items_in(bodies, ids, service.limits.max_body_bytes)
+            asked = parse_response(request, known)
+            return asked, msgspec.json.encode(listed(asked.request.input))
+
+        request, ids = await service.off_loop(tenant, read, len(body))
+        bodies = await responses.bodies_with(tenant.name, ids) if ids else []
+        num_named = sum(map(len, bodies))
+        asked, items = await service.off_loop(tenant, resolve, len(body) + num_named)
+        before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
+        num_before = sum(turn.num_chars for turn in before) + num_named
+        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before), num_before)
+        keep = responses.keeper(tenant.name, reply_id, before, asked, items)
+        return ResponseWork(work.ask, work.choices, work.num_prompt_tokens, asked.request, keep)
+
+    def format(self, work: ResponseWork) -> Formatter:
+        return partial(
+            ResponseFormatter,
+            asked=work.asked,
+            keep=work.keep,
+            sampling=work.choices[0].generation.sampling,
+            now=self._unix_time,
+        )
+
+    def describe(self) -> Operation:
+        return RESPONSES
+
+
+def dialects_of(gateway: Gateway) -> list[Dialect[Any]]:
+    """Return the dialects that a gateway serves."""
+    service = gateway.service
+    return [
+        ChatDialect(service),
+        CompletionDialect(service),
+        MessagesDialect(service),
+        ResponsesDialect(service, gateway.responses, gateway.clock.unix_time),
+    ]
