@@ -24,7 +24,7 @@ from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import CommonFields
-from hadal.gateway.text.stream import Assembler
+from hadal.gateway.text.stream import Assembler, Reading
 from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.runtime.ledger.writer import LedgerCounts
 from tests.sim.client import Client
@@ -135,7 +135,10 @@ class Call:
         )
         choices = tuple(
             Choice(
-                one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens)
+                one,
+                Assembler(
+                    VOCABULARY, Reading(sections=False, stops=stops, min_tokens=one.min_tokens)
+                ),
             )
             for one in versions
         )

@@ -20,7 +20,8 @@ from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.api.responses.reply import ResponseFormatter
 from hadal.gateway.api.responses.request import ResponsesRequest
 from hadal.gateway.text.asks import Turn
-from hadal.gateway.text.stream import Assembler, Calls, Piece
+from hadal.gateway.text.piece import Piece
+from hadal.gateway.text.stream import Assembler, Calls, Reading
 from hadal.gateway.text.tools import FORMATS, CallReader, Choosing, ToolFormat
 
 from .event_streams import message_of, named_events, response_of
@@ -41,10 +42,10 @@ def pieces_of(
 ) -> list[Piece]:
     """What these tokens bring, pushed in pieces; ids of calls are numbers."""
     assembler = Assembler(
-        VOCABULARY, sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))
+        VOCABULARY, Reading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,))))
     )
     numbers = iter(range(1000))
-    assembler._reader = CallReader(format, lambda: f"call_{next(numbers)}")
+    assembler._calls._reader = CallReader(format, lambda: f"call_{next(numbers)}")
     tokens = [Token("r", 0, i, token) for i, token in enumerate(ids)]
     tokens.append(Token("r", 0, len(ids), 0, finish))
     pieces, begin = [], 0

@@ -10,14 +10,9 @@ import pytest
 
 from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.text.stream import (
-    MAX_PERIOD,
-    MIN_TIMES,
-    MIN_TOKENS,
-    Assembler,
-    Piece,
-    repeated_period,
-)
+from hadal.gateway.text.piece import Piece
+from hadal.gateway.text.repetition import MAX_PERIOD, MIN_TIMES, MIN_TOKENS, repeated_period
+from hadal.gateway.text.stream import Assembler, Reading
 
 from .scenes import scene
 
@@ -62,7 +57,10 @@ def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel
     tokens = [Token("r", 0, i, ids[i % len(ids)]) for i in range(4000)]
     ends = set()
     for size in (1, 7, 4000):
-        assembler, piece = Assembler(model.vocabulary, sections=True, stop_repetition=True), Piece()
+        assembler, piece = (
+            Assembler(model.vocabulary, Reading(sections=True, stop_repetition=True)),
+            Piece(),
+        )
         for at in range(0, 4000, size):
             piece.add(assembler.push(tokens[at : at + size]))
         ends.add((assembler.num_tokens, piece.finish, piece.content, assembler.period))

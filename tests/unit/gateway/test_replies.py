@@ -12,7 +12,7 @@ from hadal.core.messages.generation import Token
 from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
 from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 
 HEAD = Head("id-1", 5, 'a "model"', "hadal-test")
 USAGE = Usage(10, 7, 3)

@@ -24,7 +24,7 @@ from hadal.gateway.api.responses.reply import ResponseFormatter
 from hadal.gateway.api.responses.request import ResponseAsk, items_in, parse_response, read_response
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.asks import AnswerFormat, ChatAsk, PastCall, Turn
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 from tests.waiting import DEADLINE_S
 
 from .event_streams import named_events, response_of

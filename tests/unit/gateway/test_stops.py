@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.gateway.text.stream import Matcher
+from hadal.gateway.text.matcher import Matcher
 
 texts = st.text(alphabet="ab<", max_size=30)
 patterns = st.lists(st.text(alphabet="ab<", min_size=1, max_size=5), max_size=4).map(tuple)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.tools import CallDelta
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 
 KEEP_ALIVE = b": keep-alive\n\n"
 

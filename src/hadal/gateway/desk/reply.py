@@ -26,7 +26,7 @@ from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError, limit_headers, retry_after, sentence
 from hadal.gateway.edge.streams import Outlet
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 from hadal.runtime.process.logs import fields
 
 log = logging.getLogger("hadal.gateway")

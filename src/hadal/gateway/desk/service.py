@@ -60,7 +60,8 @@ from hadal.gateway.text.chat import (
 )
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import check_length, encode_within
-from hadal.gateway.text.stream import Assembler, Calls, ScoredPrompt
+from hadal.gateway.text.piece import ScoredPrompt
+from hadal.gateway.text.stream import Assembler, Calls, Reading
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
@@ -526,6 +527,18 @@ class Service:
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             names = b"", ""
+            reading = Reading(
+                sections=sections,
+                thinks=prompt.thinks,
+                has_thought=prompt.has_thought,
+                stops=ask.stops,
+                min_tokens=ask.min_tokens,
+                logprobs=ask.sampling.num_logprobs >= 0,
+                token_ids=ask.return_token_ids,
+                stop_repetition=ask.stop_repetition,
+                calls=calls,
+                is_held=ask.format is not None,
+            )
             grammar = self._grammar(ask, prompt, calls, budget)
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
                 generation = self._generation(
@@ -538,19 +551,7 @@ class Service:
                 # names.
                 generation = self._names.named(generation)
                 names = generation.chain, generation.fingerprint
-                assembler = Assembler(
-                    self.model.vocabulary,
-                    sections=sections,
-                    thinks=prompt.thinks,
-                    has_thought=prompt.has_thought,
-                    stops=ask.stops,
-                    min_tokens=ask.min_tokens,
-                    logprobs=ask.sampling.num_logprobs >= 0,
-                    token_ids=ask.return_token_ids,
-                    stop_repetition=ask.stop_repetition,
-                    calls=calls,
-                    is_held=ask.format is not None,
-                )
+                assembler = Assembler(self.model.vocabulary, reading)
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 

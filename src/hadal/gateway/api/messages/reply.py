@@ -14,7 +14,7 @@ import msgspec
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.vocabulary import Vocabulary
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -17,7 +17,8 @@ import msgspec
 from hadal.core.messages.generation import Token
 from hadal.gateway.api.reply import KEEP_ALIVE, Head, Outcome, Usage, failure
 from hadal.gateway.edge.errors import ApiError
-from hadal.gateway.text.stream import Piece, ScoredPrompt, new_decoder
+from hadal.gateway.text.piece import Piece, ScoredPrompt
+from hadal.gateway.text.stream import new_decoder
 from hadal.gateway.text.tools import CallDelta
 from hadal.gateway.text.vocabulary import Vocabulary
 

@@ -19,7 +19,7 @@ from hadal.gateway.api.responses.tools import (
 )
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import PastCall, Turn
-from hadal.gateway.text.stream import Piece
+from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.thinking import ReasoningOptions
 from hadal.gateway.text.vocabulary import Vocabulary
 
