@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from evals.tasks import Example, sample
-from hadal.gateway.text.asks import PastCall, Turn
+from hadal.gateway.text.asks import PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.tools import CallReader, format_of, read_choice, read_tools
 from hadal.gateway.text.vocabulary import read_vocabulary
@@ -73,8 +73,8 @@ def test_the_gateways_prompt_is_what_was_trained_on(
             choice = {"type": "function", "function": {"name": example.forced}}
         got = chat.prompt(
             turns_of(example),
+            Rendering(choosing=read_choice(choice, read_tools(example.tools), None)),
             max_tokens=10_000,
-            choosing=read_choice(choice, read_tools(example.tools), None),
             schema=example.schema,
         )
         assert list(got.ids) == encode(tokenizer, example)[0]

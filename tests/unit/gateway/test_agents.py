@@ -102,7 +102,7 @@ def test_functions_of_a_namespace_are_offered_under_names_of_their_own(
 ) -> None:
     monkeypatch.setattr(fields, "_logged", set())
     for _ in range(2):
-        names = [tool.name for tool in parse().chat.choosing.tools]
+        names = [tool.name for tool in parse().chat.rendering.choosing.tools]
     assert names == [
         "exec_command",
         "find_row",
@@ -213,13 +213,13 @@ async def test_calls_come_back_in_the_client_s_form(
 
 def test_a_tool_of_a_namespace_can_be_demanded() -> None:
     choice = {"type": "function", "namespace": "mcp__ledger", "name": "close"}
-    choosing = parse(tool_choice=choice).chat.choosing
+    choosing = parse(tool_choice=choice).chat.rendering.choosing
     assert (choosing.is_forced, choosing.name) == (True, "mcp__ledger__close")
 
 
 async def test_claude_code_s_first_turn_is_served() -> None:
     asked = parse_message()
-    assert [tool.name for tool in asked.choosing.tools] == ["Bash"]
+    assert [tool.name for tool in asked.rendering.choosing.tools] == ["Bash"]
     assert [turn.role for turn in asked.turns] == ["system", "user", "system"]
     with tool_model() as model:
         async with world(model, says(lambda prompt: "Hi.")) as it:
@@ -241,7 +241,7 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to() -> None:
         },
     ]
     asked = parse_message(messages=messages)
-    assert [tool.name for tool in asked.choosing.tools] == ["Bash", "Later"]
+    assert [tool.name for tool in asked.rendering.choosing.tools] == ["Bash", "Later"]
     assert "Later" in asked.turns[-1].content
 
 
@@ -263,6 +263,6 @@ def test_tools_that_run_with_the_client_are_not_said_to_run_here(kind: str) -> N
 
 def test_shown_to_the_model() -> None:
     """A namespace's functions reach the template as any others."""
-    (first, *_), (tool, *_) = parse().chat.turns, parse().chat.choosing.tools
+    (first, *_), (tool, *_) = parse().chat.turns, parse().chat.rendering.choosing.tools
     assert first.role == "system"
     assert tool.fields["function"]["parameters"] == PARAMETERS

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.text.asks import Turn
+from hadal.gateway.text.asks import Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat, raw_prompt, read_chat_format
 from hadal.gateway.text.template_files import read_templates
 from hadal.gateway.text.tools import NO_TOOLS, Choosing
@@ -99,7 +99,7 @@ def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("thinking", [None, True, False])
 def test_thinking(model: ServedModel, thinking: bool | None) -> None:
-    prompt = model.chat.prompt([Turn("user", "hi")], max_tokens=MAX, thinking=thinking)
+    prompt = model.chat.prompt([Turn("user", "hi")], Rendering(thinking=thinking), max_tokens=MAX)
     text = model.vocabulary.decode(prompt.ids)
     assert prompt.thinks == (thinking is not False)
     assert text.endswith("<think>\n\n</think>\n\n" if thinking is False else "<think>\n")
@@ -123,11 +123,15 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
         {"bos_token": BOS, "eos_token": EOS},
         "test",
     )
-    ids = chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"note": EOS}).ids
+    ids = chat.prompt(
+        [Turn("user", "hi")], Rendering(template_kwargs={"note": EOS}), max_tokens=MAX
+    ).ids
     assert model.vocabulary.control_ids[EOS] not in ids
     assert model.vocabulary.decode(ids) == EOS + "hi"
     with pytest.raises(RequestError, match="messages is the server's"):
-        chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"messages": "x"})
+        chat.prompt(
+            [Turn("user", "hi")], Rendering(template_kwargs={"messages": "x"}), max_tokens=MAX
+        )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(model: ServedModel)
     templates = {"default": "no", "tool_use": "{{ tools[0].function.name }}", "rag": "rag"}
     with closing(ChatFormat(vocabulary, templates, {}, "here")) as chat:
         for choosing, text in ((NO_TOOLS, "no"), (Choosing((WEATHER,)), "weather")):
-            prompt = chat.prompt([Turn("user", "hi")], max_tokens=MAX, choosing=choosing)
+            prompt = chat.prompt([Turn("user", "hi")], Rendering(choosing=choosing), max_tokens=MAX)
             assert vocabulary.decode(prompt.ids) == text
 
 
@@ -274,7 +278,7 @@ def num_public(
         read_vocabulary(folder), {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here"
     )
     prompt = chat.prompt(
-        [Turn(*turn) for turn in turns], max_tokens=10**6, is_public=True, **options
+        [Turn(*turn) for turn in turns], Rendering(**options), max_tokens=10**6, is_public=True
     )
     return prompt.num_public, prompt.ids
 

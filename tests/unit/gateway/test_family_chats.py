@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hadal.gateway.text.asks import Turn
+from hadal.gateway.text.asks import Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 
@@ -252,7 +252,7 @@ def test_a_chat_is_as_the_model_learnt_it(
     text: str,
     thinks: bool,
 ) -> None:
-    prompt = chats[name].prompt(turns, max_tokens=MAX, thinking=thinking)
+    prompt = chats[name].prompt(turns, Rendering(thinking=thinking), max_tokens=MAX)
     assert vocabulary.decode(prompt.ids) == text
     assert list(prompt.ids) == vocabulary.encode_controlled(text), "control tokens are tokens"
     assert prompt.thinks == thinks

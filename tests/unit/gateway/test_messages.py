@@ -132,7 +132,7 @@ def test_what_every_api_takes_is_taken_here() -> None:
     kwargs = {"chat_template_kwargs": {"thinking": False, "style": "dry"}}
     ours = parse(**more, **kwargs)
     assert ours == as_message(chat(messages=ASKED["messages"], **more, **kwargs))
-    assert (ours.ask.cache_salt, ours.thinking) == ("ann", False)
+    assert (ours.ask.cache_salt, ours.rendering.thinking) == ("ann", False)
 
 
 def test_messages_of_one_role_are_one_turn() -> None:
@@ -160,7 +160,7 @@ def test_messages_of_one_role_are_one_turn() -> None:
         Turn("tool", "", call_id="a"),
         Turn("tool", "x", call_id="b"),
     )
-    assert asked.prefix == "C D", "the reply goes on from it"
+    assert asked.rendering.prefix == "C D", "the reply goes on from it"
 
 
 def test_a_format_by_its_older_name() -> None:
@@ -182,22 +182,24 @@ def test_a_format_by_its_older_name() -> None:
     ],
 )
 def test_what_may_be_chosen(choice: dict[str, Any], found: tuple[bool, str, bool]) -> None:
-    choosing = parse(tools=[WEATHER], tool_choice=choice).choosing
+    choosing = parse(tools=[WEATHER], tool_choice=choice).rendering.choosing
     assert (choosing.is_forced, choosing.name, choosing.is_parallel) == found
     assert [tool.name for tool in choosing.tools] == ["weather"]
 
 
 def test_no_tool_is_offered_where_none_is_wanted() -> None:
-    assert parse(tools=[WEATHER], tool_choice={"type": "none"}).choosing == Choosing()
+    assert parse(tools=[WEATHER], tool_choice={"type": "none"}).rendering.choosing == Choosing()
 
 
 def test_thinking() -> None:
-    assert parse().thinking is None
-    assert parse(thinking={"type": "enabled", "budget_tokens": 1024}).thinking is True
-    assert parse(thinking={"type": "disabled"}).thinking is False
-    assert parse(thinking={"type": "adaptive"}).thinking is None
-    assert parse(output_config={"effort": "none"}).thinking is False
-    assert parse(output_config={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}
+    assert parse().rendering.thinking is None
+    assert parse(thinking={"type": "enabled", "budget_tokens": 1024}).rendering.thinking is True
+    assert parse(thinking={"type": "disabled"}).rendering.thinking is False
+    assert parse(thinking={"type": "adaptive"}).rendering.thinking is None
+    assert parse(output_config={"effort": "none"}).rendering.thinking is False
+    assert parse(output_config={"effort": "low"}).rendering.template_kwargs == {
+        "reasoning_effort": "low"
+    }
 
 
 def test_an_answer_in_a_format() -> None:
@@ -207,8 +209,8 @@ def test_an_answer_in_a_format() -> None:
     begun = [*ASKED["messages"], {"role": "assistant", "content": '{"sum": '}]
     both = parse(output_config={"format": format}, tools=[WEATHER], messages=begun)
     assert both.ask.format == asked.ask.format
-    assert [tool.name for tool in both.choosing.tools] == ["weather"]
-    assert both.prefix == '{"sum": '
+    assert [tool.name for tool in both.rendering.choosing.tools] == ["weather"]
+    assert both.rendering.prefix == '{"sum": '
 
 
 def test_what_is_counted_is_the_same_prompt() -> None:

@@ -334,18 +334,20 @@ def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
 
 
 def test_thinking() -> None:
-    assert chat(reasoning_effort="high").thinking is True
-    assert chat(reasoning_effort="none").thinking is False
-    assert chat(reasoning_effort="none").template_kwargs == {}
+    assert chat(reasoning_effort="high").rendering.thinking is True
+    assert chat(reasoning_effort="none").rendering.thinking is False
+    assert chat(reasoning_effort="none").rendering.template_kwargs == {}
     told = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "high"}
     for effort, heard in (told | {"max": "max", "ultra": "max"}).items():
-        assert chat(reasoning_effort=effort).template_kwargs == {"reasoning_effort": heard}
-    assert chat().thinking is None
-    assert chat(thinking=True).thinking is True
-    assert chat(thinking={"type": "disabled"}).thinking is False
-    assert chat(chat_template_kwargs={"enable_thinking": False}).thinking is False
+        assert chat(reasoning_effort=effort).rendering.template_kwargs == {
+            "reasoning_effort": heard
+        }
+    assert chat().rendering.thinking is None
+    assert chat(thinking=True).rendering.thinking is True
+    assert chat(thinking={"type": "disabled"}).rendering.thinking is False
+    assert chat(chat_template_kwargs={"enable_thinking": False}).rendering.thinking is False
     both = chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False})
-    assert both.thinking is True
+    assert both.rendering.thinking is True
 
 
 def test_sampling() -> None:
@@ -520,6 +522,8 @@ def test_the_first_bodies_of_a_kind_are_read_by_several_threads(_: int) -> None:
 def test_a_prefix_may_have_a_reasoning() -> None:
     thought = {"reasoning_content": "Two and"}
     found = chat(messages=[*MESSAGES, {**PREFIX, **thought}])
-    assert (found.prefix, found.reasoning) == ("It is", "Two and")
+    assert (found.rendering.prefix, found.rendering.reasoning) == ("It is", "Two and")
     found = chat(messages=[*MESSAGES, {"role": "assistant", "content": "a", **thought}])
-    assert (found.prefix, found.reasoning) == ("", ""), "what a client got and sends back"
+    assert (found.rendering.prefix, found.rendering.reasoning) == ("", ""), (
+        "what a client got and sends back"
+    )

@@ -126,7 +126,10 @@ def test_what_every_api_takes_is_taken_here() -> None:
     kwargs = {"chat_template_kwargs": {"thinking": False, "style": "dry"}}
     ours = parse(**more, **kwargs).after(())
     theirs = chat(messages=[{"role": "user", "content": "2 + 2?"}], **more, **kwargs)
-    assert (ours.thinking, ours.template_kwargs) == (theirs.thinking, theirs.template_kwargs)
+    assert (ours.rendering.thinking, ours.rendering.template_kwargs) == (
+        theirs.rendering.thinking,
+        theirs.rendering.template_kwargs,
+    )
     names = ("cache_salt", "priority", "seed", "stop_repetition")
     assert [getattr(ours.ask, name) for name in names] == ["ann", -3, 7, False]
 
@@ -145,7 +148,7 @@ def test_an_effort_is_a_wish_to_think(
     effort: str | None, kwargs: dict[str, bool], thinking: bool | None
 ) -> None:
     asked = parse(reasoning={"effort": effort}, chat_template_kwargs=kwargs)
-    assert asked.chat.thinking is thinking
+    assert asked.chat.rendering.thinking is thinking
 
 
 def test_what_an_assistant_says_behind_its_calls_stands_before_their_results() -> None:
@@ -206,7 +209,7 @@ def test_an_answer_in_a_format() -> None:
     assert loose == AnswerFormat("json_object", None, "text.format")
     both = parse(text={"format": given}, tools=[WEATHER]).chat
     assert both.ask.format == format
-    assert [tool.name for tool in both.choosing.tools] == ["weather"]
+    assert [tool.name for tool in both.rendering.choosing.tools] == ["weather"]
 
 
 DEEP: Any = {}

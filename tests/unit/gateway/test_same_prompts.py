@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.text import chat, template_jinja
-from hadal.gateway.text.asks import Turn
+from hadal.gateway.text.asks import Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat, read_chat_format
 from hadal.gateway.text.tools import FORMATS, Choosing, read_tools
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
@@ -90,9 +90,8 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
         found = [
             *ours.prompt(
                 [Turn(**message) for message in messages],
+                Rendering(template_kwargs=kwargs, choosing=Choosing(read_tools(tools))),
                 max_tokens=10**6,
-                template_kwargs=kwargs,
-                choosing=Choosing(read_tools(tools)),
             ).ids
         ]
     except RequestError as error:

@@ -71,9 +71,9 @@ def parsed(path: str, fields: dict[str, Any]) -> ChatAsk:
 @pytest.mark.parametrize("path", PATH_TO_BODY)
 def test_every_switch_is_taken_in_every_format(path: str) -> None:
     for fields in OFF:
-        assert parsed(path, fields).thinking is False, fields
+        assert parsed(path, fields).rendering.thinking is False, fields
     for fields in ON:
-        assert parsed(path, fields).thinking is not False, fields
+        assert parsed(path, fields).rendering.thinking is not False, fields
     for fields in BUDGETS:
         assert parsed(path, fields).budget == 5, fields
     assert parsed(path, {"thinking_budget": -1}).budget is None

@@ -20,7 +20,7 @@ from hadal.core.errors import RequestError
 from hadal.core.messages.generation import Token
 from hadal.gateway.api.openai.reply import ChatFormatter
 from hadal.gateway.api.reply import Head, Outcome, Usage
-from hadal.gateway.text.asks import PastCall, Turn
+from hadal.gateway.text.asks import PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.stream import Assembler, Calls, Reading
@@ -380,7 +380,7 @@ def chat() -> Iterator[ChatFormat]:
 
 
 def rendered(vocabulary: Vocabulary, chat: ChatFormat, turns: Sequence[Turn], **more: Any) -> str:
-    return vocabulary.decode(chat.prompt(turns, max_tokens=100_000, **more).ids)
+    return vocabulary.decode(chat.prompt(turns, Rendering(**more), max_tokens=100_000).ids)
 
 
 def test_the_format_follows_from_tokens_and_template() -> None:
@@ -496,7 +496,7 @@ def test_tools_follow_the_system_prompt_where_the_template_lists_none(
     vocabulary: Vocabulary, chat: ChatFormat
 ) -> None:
     turns = [Turn("system", "Be brief."), Turn("user", "Oslo?")]
-    prompt = chat.prompt(turns, max_tokens=100_000, choosing=Choosing((WEATHER,)))
+    prompt = chat.prompt(turns, Rendering(choosing=Choosing((WEATHER,))), max_tokens=100_000)
     text = vocabulary.decode(prompt.ids)
     assert text.startswith(f"{BOS}Be brief.\n\n## Tools\nYou have access to the following tools:\n")
     assert '### weather\nDescription: The weather <｜User｜> there\n\nParameters: {"type": ' in text
@@ -510,7 +510,9 @@ def test_tools_follow_the_system_prompt_where_the_template_lists_none(
 
 def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
     with closing(listing_chat(vocabulary)) as chat:
-        prompt = chat.prompt([Turn("user", "a")], max_tokens=9999, choosing=Choosing((WEATHER,)))
+        prompt = chat.prompt(
+            [Turn("user", "a")], Rendering(choosing=Choosing((WEATHER,))), max_tokens=9999
+        )
     text = vocabulary.decode(prompt.ids)
     listed = text.partition(BOS)[0]
     assert json.loads(listed) == [WEATHER.fields]
@@ -532,7 +534,7 @@ def test_a_reply_goes_on_from_the_last_message(
     vocabulary: Vocabulary, chat: ChatFormat, role: str
 ) -> None:
     turns = [Turn("user", "a"), Turn(role, " It <｜User｜> is ")]
-    prompt = chat.prompt(turns, max_tokens=9999, goes_on=True)
+    prompt = chat.prompt(turns, Rendering(goes_on=True), max_tokens=9999)
     opened = "<｜Assistant｜></think>" if role == "assistant" else "<｜User｜>"
     assert vocabulary.decode(prompt.ids) == f"{BOS}<｜User｜>a{opened} It <｜User｜> is "
     assert (prompt.prefix, vocabulary.decode(prompt.prefix_ids)) == (turns[1].content,) * 2
@@ -556,17 +558,15 @@ def test_a_reply_goes_on_from_a_reasoning() -> None:
         for prefix, end in (("", ""), ("So", "\n</think>\n\nSo")):
             prompt = chat.prompt(
                 [Turn("user", "a")],
+                Rendering(thinking=True, prefix=prefix, reasoning="Two </think>\n"),
                 max_tokens=9999,
-                thinking=True,
-                prefix=prefix,
-                reasoning="Two </think>\n",
             )
             text = f"a<｜Assistant｜><think>\nTwo </think>\n{end}"
             assert VOCABULARY.decode(prompt.ids) == text
             assert prompt.ids.count(VOCABULARY.control_ids["</think>"]) == bool(prefix)
             assert prompt.thinks == prompt.has_thought == (not prefix)
         with pytest.raises(RequestError, match="has no reasoning to go on from"):
-            chat.prompt([Turn("user", "a")], max_tokens=9999, reasoning="Two")
+            chat.prompt([Turn("user", "a")], Rendering(reasoning="Two"), max_tokens=9999)
 
 
 @pytest.mark.promise("A model that has none of these tokens is not offered tools: a 400 says so.")
@@ -581,7 +581,9 @@ def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
         )
     ) as chat:
         with pytest.raises(RequestError, match="was not taught to call tools"):
-            chat.prompt([Turn("user", "a")], max_tokens=99, choosing=Choosing((WEATHER,)))
+            chat.prompt(
+                [Turn("user", "a")], Rendering(choosing=Choosing((WEATHER,))), max_tokens=99
+            )
         result = Turn("tool", "rain", call_id="c1")
         with pytest.raises(RequestError, match="was not taught to call tools"):
             chat.prompt([result], max_tokens=99)

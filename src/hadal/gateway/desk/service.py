@@ -321,9 +321,9 @@ class Service:
         self._check(parsed.ask, tenant)
         prompt = self._prompt(parsed, self._max_prompt_tokens)
         chat = self.model.chat
-        calls = None
-        if chat is not None and chat.tools and parsed.choosing.tools:
-            calls = Calls(chat.tools, parsed.choosing)
+        calls, choosing = None, parsed.rendering.choosing
+        if chat is not None and chat.tools and choosing.tools:
+            calls = Calls(chat.tools, choosing)
         self._check_thinking(parsed)
         finish = partial(
             self._work,
@@ -364,15 +364,9 @@ class Service:
             )
         return chat.prompt(
             parsed.turns,
+            parsed.rendering,
             max_tokens=max_tokens,
-            thinking=parsed.thinking,
-            template_kwargs=parsed.template_kwargs,
             is_public=parsed.ask.cache_salt == PUBLIC,
-            choosing=parsed.choosing,
-            prefix=parsed.prefix,
-            reasoning=parsed.reasoning,
-            opens_reply=parsed.opens_reply,
-            goes_on=parsed.goes_on,
             schema=_schema_of(parsed.ask.format),
             field=parsed.ask.prompt_name,
         )

@@ -103,22 +103,36 @@ class CommonFields:
 
 
 @dataclass(frozen=True)
+class Rendering:
+    """How the chat template renders a chat, and where in the reply the prompt ends."""
+
+    thinking: bool | None = None
+    """Whether the model thinks; False closes the reasoning before it starts. None: as the chat
+    template has it.
+    """
+    template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
+    choosing: Choosing = NO_TOOLS
+    prefix: str = ""
+    """Beginning of the reply, which goes on from there and has no other reasoning."""
+    reasoning: str = ""
+    """Beginning of the reply's reasoning; without a prefix, the reply goes on from there."""
+    opens_reply: bool = True
+    """The template may say which turn comes next."""
+    goes_on: bool = False
+    """The prompt ends where the last turn's text does, and the reply goes on from there."""
+
+
+PLAIN = Rendering()
+"""A rendering as the template has it, of nothing but turns."""
+
+
+@dataclass(frozen=True)
 class ChatAsk:
     """A body of /chat/completions, checked."""
 
     ask: CommonFields
     turns: tuple[Turn, ...]
-    thinking: bool | None
-    """None: as the chat template has it."""
-    template_kwargs: Mapping[str, TemplateValue]
-    choosing: Choosing = NO_TOOLS
-    prefix: str = ""
-    """What the reply begins with and goes on from."""
-    reasoning: str = ""
-    """What its reasoning begins with; without a prefix, the reply goes on from there."""
-    opens_reply: bool = True
-    goes_on: bool = False
-    """It goes on from the last turn."""
+    rendering: Rendering = PLAIN
     budget: int | None = None
     """Most tokens of its reasoning; None: no limit of their own."""
     budget_field: str = ""

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadal.core.errors import RequestError
-from hadal.gateway.text.asks import PastCall, Turn
+from hadal.gateway.text.asks import PLAIN, PastCall, Rendering, Turn
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.template_files import DEFAULT, WITH_TOOLS, read_templates
 from hadal.gateway.text.template_pool import TemplatePool
-from hadal.gateway.text.thinking import TemplateValue
-from hadal.gateway.text.tools import NO_TOOLS, Choosing, described, format_of
+from hadal.gateway.text.tools import Choosing, described, format_of
 from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.added import read_special_tokens
 
@@ -124,30 +123,25 @@ class ChatFormat:
     def prompt(
         self,
         turns: Sequence[Turn],
+        rendering: Rendering = PLAIN,
         *,
         max_tokens: int,
-        thinking: bool | None = None,
-        template_kwargs: Mapping[str, TemplateValue] | None = None,
         is_public: bool = False,
-        choosing: Choosing = NO_TOOLS,
-        prefix: str = "",
-        reasoning: str = "",
-        opens_reply: bool = True,
-        goes_on: bool = False,
         schema: dict[str, Any] | None = None,
         field: str = "messages",
     ) -> Prompt:
-        """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
-        counts what may be shared with everybody. `reasoning`: what the reply's reasoning begins
-        with; a reply that begins with `prefix` has no other. `opens_reply`: the template may say
-        whose turn it is; `goes_on`: the prompt ends where the last turn's text does, and the reply
-        goes on from there. `schema`: what the answer has to follow, for a template that shows it.
-        `field`: by which the turns were given.
+        """Render and tokenise. `is_public` counts what may be shared with everybody. `schema`: what the
+        answer has to follow, for a template that shows it. `field`: by which the turns were given.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
         tokenise.
         """
-        kwargs = template_kwargs or {}
+        thinking, kwargs, choosing = (
+            rendering.thinking,
+            rendering.template_kwargs,
+            rendering.choosing,
+        )
+        prefix, reasoning, goes_on = rendering.prefix, rendering.reasoning, rendering.goes_on
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.tools]
         texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]
@@ -164,7 +158,7 @@ class ChatFormat:
             values["answer_schema"] = shield.put_in(_outline(schema))
         num_chars = sum(map(len, texts)) + len(json.dumps([given, schema], ensure_ascii=False))
         max_chars = _CHARS_PER_CHAR * num_chars + _CHARS_PER_MESSAGE * (len(turns) + 1)
-        opens_reply = opens_reply and not goes_on
+        opens_reply = rendering.opens_reply and not goes_on
         text = shield.found(
             self._render(
                 template, messages, values, max_chars, opens_reply=opens_reply, tools=tools

@@ -34,7 +34,7 @@ from hadal.gateway.api.decoding import NO_SCHEMA, decode
 from hadal.gateway.api.field_table import MESSAGE
 from hadal.gateway.api.fields import NamedBody, check_fields
 from hadal.gateway.edge.errors import UNTHREADED
-from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, PastCall, Turn
+from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, PastCall, Rendering, Turn
 from hadal.gateway.text.thinking import ThinkingSwitch, read_thinking
 from hadal.gateway.text.tools import ToolWords, read_choice, read_tools
 
@@ -246,10 +246,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
     return ChatAsk(
         ask,
         turns,
-        thinking.is_on,
-        thinking.template_kwargs,
-        choosing,
-        prefix,
+        Rendering(thinking.is_on, thinking.template_kwargs, choosing, prefix),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,

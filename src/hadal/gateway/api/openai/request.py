@@ -37,6 +37,7 @@ from hadal.gateway.text.asks import (
     ChatAsk,
     CompletionAsk,
     PastCall,
+    Rendering,
     Turn,
 )
 from hadal.gateway.text.thinking import read_thinking
@@ -172,13 +173,15 @@ def _chat_of(request: ChatRequest, named: NamedBody) -> ChatAsk:
     return ChatAsk(
         ask=replace(ask, omits_reasoning=hides),
         turns=turns,
-        thinking=thinking.is_on,
-        template_kwargs=thinking.template_kwargs,
-        choosing=choosing,
-        prefix=prefix,
-        reasoning=reasoning,
-        opens_reply=request.add_generation_prompt is not False,
-        goes_on=goes_on,
+        rendering=Rendering(
+            thinking.is_on,
+            thinking.template_kwargs,
+            choosing,
+            prefix,
+            reasoning,
+            opens_reply=request.add_generation_prompt is not False,
+            goes_on=goes_on,
+        ),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,

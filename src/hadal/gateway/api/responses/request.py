@@ -39,7 +39,7 @@ from hadal.gateway.api.responses.tools import (
     choice_of,
     offered,
 )
-from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Turn
+from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
 from hadal.gateway.text.thinking import read_thinking
 from hadal.gateway.text.tools import read_choice, read_tools
 
@@ -195,9 +195,7 @@ def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) ->
     chat = ChatAsk(
         ask,
         turns_of(request.input, tools),
-        thinking.is_on,
-        thinking.template_kwargs,
-        choosing,
+        Rendering(thinking.is_on, thinking.template_kwargs, choosing),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,
