@@ -84,7 +84,7 @@ async def _overview(
     wide = {unit for role, up in roles if units_of(deployment, role).ranks > 1 for unit in up}
     asked = [unit for unit in units if unit in wide]
     others, experts = await asyncio.gather(
-        host.ask_others(COUNTS, COUNTS_TIMEOUT_S), host.experts(asked, COUNTS_TIMEOUT_S)
+        host.ask_others(COUNTS, COUNTS_TIMEOUT_S), host.questions.experts(asked, COUNTS_TIMEOUT_S)
     )
     _, health = gateway.readiness.health()
     return msgspec.json.encode(

@@ -10,13 +10,11 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from hadal.core.config import GATEWAY_HEARTBEAT_S
 from hadal.core.messages.base import FRONT, SUPERVISOR
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.gateways import (
-    Delivered,
     FrontHeartbeat,
     GatewayHeartbeat,
     Leave,
@@ -25,14 +23,7 @@ from hadal.core.messages.gateways import (
     QueryReply,
 )
 from hadal.core.messages.generation import Deliver, Generation
-from hadal.core.messages.questions import (
-    Audit,
-    AuditRequest,
-    ExpertsAnswer,
-    ExpertsRequest,
-    Trace,
-    TraceRequest,
-)
+from hadal.core.messages.questions import Audit, ExpertsAnswer, Trace
 from hadal.core.messages.requests import (
     Charged,
     Counted,
@@ -49,8 +40,9 @@ from hadal.core.seams import Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.desk.doors import Doors
 from hadal.gateway.desk.link import FrontWire, as_error
 from hadal.gateway.desk.mailbox import Mailbox, Outbox, mailbox_for
+from hadal.gateway.desk.other_gateways import EXPECTED_S, OtherGateways
 from hadal.gateway.desk.pages import Pages
-from hadal.gateway.desk.questions import Questions
+from hadal.gateway.desk.unit_questions import UnitQuestions
 from hadal.policy.admission import Refusal
 from hadal.roles.front.admission import FrontAdmission
 from hadal.roles.front.front import refused
@@ -60,26 +52,7 @@ from hadal.roles.recording import RecordedRole
 from hadal.runtime.process.logs import fields
 from hadal.runtime.topology import GATEWAY
 
-# Questions to other processes, whose answers come as messages of their own: who is asked, and who
-# waits for it.
-
-
-M = TypeVar("M")
-
-
-# What one gateway asks another for, by path as HTTP has it: what only the front's process knows,
-# or another's counts.
-#
-# Knows the wire's Query and QueryReply, and no page. Used by the event loop's thread.
-
-
 log = logging.getLogger("hadal.gateway")
-
-
-_EXPECTED_S = 8 * GATEWAY_HEARTBEAT_S
-"""How long a new front expects to hear of the other gateways: what they had open under the one
-before is this one's.
-"""
 
 
 class FrontRole(Protocol):
@@ -100,6 +73,33 @@ class FrontRole(Protocol):
     def unread(self) -> tuple[str, ...]: ...
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
+
+
+class WakeTimer:
+    """A single timer of the event loop, at the time that was set last."""
+
+    def __init__(self, now: Callable[[], float], ring: Callable[[], None]) -> None:
+        self._now = now
+        self._ring = ring
+        self._context = contextvars.copy_context()
+        """What a timer logs is about no request, whichever made it."""
+        self._handle: asyncio.TimerHandle | None = None
+        self._time_s = 0.0
+
+    def set(self, time_s: float) -> None:
+        """Call `ring` at a time, and not at the one before."""
+        if self._handle is not None:
+            if time_s == self._time_s:
+                return
+            self._handle.cancel()
+        self._time_s = time_s
+        self._handle = asyncio.get_running_loop().call_later(
+            max(0.0, time_s - self._now()), self._run, context=self._context
+        )
+
+    def _run(self) -> None:
+        self._handle = None
+        self._ring()
 
 
 class Host(Doors):
@@ -124,13 +124,8 @@ class Host(Doors):
         super().__init__()
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
-        self._outboxes = {name: Outbox() for name in others}
-        self._expected = set(self._outboxes)
-        """Other gateways that may be there, and were not heard yet."""
-        self._present: dict[str, int] = {}
-        """Other gateways that were heard and have not ended -> the process of each."""
-        self._ended: dict[str, int] = {}
-        """The process of each that ended last: what it said before may arrive later."""
+        self._others = OtherGateways(others, wire)
+        self.questions = UnitQuestions(wire)
         self.unit_listeners: list[Callable[[], None]] = []
         """Functions to call after units came or went."""
         self._front = front
@@ -138,15 +133,9 @@ class Host(Doors):
         self._wire = wire
         self._now = now
         self._mailboxes: dict[str, Mailbox | Outbox] = {}
-        self._context = contextvars.copy_context()
-        """What a timer logs is about no request, whichever made it."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
+        self._timer = WakeTimer(now, lambda: self._handle([Tick()]))
         self._failed: Exception | None = None
         self._task: asyncio.Task[None] | None = None
-        self._audits = Questions[Audit]()
-        self._traces = Questions[Trace]()
-        self._experts = Questions[ExpertsAnswer]()
         self.process_to_refused: dict[str, dict[str, int]] = {}
         """Connections that processes refused since they started, by what was asked for."""
 
@@ -157,7 +146,7 @@ class Host(Doors):
     @property
     def gateways(self) -> tuple[str, ...]:
         """Those that are there."""
-        return GATEWAY, *sorted(self._present)
+        return GATEWAY, *self._others.present
 
     @property
     def num_open(self) -> int:
@@ -178,9 +167,9 @@ class Host(Doors):
 
     async def _serve(self) -> None:
         self._tell_others()  # Before anything else: what they have open belongs to this front now.
-        if self._expected:
+        if self._others.is_expected:
             self._idle.clear()
-            asyncio.get_running_loop().call_later(_EXPECTED_S, self._expect_no_more)
+            asyncio.get_running_loop().call_later(EXPECTED_S, self._expect_no_more)
         for effect in self._calls.start(self._now()):
             self._apply(effect)
         while True:
@@ -294,36 +283,14 @@ class Host(Doors):
         answers).
         """
 
-        def send(unit: str, reply_id: int) -> None:
-            self._wire.send(unit, AuditRequest(reply_id))
-
         units = tuple(units)
-        answers = await self._audits.ask(units, send, timeout_s)
+        answers = await self.questions.audit(units, timeout_s)
         problems = [f"front: {problem}" for problem in self._front.check()]
         problems += [f"{unit}: no answer" for unit in units if unit not in answers]
         problems += [
             f"{unit}: {problem}" for unit, audit in answers.items() for problem in audit.problems
         ]
         return problems, list(answers.values())
-
-    async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
-        """Have a unit trace its next steps. None if it did not answer in time: most likely it had
-        nothing to do.
-        """
-
-        def send(unit: str, reply_id: int) -> None:
-            self._wire.send(unit, TraceRequest(reply_id, num_steps, timeout_s))
-
-        return (await self._traces.ask([unit], send, timeout_s)).get(unit)
-
-    async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
-        """Where the experts of units of many ranks lie, as JSON; of those that answer in time."""
-
-        def send(unit: str, reply_id: int) -> None:
-            self._wire.send(unit, ExpertsRequest(reply_id))
-
-        answers = await self._experts.ask(units, send, timeout_s)
-        return {unit: answer.body for unit, answer in answers.items()}
 
     def heartbeat(self, pid: int) -> None:
         """Tell the supervisor and the other gateways that this process works."""
@@ -340,7 +307,7 @@ class Host(Doors):
 
     async def ask_others(self, path: str, timeout_s: float) -> dict[str, bytes]:
         """A page of each other gateway that is there and answers in time."""
-        names = sorted(self._present)
+        names = self._others.present
         answers = await asyncio.gather(
             *(self.pages.ask(name, path, {}, timeout_s) for name in names)
         )
@@ -374,9 +341,7 @@ class Host(Doors):
             for event in events:
                 for effect in self._calls.handle(self._now(), event):
                     self._apply(effect)
-            for name, outbox in self._outboxes.items():
-                if delivers := outbox.take():
-                    self._wire.send(name, Delivered(delivers))
+            self._others.deliver()
         except Exception as error:
             # A timer's or a request's failure ends the host as a message's would: the front cannot
             # be trusted now.
@@ -396,39 +361,25 @@ class Host(Doors):
         elif isinstance(effect, Send):
             self._wire.send(effect.to, effect.message)
         elif isinstance(effect, WakeAt):
-            self._wake_at(effect.time_s)
+            self._timer.set(effect.time_s)
         else:
             raise TypeError(f"a front does not ask for {type(effect).__name__}")
-
-    def _wake_at(self, time_s: float) -> None:
-        if self._timer is not None:
-            if time_s == self._timer_s:
-                return
-            self._timer.cancel()
-        self._timer_s = time_s
-        self._timer = asyncio.get_running_loop().call_later(
-            max(0.0, time_s - self._now()), self._tick, context=self._context
-        )
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._handle([Tick()])
 
     def _forget(self, request_id: str) -> None:
         self._mailboxes.pop(request_id, None)
         self._see_idle()
 
     def _see_idle(self) -> None:
-        if not self._mailboxes and not self._present and not self._expected:
+        if not self._mailboxes and self._others.are_gone:
             self._idle.set()
 
     def _expect_no_more(self) -> None:
-        self._expected.clear()
+        self._others.expect_no_more()
         self._see_idle()
 
-    # ---- the other gateways ----
     def _tell_others(self) -> None:
-        for name in self._outboxes:
+        """Send the other gateways the front's state."""
+        for name in self._others.names:
             self._wire.send(
                 name, FrontHeartbeat(self._epoch, self._front.snapshot(), self.gateways)
             )
@@ -457,41 +408,28 @@ class Host(Doors):
         its requests were this one's.
         """
         match message:
-            case Audit(unit, reply_id):
-                self._audits.take(unit, reply_id, message)
-            case Trace(unit, reply_id):
-                self._traces.take(unit, reply_id, message)
-            case ExpertsAnswer(unit, reply_id):
-                self._experts.take(unit, reply_id, message)
+            case Audit() | Trace() | ExpertsAnswer():
+                self.questions.take(message)
             case Refused(process, kind_to_num):
                 self.process_to_refused[process] = kind_to_num
             case Query() | QueryReply():
                 self.pages.take(message)
-            case GatewayHeartbeat(gateway, pid) if gateway in self._outboxes:
-                self._expected.discard(gateway)
-                if pid != self._ended.get(gateway):
-                    self._present[gateway] = pid
+            case GatewayHeartbeat(gateway, pid) if gateway in self._others:
+                if self._others.heard(gateway, pid):
                     self._idle.clear()
-            case Open(gateway, generations, ticket, log_id) if gateway in self._outboxes:
+            case Open(gateway, generations, ticket, log_id) if gateway in self._others:
                 new, ticket = _without(self._mailboxes.keys(), generations, ticket)
-                self._mailboxes |= {
-                    generation.request_id: self._outboxes[gateway] for generation in new
-                }
-                self._outboxes[gateway].open_ids |= {
-                    generation.request_id: log_id for generation in new
-                }
+                outbox = self._others.open(gateway, new, log_id)
+                self._mailboxes |= {generation.request_id: outbox for generation in new}
                 self._idle.clear()
                 return list(self._admit(new, ticket))
-            case Leave(gateway, request_ids) if gateway in self._outboxes:
-                mine = self._outboxes[gateway].open_ids.keys() & request_ids
-                return [Cancel(request_id, -1) for request_id in sorted(mine)]
-            case UnitDown(gateway) if gateway in self._outboxes:
-                left, self._outboxes[gateway] = self._outboxes[gateway], Outbox()
-                self._expected.discard(gateway)
-                if gateway in self._present:
-                    self._ended[gateway] = self._present.pop(gateway)
+            case Leave(gateway, request_ids) if gateway in self._others:
+                left = self._others.open_ids(gateway, request_ids)
+                return [Cancel(request_id, -1) for request_id in left]
+            case UnitDown(gateway) if gateway in self._others:
+                left = self._others.ended(gateway)
                 self._see_idle()
-                return [Cancel(request_id, -1) for request_id in sorted(left.open_ids)]
+                return [Cancel(request_id, -1) for request_id in left]
             case GatewayHeartbeat() | Open() | Leave():
                 pass  # Of a gateway that this deployment does not have.
             case _:

@@ -80,7 +80,7 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
             param="unit",
             code="unit_not_found",
         )
-    trace = await host.trace(unit, int(num_steps), wait_s)
+    trace = await host.questions.trace(unit, int(num_steps), wait_s)
     if trace is not None and not trace.steps:
         raise ApiError(
             429,
