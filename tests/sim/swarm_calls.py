@@ -23,6 +23,7 @@ from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.text.asks import CommonFields
 from hadal.gateway.text.stream import Assembler, Reading
 from hadal.gateway.text.vocabulary import Vocabulary
@@ -151,9 +152,8 @@ class Call:
             cast("Any", None),
             self.times,
             now,
-            timeout_s=timeout_s,
-            keep_alive_s=1.0,
-            send_timeout_s=1.0,
+            timeout_s,
+            Patience(),
         )
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hadal.core.errors import RequestError
 from hadal.gateway.api import base, field_table, fields
-from hadal.gateway.desk.batches import _line_of, _lines_of
+from hadal.gateway.desk.batch_lines import _line_of, _lines_of
 
 URL = "/v1/chat/completions"
 

@@ -312,11 +312,11 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
             await reach(it, ids[-1], ["in_progress"])
         worker = it.worker
         assert worker is not None
-        await wait_for(lambda: len(worker._waits) == 2, "both wait")
+        await wait_for(lambda: len(worker._stops.waits) == 2, "both wait")
         assert len({*asked}) == 1  # Bob's line waits behind Alice's.
         await it.client.post(f"/v1/batches/{ids[1]}/cancel")
         assert (await reach(it, ids[1]))["status"] == "cancelled"
-        assert [*worker._waits] == ids[:1]
+        assert [*worker._stops.waits] == ids[:1]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -341,7 +341,7 @@ async def test_a_withdrawn_key_ends_its_batch(
         for at, tenant in enumerate(tenants):
             it.client.headers["Authorization"] = f"Bearer sk-{tenant}"
             batch_id = await begin(it)
-            await wait_for(lambda n=at: len(worker._waits) > n and asked, "it waits")
+            await wait_for(lambda n=at: len(worker._stops.waits) > n and asked, "it waits")
         it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         while (row := await worker.call(worker.store.batch, "alice", batch_id)).status not in ENDED:
             await asyncio.sleep(0.01)

@@ -5,13 +5,7 @@
 Every gateway takes files and batches (gateway/batch_pages); the one with the front works on them. A
 line is begun where the front says that the load leaves room (policy/admission.admit_batch) and that
 its tenant's quota lets in all its generations. Tenants take turns, line by line. Of a tenant's
-batches the oldest is worked on.
-
-    answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
-
-An answer is written down together with the facts of what it cost, and only what was read back is
-charged: a line that stands in the output is charged, by this life of the process or the next, and
-the ledger has each fact once. Knows the store's rows and the API's JSON, no HTTP.
+batches the oldest is worked on. Knows the store's rows and the API's JSON, no HTTP.
 """
 
 from __future__ import annotations
@@ -19,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -33,10 +27,12 @@ from starlette.types import Message
 
 from hadal.core.config import BatchesConfig
 from hadal.core.errors import HadalError
-from hadal.core.facts import Fact, RequestFact
+from hadal.core.facts import RequestFact
 from hadal.core.messages.requests import Ticket
 from hadal.gateway.api.batches import BATCH_ENDPOINTS
 from hadal.gateway.desk.auth import EVERYONE, Tenant
+from hadal.gateway.desk.batch_charges import BatchCharges
+from hadal.gateway.desk.batch_lines import line_error, read_lines
 from hadal.gateway.desk.dialects import dialects_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.reply import Reply, Times
@@ -63,9 +59,6 @@ log = logging.getLogger("hadal.batches")
 T = TypeVar("T")
 
 WINDOW_S = 86_400
-MAX_CUSTOM_ID_CHARS = 512
-MAX_ERRORS = 100
-"""Of a batch's input that are listed."""
 MAX_TRIES = 6
 """Of a line, where it is the server that fails. A line that load pushes out again is not a try:
 only the end of its batch's time ends it.
@@ -85,6 +78,41 @@ _LATER = (*_LOAD, 500, 504)
 _BATCH_SALT = b"hadal-batch-1"
 
 
+class BatchStops:
+    """Batches of which no line is begun any more, and lines' waits for capacity, which a stop ends."""
+
+    def __init__(self) -> None:
+        self._stopped: set[str] = set()
+        self.waits: dict[str, asyncio.Timeout] = {}
+        """Batch id -> timeout that ends the wait of its line."""
+
+    def __contains__(self, batch_id: str) -> bool:
+        return batch_id in self._stopped
+
+    def stop(self, batch_id: str) -> None:
+        """Begin no more lines of a batch, nor let the one that waits for room hold up its end."""
+        self._stopped.add(batch_id)
+        if wait := self.waits.pop(batch_id, None):
+            wait.reschedule(0.0)
+
+    def ended(self, batch_id: str) -> None:
+        """Forget a batch on which no task works now."""
+        self._stopped.discard(batch_id)
+
+    @asynccontextmanager
+    async def until_stopped(self, batch_id: str) -> AsyncIterator[None]:
+        """Give up what is awaited inside as soon as the batch is stopped."""
+        wait = self.waits[batch_id] = asyncio.timeout(None)
+        try:
+            async with wait:
+                yield
+        except TimeoutError:
+            if not wait.expired():
+                raise
+        finally:
+            self.waits.pop(batch_id, None)
+
+
 class BatchWorker:
     """Reads, answers and ends the batches of all tenants. Used by the event loop's thread."""
 
@@ -100,16 +128,10 @@ class BatchWorker:
         self._slots = asyncio.Semaphore(config.max_running)
         self._drivers: dict[str, asyncio.Task[None]] = {}
         """Batch id -> who works on it."""
-        self._stopped: set[str] = set()
-        """Batches of which no line is to be begun any more."""
+        self._stops = BatchStops()
         self._missing_s: dict[str, float] = {}
         """Tenant of a batch -> since when nobody has its key."""
-        self._waits: dict[str, asyncio.Timeout] = {}
-        """Batch id -> what ends its line's wait for room."""
-        self._charged: set[str] = set()
-        """Facts that the ledger was given, by request id, and the store has."""
-        self._kept: deque[str] = deque()
-        """Those of them that the ledger keeps; its thread appends."""
+        self._charges = BatchCharges(gateway, store, self.call)
         self.woken = asyncio.Event()
         self.num_waiting = self.num_running = 0
         self.outcomes: Counter[str] = Counter({"completed": 0, "failed": 0, "again": 0})
@@ -123,8 +145,7 @@ class BatchWorker:
     async def run(self) -> None:
         """Work until cancelled."""
         was_said, forgot_s = False, -_FORGET_S
-        if self._gateway.desk.accounting is not None:
-            self._gateway.desk.accounting.hear(self._hear)
+        self._charges.listen()
         try:
             while True:
                 self.woken.clear()
@@ -133,7 +154,7 @@ class BatchWorker:
                         kept_s = self.config.keep_days * WINDOW_S
                         await self.call(self.store.forget, self._unix_s() - kept_s)
                         forgot_s = self._gateway.clock.now()
-                    await self._settle()
+                    await self._charges.settle()
                     await self._look()
                     was_said = False
                 except BatchesDown as error:
@@ -154,43 +175,18 @@ class BatchWorker:
                 driver.cancel()
             await asyncio.gather(*drivers, return_exceptions=True)
             try:
-                await self._settle()
+                await self._charges.settle()
             except BatchesDown as error:
                 log.error("what lines cost is charged at the next start: %s", error)
 
     def close(self) -> None:
         """No more calls come, and the ledger has been closed."""
         self._thread.shutdown(wait=True)
-        with suppress(BatchesDown):  # Then they are charged again, which changes nothing.
-            self.store.drop_charges(list(self._kept))
+        self._charges.close()
         self.store.close()
 
     def _unix_s(self) -> int:
         return int(self._gateway.clock.unix_time())
-
-    # ---- charging ----
-    def _hear(self, facts: Sequence[Fact]) -> None:
-        self._kept.extend(
-            fact.request_id
-            for fact in facts
-            if isinstance(fact, RequestFact) and fact.request_id in self._charged
-        )
-
-    async def _settle(self) -> None:
-        """Drop what the ledger has, and give it what else written lines cost. Raises BatchesDown."""
-        accounting = self._gateway.desk.accounting
-        if accounting is None:
-            return
-        if kept := list(self._kept):
-            await self.call(self.store.drop_charges, kept)
-            for request_id in kept:
-                self._kept.popleft()
-                self._charged.discard(request_id)
-        for fact in await self.call(self.store.charges):
-            if fact.request_id not in self._charged:
-                self._charged.add(fact.request_id)
-                accounting.charge([fact])
-                self._gateway.metrics.output.add(fact.tokens_out)
 
     async def _look(self) -> None:
         """Find out what is to be done, and see that somebody does it."""
@@ -203,36 +199,17 @@ class BatchWorker:
         busy: set[str] = set()
         for batch in batches:
             if batch.status == CANCELLING or self._is_late(batch) or self._is_withdrawn(batch):
-                self._stop(batch.id)
+                self._stops.stop(batch.id)
             is_in_turn = (
                 batch.tenant not in busy
                 or batch.status == VALIDATING  # Its mistakes are told at once.
-                or batch.id in self._stopped
+                or batch.id in self._stops
             )
             busy.add(batch.tenant)
             if batch.id not in self._drivers and is_in_turn and not self._gateway.link.draining:
                 task = asyncio.get_running_loop().create_task(self._drive(batch))
                 self._drivers[batch.id] = task
                 task.add_done_callback(partial(self._ended, batch.id))
-
-    def _stop(self, batch_id: str) -> None:
-        """Begin no more lines of a batch, nor let the one that waits for room hold up its end."""
-        self._stopped.add(batch_id)
-        if wait := self._waits.pop(batch_id, None):
-            wait.reschedule(0.0)
-
-    @asynccontextmanager
-    async def _until_stopped(self, batch: BatchRow) -> AsyncIterator[None]:
-        """What is awaited inside is given up as soon as the batch is stopped."""
-        wait = self._waits[batch.id] = asyncio.timeout(None)
-        try:
-            async with wait:
-                yield
-        except TimeoutError:
-            if not wait.expired():
-                raise
-        finally:
-            self._waits.pop(batch.id, None)
 
     def _is_withdrawn(self, batch: BatchRow) -> bool:
         """True if nobody has had its tenant's key for a while. One that is exchanged is gone for a
@@ -249,19 +226,19 @@ class BatchWorker:
 
     def _tenant_of(self, batch: BatchRow) -> Tenant | None:
         """As whom its next line is begun; None: no line of it is to be begun any more, here."""
-        if batch.id in self._stopped or self._gateway.link.draining:
+        if batch.id in self._stops or self._gateway.link.draining:
             return None
         return self._tenant(batch.tenant)
 
     def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._drivers[batch_id]
-        self._stopped.discard(batch_id)
+        self._stops.ended(batch_id)
         self.woken.set()
 
     async def _drive(self, batch: BatchRow) -> None:
         """Take a batch as far as it goes."""
         try:
-            if batch.status == VALIDATING and batch.id not in self._stopped:
+            if batch.status == VALIDATING and batch.id not in self._stops:
                 await self._validate(batch)
                 return
             tenant = self._tenant(batch.tenant)
@@ -309,7 +286,6 @@ class BatchWorker:
             num = f"{ended.num_completed} of {ended.num_total} requests answered"
             log.info("%s of %s is %s: %s", batch.id, batch.tenant, status, num)
 
-    # ---- reading ----
     async def _validate(self, batch: BatchRow) -> None:
         lines, errors = await self.call(self._read, batch)
         if errors:
@@ -318,35 +294,13 @@ class BatchWorker:
             await self.call(self.store.begin, batch, lines, self._unix_s())
 
     def _read(self, batch: BatchRow) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-        lines: list[BatchLine] = []
-        errors: list[dict[str, Any]] = []
         if self.store.file(batch.tenant, batch.input_file_id) is None:
             said = f"The input file {batch.input_file_id!r} was deleted before it was read."
-            return lines, [_error("file_not_found", said, "input_file_id", None)]
-        seen: set[str] = set()
-        for number, raw in enumerate(_lines_of(self.store.contents(batch.input_file_id)), 1):
-            if not raw.strip():
-                continue
-            if len(lines) == self.config.max_lines:
-                said = f"The file has more than {self.config.max_lines} requests."
-                errors.append(_error("too_many_requests", said, None, number))
-                break
-            line = _line_of(
-                raw, number, batch.endpoint, self._gateway.service.limits.max_body_bytes
-            )
-            if isinstance(line, BatchLine) and line.custom_id in seen:
-                said = f"The custom_id {line.custom_id[:100]!r} stands in the file twice."
-                line = _error("duplicate_custom_id", said, "custom_id", number)
-            if isinstance(line, BatchLine):
-                seen.add(line.custom_id)
-                lines.append(line)
-            elif len(errors) < MAX_ERRORS:
-                errors.append(line)
-        if not lines and not errors:
-            errors.append(_error("empty_file", "The file has no request in it.", None, None))
-        return lines, errors
+            return [], [line_error("file_not_found", said, "input_file_id", None)]
+        limits = self._gateway.service.limits
+        pieces = self.store.contents(batch.input_file_id)
+        return read_lines(pieces, batch.endpoint, self.config.max_lines, limits.max_body_bytes)
 
-    # ---- answering ----
     def _tenant(self, name: str) -> Tenant | None:
         """As it is now; None: nobody has its key, or keys are not known yet."""
         keys = self._gateway.tenancy.keys
@@ -357,7 +311,7 @@ class BatchWorker:
     async def _answer_all(self, batch: BatchRow) -> bool:
         """Answer all lines; False if some have no answer, as the batch or the server is to end."""
         tries: Counter[int] = Counter()
-        while batch.id not in self._stopped:
+        while batch.id not in self._stops:
             after, begun = -1, 0
             async with asyncio.TaskGroup() as tasks:
                 while lines := await self._until_up(
@@ -386,7 +340,7 @@ class BatchWorker:
         reply = None
         try:
             work = await self._prepared(batch, line, tenant, request_id)
-            async with self._until_stopped(batch):
+            async with self._stops.until_stopped(batch.id):
                 reply = await self._let_in(batch, work, request_id)
         except Exception as error:
             await self._refuse(batch, line, request_id, _api_error(error), tries)
@@ -402,7 +356,7 @@ class BatchWorker:
             tenant.salt or blake2b(tenant.name.encode(), digest_size=32, key=_BATCH_SALT).digest()
         )  # A hashed key is not known while nobody sends it.
         asking = replace(tenant, given_name=name, salt=salt)
-        work = await self._dialects[batch.endpoint].parse(line.body, request_id, asking)
+        work: Work = await self._dialects[batch.endpoint].parse(line.body, request_id, asking)
         if work.ask.stream:
             raise ApiError(400, "stream: a batch has no streams; leave it out.", param="stream")
         return work
@@ -484,7 +438,7 @@ class BatchWorker:
             else:
                 await self._refuse(batch, line, request_id, refusal, tries, facts)
         except BatchesDown:
-            self._waive(facts)  # As long as nobody reads that it was written after all.
+            self._charges.waive(facts)  # As long as nobody reads that it was written after all.
             raise
         finally:
             self.num_running -= 1
@@ -532,14 +486,10 @@ class BatchWorker:
         tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
-            self._waive(facts)
+            self._charges.waive(facts)
             await asyncio.sleep(_LOOK_S)
         else:
             await self._write(batch, line, request_id, error.status, error.body, facts)
-
-    def _waive(self, facts: Sequence[RequestFact]) -> None:
-        if self._gateway.desk.accounting is not None:
-            self._gateway.desk.accounting.waive(facts)
 
 
 def _api_error(error: Exception) -> ApiError:
@@ -548,59 +498,3 @@ def _api_error(error: Exception) -> ApiError:
         log.error("a line of a batch failed", exc_info=error)
         return internal_error()
     return as_api_error(error)
-
-
-def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    held: list[bytes] = []  # Of one line: joined once, however many pieces it has.
-    for piece in pieces:
-        first, *rest = piece.split(b"\n")
-        held.append(first)
-        if rest:
-            yield b"".join(held)
-            yield from rest[:-1]
-            held = [rest[-1]]
-    if last := b"".join(held):
-        yield last
-
-
-class _InputLine(msgspec.Struct):
-    custom_id: str
-    method: str
-    url: str
-    body: msgspec.Raw
-
-
-_decode_line = msgspec.json.Decoder(_InputLine).decode
-
-
-def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLine | dict[str, Any]:
-    """A line, or what is wrong with it."""
-    try:
-        line = _decode_line(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _error(
-            "invalid_json_line", f"The line is no request of a batch: {error}.", None, number
-        )
-    except RecursionError:
-        return _error("invalid_json_line", "The line is nested too deeply.", None, number)
-    if "\0" in line.custom_id:
-        return _error("invalid_custom_id", "custom_id holds a null.", "custom_id", number)
-    if not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
-        said = f"custom_id needs 1 to {MAX_CUSTOM_ID_CHARS} characters."
-        return _error("invalid_custom_id", said, "custom_id", number)
-    if line.method != "POST":
-        return _error("invalid_method", "method has to be 'POST'.", "method", number)
-    if line.url != endpoint:
-        said = f"url is {line.url[:100]!r}; the batch's endpoint is {endpoint!r}."
-        return _error("mismatched_endpoint", said, "url", number)
-    body = bytes(line.body)
-    if not body.startswith(b"{"):
-        return _error("invalid_body", "body has to be an object.", "body", number)
-    if len(body) > max_bytes:
-        said = f"body has more than {max_bytes} bytes."
-        return _error("body_too_large", said, "body", number)
-    return BatchLine(number, line.custom_id, body)
-
-
-def _error(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
-    return {"code": code, "message": message, "param": param, "line": line}

@@ -79,7 +79,7 @@ class Desk:
         is_batch: bool = False,
     ) -> Reply:
         """Submit a request's generations and return its reply. The caller ends it with `end`."""
-        model, patience = self._service.model, self._patience
+        model = self._service.model
         head = Head(
             request_id,
             int(self._clock.unix_time()),
@@ -97,9 +97,8 @@ class Desk:
             formatter(head, model.vocabulary),
             times,
             self._clock.now,
-            timeout_s=self._service.limits.request_timeout_s,
-            keep_alive_s=patience.keep_alive_s,
-            send_timeout_s=patience.send_s,
+            self._service.limits.request_timeout_s,
+            self._patience,
         )
         # A line of a batch may be tried again: it counts once, when it is charged.
         if not is_batch or self.accounting is None:

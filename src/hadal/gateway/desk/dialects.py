@@ -65,7 +65,7 @@ class ChatDialect:
     """OpenAI's /chat/completions."""
 
     name = "chat"
-    paths = ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions")
+    paths: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions")
     id_prefix = "chatcmpl-"
 
     def __init__(self, service: Service) -> None:
@@ -85,7 +85,7 @@ class CompletionDialect:
     """OpenAI's /completions."""
 
     name = "completions"
-    paths = ("/v1/completions", "/completions", "/beta/completions")
+    paths: tuple[str, ...] = ("/v1/completions", "/completions", "/beta/completions")
     id_prefix = "cmpl-"
 
     def __init__(self, service: Service) -> None:
@@ -105,7 +105,7 @@ class MessagesDialect:
     """Anthropic's /messages."""
 
     name = "messages"
-    paths = ("/v1/messages", "/messages", "/anthropic/v1/messages")
+    paths: tuple[str, ...] = ("/v1/messages", "/messages", "/anthropic/v1/messages")
     id_prefix = "msg_"
 
     def __init__(self, service: Service) -> None:
@@ -138,7 +138,7 @@ class ResponsesDialect:
     """OpenAI's /responses."""
 
     name = "responses"
-    paths = ("/v1/responses", "/responses")
+    paths: tuple[str, ...] = ("/v1/responses", "/responses")
 
     def __init__(
         self, service: Service, responses: Responses, unix_time: Callable[[], float]

@@ -25,6 +25,7 @@ from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError, limit_headers, retry_after, sentence
+from hadal.gateway.edge.intake import Patience
 from hadal.gateway.edge.streams import Outlet
 from hadal.gateway.text.piece import Piece
 from hadal.runtime.process.logs import fields
@@ -99,11 +100,10 @@ class Reply:
         reply_format: ReplyFormat,
         times: Times,
         now: Callable[[], float],
-        *,
         timeout_s: float,
-        keep_alive_s: float,
-        send_timeout_s: float,
+        patience: Patience,
     ) -> None:
+        """`timeout_s`: longest wait for a delivery."""
         self.times = times
         self.work = work
         self.mailbox = mailbox
@@ -113,8 +113,7 @@ class Reply:
         self._timeout_s = timeout_s
         self._deadline_s = times.start_s + timeout_s + _GRACE_S
         """Time at which the reply fails, unless a delivery comes before."""
-        self._keep_alive_s = keep_alive_s
-        self._send_timeout_s = send_timeout_s
+        self._patience = patience
         self._num_open = len(work.choices)
         self.meters = [Meter() for _ in work.choices]
         """A meter for each choice."""
@@ -167,7 +166,7 @@ class Reply:
 
         Raises ApiError (before the first byte only), ClientGone.
         """
-        deliveries = await self._take(self._keep_alive_s)
+        deliveries = await self._take(self._patience.keep_alive_s)
         # An error in the first delivery gets a status of its own.
         for _, deliver in deliveries:
             self._raise_error(deliver)
@@ -209,7 +208,7 @@ class Reply:
 
     def quiet_until_s(self) -> float:
         """Return the time at which a stream for which nothing comes is late."""
-        return min(self._now() + self._keep_alive_s, self._deadline_s)
+        return min(self._now() + self._patience.keep_alive_s, self._deadline_s)
 
     def arrived(self) -> tuple[bytes, bool] | None:
         """Return the events of all that came, and whether the last is among them; None if there is no
@@ -324,7 +323,7 @@ class Reply:
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Send a part of the body; a client that does not read is left."""
         message = {"type": "http.response.body", "body": data, "more_body": more}
-        await send_within(self._send_timeout_s, send, message)
+        await send_within(self._patience.send_s, send, message)
         # After the last byte the server reports the end of the connection in the same way; that is
         # no failure.
         if more and self.mailbox.gone:

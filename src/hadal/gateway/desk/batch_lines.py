@@ -1,0 +1,101 @@
+"""The lines of a batch's input file: the requests, and the mistakes in them.
+
+Knows the API's JSON; no store and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from hadal.runtime.batches import BatchLine
+
+MAX_CUSTOM_ID_CHARS = 512
+MAX_ERRORS = 100
+"""Listed mistakes of a batch's input."""
+
+
+def read_lines(
+    pieces: Iterator[bytes], endpoint: str, max_lines: int, max_bytes: int
+) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+    """Return the requests of a file to an endpoint, and the mistakes in it. `max_bytes`: of a body."""
+    lines: list[BatchLine] = []
+    errors: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for number, raw in enumerate(_lines_of(pieces), 1):
+        if not raw.strip():
+            continue
+        if len(lines) == max_lines:
+            said = f"The file has more than {max_lines} requests."
+            errors.append(line_error("too_many_requests", said, None, number))
+            break
+        line = _line_of(raw, number, endpoint, max_bytes)
+        if isinstance(line, BatchLine) and line.custom_id in seen:
+            said = f"The custom_id {line.custom_id[:100]!r} stands in the file twice."
+            line = line_error("duplicate_custom_id", said, "custom_id", number)
+        if isinstance(line, BatchLine):
+            seen.add(line.custom_id)
+            lines.append(line)
+        elif len(errors) < MAX_ERRORS:
+            errors.append(line)
+    if not lines and not errors:
+        errors.append(line_error("empty_file", "The file has no request in it.", None, None))
+    return lines, errors
+
+
+def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    held: list[bytes] = []  # Of one line: joined once, however many pieces it has.
+    for piece in pieces:
+        first, *rest = piece.split(b"\n")
+        held.append(first)
+        if rest:
+            yield b"".join(held)
+            yield from rest[:-1]
+            held = [rest[-1]]
+    if last := b"".join(held):
+        yield last
+
+
+class _InputLine(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_decode_line = msgspec.json.Decoder(_InputLine).decode
+
+
+def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLine | dict[str, Any]:
+    """A line, or what is wrong with it."""
+    try:
+        line = _decode_line(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return line_error(
+            "invalid_json_line", f"The line is no request of a batch: {error}.", None, number
+        )
+    except RecursionError:
+        return line_error("invalid_json_line", "The line is nested too deeply.", None, number)
+    if "\0" in line.custom_id:
+        return line_error("invalid_custom_id", "custom_id holds a null.", "custom_id", number)
+    if not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        said = f"custom_id needs 1 to {MAX_CUSTOM_ID_CHARS} characters."
+        return line_error("invalid_custom_id", said, "custom_id", number)
+    if line.method != "POST":
+        return line_error("invalid_method", "method has to be 'POST'.", "method", number)
+    if line.url != endpoint:
+        said = f"url is {line.url[:100]!r}; the batch's endpoint is {endpoint!r}."
+        return line_error("mismatched_endpoint", said, "url", number)
+    body = bytes(line.body)
+    if not body.startswith(b"{"):
+        return line_error("invalid_body", "body has to be an object.", "body", number)
+    if len(body) > max_bytes:
+        said = f"body has more than {max_bytes} bytes."
+        return line_error("body_too_large", said, "body", number)
+    return BatchLine(number, line.custom_id, body)
+
+
+def line_error(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}
