@@ -21,7 +21,8 @@ import torch
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.messages.generation import Generation
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import Service, Work, read_served_model
 from hadal.model.load import load_weights
 from hadal.model.sampler import Sampler

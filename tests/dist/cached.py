@@ -22,7 +22,7 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.gateway.desk.auth import salt_of
+from hadal.gateway.desk.salts import salt_of
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process.process import read_run
 from tests.dist.segments import names_on_disk

@@ -24,7 +24,7 @@ from hadal.core.cache import (
     split,
 )
 from hadal.core.messages.base import BLOCK_TOKENS
-from hadal.gateway.desk.auth import salt_of
+from hadal.gateway.desk.salts import salt_of
 from hadal.kv.names import PUBLIC, extend
 from tests.dist.cached import cache_fields, settle
 from tests.dist.chats import Answer, ChatMaker, talk, wrong

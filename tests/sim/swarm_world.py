@@ -20,8 +20,9 @@ from hadal.core.messages.fleet import DrainUnit
 from hadal.core.messages.generation import Deliver, Generation, Key
 from hadal.core.messages.units import Cancel, Pulled, Returned, Tokens, UnitReport
 from hadal.gateway.desk.accounting import Accounting
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.salts import salt_of
 from hadal.roles.decode.leader import DecodeLeader
 from hadal.roles.prefill.leader import PrefillLeader
 from hadal.roles.ranks.ranks import RankedLeader

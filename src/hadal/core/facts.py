@@ -41,7 +41,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     tenant: str
-    """A name, no secret (gateway/desk/auth)."""
+    """A name, no secret (gateway/desk/salts)."""
     model: str
     tokens_hit: int
     """Positions of the prompt whose KV was found."""

@@ -18,10 +18,10 @@ from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.messages.units import Returned, UnitDown
 from hadal.core.plans import NO_TOKEN
 from hadal.gateway.desk.accounting import Accounting
-from hadal.gateway.desk.auth import EVERYONE, name_of, salt_of
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
+from hadal.gateway.desk.salts import EVERYONE, name_of, salt_of
 from hadal.gateway.desk.service import ServedModel
 from hadal.roles.front.unit import Unit
 from hadal.runtime.ledger.writer import Kept, LedgerCounts

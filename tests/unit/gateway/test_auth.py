@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.errors import ConfigError
-from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, parse_key, salt_of
+from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, parse_key
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.edge.errors import ApiError
 
 

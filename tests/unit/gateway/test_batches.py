@@ -23,8 +23,9 @@ from hadal.core.facts import RequestFact
 from hadal.core.messages.requests import Charged, Quota, Ticket
 from hadal.gateway.desk import batches
 from hadal.gateway.desk.accounting import Accounting
-from hadal.gateway.desk.auth import EVERYONE, Keys
+from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.reply import Reply
+from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import ServedModel, Service, Work
 from hadal.gateway.edge import bodies
 from hadal.gateway.edge.errors import ApiError

@@ -24,12 +24,12 @@ from hadal.core.messages.requests import Quota, Ticket
 from hadal.core.messages.units import Drain, Returned, UnitDown
 from hadal.gateway.app import make_app
 from hadal.gateway.desk import far_host, reply
-from hadal.gateway.desk.auth import EVERYONE
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.far_host import ATTEMPTS_OF_A_FRONT, FarHost
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.link import FrontLink
+from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.roles.front.front import Front
 from hadal.roles.front.names import FrontNames

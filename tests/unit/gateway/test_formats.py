@@ -12,7 +12,8 @@ import pytest
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.requests import Submit
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import ServedModel, Service
 from hadal.gateway.text import template
 from hadal.gateway.text.asks import AnswerFormat

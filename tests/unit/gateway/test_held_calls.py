@@ -23,7 +23,8 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.generation import Token
 from hadal.core.plans import Grammar
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import Service
 from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.chat import ChatFormat

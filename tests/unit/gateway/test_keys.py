@@ -14,8 +14,9 @@ from hadal.cli import app
 from hadal.core.errors import ConfigError
 from hadal.core.messages.gateways import QueryReply
 from hadal.core.messages.requests import Quota
-from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, hashed, parse_key, salt_of
+from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, hashed, parse_key
 from hadal.gateway.desk.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.edge.errors import ApiError
 from tests.fresh import fresh
 

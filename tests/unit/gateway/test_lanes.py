@@ -13,8 +13,8 @@ from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.requests import Quota
 from hadal.gateway.desk import far_host
-from hadal.gateway.desk.auth import EVERYONE
 from hadal.gateway.desk.lanes import SHORT_BYTES
+from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import COUNTED_CONTEXTS, ServedModel
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import FAR, PIECE_CHARS, USUAL_CHARS, encode_within

@@ -23,8 +23,9 @@ from hadal.core.messages.gateways import GatewayHeartbeat
 from hadal.core.messages.units import Drain
 from hadal.gateway import process
 from hadal.gateway.assembly import make_gateway
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.gateway import Gateway
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.process import listener_of, serve

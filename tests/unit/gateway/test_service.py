@@ -14,7 +14,8 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
-from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_of, salt_within
+from hadal.gateway.desk.auth import PRIORITY, Tenant
+from hadal.gateway.desk.salts import salt_of, salt_within
 from hadal.gateway.desk.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import SamplingDefaults

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hadal.gateway.desk.auth import EVERYONE, name_of, salt_of, salt_within
+from hadal.gateway.desk.salts import EVERYONE, name_of, salt_of, salt_within
 from hadal.kv.names import PUBLIC
 
 
@@ -25,7 +25,9 @@ def test_salts_differ_and_stay() -> None:
     )
     assert not any(key and key in salt for key, salt in zip(keys, salts, strict=True))
     # Another process, other seeds of hash(): what is on disk is found again after a restart.
-    code = "from hadal.gateway.desk.auth import *; print(salt_within(salt_of(b'one'), 'two').hex())"
+    code = (
+        "from hadal.gateway.desk.salts import *; print(salt_within(salt_of(b'one'), 'two').hex())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -11,7 +11,8 @@ import pytest
 
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
-from hadal.gateway.desk.auth import Tenant, salt_of
+from hadal.gateway.desk.auth import Tenant
+from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import FIM_MARKS, ServedModel, Service, Work
 from hadal.roles.front.names import FrontNames
 

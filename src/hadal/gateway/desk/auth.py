@@ -16,25 +16,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages.requests import Quota
+from hadal.gateway.desk.salts import EVERYONE, name_of, salt_of
 from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 
-# Whose KV may be shared with whom: a salt for each tenant, out of its API key.
-#
-# Salts key the hashes that name blocks (kv/names), so a tenant can neither find nor share what
-# another one left, and looking for it takes no different a time. A salt is a hash: the key itself
-# is in no message, log or file. It depends on the key alone, so a tenant finds its KV again after a
-# restart, and in every deployment that shares the folder.
-
-
-_TENANT = b"hadal-tenant-1"
-"""Sets these hashes apart from all others of the same key."""
-_SALT_BYTES = 32
-_NAME = b"hadal-name-1"
 PRIORITY = "priority"
 """The right to go ahead of others: a `priority` above 0."""
 OPERATOR = "operator"
@@ -42,8 +30,6 @@ OPERATOR = "operator"
 open.
 """
 RIGHTS = frozenset({PRIORITY, OPERATOR})
-EVERYONE = "everyone"
-"""The one tenant's name where no keys are asked for."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +54,6 @@ class Tenant:
     def may_ask(self, model: str) -> bool:
         """Whether a model is there for it."""
         return not self.models or model in self.models
-
-
-def salt_of(api_key: bytes) -> bytes:
-    """A tenant's salt; the empty key's where no keys are asked for."""
-    return blake2b(api_key, digest_size=_SALT_BYTES, key=_TENANT).digest()
-
-
-def name_of(salt: bytes) -> str:
-    """A tenant's name in the ledger, which shows neither its salt nor a key that was drawn at
-    random; a key that can be guessed can be recognised by it.
-    """
-    return (
-        EVERYONE
-        if salt == salt_of(b"")
-        else f"t-{blake2b(salt, digest_size=5, key=_NAME).hexdigest()}"
-    )
-
-
-def salt_within(tenant: bytes, cache_salt: str) -> bytes:
-    """The salt of one of a tenant's own users, whom it keeps apart by `cache_salt`."""
-    return blake2b(cache_salt.encode(), digest_size=_SALT_BYTES, key=tenant).digest()
 
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="hadal"'}

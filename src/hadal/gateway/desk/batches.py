@@ -30,12 +30,13 @@ from hadal.core.errors import HadalError
 from hadal.core.facts import RequestFact
 from hadal.core.messages.requests import Ticket
 from hadal.gateway.api.batches import BATCH_ENDPOINTS
-from hadal.gateway.desk.auth import EVERYONE, Tenant
+from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.batch_charges import BatchCharges
 from hadal.gateway.desk.batch_lines import line_error, read_lines
 from hadal.gateway.desk.dialects import dialects_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.reply import Reply, Times
+from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.errors import ApiError, as_api_error, internal_error
 from hadal.policy.admission import NO_VALLEY, VALLEY_S

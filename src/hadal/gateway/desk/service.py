@@ -38,8 +38,9 @@ from hadal.gateway.api.openai.request import (
     with_model,
 )
 from hadal.gateway.api.shapes import Detokenized, Tokenized
-from hadal.gateway.desk.auth import PRIORITY, Tenant, salt_within
+from hadal.gateway.desk.auth import PRIORITY, Tenant
 from hadal.gateway.desk.lanes import Lane, Lanes
+from hadal.gateway.desk.salts import salt_within
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import (
     PUBLIC,

@@ -1,7 +1,9 @@
 """The way from the body of an API request to what is asked of the engine, every field checked.
 
-Each complaint is a RequestError that names the field and says what to do. Knows no tokenizer:
-prompts are still text.
+Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field names;
+gateway/api/field_table has all of them, and those that are not served. Ranges that need no other field are
+checked with the structs, the rest below. Each complaint is a RequestError that names the field and says
+what to do. Knows no tokenizer: prompts are still text.
 """
 
 from __future__ import annotations
@@ -42,12 +44,6 @@ from hadal.gateway.text.asks import (
 )
 from hadal.gateway.text.thinking import read_thinking
 from hadal.gateway.text.tools import read_choice, read_tools
-
-# The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
-#
-# Field names are the API's; gateway/api/field_table has all of them, and those that are not served.
-# Ranges that need no other field are checked with them, the rest below.
-
 
 MAX_LEGACY_LOGPROBS = 5
 
