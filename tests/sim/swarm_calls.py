@@ -25,7 +25,7 @@ from hadal.gateway.desk.service import Choice, Work
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.edge.intake import Patience
 from hadal.gateway.text.asks import CommonFields
-from hadal.gateway.text.stream import Assembler, Reading
+from hadal.gateway.text.stream import Assembler, TextReading
 from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.runtime.ledger.writer import LedgerCounts
 from tests.sim.client import Client
@@ -138,7 +138,7 @@ class Call:
             Choice(
                 one,
                 Assembler(
-                    VOCABULARY, Reading(sections=False, stops=stops, min_tokens=one.min_tokens)
+                    VOCABULARY, TextReading(sections=False, stops=stops, min_tokens=one.min_tokens)
                 ),
             )
             for one in versions

@@ -228,7 +228,7 @@ def parse_model_config(
     """Check a config's fields; `source` names the file in errors."""
     fields = as_v32(fields)
     member_of(fields, source)
-    keys = _Keys(fields, model_keys.CONFIG[fields["model_type"]], source)
+    keys = _TopKeys(fields, model_keys.CONFIG[fields["model_type"]], source)
     quantization = parse_quantization(keys.value("quantization_config"), source, accepted)
     keys.check_fixed()
     # Rotation comes last: an object's own values go before the top's.
@@ -265,7 +265,7 @@ def parse_model_config(
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _TopKeys:
     """The keys at the top of one config.json, read as the table says."""
 
     fields: Mapping[str, Any]

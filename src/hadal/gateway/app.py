@@ -25,7 +25,7 @@ from hadal.core.errors import HadalError
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.edge.errors import ApiError, as_api_error
 from hadal.gateway.edge.guard import Edge
-from hadal.gateway.endpoints import Endpoint, _Endpoint, endpoints_of
+from hadal.gateway.endpoints import Endpoint, EndpointHandler, endpoints_of
 from hadal.gateway.generate import Generate
 
 log = logging.getLogger("hadal.gateway")
@@ -33,7 +33,7 @@ log = logging.getLogger("hadal.gateway")
 
 def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
     """A route for each path, with all the methods that are answered there."""
-    by_path: dict[str, dict[str, _Endpoint | Generate]] = {}
+    by_path: dict[str, dict[str, EndpointHandler | Generate]] = {}
     for each in endpoints:
         for path in (each.path, *each.also):
             by_path.setdefault(path, {})[each.method] = each.handler
@@ -42,7 +42,7 @@ def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
     ]
 
 
-def _by_method(handlers: Mapping[str, _Endpoint | Generate]) -> _Endpoint | Generate:
+def _by_method(handlers: Mapping[str, EndpointHandler | Generate]) -> EndpointHandler | Generate:
     first, *others = handlers.values()
     if not others:
         return first

@@ -49,7 +49,7 @@ from hadal.gateway.edge.errors import ApiError, Shape
 from hadal.gateway.edge.guard import SEEN
 from hadal.gateway.generate import Generate
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
+EndpointHandler = Callable[[Request], Awaitable[Response]]
 
 
 async def _page(gateway: Gateway, request: Request, media_type: str) -> Response:
@@ -58,7 +58,7 @@ async def _page(gateway: Gateway, request: Request, media_type: str) -> Response
     return Response(body, status, media_type=media_type)
 
 
-def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
+def _models_pages(gateway: Gateway) -> tuple[EndpointHandler, EndpointHandler]:
     """The list of models, which has one, and that model by its name."""
     name = gateway.service.model.name
     model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
@@ -88,7 +88,7 @@ def _answering(
     gateway: Gateway,
     answer: Callable[[bytes, Tenant], Awaitable[Shape]],
     counts: str = "",
-) -> _Endpoint:
+) -> EndpointHandler:
     """An endpoint that answers a body at once, for those who may generate and within their limits.
     `counts`: field of its answer with the tokens that it counted, which its tenant's quota pays for.
     """
@@ -114,7 +114,7 @@ class Endpoint:
 
     method: str
     path: str
-    handler: _Endpoint | Generate
+    handler: EndpointHandler | Generate
     about: Operation
     also: tuple[str, ...] = ()
 

@@ -64,7 +64,7 @@ _INTS = (
 _FLOATS = ("eps", "latent_eps", "index_eps", "routed_scale", "softmax_scale")
 
 
-class _Shape(ctypes.Structure):
+class _StepShape(ctypes.Structure):
     """cpu/step.h, StepShape."""
 
     _fields_ = [(name, ctypes.c_int32) for name in _INTS] + [
@@ -154,7 +154,7 @@ class DecodeStep:
         return self._step.normed_BD[:batch]
 
 
-class _DraftTable(ctypes.Structure):
+class _DraftTableStruct(ctypes.Structure):
     """cpu/draft.h, DraftTable."""
 
     _fields_ = [
@@ -182,7 +182,7 @@ class DraftTable:
         self._kept = drafts_SK, num_drafts_S, num_written_S, tokens_SP, hidden_SPD
         arrays = [array.ctypes.data for array in self._kept[:-1]]
         num_slots, num_drafts_max = drafts_SK.shape
-        self._c = _DraftTable(
+        self._c = _DraftTableStruct(
             *arrays, hidden_SPD.data_ptr(), num_slots, num_drafts_max, hidden_SPD.shape[-1]
         )
         self.address = ctypes.addressof(self._c)
@@ -354,7 +354,7 @@ class _Step:
         self,
         weights: ModelWeights,
         cache_PLSD: Tensor,
-        shape: _Shape,
+        shape: _StepShape,
         norm_D: Tensor,
         module: tuple[Tensor | None, Tensor | None, Matrix | None],
         layers: Sequence[LayerWeights],
@@ -466,9 +466,9 @@ def _matrices(layer: LayerWeights) -> tuple[Matrix | MlpWeights | Experts | None
 
 def _shape(
     weights: ModelWeights, cache_PLSD: Tensor, num_layers: int, max_rows: int, max_batch: int
-) -> _Shape:
+) -> _StepShape:
     c = weights.config
-    return _Shape(
+    return _StepShape(
         vocab=c.vocab_size,
         D=c.hidden_size,
         num_layers=num_layers,

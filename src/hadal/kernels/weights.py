@@ -15,7 +15,7 @@ from hadal.kernels.library import check_shape
 from hadal.reference.params import FP8, Experts, Matrix, MlpWeights
 
 
-class _Matrix(ctypes.Structure):
+class _MatrixStruct(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("scales", ctypes.c_void_p)] + [
         (name, ctypes.c_int32)
         for name in (
@@ -29,7 +29,7 @@ class _Matrix(ctypes.Structure):
 
 
 class _Mlp(ctypes.Structure):
-    _fields_ = [(name, _Matrix) for name in ("gate", "up", "down")]
+    _fields_ = [(name, _MatrixStruct) for name in ("gate", "up", "down")]
 
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
@@ -78,14 +78,14 @@ def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
     return None if None in mlps else (_Mlp * len(mlps))(*mlps)
 
 
-def _matrix_of(matrix: Matrix) -> _Matrix | None:
+def _matrix_of(matrix: Matrix) -> _MatrixStruct | None:
     values, scales = matrix.values, matrix.scales
     code = _TYPE_CODES.get(values.dtype)
     if code is None or any(x.device.type != "cpu" or not x.is_contiguous() for x in matrix.parts):
         return None
     if scales is not None and (matrix.block != SCALE_BLOCK or scales.dtype is not torch.float32):
         return None
-    return _Matrix(
+    return _MatrixStruct(
         values.data_ptr(),
         None if scales is None else scales.data_ptr(),
         code,

@@ -92,7 +92,7 @@ class ExpertStore:
         """`weights` were loaded from `folder` with these expert slots (None: all experts, in order)
         and this conversion, which is that of all that is read later.
         """
-        self._open = functools.partial(_Reader, folder, weights.config, held)
+        self._open = functools.partial(_ExpertReader, folder, weights.config, held)
         self._config = config = weights.config
         moes = [layer.moe for layer in weights.layers if layer.moe is not None]
         module = None if weights.mtp is None else weights.mtp.layer.moe
@@ -309,7 +309,7 @@ def _arrange(
     return _HeldLayer.of(slots, Experts(tuple(found[expert] for expert in slots)))
 
 
-class _Reader:
+class _ExpertReader:
     """Experts out of the checkpoint, which is opened when the first one is asked for. Raises
     CheckpointError.
     """
@@ -322,7 +322,7 @@ class _Reader:
         self._checkpoint: Checkpoint | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _ExpertReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -92,7 +92,7 @@ def load_weights(
     config = read_model_config(folder) if config is None else config
     with Checkpoint(folder, config.weight_block_size, config.scale_names) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        loader = _Loader(
+        loader = _TensorFinder(
             checkpoint, config, slot_to_expert_LS, held, advance, with_mtp_experts=with_mtp_experts
         )
         return loader.model(with_mtp)
@@ -117,7 +117,7 @@ def read_mlp(
     )
 
 
-class _Loader:
+class _TensorFinder:
     """Finds tensors by the model's names."""
 
     def __init__(

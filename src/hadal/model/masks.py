@@ -21,7 +21,7 @@ from hadal.reference.sampling import RowMasks
 from hadal.tokens.grammars import Follower, Grammars, TextRows
 
 
-class _Drawn(NamedTuple):
+class _DrawnTokens(NamedTuple):
     """Tokens that a step drew, those of each slot side by side."""
 
     slots_B: np.ndarray
@@ -40,7 +40,7 @@ class SlotMasks:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         """Without work it has no thread yet."""
         self._asked: Future[RowMasks | None] | None = None
-        self._drawn: _Drawn | None = None
+        self._drawn: _DrawnTokens | None = None
         """What the followers were not told yet: that, too, is done while the step computes."""
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class SlotMasks:
     def advance(self, slots_B: np.ndarray, num_B: np.ndarray, tokens_N: np.ndarray) -> None:
         """These slots drew `num_B` tokens each, side by side."""
         self._settle()
-        self._drawn = _Drawn(
+        self._drawn = _DrawnTokens(
             slots_B.copy(), num_B, tokens_N
         )  # The slots are a view of the table's.
 

@@ -81,7 +81,7 @@ class _Size:
 
 
 @dataclass(slots=True)
-class _Share:
+class _RightShare:
     """How often drafts of one place are right: by those of some thirty steps, until the last few
     are too unlike them for chance.
     """
@@ -129,7 +129,7 @@ class DraftChooser:
         """Drafts by place that were compared with what was drawn ..."""
         self.num_right = [0] * num_max
         """... and those that were that."""
-        self._shares = [_Share() for _ in range(num_max)]
+        self._shares = [_RightShare() for _ in range(num_max)]
         """By place: how often drafts were right of late."""
         self._is_fixed = is_fixed
         self._sizes: dict[int, _Size] = {}

@@ -34,7 +34,7 @@ class Absence:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenProcess:
     """What is known of one process since it is suspected."""
 
     asked_s: float = -math.inf
@@ -49,7 +49,7 @@ class Suspects:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._name_to_seen: dict[str, _Seen] = {}
+        self._name_to_seen: dict[str, _SeenProcess] = {}
 
     def judge(self, now_s: float, name_to_silent_s: Mapping[str, float]) -> list[str]:
         """Look at all who are watched, by how long they are silent. Returns those that are
@@ -61,7 +61,7 @@ class Suspects:
             for name, silent_s in name_to_silent_s.items()
             if silent_s > ASK_SHARE * self._timeout_s
         ]
-        self._name_to_seen = {name: self._name_to_seen.get(name) or _Seen() for name in late}
+        self._name_to_seen = {name: self._name_to_seen.get(name) or _SeenProcess() for name in late}
         return [
             name
             for name in late
@@ -114,5 +114,5 @@ class Suspects:
         )
 
     def _silence(self, name: str, silent_s: float) -> Silence:
-        seen = self._name_to_seen.get(name) or _Seen()
+        seen = self._name_to_seen.get(name) or _SeenProcess()
         return Silence(silent_s, seen.starved, seen.is_stopped)

@@ -117,7 +117,7 @@ class Joining:
 
 
 @dataclass
-class _Running:
+class _NodeProcess:
     """A process of this node."""
 
     order: ProcessOrder
@@ -220,8 +220,8 @@ class Agent:
     def __init__(self, joining: Joining, folder: Path, forks: Forks, niceness: int = 0) -> None:
         self._joining = joining
         self._folder = folder
-        self._running: dict[str, _Running] = {}
-        self._ending: dict[str, _Running] = {}
+        self._running: dict[str, _NodeProcess] = {}
+        self._ending: dict[str, _NodeProcess] = {}
         """Killed, and not gone yet."""
         self._mirror = _Mirror(folder)
         self._heard_s = time.monotonic()
@@ -337,14 +337,14 @@ class Agent:
                 API_KEYS_FILE: self._joining.api_keys_file,
             }
         process = self._forks.start(order.name, arguments, told)
-        running = self._running[order.name] = _Running(order, process)
+        running = self._running[order.name] = _NodeProcess(order, process)
         assert process.stdout is not None
         running.reader = threading.Thread(
             target=_keep_lines, args=(process.stdout, running.lines), daemon=True
         )
         running.reader.start()
 
-    def _end(self, name: str, running: _Running) -> None:
+    def _end(self, name: str, running: _NodeProcess) -> None:
         """Kill a process that is not wanted any more, if it runs. No other starts under its name
         until it is gone, which is not waited for: freeing much memory takes a while.
         """
@@ -385,7 +385,7 @@ class Agent:
             if is_silent or time.monotonic() - running.ended_s > _LAST_WORDS_S:
                 running.code = code
 
-    def _address_of(self, running: _Running) -> Address | None:
+    def _address_of(self, running: _NodeProcess) -> Address | None:
         """Where a process listens, once it does."""
         try:
             address = read_address(address_path(self._folder, running.order.name))

@@ -57,7 +57,7 @@ _ADOPT_S = 5.0
 """How long agents may take to speak to a new supervisor, once they can have heard of it."""
 
 
-class _Output:
+class _RemoteLines:
     """Lines of a process elsewhere, for a thread that reads them like a pipe."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Output:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._lines.get, None)
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> _RemoteLines:
         return self
 
     def __exit__(
@@ -94,7 +94,7 @@ class Elsewhere:
     """A process of a node, with as much of `subprocess.Popen` as a Child asks for."""
 
     def __init__(self, cluster: LiveNodes, node: int, process: FarProcess) -> None:
-        self.stdout = _Output()
+        self.stdout = _RemoteLines()
         self.node = node
         self.process = process
         self._cluster = cluster

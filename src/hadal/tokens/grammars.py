@@ -358,14 +358,14 @@ class Follower:
 
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
-    ) -> Iterator[_Stretch]:
+    ) -> Iterator[_HeldRows]:
         """Yield each stretch. Row i is what comes behind `drafts[:i]`. What is drawn behind an end,
         before it is known to be one, is for nobody.
         """
         if not drafts:
             if self._is_text(self._at):
                 assert self._matcher is not None
-                yield _Stretch(self._matcher, 0, [], 0)
+                yield _HeldRows(self._matcher, 0, [], 0)
             return
         at, matcher = self._at, self._matcher
         row, first, of_it = 0, 0, list[int]()
@@ -375,7 +375,7 @@ class Follower:
                 of_it.append(token)
             elif self._is_text(before):
                 assert matcher is not None
-                yield _Stretch(matcher, row, of_it, first)
+                yield _HeldRows(matcher, row, of_it, first)
                 matcher = None
             elif at is Place.HELD:
                 matcher, first = make(self._grammar), index + 1
@@ -383,10 +383,10 @@ class Follower:
                 row, of_it = (first, []) if is_mark else (index, [token])
         if at is Place.HELD:
             assert matcher is not None
-            yield _Stretch(matcher, row, of_it, first)
+            yield _HeldRows(matcher, row, of_it, first)
 
 
-class _Stretch(NamedTuple):
+class _HeldRows(NamedTuple):
     """Rows of a text that are held to its grammar."""
 
     matcher: LLMatcher
@@ -466,7 +466,9 @@ class Grammars:
                 has_mask_R[first] = True
                 matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)
                 if matcher.is_error():
-                    self._row_by_row(follower, first, _Stretch(matcher, 0, [], 0), bits_RW, renewed)
+                    self._row_by_row(
+                        follower, first, _HeldRows(matcher, 0, [], 0), bits_RW, renewed
+                    )
                 continue
             follower._write_reasoning(drafts, bits_RW[first:], has_mask_R[first:])
             for stretch in follower._stretches(drafts, self._matcher):
@@ -485,7 +487,7 @@ class Grammars:
         self,
         follower: Follower,
         first: int,
-        stretch: _Stretch,
+        stretch: _HeldRows,
         bits_RW: np.ndarray,
         renewed: set[Grammar],
     ) -> None:

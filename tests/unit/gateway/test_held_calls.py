@@ -30,7 +30,7 @@ from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.piece import Piece
-from hadal.gateway.text.stream import Assembler, Calls, Reading
+from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
@@ -101,7 +101,7 @@ def drawn(grammar: Grammar, rng: random.Random, begin: Sequence[int] = ()) -> li
 
 def replied(format: ToolFormat, tokens: Sequence[int], choosing: Choosing, thinks: bool) -> Piece:
     assembler = Assembler(
-        VOCABULARY, Reading(sections=True, thinks=thinks, calls=Calls(format, choosing))
+        VOCABULARY, TextReading(sections=True, thinks=thinks, calls=Calls(format, choosing))
     )
     piece = assembler.push(
         Token("r", 0, i, token, "stop" if token == END else None) for i, token in enumerate(tokens)

@@ -21,7 +21,7 @@ from hadal.gateway.api.responses.reply import ResponseFormatter
 from hadal.gateway.api.responses.request import ResponsesRequest
 from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.piece import Piece
-from hadal.gateway.text.stream import Assembler, Calls, Reading
+from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.tools import FORMATS, CallReader, Choosing, ToolFormat
 
 from .event_streams import message_of, named_events, response_of
@@ -42,7 +42,8 @@ def pieces_of(
 ) -> list[Piece]:
     """What these tokens bring, pushed in pieces; ids of calls are numbers."""
     assembler = Assembler(
-        VOCABULARY, Reading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,))))
+        VOCABULARY,
+        TextReading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))),
     )
     numbers = iter(range(1000))
     assembler._calls._reader = CallReader(format, lambda: f"call_{next(numbers)}")

@@ -12,7 +12,7 @@ from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.repetition import MAX_PERIOD, MIN_TIMES, MIN_TOKENS, repeated_period
-from hadal.gateway.text.stream import Assembler, Reading
+from hadal.gateway.text.stream import Assembler, TextReading
 
 from .scenes import scene
 
@@ -58,7 +58,7 @@ def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel
     ends = set()
     for size in (1, 7, 4000):
         assembler, piece = (
-            Assembler(model.vocabulary, Reading(sections=True, stop_repetition=True)),
+            Assembler(model.vocabulary, TextReading(sections=True, stop_repetition=True)),
             Piece(),
         )
         for at in range(0, 4000, size):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hadal.core.messages.generation import Token
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.piece import Piece
-from hadal.gateway.text.stream import Assembler, Reading
+from hadal.gateway.text.stream import Assembler, TextReading
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 
 from .model_folder import EOS, USER, write_model_folder
@@ -113,7 +113,7 @@ def test_any_grouping_gives_the_same(
     def new() -> Assembler:
         return Assembler(
             vocabulary,
-            Reading(
+            TextReading(
                 sections=sections,
                 thinks=thinks and sections,
                 stops=tuple(stops),
@@ -134,7 +134,7 @@ def test_any_grouping_gives_the_same(
 def test_text_without_sections_is_the_bytes(model: ServedModel, parts: list[str | int]) -> None:
     vocabulary = model.vocabulary
     ids = ids_of(vocabulary, parts)
-    text = one_by_one(Assembler(vocabulary, Reading(sections=False)), tokens_of(ids)).content
+    text = one_by_one(Assembler(vocabulary, TextReading(sections=False)), tokens_of(ids)).content
     assert text == b"".join(vocabulary.token_bytes[i] for i in ids).decode("utf-8", "replace")
 
 
@@ -143,9 +143,11 @@ def test_stop_strings_cut_the_text(
     model: ServedModel, parts: list[str | int], stops: list[str]
 ) -> None:
     ids = ids_of(model.vocabulary, parts)
-    whole = one_by_one(Assembler(model.vocabulary, Reading(sections=False)), tokens_of(ids)).content
+    whole = one_by_one(
+        Assembler(model.vocabulary, TextReading(sections=False)), tokens_of(ids)
+    ).content
     cut = one_by_one(
-        Assembler(model.vocabulary, Reading(sections=False, stops=tuple(stops))), tokens_of(ids)
+        Assembler(model.vocabulary, TextReading(sections=False, stops=tuple(stops))), tokens_of(ids)
     )
     assert not any(stop in cut.content for stop in stops)
     assert whole.startswith(cut.content)
@@ -177,7 +179,7 @@ def test_sections_split_at_the_first_mark(
         parts = [part for part in parts if part not in ("<", "ink>", "nk>")]
     text = "".join(parts)
     piece = one_by_one(
-        Assembler(vocabulary, Reading(sections=True, thinks=True)),
+        Assembler(vocabulary, TextReading(sections=True, thinks=True)),
         tokens_of(ids_of(vocabulary, parts)),
     )
     reasoning, mark, content = text.partition("</think>")
@@ -197,7 +199,7 @@ def test_no_control_mark_reaches_a_chat(
     texts = [part for part in parts if isinstance(part, str)]
     mixed = [text for part in texts for text in (part, USER, "</think>", EOS, "<think>")]
     tokens = tokens_of(ids_of(vocabulary, mixed))
-    piece = one_by_one(Assembler(vocabulary, Reading(sections=True, thinks=thinks)), tokens)
+    piece = one_by_one(Assembler(vocabulary, TextReading(sections=True, thinks=thinks)), tokens)
     for text in (piece.content, piece.reasoning):
         assert not any(mark in text for mark in (USER, EOS, "<think>", "</think>"))
 
@@ -205,16 +207,16 @@ def test_no_control_mark_reaches_a_chat(
 def test_a_mark_that_is_spelled_out_is_no_content_either(model: ServedModel) -> None:
     vocabulary = model.vocabulary
     ids = [i for text in ("a</th", "ink>", " b") for i in vocabulary.encode_plain(text)]
-    pieces = [one_by_one(Assembler(vocabulary, Reading(sections=True)), tokens_of(ids))]
-    pieces.append(Assembler(vocabulary, Reading(sections=True)).push(tokens_of(ids)))
+    pieces = [one_by_one(Assembler(vocabulary, TextReading(sections=True)), tokens_of(ids))]
+    pieces.append(Assembler(vocabulary, TextReading(sections=True)).push(tokens_of(ids)))
     assert [piece.content for piece in pieces] == ["a b"] * 2
     nested = [i for text in ("a</thi<thi", "nk>nk> b") for i in vocabulary.encode_plain(text)]
     assert (
-        one_by_one(Assembler(vocabulary, Reading(sections=True)), tokens_of(nested)).content
+        one_by_one(Assembler(vocabulary, TextReading(sections=True)), tokens_of(nested)).content
         == "a b"
     )
     raw = one_by_one(
-        Assembler(vocabulary, Reading(sections=False)), tokens_of(ids)
+        Assembler(vocabulary, TextReading(sections=False)), tokens_of(ids)
     )  # A plain completion's text is its own.
     assert raw.content == "a</think> b"
 
@@ -222,14 +224,14 @@ def test_a_mark_that_is_spelled_out_is_no_content_either(model: ServedModel) -> 
 def test_the_end_of_a_thought_that_never_began_is_dropped(model: ServedModel) -> None:
     tokens = tokens_of(ids_of(model.vocabulary, ["</think>", "\n\n", "The answer"]))
     assert (
-        one_by_one(Assembler(model.vocabulary, Reading(sections=True)), tokens).content
+        one_by_one(Assembler(model.vocabulary, TextReading(sections=True)), tokens).content
         == "The answer"
     )
 
 
 def test_never_half_a_character(model: ServedModel) -> None:
     byte_ids = {raw: i for i, raw in enumerate(model.vocabulary.token_bytes) if len(raw) == 1}
-    assembler = Assembler(model.vocabulary, Reading(sections=False))
+    assembler = Assembler(model.vocabulary, TextReading(sections=False))
     tokens = tokens_of([byte_ids[bytes([byte])] for byte in "🙂é".encode()], finish=None)
     shown = [assembler.push([token]).content for token in tokens]
     assert shown == ["", "", "", "🙂", "", "é"]
@@ -238,14 +240,14 @@ def test_never_half_a_character(model: ServedModel) -> None:
 def test_half_a_character_at_the_end_is_shown_as_such(model: ServedModel) -> None:
     ids = ids_of(model.vocabulary, ["a", 0xF0])
     assert (
-        one_by_one(Assembler(model.vocabulary, Reading(sections=False)), tokens_of(ids)).content
+        one_by_one(Assembler(model.vocabulary, TextReading(sections=False)), tokens_of(ids)).content
         == "a�"
     )
 
 
 def test_reply_that_opens_its_own_thought(model: ServedModel, spelled: Vocabulary) -> None:
     for vocabulary in (model.vocabulary, spelled):
-        assembler = Assembler(vocabulary, Reading(sections=True))
+        assembler = Assembler(vocabulary, TextReading(sections=True))
         tokens = tokens_of(ids_of(vocabulary, ["<think>", "\n", "a", "</think>", "\n\n", "é"]))
         piece = one_by_one(assembler, tokens)
         assert (piece.reasoning, piece.content, piece.finish) == ("a", "é", "length")
@@ -254,7 +256,7 @@ def test_reply_that_opens_its_own_thought(model: ServedModel, spelled: Vocabular
 
 def test_reply_without_thought(model: ServedModel, spelled: Vocabulary) -> None:
     for vocabulary in (model.vocabulary, spelled):
-        assembler = Assembler(vocabulary, Reading(sections=True))
+        assembler = Assembler(vocabulary, TextReading(sections=True))
         piece = one_by_one(assembler, tokens_of(ids_of(vocabulary, ["\n", "<thi", "a"])))
         assert (piece.reasoning, piece.content) == ("", "\n<thia")
         assert assembler.num_reasoning_tokens == 0
@@ -263,7 +265,7 @@ def test_reply_without_thought(model: ServedModel, spelled: Vocabulary) -> None:
 def test_stop_id_has_no_text(model: ServedModel) -> None:
     vocabulary = model.vocabulary
     ids = [*ids_of(vocabulary, ["a"]), vocabulary.control_ids[EOS]]
-    assembler = Assembler(vocabulary, Reading(sections=False, logprobs=True))
+    assembler = Assembler(vocabulary, TextReading(sections=False, logprobs=True))
     piece = one_by_one(assembler, tokens_of(ids, finish="stop"))
     assert (piece.content, piece.finish, assembler.num_tokens) == ("a", "stop", 2)
     assert [token.token for token in piece.content_tokens] == ids[:1]
@@ -273,7 +275,9 @@ def test_logprobs_go_with_their_text(model: ServedModel) -> None:
     vocabulary = model.vocabulary
     tokens = tokens_of(ids_of(vocabulary, ["a", "</think>", "é", "stop", "a"]))
     piece = one_by_one(
-        Assembler(vocabulary, Reading(sections=True, thinks=True, stops=("stop",), logprobs=True)),
+        Assembler(
+            vocabulary, TextReading(sections=True, thinks=True, stops=("stop",), logprobs=True)
+        ),
         tokens,
     )
     assert vocabulary.decode([token.token for token in piece.reasoning_tokens]) == "a</think>"
@@ -286,13 +290,13 @@ def test_logprobs_go_with_their_text(model: ServedModel) -> None:
 def test_stop_string_before_min_tokens_is_text(model: ServedModel) -> None:
     tokens = tokens_of(ids_of(model.vocabulary, ["a", "é", "a"]))
     piece = one_by_one(
-        Assembler(model.vocabulary, Reading(sections=False, stops=("a",), min_tokens=1)), tokens
+        Assembler(model.vocabulary, TextReading(sections=False, stops=("a",), min_tokens=1)), tokens
     )
     assert (piece.content, piece.finish) == ("aé", "stop")
 
 
 def test_tokens_after_the_end_are_ignored(model: ServedModel) -> None:
-    assembler = Assembler(model.vocabulary, Reading(sections=False, stops=("a",)))
+    assembler = Assembler(model.vocabulary, TextReading(sections=False, stops=("a",)))
     tokens = tokens_of(ids_of(model.vocabulary, ["é", "a", "é"]), finish=None)
     assert assembler.push(tokens).content == "é"
     assert assembler.num_tokens == len(tokens) - len(ids_of(model.vocabulary, ["é"]))
@@ -301,4 +305,4 @@ def test_tokens_after_the_end_are_ignored(model: ServedModel) -> None:
 
 def test_ids_beyond_the_table_have_no_text(model: ServedModel) -> None:
     tokens = tokens_of([len(model.vocabulary) + 5])
-    assert Assembler(model.vocabulary, Reading(sections=False)).push(tokens).content == ""
+    assert Assembler(model.vocabulary, TextReading(sections=False)).push(tokens).content == ""

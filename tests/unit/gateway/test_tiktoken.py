@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from hadal.core.errors import CheckpointError
 from hadal.core.messages.generation import Token
-from hadal.gateway.text.stream import Assembler, Reading
+from hadal.gateway.text.stream import Assembler, TextReading
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.tokens.tiktoken import byte_of_char
 from tests.fresh import fresh
@@ -162,7 +162,7 @@ def test_which_tokens_are_hidden(vocabulary: Vocabulary) -> None:
 
 @given(st.text() | st.text(CHARS, max_size=40))
 def test_text_comes_out_as_tokens_come(vocabulary: Vocabulary, text: str) -> None:
-    assembler = Assembler(vocabulary, Reading(sections=False))
+    assembler = Assembler(vocabulary, TextReading(sections=False))
     shown = "".join(
         assembler.push([Token("r", 0, 0, i)]).content for i in vocabulary.encode_plain(text)
     )

@@ -23,7 +23,7 @@ from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.text.asks import PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.piece import Piece
-from hadal.gateway.text.stream import Assembler, Calls, Reading
+from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.tools import (
     FORMATS,
     Choosing,
@@ -136,7 +136,8 @@ def read(
 ) -> Read:
     """What becomes of these tokens and a stop id behind them, pushed in pieces."""
     assembler = Assembler(
-        vocabulary, Reading(sections=True, calls=Calls(format, Choosing((WEATHER,), **choosing)))
+        vocabulary,
+        TextReading(sections=True, calls=Calls(format, Choosing((WEATHER,), **choosing))),
     )
     tokens = [Token("r", 0, i, token) for i, token in enumerate(ids)]
     if finish == "stop":
@@ -219,7 +220,7 @@ def test_what_is_said_beside_calls_comes_as_it_was_said(
 def test_a_stop_behind_calls_ends_the_reply() -> None:
     calls = Calls(V31, Choosing((WEATHER,)))
     assembler = Assembler(
-        VOCABULARY, Reading(sections=True, logprobs=True, stops=("halt",), calls=calls)
+        VOCABULARY, TextReading(sections=True, logprobs=True, stops=("halt",), calls=calls)
     )
     text = written(V31, ("weather", "{}")).removesuffix(V31.calls_end) + " Now halt. Or not."
     ids = VOCABULARY.encode_controlled(text)
@@ -287,7 +288,7 @@ def test_one_call_is_all_where_a_client_takes_no_more(vocabulary: Vocabulary) ->
 
 
 def test_without_tools_marks_are_hidden_as_all_controls_are(vocabulary: Vocabulary) -> None:
-    assembler = Assembler(vocabulary, Reading(sections=True))
+    assembler = Assembler(vocabulary, TextReading(sections=True))
     ids = vocabulary.encode_controlled("a" + V31.calls_begin + "b")
     piece = assembler.push([Token("r", 0, i, token) for i, token in enumerate(ids)])
     assert (piece.content, piece.calls) == ("ab", [])
@@ -297,7 +298,7 @@ def test_without_tools_marks_are_hidden_as_all_controls_are(vocabulary: Vocabula
 def test_what_is_held_to_a_format_is_shown_as_it_is(vocabulary: Vocabulary, text: str) -> None:
     """Marks that are spelled in plain tokens are no marks of a text in which none can be."""
     for is_held in (True, False):
-        assembler = Assembler(vocabulary, Reading(sections=True, thinks=True, is_held=is_held))
+        assembler = Assembler(vocabulary, TextReading(sections=True, thinks=True, is_held=is_held))
         ids = [
             *vocabulary.encode_plain("Well <think>"),
             *vocabulary.encode_controlled("</think>\n\n"),
@@ -312,7 +313,7 @@ def test_what_is_held_to_a_format_is_shown_as_it_is(vocabulary: Vocabulary, text
 def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> None:
     calls = Calls(V31, Choosing((WEATHER,)))
     assembler = Assembler(
-        vocabulary, Reading(sections=True, logprobs=True, stops=("Oslo",), calls=calls)
+        vocabulary, TextReading(sections=True, logprobs=True, stops=("Oslo",), calls=calls)
     )
     ids = vocabulary.encode_controlled("So: " + written(V31, ("weather", '"Oslo"')))
     piece = assembler.push([Token("r", 0, i, token, None, -1.0) for i, token in enumerate(ids)])
@@ -614,7 +615,9 @@ def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:
     calls = Calls(V31, Choosing((WEATHER,)))
     begins = V31.calls_begin + V31.call_begin
     for text in (f"{begins}weather{V31.separator}" + "[" * 4000, V31.calls_begin + "\n" * 4000):
-        assembler = Assembler(vocabulary, Reading(sections=True, calls=calls, stop_repetition=True))
+        assembler = Assembler(
+            vocabulary, TextReading(sections=True, calls=calls, stop_repetition=True)
+        )
         ids = vocabulary.encode_controlled(text)
         piece = assembler.push([Token("r", 0, i, token) for i, token in enumerate(ids)])
         assert piece.finish == "length"
@@ -627,7 +630,7 @@ def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:
 @pytest.mark.promise("Calls are streamed, the name first.")
 def test_chunks_and_bodies_are_openais(vocabulary: Vocabulary) -> None:
     assembler = Assembler(
-        vocabulary, Reading(sections=True, calls=Calls(V31, Choosing((WEATHER,))))
+        vocabulary, TextReading(sections=True, calls=Calls(V31, Choosing((WEATHER,))))
     )
     ids = vocabulary.encode_controlled(written(V31, ("weather", '{"a": 1}'), ("f", "{}")))
     stop = Token("r", 0, len(ids), vocabulary.control_ids[EOS], "stop")

@@ -15,7 +15,7 @@ from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.model_config import read_model_config
 from hadal.model.checkpoint import Checkpoint
-from hadal.model.load import Conversion, _Loader
+from hadal.model.load import Conversion, _TensorFinder
 from hadal.reference.params import Matrix
 from hadal.runtime.resolve import model_folder, plan
 from hadal.runtime.weight_check import Wanted, check_weights, model_tensors, mtp_tensors
@@ -47,7 +47,7 @@ def test_the_tensors_are_those_that_the_loader_reads(name: str, tmp_path: Path) 
     config = read_model_config(tmp_path)
     noting = Noting()
     held = Conversion(device="meta")
-    loader = _Loader(noting, config, None, held, lambda done, of: None, with_mtp_experts=True)
+    loader = _TensorFinder(noting, config, None, held, lambda done, of: None, with_mtp_experts=True)
     loader.model(with_mtp=True)
     assert noting.asked == {*model_tensors(config), *mtp_tensors(config)}
 

@@ -68,19 +68,19 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _EventChoice(msgspec.Struct):
     delta: _Delta | None = None
 
 
-class _Usage(msgspec.Struct):
+class _EventUsage(msgspec.Struct):
     completion_tokens: int
 
 
 class _Event(msgspec.Struct):
     """What is read of a stream's event, whoever serves it."""
 
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    choices: list[_EventChoice] | None = None
+    usage: _EventUsage | None = None
     error: Any = None
 
 

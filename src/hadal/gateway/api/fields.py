@@ -63,12 +63,12 @@ class NamedBody:
 
 
 @dataclass
-class _Node:
+class _FieldNode:
     """A field, and the fields of the object or of the listed objects that it holds."""
 
     row: FieldRow | None = None
-    fields: dict[str, _Node] = field(default_factory=dict)
-    items: _Node | None = None
+    fields: dict[str, _FieldNode] = field(default_factory=dict)
+    items: _FieldNode | None = None
     """Node of the listed objects."""
     quick: frozenset[str] = frozenset()
     """Names that need no look: known, not refused, and without fields of their own."""
@@ -114,7 +114,7 @@ def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
     return NamedBody(msgspec.json.encode(given), own_to_sent)
 
 
-def _check_object(given: _Raws, node: _Node, where: str, unknown: dict[str, None]) -> None:
+def _check_object(given: _Raws, node: _FieldNode, where: str, unknown: dict[str, None]) -> None:
     begin = f"{where}." if where else ""
     for name in given.keys() & node.looked_at:
         known, path = node.fields[name], begin + name
@@ -127,7 +127,7 @@ def _check_object(given: _Raws, node: _Node, where: str, unknown: dict[str, None
             unknown[_without_indices(begin + name)] = None
 
 
-def _check_value(raw: bytes, node: _Node, where: str, unknown: dict[str, None]) -> None:
+def _check_value(raw: bytes, node: _FieldNode, where: str, unknown: dict[str, None]) -> None:
     """Check the objects in a value. The decoder refuses a value of the wrong type."""
     if raw[:1] == b"{" and node.fields:
         _check_object(decode(raw, _Raws), node, where, unknown)
@@ -177,22 +177,22 @@ def log_once(event: str, name: str, value: str) -> None:
 
 
 @cache
-def _tree_of(api: str) -> _Node:
-    root = _Node()
+def _tree_of(api: str) -> _FieldNode:
+    root = _FieldNode()
     for path, row in rows_of(api).items():
         node = root
         for step in path.split("."):
             name = step.removesuffix("[]")
-            node = node.fields.setdefault(name, _Node())
+            node = node.fields.setdefault(name, _FieldNode())
             if step != name:
-                node.items = node.items or _Node()
+                node.items = node.items or _FieldNode()
                 node = node.items
         node.row = row
     _set_quick(root)
     return root
 
 
-def _set_quick(node: _Node) -> None:
+def _set_quick(node: _FieldNode) -> None:
     for inner in (*node.fields.values(), *filter(None, [node.items])):
         _set_quick(inner)
     node.quick = frozenset(

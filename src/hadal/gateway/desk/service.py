@@ -62,7 +62,7 @@ from hadal.gateway.text.chat import (
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.piece import ScoredPrompt
-from hadal.gateway.text.stream import Assembler, Calls, Reading
+from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.table import MAX_ID, read_json
@@ -522,7 +522,7 @@ class Service:
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             names = b"", ""
-            reading = Reading(
+            reading = TextReading(
                 sections=sections,
                 thinks=prompt.thinks,
                 has_thought=prompt.has_thought,

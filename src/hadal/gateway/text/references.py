@@ -43,7 +43,7 @@ _HOLDERS = ("$defs", "definitions")
 Schema = dict[str, Any]
 
 
-class _Place(NamedTuple):
+class _SchemaPlace(NamedTuple):
     """A schema, and the URI of the resource that it is part of."""
 
     schema: Any
@@ -61,7 +61,7 @@ def resolved(schema: Schema, of: str, param: str) -> Schema:
     if not any(map(_is_other, _dicts(schema))):
         return schema
     try:
-        return _Writer(schema).written()
+        return _SchemaWriter(schema).written()
     except LeadsNowhere as error:
         raise RequestError(f"Invalid schema for {of}: {error}.", param) from None
 
@@ -91,7 +91,7 @@ class _Names:
     def __init__(self, root: Schema) -> None:
         self.resources: dict[str, Schema] = {}
         """URI without fragment -> schema."""
-        self.anchors: dict[tuple[str, str], _Place] = {}
+        self.anchors: dict[tuple[str, str], _SchemaPlace] = {}
         """(URI of a resource, anchor) -> schema, dynamic anchors among them."""
         self.dynamic: set[tuple[str, str]] = set()
         self._bases: dict[int, str] = {}
@@ -113,16 +113,17 @@ class _Names:
             self.resources.setdefault(base, schema)
         self._bases[id(schema)] = base
         if isinstance(named, str) and len(named) > 1 and named.startswith("#"):
-            self.anchors[base, named[1:]] = _Place(schema, base)  # As older drafts name anchors.
+            # As older drafts name anchors.
+            self.anchors[base, named[1:]] = _SchemaPlace(schema, base)
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := schema.get(keyword), str):
-                self.anchors[base, name] = _Place(schema, base)
+                self.anchors[base, name] = _SchemaPlace(schema, base)
                 if keyword == "$dynamicAnchor":
                     self.dynamic.add((base, name))
         for _, inner in _subschemas(schema):
             self._read(inner, base)
 
-    def find(self, ref: str, base: str) -> tuple[_Place, tuple[str, str]]:
+    def find(self, ref: str, base: str) -> tuple[_SchemaPlace, tuple[str, str]]:
         """Return where a reference leads, and its resource and fragment. Raises LeadsNowhere."""
         uri, fragment = base, unquote(ref[1:])
         if not ref.startswith("#"):
@@ -138,7 +139,7 @@ class _Names:
         for step in fragment.split("/")[1:]:
             uri = self.base_of(found, uri)
             found = _step(found, step.replace("~1", "/").replace("~0", "~"), fragment)
-        return _Place(found, self.base_of(found, uri)), (uri, fragment)
+        return _SchemaPlace(found, self.base_of(found, uri)), (uri, fragment)
 
 
 def _step(found: Any, name: str, pointer: str) -> Any:
@@ -160,26 +161,26 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
             yield keyword, value
 
 
-class _Writer:
+class _SchemaWriter:
     """Writer of a schema and of the schemas that it refers to, each once per dynamic scope."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._names = _Names(root)
         self._referred: dict[tuple[int, tuple[str, ...]], str] = {}
-        self._waiting: list[tuple[str, _Place, tuple[str, ...]]] = []
+        self._waiting: list[tuple[str, _SchemaPlace, tuple[str, ...]]] = []
 
     def written(self) -> Schema:
         """Return the schema with plain pointers."""
         base = self._names.base
-        out: Schema = self._schema(_Place(self._root, base), (base,))
+        out: Schema = self._schema(_SchemaPlace(self._root, base), (base,))
         definitions: Schema = {}
         while self._waiting:
             name, place, scope = self._waiting.pop()
             definitions[name] = self._schema(place, scope)
         return {**out, "$defs": definitions} if definitions else out
 
-    def _schema(self, place: _Place, scope: tuple[str, ...]) -> Any:
+    def _schema(self, place: _SchemaPlace, scope: tuple[str, ...]) -> Any:
         schema, base = place
         if not isinstance(schema, dict):
             return schema
@@ -187,7 +188,7 @@ class _Writer:
         scope = scope if base in scope else (*scope, base)
 
         def inner(value: Any) -> Any:
-            return self._schema(_Place(value, base), scope)
+            return self._schema(_SchemaPlace(value, base), scope)
 
         out: Schema = {}
         references: list[Schema] = []

@@ -48,7 +48,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """How the text of a request's replies is read from their tokens."""
 
     sections: bool
@@ -245,7 +245,7 @@ class CallSection:
 class Assembler:
     """The text of one choice. `num_tokens` and `num_reasoning_tokens` count what was taken in."""
 
-    def __init__(self, vocabulary: Vocabulary, reading: Reading) -> None:
+    def __init__(self, vocabulary: Vocabulary, reading: TextReading) -> None:
         sections = reading.sections
         self.num_tokens = 0
         self.num_reasoning_tokens = 0

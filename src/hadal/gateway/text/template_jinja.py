@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 def parsed(text: str) -> jinja2.Template:
     """Parse a chat template. Raises what Jinja raises."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
@@ -36,7 +36,7 @@ def parsed(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag around an assistant's text, which trainers use. Rendering keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012

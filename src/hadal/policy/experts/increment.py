@@ -48,7 +48,7 @@ class Homes:
 
 
 @dataclass
-class _State:
+class _TableState:
     """A table and what follows from it, for some layers. Empty expert slots hold replicas of an
     expert number E, which weighs nothing.
     """
@@ -76,7 +76,7 @@ class _State:
         homes: Homes,
         closed_Q: Bools,
         num_expert_slots: int,
-    ) -> _State:
+    ) -> _TableState:
         num_layers, num_experts = loads_LE1.shape
         rows = np.arange(num_layers)[:, None]
         counts = np.bincount(
@@ -114,8 +114,8 @@ class _State:
             num_expert_slots,
         )
 
-    def only(self, layers: Ints) -> _State:
-        return _State(
+    def only(self, layers: Ints) -> _TableState:
+        return _TableState(
             self.table_LQ[layers],
             self.loads_LE1[layers],
             self.blocked_LRE1[layers],
@@ -182,7 +182,7 @@ def descend(
     table = np.where(table_LRS == EMPTY, num_experts, table_LRS).reshape(num_layers, -1)
     loads = np.zeros((num_layers, num_experts + 1), np.float32)
     loads[:, :num_experts] = loads_LE
-    state = _State.of(
+    state = _TableState.of(
         table,
         loads,
         homes,
@@ -237,7 +237,7 @@ class _Top:
     """Where a rank's row of experts begins in the flat arrays of (layer, rank, expert)."""
 
     @classmethod
-    def of(cls, state: _State, ceiling_L: Singles) -> _Top:
+    def of(cls, state: _TableState, ceiling_L: Singles) -> _Top:
         loads, num_expert_slots = state.rank_loads_LR, state.num_expert_slots
         rows, rank = np.arange(len(loads)), loads.argmax(axis=1)
         load = loads[rows, rank]
@@ -264,7 +264,9 @@ class _Top:
         return after
 
 
-def _best_moves(state: _State, ceiling_L: Singles, trades_only: bool, num_light: int) -> _Moves:
+def _best_moves(
+    state: _TableState, ceiling_L: Singles, trades_only: bool, num_light: int
+) -> _Moves:
     top = _Top.of(state, ceiling_L)
     best = _trades(state, top, num_light)
     if trades_only:
@@ -280,7 +282,7 @@ def _best_moves(state: _State, ceiling_L: Singles, trades_only: bool, num_light:
     return best
 
 
-def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
+def _trades(state: _TableState, top: _Top, num_light: int) -> _Moves:
     """The heaviest rank's best trade with one of the lightest."""
     loads, num_expert_slots, rows = state.rank_loads_LR, state.num_expert_slots, top.rows_L
     num_ranks = loads.shape[1]
@@ -320,7 +322,7 @@ def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
     )
 
 
-def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
+def _spares(state: _TableState, top: _Top) -> tuple[Ints, Singles]:
     """Return (expert slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the
     expert's other ranks then).
     """
@@ -349,7 +351,7 @@ def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
     return spare, np.where(held == num_experts, np.float32(0), other + extra[rows, held])
 
 
-def _shares(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
+def _shares(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
     """The best new replica of an expert of the heaviest rank, in a spare expert slot elsewhere."""
     rows = top.rows_L[:, None]
     slots = np.maximum(spare_LZ, 0)
@@ -377,7 +379,7 @@ def _shares(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Move
     )
 
 
-def _drops(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
+def _drops(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
     """The best spare replica to take from the heaviest rank, for the expert that weighs least
     there.
     """

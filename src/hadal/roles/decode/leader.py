@@ -69,7 +69,7 @@ _NO_SLOTS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeStep:
+class _BegunStep:
     step_id: int
     computed: Bools
     """Whether the plan computes a slot, [slots]."""
@@ -132,7 +132,7 @@ class DecodeLeader:
             num_moe_layers=num_moe_layers(config),
         )
         self._unit = unit
-        self._in_flight: StepsInFlight[_DecodeStep] = StepsInFlight(unit)
+        self._in_flight: StepsInFlight[_BegunStep] = StepsInFlight(unit)
         self._drafts = SlotDrafts(drafts, self.slots.table.num_slots)
         self._passes = PassTimes(units.tenant_promise, terms or MoveTerms())
         self._second = SecondMicroBatch(self.scheduler, units.max_requests)
@@ -287,7 +287,7 @@ class DecodeLeader:
         self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done)
 
-    def _learn(self, step: _DecodeStep, done: StepDone, *, is_whole: bool) -> None:
+    def _learn(self, step: _BegunStep, done: StepDone, *, is_whole: bool) -> None:
         """Note what a pass took and how often drafts were right. `is_whole`: all was computed that was
         planned. Where requests drew stop ids it was not, and the step tells only the latter.
         """
@@ -303,7 +303,7 @@ class DecodeLeader:
         self._drafts.done(step.num_requests, step.num_drafts, seconds, done.drafts)
         self._report.drafted(*self._drafts.counts)
 
-    def _take_tokens(self, step: _DecodeStep, done: StepDone) -> None:
+    def _take_tokens(self, step: _BegunStep, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
@@ -352,7 +352,7 @@ class DecodeLeader:
         self.slots.end(slots[ends])
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
 
-    def _ordered(self, slots: Ints, values: Ints, step: _DecodeStep) -> tuple[Ints, Ints]:
+    def _ordered(self, slots: Ints, values: Ints, step: _BegunStep) -> tuple[Ints, Ints]:
         """How many tokens of its slot stand before each of a step's tokens, and how many every slot
         drew, [slots]. Raises InvariantError if that is not what the step's plan asked for.
         """
@@ -436,7 +436,7 @@ class DecodeLeader:
         num_checked *= computed
         resting = np.flatnonzero(table.rests & (table.state == SlotState.ACTIVE)).tolist()
         moving.depart(publishes)
-        step = _DecodeStep(
+        step = _BegunStep(
             step_id,
             computed,
             num_passes,
@@ -450,7 +450,7 @@ class DecodeLeader:
         self._execute(step, StepNews(leaves, joins, grown, publishes, resting))
         return True
 
-    def _execute(self, step: _DecodeStep, news: StepNews) -> None:
+    def _execute(self, step: _BegunStep, news: StepNews) -> None:
         """Send a step's plans to the ranks."""
         # A pass of several checks what one pass drafts.
         work = self._work(step.computed, np.minimum(step.num_checked, max(step.num_drafts)))
@@ -514,7 +514,7 @@ class DecodeLeader:
         sums = [part.reshape(-1, self.slots.per_rank).sum(axis=1) for part in parts]
         return np.stack(sums, axis=1)
 
-    def _trace(self, step: _DecodeStep, choice: ScheduleChoice, work_R2: Ints) -> bool:
+    def _trace(self, step: _BegunStep, choice: ScheduleChoice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
         balance = step_balance(self.blocks.living, work_R2)
         self._report.balanced(balance)

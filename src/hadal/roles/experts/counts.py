@@ -25,7 +25,7 @@ once.
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _CountedStep:
     placement: Placement
     """The placement in force in that step."""
     is_traced: bool
@@ -42,7 +42,7 @@ class ExpertCounts:
         self.window = window
         self._count_every_steps = count_every_steps
         self._notes = notes
-        self._counted: dict[int, _Counted] = {}
+        self._counted: dict[int, _CountedStep] = {}
         """Steps in flight whose counts are to come."""
         self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
         self._is_wrong_noted = False
@@ -62,7 +62,7 @@ class ExpertCounts:
         is_whole = self._num_uncounted >= self._count_every_steps
         is_counted = is_traced or is_whole
         if is_counted:
-            self._counted[step_id] = _Counted(placement, is_traced, is_whole)
+            self._counted[step_id] = _CountedStep(placement, is_traced, is_whole)
         if is_whole:
             self._num_uncounted = 0
         return is_counted

@@ -27,7 +27,7 @@ DRIFT = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _ClockSample:
     offset_s: float
     """What the host's clock is ahead."""
     error_s: float
@@ -41,7 +41,7 @@ class HostClocks:
     """Of one leader. A host is its address, as ranks say it."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, _Sample] = {}
+        self._samples: dict[str, _ClockSample] = {}
         """The best of each host."""
         self._step_to_hosts: OrderedDict[int, dict[int, str]] = OrderedDict()
         """Of traced steps that no trace was sent with yet: the host of each rank."""
@@ -59,7 +59,7 @@ class HostClocks:
             is_same_clock = abs(offset_s - known.offset_s) <= error_s + known_s
             if is_same_clock and error_s > known_s:
                 return
-        self._samples[host] = _Sample(offset_s, error_s, now_s)
+        self._samples[host] = _ClockSample(offset_s, error_s, now_s)
 
     def traced(self, step_id: int, rank_to_host: Mapping[int, str]) -> None:
         """A traced step is done, by these ranks."""

@@ -31,7 +31,7 @@ REST_MAX_S = 600.0
 
 
 @dataclass(slots=True)
-class _Measured:
+class _MeasuredSteps:
     """A stretch of steps in one formation."""
 
     waits_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
@@ -44,7 +44,7 @@ class _Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Host:
+class _HostStep:
     """What a host's ranks did in a step."""
 
     busy_s: float
@@ -62,7 +62,7 @@ class SlowHosts:
         self._has_rows = has_rows
         self._rank_to_host: Mapping[int, str] = {}
         """Of a unit on several hosts; empty on one."""
-        self._stretches = deque([_Measured()], maxlen=NUM_STRETCHES)
+        self._stretches = deque([_MeasuredSteps()], maxlen=NUM_STRETCHES)
         """The last of them is under way."""
         self._done_s = 0.0
 
@@ -70,7 +70,7 @@ class SlowHosts:
         """Start anew for a new formation."""
         self._rank_to_host = rank_to_host if len(set(rank_to_host.values())) > 1 else {}
         self._stretches.clear()
-        self._stretches.append(_Measured())
+        self._stretches.append(_MeasuredSteps())
 
     def answered(self, host: str, trip_s: float) -> None:
         """Add the time that a step's plan and its answer were under way between leader and `host`."""
@@ -96,10 +96,10 @@ class SlowHosts:
             return None
         is_full = len(self._stretches) == NUM_STRETCHES
         found = slow_host(_together(self._stretches)) if is_full else None
-        self._stretches.append(_Measured())
+        self._stretches.append(_MeasuredSteps())
         return found
 
-    def _wait_s(self, of: _Host, other: str, there: _Host) -> float:
+    def _wait_s(self, of: _HostStep, other: str, there: _HostStep) -> float:
         """Return the seconds that one waited for the other for no reason that its work gives."""
         wait_s = of.alone_s.get(other, 0.0)
         if self._has_rows and there.num_rows <= EVEN * of.num_rows:
@@ -163,13 +163,15 @@ def _together(stretches: Collection[_Measured]) -> Stretch:
     )
 
 
-def _by_host(parts: Mapping[int, StepDone], rank_to_host: Mapping[int, str]) -> dict[str, _Host]:
+def _by_host(
+    parts: Mapping[int, StepDone], rank_to_host: Mapping[int, str]
+) -> dict[str, _HostStep]:
     """Return what each host's ranks did."""
     host_to_parts: dict[str, list[StepDone]] = {}
     for rank, part in parts.items():
         host_to_parts.setdefault(rank_to_host[rank], []).append(part)
     return {
-        host: _Host(
+        host: _HostStep(
             max(part.elapsed_s - part.waited.seconds for part in its),
             fmean(len(part.keys) for part in its),
             {

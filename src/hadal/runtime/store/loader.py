@@ -57,14 +57,14 @@ class _Load:
     names: list[bytes]
     begun_s: float
     moved_s: float
-    outcomes: list[_Found | None]
+    outcomes: list[_ProvedSlots | None]
     """Outcome of each piece; None: not done."""
     is_running: bool = False
     num_copying: int = 0
     """Pieces whose bytes go into the pool right now: the load is not given up meanwhile."""
     is_over: bool = False
 
-    def outcome(self) -> _Found:
+    def outcome(self) -> _ProvedSlots:
         """What is known of the whole load: up to the first piece that failed or is not done."""
         num_good = 0
         for piece in self.outcomes:
@@ -72,12 +72,12 @@ class _Load:
                 break
             num_good += piece.num_good
             if piece.error is not None:
-                return _Found(num_good, piece.num_damaged, piece.error)
-        return _Found(num_good)
+                return _ProvedSlots(num_good, piece.num_damaged, piece.error)
+        return _ProvedSlots(num_good)
 
 
 @dataclass
-class _Found:
+class _ProvedSlots:
     """What adjacent disk slots proved to hold: so many good blocks from the first one on, and what
     ended them.
     """
@@ -88,7 +88,7 @@ class _Found:
 
 
 @dataclass
-class _Piece:
+class _LoadPiece:
     """Locations begin .. end-1 of a load: adjacent disk slots of one segment."""
 
     load: _Load
@@ -135,7 +135,7 @@ class Loader:
             _PieceReader(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
         ]
         self._free = deque(self._readers)
-        self._worker: Worker[_Piece, BlocksRead] = Worker(
+        self._worker: Worker[_LoadPiece, BlocksRead] = Worker(
             "disk-load", self._run, wake, num_threads=NUM_THREADS
         )
         self._lock = self._worker.changed
@@ -157,7 +157,7 @@ class Loader:
             if not pieces:
                 self._end(load)
         for index, (begin, end) in enumerate(pieces):
-            self._worker.submit(_Piece(load, index, begin, end))
+            self._worker.submit(_LoadPiece(load, index, begin, end))
         if not pieces:
             self._wake()
 
@@ -195,14 +195,14 @@ class Loader:
                 segment.close()
 
     # ---- in the threads ----
-    def _run(self, piece: _Piece) -> None:
+    def _run(self, piece: _LoadPiece) -> None:
         reader = self._free.pop()
         try:
             self._do(reader, piece)
         finally:
             self._free.append(reader)
 
-    def _do(self, reader: _PieceReader, piece: _Piece) -> None:
+    def _do(self, reader: _PieceReader, piece: _LoadPiece) -> None:
         load = piece.load
         with self._lock:
             if load.is_over or self._worker.is_stopping:
@@ -214,7 +214,7 @@ class Loader:
         found = (
             self._try_to_read(reader, piece)
             if is_wanted
-            else _Found(0, 0, "a block before it is missing")
+            else _ProvedSlots(0, 0, "a block before it is missing")
         )
         if not self._may_copy(reader, load):
             return
@@ -241,32 +241,32 @@ class Loader:
             load.num_copying += 1
         return True
 
-    def _try_to_read(self, reader: _PieceReader, piece: _Piece) -> _Found:
+    def _try_to_read(self, reader: _PieceReader, piece: _LoadPiece) -> _ProvedSlots:
         try:
             found = self._read(reader, piece.load, piece.begin, piece.end)
         except FileNotFoundError:
-            found = _Found(0, 0, "its segment is gone")
+            found = _ProvedSlots(0, 0, "its segment is gone")
         except SegmentError as error:
-            found = _Found(0, 1, self._troubles.note_error("read", error))
+            found = _ProvedSlots(0, 1, self._troubles.note_error("read", error))
         except OSError as error:
-            found = _Found(0, 0, self._troubles.note_error("read", error))
+            found = _ProvedSlots(0, 0, self._troubles.note_error("read", error))
         if found.error is not None:
             self._forget(reader, piece.load.effect.locations[piece.begin].segment)
         return found
 
-    def _read(self, reader: _PieceReader, load: _Load, begin: int, end: int) -> _Found:
+    def _read(self, reader: _PieceReader, load: _Load, begin: int, end: int) -> _ProvedSlots:
         """Read locations begin .. end-1, which are adjacent, into the buffer, and verify them."""
         first, count = load.effect.locations[begin].disk_slot, end - begin
         segment = self._open(reader, load.effect.locations[begin].segment)
         if not 0 <= first <= first + count <= segment.num_slots:
-            return _Found(0, 0, "there is no such slot")
+            return _ProvedSlots(0, 0, "there is no such slot")
         records = segment.table(first, count)
         segment.read_blocks(first, reader.buffer[:count])
         return self._verify(reader, segment, first, records, load.names[begin:end])
 
     def _verify(
         self, reader: _PieceReader, segment: Segment, first: int, records: Words, names: list[bytes]
-    ) -> _Found:
+    ) -> _ProvedSlots:
         is_good = segment.is_good(records, first)
         for index, name in enumerate(names):
             slot, record = first + index, records[index]
@@ -274,19 +274,19 @@ class Loader:
                 # Perhaps it was being written when it was read.
                 again = segment.table(slot, 1)
                 if not again.any() or segment.is_good(again, slot)[0]:
-                    return _Found(index, 0, "it made room for another")
-                return _Found(
+                    return _ProvedSlots(index, 0, "it made room for another")
+                return _ProvedSlots(
                     index, 1, self._damaged(segment, slot, record, "its record is damaged")
                 )
             if record[NAME].tobytes() != name:
-                return _Found(index, 0, "it made room for another")
+                return _ProvedSlots(index, 0, "it made room for another")
             if sum_of(reader.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
                 if not np.array_equal(segment.table(slot, 1)[0], record):
-                    return _Found(index, 0, "it made room for another")
-                return _Found(
+                    return _ProvedSlots(index, 0, "it made room for another")
+                return _ProvedSlots(
                     index, 1, self._damaged(segment, slot, record, "its bytes are damaged")
                 )
-        return _Found(len(names))
+        return _ProvedSlots(len(names))
 
     def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
         """Mark a disk slot, so that nobody looks there again. Returns `what`."""

@@ -50,7 +50,7 @@ class WriteLimits:
 
 
 @dataclass
-class _Store:
+class _PendingStore:
     effect: StoreBlocks
     names: list[bytes]
     moved_s: float
@@ -63,7 +63,7 @@ class _Store:
 
 @dataclass
 class _Entry:
-    store: _Store
+    store: _PendingStore
     index: int
     """Index of the block in its store."""
     block: Block
@@ -75,26 +75,26 @@ class _Unanswered:
     def __init__(self, block_bytes: int, limits: WriteLimits) -> None:
         self._block_bytes = block_bytes
         self._limits = limits
-        self._stores: deque[_Store] = deque()
+        self._stores: deque[_PendingStore] = deque()
         """In order of arrival."""
         self._num_bytes = 0
 
-    def add(self, store: _Store) -> bool:
+    def add(self, store: _PendingStore) -> bool:
         """Add a store; False if there is too much now. A store is never too much alone."""
         num_bytes = len(store.names) * self._block_bytes
         self._stores.append(store)
         self._num_bytes += num_bytes
         return self._num_bytes <= max(self._limits.queue_bytes, num_bytes)
 
-    def remove(self, store: _Store) -> None:
+    def remove(self, store: _PendingStore) -> None:
         self._stores.remove(store)
         self._num_bytes -= len(store.names) * self._block_bytes
 
-    def idle(self) -> list[_Store]:
+    def idle(self) -> list[_PendingStore]:
         """Return the stores of which no block is copied right now."""
         return [store for store in self._stores if not store.is_copying]
 
-    def overdue(self, now_s: float) -> list[_Store]:
+    def overdue(self, now_s: float) -> list[_PendingStore]:
         """Return the stores that stood still for too long."""
         return [one for one in self.idle() if now_s - one.moved_s > self._limits.deadline_s]
 
@@ -148,7 +148,7 @@ class DiskWriter:
         self._helper: Worker[tuple[list[Block], Bytes], None] = Worker(
             "disk-write", lambda piece: own.write(*piece), lambda: None, in_background=True
         )
-        self._worker: Worker[list[_Store], BlocksStored] = Worker(
+        self._worker: Worker[list[_PendingStore], BlocksStored] = Worker(
             "disk-store", self._run, wake, pick=self._next_batch, in_background=True
         )
         self._lock = self._worker.changed
@@ -164,7 +164,7 @@ class DiskWriter:
                 f"store {effect.store_id} has {len(names)} names, {len(effect.positions)}"
                 f" positions, {len(effect.block_ids)} blocks"
             )
-        store = _Store(effect, names, now_s, [None] * len(names))
+        store = _PendingStore(effect, names, now_s, [None] * len(names))
         with self._lock:
             fits = self._unanswered.add(store)
             if self._pause.is_on:
@@ -205,7 +205,7 @@ class DiskWriter:
                 self._end(store, "stopped")
 
     # ---- in the thread ----
-    def _run(self, batch: list[_Store]) -> None:
+    def _run(self, batch: list[_PendingStore]) -> None:
         self._enter_if_due()
         if batch:
             self._write(batch)
@@ -213,12 +213,12 @@ class DiskWriter:
         self._sweep_if_due()
 
     def _next_batch(
-        self, waiting: deque[list[_Store]], running: list[list[_Store]]
-    ) -> list[_Store] | None:
+        self, waiting: deque[list[_PendingStore]], running: list[list[_PendingStore]]
+    ) -> list[_PendingStore] | None:
         """Return the stores that wait, BATCH_BYTES of them or a little more. If none do: no stores
         where the folder is due to be entered or swept, else None.
         """
-        batch: list[_Store] = []
+        batch: list[_PendingStore] = []
         num_bytes = 0
         while waiting and num_bytes < BATCH_BYTES:
             batch += waiting.popleft()
@@ -226,7 +226,7 @@ class DiskWriter:
         is_due = not self._has_entered or time.monotonic() >= self._sweep_at_s
         return batch if batch or (is_due and not self._pause.is_on) else None
 
-    def _write(self, batch: list[_Store]) -> None:
+    def _write(self, batch: list[_PendingStore]) -> None:
         """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
         another is written.
         """
@@ -253,7 +253,7 @@ class DiskWriter:
                     (self._batch_error or "there is no room") if None in store.locations else None,
                 )
 
-    def _copy(self, queued: list[tuple[_Store, int]], buffer: Bytes) -> list[_Entry]:
+    def _copy(self, queued: list[tuple[_PendingStore, int]], buffer: Bytes) -> list[_Entry]:
         """Copy and sum blocks of stores that were not given up, and are not while that goes on."""
         with self._lock:
             wanted = [(store, index) for store, index in queued if not store.is_over]
@@ -331,7 +331,7 @@ class DiskWriter:
             self._pause.begin(reason)
         self._batch_error = reason
 
-    def _end(self, store: _Store, error: str | None) -> None:
+    def _end(self, store: _PendingStore, error: str | None) -> None:
         """Answer a store, once. Under the lock."""
         if store.is_over:
             return

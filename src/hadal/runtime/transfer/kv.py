@@ -98,7 +98,7 @@ class KvWire:
             )
             self.address = self._server.address
         self._lock = threading.Lock()
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _SourcePool] = {}
         """Unit -> its source: a restarted unit's pool has another name and takes its predecessor's
         place.
         """
@@ -159,20 +159,20 @@ class KvWire:
         if self._server is not None and not self._server.close(timeout_s):
             log.warning("leaving in the middle of sending KV")
 
-    def _source(self, text: str) -> _Source:
+    def _source(self, text: str) -> _SourcePool:
         address = PoolAddress.parse(text)
         with self._lock:
             known = self._sources.get(address.unit)
             if known is not None and known.address == address:
                 return known
-            source = _Source(address, self._own)
+            source = _SourcePool(address, self._own)
             self._sources[address.unit] = source
         if known is not None:
             known.close()
         return source
 
 
-class _Source:
+class _SourcePool:
     """One pool of another process, and the transports to it."""
 
     def __init__(self, address: PoolAddress, own: OwnEnd) -> None:

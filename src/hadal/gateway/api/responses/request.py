@@ -140,7 +140,7 @@ class _Said(msgspec.Struct):
     output: list[msgspec.Raw]
 
 
-class _Named(msgspec.Struct):
+class _ItemId(msgspec.Struct):
     id: str = ""
 
 
@@ -152,7 +152,7 @@ def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dic
     wanted, num_bytes = set(ids), 0
     for body in bodies:
         for raw in msgspec.json.decode(body, type=_Said).output:
-            item_id = msgspec.json.decode(raw, type=_Named).id
+            item_id = msgspec.json.decode(raw, type=_ItemId).id
             if item_id not in wanted:
                 continue
             num_bytes += len(raw)
