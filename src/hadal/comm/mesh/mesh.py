@@ -48,7 +48,7 @@ MAX_PENDING = 256
 """Accepted connections that have not said who they are, or are ahead of us."""
 
 
-class Formation:
+class MeshFormation:
     """One formation: its members, their exchanges, and its failure. Guarded by the group's lock."""
 
     def __init__(self, number: int, rank: int, others: Mapping[int, Member]) -> None:
@@ -106,7 +106,7 @@ class MeshGroup:
         """Held for table look-ups only: never while bytes move."""
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
-        self.formation = Formation(-1, rank, {})
+        self.formation = MeshFormation(-1, rank, {})
         self.formation.fail((), "no formation was formed", notifies=False)
         self._waits = HostWaits()
         self._is_closing = False
@@ -323,7 +323,7 @@ class MeshGroup:
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
-            self.formation = Formation(formation, self.rank, others)
+            self.formation = MeshFormation(formation, self.rank, others)
             stale = [
                 link
                 for rank, link in self._links.items()

@@ -27,7 +27,7 @@ from hadal.core.plans import NO_LINK_BYTES, Chunk, DecodePlan, OpTime, PrefillPl
 from hadal.lab.perf.explain import StepPrice
 from hadal.lab.perf.layer import MicroBatchLoad, op_seconds
 from hadal.lab.perf.step import MTP_ACCEPT, StepModel
-from hadal.lab.sim.slot_drafts import SlotDrafts
+from hadal.lab.sim.slot_drafts import SimulatedDrafts
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 
@@ -253,7 +253,7 @@ class DecodeRunner:
         self._num_slots = num_slots
         self._output_tokens = output_tokens
         size = model.num_ranks * num_slots
-        self._drafts = SlotDrafts(size, num_drafts_max, mtp_accept)
+        self._drafts = SimulatedDrafts(size, num_drafts_max, mtp_accept)
         self.is_taken: Bools = np.zeros(size, np.bool_)
         self._left: Ints = np.zeros(size, np.int64)
         """Tokens until the output is as long as it was wanted."""

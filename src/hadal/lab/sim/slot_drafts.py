@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 Chances = NDArray[np.uint64]
 
 
-class SlotDrafts:
+class SimulatedDrafts:
     """Drafts by slot. Raises ValueError for a `mtp_accept` that is no probability."""
 
     def __init__(self, num_slots: int, num_max: int, mtp_accept: float) -> None:

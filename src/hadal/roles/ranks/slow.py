@@ -143,7 +143,7 @@ class Rests:
         return {host for host, rest in self._host_to_rest.items() if now_s < rest.until_s}
 
 
-def _together(stretches: Collection[_Measured]) -> Stretch:
+def _together(stretches: Collection[_MeasuredSteps]) -> Stretch:
     """Return what several stretches measured together."""
     waits_s: dict[str, dict[str, float]] = {}
     trips_s: dict[str, float] = {}
