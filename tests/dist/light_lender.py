@@ -3,7 +3,7 @@
 The agent that serves imports torch before it is told to start anything, which hundreds on one host
 cannot. Everything else is the lender's own.
 
-    python -m tests.dist.light_lender --folder RUN_FOLDER --life 1
+    python -m tests.dist.light_lender --folder RUN_FOLDER --epoch-number 1
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Asking:
 
     def __init__(self, host: Host, folder: Path, run: Run) -> None:
         network = Network(host.address, SECRET)
-        self._wire = host.call(lambda: ZmqWire(SUPERVISOR, folder, life=1, network=network))
+        self._wire = host.call(lambda: ZmqWire(SUPERVISOR, folder, epoch_number=1, network=network))
         write_run(folder, run)
         write_address(folder, SUPERVISOR, Address(1, self._wire.endpoint))
         self.found: tuple[tuple[int, ...], ...] | None = None
@@ -130,7 +130,15 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
         )
         deployment = msgspec.structs.replace(deployment, cluster=cluster)
         asking = Asking(host, folder, Run("r0", deployment, address=host.address, secret=SECRET))
-        command = [sys.executable, "-m", "tests.dist.light_lender", "--folder", name, "--life", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.dist.light_lender",
+            "--folder",
+            name,
+            "--epoch-number",
+            "1",
+        ]
         host.start("lender", command, {NUM_AGENTS: str(LIGHT)})
         try:
             asking.have(())

@@ -45,7 +45,7 @@ from hadal.runtime.process.process import (
     HAS_SERVED,
     LISTEN_FD,
     Run,
-    add_life_arguments,
+    add_epoch_arguments,
     enter_child,
 )
 from hadal.runtime.topology import GATEWAY
@@ -264,7 +264,7 @@ async def _drained(link: FrontLink, timeout_s: float) -> None:
 def main() -> int:
     """Run until drained or failed; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_life_arguments(parser)
+    add_epoch_arguments(parser)
     parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
     parser.add_argument(
         HAS_SERVED, action="store_true", help="another gateway served before this one"
@@ -278,7 +278,7 @@ def main() -> int:
     environment = dict(os.environ)
     has_front = arguments.name == GATEWAY
     name = FRONT if has_front else arguments.name
-    wire = open_wire(run, name, arguments.folder, arguments.life)
+    wire = open_wire(run, name, arguments.folder, arguments.epoch_number)
     try:
         gateway = make_gateway(
             run.deployment,

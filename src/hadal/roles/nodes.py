@@ -9,7 +9,7 @@ whoever lends it, who may take a minute, for its word ends processes that may be
 
 What an agent runs that speaks for the first time, another supervisor had it run, and it goes on. A node
 that was only cut off may still run what was given up. Everything that it is told names all
-that it is to run, each with its life: what is not named ends, and what speaks under an earlier life
+that it is to run, each with its epoch number: what is not named ends, and a message of an earlier epoch
 is not heard (runtime/wire). Where two agents speak for one node, the one that began to speak later
 counts, and the other is told to leave.
 """
@@ -65,7 +65,7 @@ class Node:
         self.heard_s = -math.inf
         self.ordered_s = -math.inf
         self.processes: dict[str, FarProcess] = {}
-        """By name, the last life of each."""
+        """By name, the last epoch of each."""
         self.told: dict[str, Address] | None = None
         """The addresses elsewhere that its agent knows; None: it was told of none."""
 
@@ -140,7 +140,11 @@ class Nodes:
             if is_new and process.code is None:
                 self._adopt(node, process)
             known = node.processes.get(process.name)
-            if known is not None and known.order.life == process.life and not known.reason:
+            if (
+                known is not None
+                and known.order.epoch_number == process.epoch_number
+                and not known.reason
+            ):
                 self.has_moved |= (known.news.code, known.news.address) != (
                     process.code,
                     process.address,
@@ -150,14 +154,14 @@ class Nodes:
 
     def _adopt(self, node: Node, news: ProcessNews) -> None:
         """What a supervisor before this one had a node run goes on, in its latest life."""
-        name, life = news.name, news.life
+        name, epoch_number = news.name, news.epoch_number
         others = [other.processes[name] for other in self.nodes if name in other.processes]
-        if any(other.order.life >= life for other in others):
+        if any(other.order.epoch_number >= epoch_number for other in others):
             return
         for other in others:
             other.reason = other.reason or f"it was followed by another, on node {node.number}"
         # What it was given is not known. It matters to one that is to be started alone.
-        node.processes[name] = FarProcess(ProcessOrder(name, life, (), 0), news)
+        node.processes[name] = FarProcess(ProcessOrder(name, epoch_number, (), 0), news)
         self.has_moved = True
 
     def listen_here(self, name_to_address: Mapping[str, Address]) -> None:
@@ -216,7 +220,7 @@ class Nodes:
     def run(self, now_s: float, number: int, order: ProcessOrder) -> FarProcess:
         """Have a node run a process, under a name that has none on it."""
         node = self.nodes[number]
-        process = FarProcess(order, ProcessNews(order.name, order.life, 0))
+        process = FarProcess(order, ProcessNews(order.name, order.epoch_number, 0))
         node.processes[order.name] = process
         self.has_moved = True
         self.order(now_s, node)
@@ -228,7 +232,11 @@ class Nodes:
             return
         name, order = process.order.name, process.order
         process.order = ProcessOrder(
-            name, order.life, order.arguments, order.threads, max(code, order.signal, key=_force)
+            name,
+            order.epoch_number,
+            order.arguments,
+            order.threads,
+            max(code, order.signal, key=_force),
         )
         self.order(now_s, self.nodes[number])
 

@@ -64,7 +64,7 @@ from hadal.runtime.process.process import (
     EXIT_LEASE,
     FOLDER_PREFIX,
     Run,
-    life_arguments,
+    epoch_arguments,
     raise_descriptor_limit,
     remove_stale_folders,
     versions,
@@ -108,7 +108,7 @@ class Joining:
     address: str
     """Where other hosts reach this one. Nothing listens anywhere else."""
     supervisor: Address
-    """Its life is the run's term."""
+    """Its epoch number is the run's term."""
     run: Run
     api_keys: str = ""
     """What gateways are told, as the supervisor's own; empty on a node that has none."""
@@ -134,7 +134,7 @@ class _NodeProcess:
         """But for how long it waited, which takes a look at it."""
         return ProcessNews(
             self.order.name,
-            self.order.life,
+            self.order.epoch_number,
             self.process.pid,
             self.code,
             address=self.address,
@@ -278,15 +278,15 @@ class Agent:
         self._renewed.append(joining)
 
     def _join_successor(self) -> None:
-        """Have a new supervisor heard in the place of the one before it: its life is a later one."""
+        """Have a new supervisor heard in the place of the one before it: its epoch is a later one."""
         joining = self._renewed.popleft() if self._renewed else self._joining
-        if joining.supervisor.life <= self._joining.supervisor.life:
+        if joining.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
             return
         log.info("another supervisor has taken over, at %s", joining.supervisor.endpoint)
         self._joining = joining
         write_run(self._folder, joining.run)  # A rollout may have gone over to other weights.
         write_address(self._folder, SUPERVISOR, joining.supervisor)
-        self._wire.expect(SUPERVISOR, joining.supervisor.life)
+        self._wire.expect(SUPERVISOR, joining.supervisor.epoch_number)
         self._heard_s, self._said = time.monotonic(), None
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class Agent:
         self._mirror.write(orders.addresses)
         for name, running in list(self._running.items()):
             order = wanted.get(name)
-            if order is None or order.life != running.order.life:
+            if order is None or order.epoch_number != running.order.epoch_number:
                 self._end(name, running)
             elif order.signal not in (0, running.signalled) and running.code is None:
                 running.signalled = order.signal
@@ -329,7 +329,7 @@ class Agent:
         log.info("starting %s", order.name)
         # Where a process of this name listened elsewhere.
         self._mirror.drop(order.name)
-        arguments = [*order.arguments, *life_arguments(self._folder, order.life)]
+        arguments = [*order.arguments, *epoch_arguments(self._folder, order.epoch_number)]
         told = {"OMP_NUM_THREADS": str(order.threads)}
         if order.arguments[:1] == (GATEWAY_MODULE,):
             told |= {
@@ -391,7 +391,7 @@ class Agent:
             address = read_address(address_path(self._folder, running.order.name))
         except OSError:
             return None
-        return address if address.life == running.order.life else None
+        return address if address.epoch_number == running.order.epoch_number else None
 
     def _speak(self, now_s: float) -> None:
         """Say how the processes fare, if it is time or something changed; and what they printed."""
@@ -402,7 +402,7 @@ class Agent:
                 lines = tuple(
                     running.lines.popleft() for _ in range(min(len(running.lines), MAX_LINES_SENT))
                 )
-                printed = Printed(self._joining.node, name, running.order.life, lines)
+                printed = Printed(self._joining.node, name, running.order.epoch_number, lines)
                 self._wire.send(SUPERVISOR, printed)
         facts = self._facts()
         if facts != self._said or now_s - self._spoke_s >= AGENT_BEAT_S:

@@ -227,7 +227,7 @@ class LiveNodes:
         self._wire = wire
         self._nodes = Nodes(sum(map(len, groups)), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
-        """By name, the last life of each."""
+        """By name, the last epoch of each."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
 
     @property
@@ -254,9 +254,9 @@ class LiveNodes:
             return False
         if isinstance(message, Printed):
             elsewhere = self._processes.get(message.process)
-            if elsewhere is not None and (elsewhere.node, elsewhere.process.order.life) == (
+            if elsewhere is not None and (elsewhere.node, elsewhere.process.order.epoch_number) == (
                 message.node,
-                message.life,
+                message.epoch_number,
             ):
                 for line in message.lines:
                     elsewhere.stdout.put(line)
@@ -358,12 +358,12 @@ class LiveNodes:
         return next((number for number in nodes if self._is_up(number)), None)
 
     def start(
-        self, plan: ProcessPlan, node: int, arguments: tuple[str, ...], life: int
+        self, plan: ProcessPlan, node: int, arguments: tuple[str, ...], epoch_number: int
     ) -> Elsewhere:
         """Have a node start a process."""
         if (before := self._processes.get(plan.name)) is not None:
             before.stdout.close()
-        order = ProcessOrder(plan.name, life, arguments, plan.threads)
+        order = ProcessOrder(plan.name, epoch_number, arguments, plan.threads)
         process = self._nodes.run(time.monotonic(), node, order)
         self._send_what_was_said()
         elsewhere = self._processes[plan.name] = Elsewhere(self, node, process)

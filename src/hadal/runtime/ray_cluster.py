@@ -15,7 +15,7 @@ and actors are detached, so this process may end and be started again, as it doe
 that it is on: what runs goes on, and is found again by its name. This is the one module that imports
 ray.
 
-    python -m hadal.runtime.ray_cluster --folder RUN_FOLDER --life 1
+    python -m hadal.runtime.ray_cluster --folder RUN_FOLDER --epoch-number 1
     python -m hadal.runtime.ray_cluster --find NAME --address ADDRESS      prints what is kept of a run
 """
 
@@ -64,7 +64,13 @@ from hadal.runtime.agent import Joining
 from hadal.runtime.kept_run import is_open
 from hadal.runtime.process import entry
 from hadal.runtime.process.forks import API_KEYS, API_KEYS_FILE
-from hadal.runtime.process.process import EXIT_LEASE, Run, add_life_arguments, enter_child, read_run
+from hadal.runtime.process.process import (
+    EXIT_LEASE,
+    Run,
+    add_epoch_arguments,
+    enter_child,
+    read_run,
+)
 from hadal.runtime.topology import gateway_nodes, place_units, ranges
 from hadal.runtime.wire import ZmqWire
 
@@ -126,7 +132,7 @@ class NodeActor:
         """Another supervisor may have taken the run over: tell the agent."""
         told = self._here(joining)
         with self._lock:
-            if told.supervisor.life <= self._joining.supervisor.life:
+            if told.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
                 return
             self._joining = told
             if self._agent is not None and (pipe := self._agent.stdin) is not None:
@@ -144,7 +150,7 @@ class NodeActor:
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
             told = _told(kept, self._joining.node, self._address)
             with self._lock:
-                if told.supervisor.life >= self._joining.supervisor.life:
+                if told.supervisor.epoch_number >= self._joining.supervisor.epoch_number:
                     self._joining = told
 
     def _run(self) -> None:
@@ -579,11 +585,11 @@ def main() -> int:
     parser.add_argument("--address")
     if (found := parser.parse_known_args()[0]).find:
         return _find(found.find, found.address)
-    add_life_arguments(parser)
+    add_epoch_arguments(parser)
     asked = parser.parse_args()
     run = enter_child(LENDER, asked.folder)
     # Nobody speaks to it but the supervisor, on this host.
-    wire = ZmqWire(LENDER, asked.folder, life=asked.life)
+    wire = ZmqWire(LENDER, asked.folder, epoch_number=asked.epoch_number)
     ending = threading.Event()
     try:
         supervisor = read_address(address_path(asked.folder, SUPERVISOR))

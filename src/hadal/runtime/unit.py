@@ -56,17 +56,19 @@ def main() -> int:
         log.critical("%s", error)
         return EXIT_CONFIG
     if asked.rank is None and units_of(run.deployment, asked.role).ranks > 1:
-        return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder, asked.life))
+        return run_host(
+            lambda: make_host(run, asked.unit, asked.role, asked.folder, asked.epoch_number)
+        )
     make = importlib.import_module(_WITH_RUNNER).make_host
     return run_host(
         lambda: make(
-            run, asked.unit, asked.role, asked.rank, asked.device, asked.folder, asked.life
+            run, asked.unit, asked.role, asked.rank, asked.device, asked.folder, asked.epoch_number
         )
     )
 
 
 def make_host(
-    run: Run, unit: str, role: str, folder: Path, life: int = 0
+    run: Run, unit: str, role: str, folder: Path, epoch_number: int = 0
 ) -> tuple[UnitHost, list[Effect]]:
     """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -84,7 +86,7 @@ def make_host(
     host = UnitHost(
         leader,
         None,
-        open_wire(run, unit, folder, life),
+        open_wire(run, unit, folder, epoch_number),
         SideParts(make_view=lambda wake: make_view(run, wake)),
         clock,
         step_deadline_s=STEP_DEADLINE_S,

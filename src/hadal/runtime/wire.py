@@ -13,9 +13,9 @@ after the successor:
 - A sender looks at the socket file's identity before it sends; a new file is a new process, so the
   old socket goes, with its queue. The file appears by rename once it listens, so seeing it is
   enough. PUSH sockets never reconnect to a Unix socket.
-- Every frame carries its sender's name and life, which whoever starts processes counts. Once a
-  later life was heard, earlier ones are dropped. No clock is compared.
-- A far message names the life that it is meant for. The kernel gives the port of a dead process to
+- Every frame carries its sender's name and epoch number, which counts the processes of that name.
+  Frames of earlier epochs are dropped once a later one was received. No clock is compared.
+- A far message names the epoch that it is meant for. The kernel gives the port of a dead process to
   the next that asks, and zmq connects again by itself.
 
 What a broken connection must not do is lose a message between two that live. So a far message has a
@@ -81,10 +81,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 class _Heard:
     """What came from one sender."""
 
-    __slots__ = ("life", "link", "number", "owed", "owed_since_s")
+    __slots__ = ("epoch_number", "link", "number", "owed", "owed_since_s")
 
-    def __init__(self, life: int) -> None:
-        self.life = life
+    def __init__(self, epoch_number: int) -> None:
+        self.epoch_number = epoch_number
         self.link = 0
         self.number = 0
         """The last that was taken, of this link."""
@@ -102,10 +102,10 @@ class ZmqWire:
         folder: Path,
         grants: Grants | None = None,
         *,
-        life: int = 0,
+        epoch_number: int = 0,
         network: Network | None = None,
     ) -> None:
-        """Own the name `name`, in its `life`-th life; `grants` go beside the messages that hand
+        """Own the name `name`, as the process of `epoch_number`; `grants` go beside the messages that hand
         leases on. `network` None: only the processes of this host are to be heard. Raises
         ConfigError if the folder's path is too long for a Unix socket, or the address is none of
         this host's.
@@ -117,7 +117,7 @@ class ZmqWire:
         again).
         """
         self._grants = grants
-        self._near_header = msgspec.msgpack.encode((name, life))
+        self._near_header = msgspec.msgpack.encode((name, epoch_number))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
         self._header_decoder = msgspec.msgpack.Decoder(WireHeader)
@@ -128,13 +128,13 @@ class ZmqWire:
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
-            self._listener = WireListener(self._context, folder, name, life, network)
+            self._listener = WireListener(self._context, folder, name, epoch_number, network)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
         keys = keys_of(network.secret) if network else (b"", b"")
         self._links = WireLinks(self._context, folder, keys, spans_hosts=network is not None)
-        self._header = WireHeader(name, life, endpoint=self._listener.endpoint)
+        self._header = WireHeader(name, epoch_number, endpoint=self._listener.endpoint)
 
     @property
     def endpoint(self) -> str:
@@ -176,13 +176,13 @@ class ZmqWire:
         """The descriptor is not looked at any more."""
         self._listener.wake_on_no_more(fd)
 
-    def expect(self, peer: str, life: int) -> None:
-        """A process of this name is started in this life: hear no earlier one any more, though the
+    def expect(self, peer: str, epoch_number: int) -> None:
+        """A process of this name is started with this epoch number: receive no earlier one any more, though the
         later has not spoken yet.
         """
         heard = self._heard.get(peer)
-        if heard is None or heard.life < life:
-            self._heard[peer] = _Heard(life)
+        if heard is None or heard.epoch_number < epoch_number:
+            self._heard[peer] = _Heard(epoch_number)
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
         """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a
@@ -234,11 +234,13 @@ class ZmqWire:
         """Have the peer told something, and with it what came from there; `say` tells whether it
         went.
         """
-        heard, life = self._heard.get(to), peer.address.life
-        # Links are counted anew in each life: what another one sent is not to be acknowledged.
-        link, number = (heard.link, heard.number) if heard and heard.life == life else (0, 0)
+        heard, epoch_number = self._heard.get(to), peer.address.epoch_number
+        # Links are counted anew in each epoch: what another one sent is not to be acknowledged.
+        link, number = (
+            (heard.link, heard.number) if heard and heard.epoch_number == epoch_number else (0, 0)
+        )
         header = msgspec.structs.replace(
-            self._header, acked_link=link, acked=number, to=to, to_life=life
+            self._header, acked_link=link, acked=number, to=to, to_epoch_number=epoch_number
         )
         if say(header) and heard:
             heard.owed = 0
@@ -316,19 +318,25 @@ class ZmqWire:
         return message
 
     def _is_next(self, header: WireHeader) -> bool:
-        """Whether the message is to be taken: of no earlier life and, from another host, for this
+        """Whether the message is to be taken: of no earlier epoch and, from another host, for this
         one and the next of its link. Raises ValueError.
         """
         if header.link and not _is_sound(header):
             raise ValueError("it says of itself what cannot be.")
-        if header.link and (header.to, header.to_life) != (self.name, self._header.life):
+        if header.link and (header.to, header.to_epoch_number) != (
+            self.name,
+            self._header.epoch_number,
+        ):
             self.counts["stale"] += 1
             return False
         heard = self._heard.get(header.name)
-        if heard is None or heard.life < header.life:
-            heard = self._heard[header.name] = _Heard(header.life)
+        if heard is None or heard.epoch_number < header.epoch_number:
+            heard = self._heard[header.name] = _Heard(header.epoch_number)
             self._links.unlearn(header.name)  # Another one listened there.
-        if (header.life, header.link) < (heard.life, heard.link if header.link else 0):
+        if (header.epoch_number, header.link) < (
+            heard.epoch_number,
+            heard.link if header.link else 0,
+        ):
             self.counts["stale"] += 1
             return False
         if not header.link:
@@ -340,7 +348,7 @@ class ZmqWire:
             return False
         if header.link > heard.link:
             heard.link, heard.number = header.link, 0
-            self._links.learn(header.name, Address(header.life, header.endpoint))
+            self._links.learn(header.name, Address(header.epoch_number, header.endpoint))
         if not heard.owed:
             heard.owed_since_s = time.monotonic()
         heard.owed += 1
@@ -352,13 +360,15 @@ class ZmqWire:
 
 
 def open_wire(
-    run: Run, name: str, folder: Path, life: int, grants: Grants | None = None
+    run: Run, name: str, folder: Path, epoch_number: int, grants: Grants | None = None
 ) -> ZmqWire:
     """The wire of a process of a run, which other hosts reach where the run spans any. Raises
     ConfigError.
     """
     network = None if is_near(run.address) else Network(run.address, run.secret)
-    return ZmqWire(name, folder, grants or Grants(run.secret, name), life=life, network=network)
+    return ZmqWire(
+        name, folder, grants or Grants(run.secret, name), epoch_number=epoch_number, network=network
+    )
 
 
 def _is_sound(header: WireHeader) -> bool:

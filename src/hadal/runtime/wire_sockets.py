@@ -66,7 +66,7 @@ class WireHeader(msgspec.Struct, array_like=True, frozen=True):
     """The first frame of a message. Of a near one only the first two fields are set."""
 
     name: str
-    life: int
+    epoch_number: int
     link: int = 0
     """The link's number, counted up by the sender for this receiver."""
     number: int = 0
@@ -77,7 +77,7 @@ class WireHeader(msgspec.Struct, array_like=True, frozen=True):
     endpoint: str = ""
     """Where the sender listens: what answers it may be faster than the news of its address."""
     to: str = ""
-    to_life: int = 0
+    to_epoch_number: int = 0
     """Whom it is for, and what it acknowledges to."""
 
 
@@ -265,7 +265,7 @@ class WireLinks:
             if isinstance(peer, FarLink) and peer.identity == identity and learnt is None:
                 return peer
             address = read_address(path)
-            if learnt is None or learnt.life <= address.life:
+            if learnt is None or learnt.epoch_number <= address.epoch_number:
                 self._learnt.pop(to, None)
                 learnt = address
         if learnt is None:
@@ -329,7 +329,7 @@ class WireListener:
         context: zmq.Context[Any],
         folder: Path,
         name: str,
-        life: int,
+        epoch_number: int,
         network: Network | None,
     ) -> None:
         """Own the name. Raises ConfigError if the folder's path is too long for a Unix socket, or
@@ -338,7 +338,7 @@ class WireListener:
         self.far: zmq.Socket[bytes] | None = None
         self._folder = folder
         self._name = name
-        self._address = Address(life, "")
+        self._address = Address(epoch_number, "")
         self._path = socket_path(folder, name)
         unborn = socket_path(folder, f"{name}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -411,7 +411,7 @@ class WireListener:
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen at {network.address}: {error}.") from error
         endpoint = f"tcp://{_bracketed(network.address)}:{port}"
-        self._address = Address(self._address.life, endpoint)
+        self._address = Address(self._address.epoch_number, endpoint)
         write_address(self._folder, self._name, self._address)
         return pull
 

@@ -23,12 +23,12 @@ TIMEOUT_S = 1.5
 STEP_S = 0.1
 
 
-def order(name: str, life: int = 1) -> ProcessOrder:
-    return ProcessOrder(name, life, ("a.module", "--unit", name), 2)
+def order(name: str, epoch_number: int = 1) -> ProcessOrder:
+    return ProcessOrder(name, epoch_number, ("a.module", "--unit", name), 2)
 
 
-def address(number: int, life: int = 1) -> Address:
-    return Address(life, f"tcp://10.0.0.{number}:{40_000 + life}")
+def address(number: int, epoch_number: int = 1) -> Address:
+    return Address(epoch_number, f"tcp://10.0.0.{number}:{40_000 + epoch_number}")
 
 
 def news(node: int, *processes: ProcessNews, boot: str = "b1", host: str = "") -> NodeNews:
@@ -38,9 +38,9 @@ def news(node: int, *processes: ProcessNews, boot: str = "b1", host: str = "") -
 
 
 def runs(
-    name: str, life: int = 1, at: Address | None = None, code: int | None = None
+    name: str, epoch_number: int = 1, at: Address | None = None, code: int | None = None
 ) -> ProcessNews:
-    return ProcessNews(name, life, 1000 + life, code, address=at)
+    return ProcessNews(name, epoch_number, 1000 + epoch_number, code, address=at)
 
 
 class Book(Nodes):
@@ -84,7 +84,7 @@ class Book(Nodes):
 
 
 def names(orders: NodeOrders) -> dict[str, int]:
-    return {each.name: each.life for each in orders.processes}
+    return {each.name: each.epoch_number for each in orders.processes}
 
 
 # ---- who is there ----
@@ -213,7 +213,7 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
     book.heard(book.now_s, news(1, runs("decode-1", at=address(1)), runs("decode-0", 2, code=0)))
     again = book.run(book.now_s, 0, order("decode-0", 3))
     book.heard(book.now_s, speaks[0])
-    assert (again.news.life, again.news.address) == (3, None), "that was the first life"
+    assert (again.news.epoch_number, again.news.address) == (3, None), "that was the first life"
     assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 3}]
     book.heard(book.now_s, news(0, runs("decode-0", 3, address(0, 3))))
     assert book.addresses()["decode-0"] == address(0, 3)
@@ -480,10 +480,17 @@ class Agent:
         if self.is_here and now_s - self.spoke_s >= AGENT_BEAT_S:
             self.spoke_s = now_s
             said = [
-                runs(name, life, self.listens_at(life) if listens_s <= now_s else None)
-                for name, (life, listens_s) in self.running.items()
+                runs(
+                    name,
+                    epoch_number,
+                    self.listens_at(epoch_number) if listens_s <= now_s else None,
+                )
+                for name, (epoch_number, listens_s) in self.running.items()
             ]
-            said += [runs(name, life, code=code) for name, (life, code) in self.ended.items()]
+            said += [
+                runs(name, epoch_number, code=code)
+                for name, (epoch_number, code) in self.ended.items()
+            ]
             message = news(self.node, *said, boot=self.boot)
             self.outbox.append((self.due(now_s, self.outbox), message))
 
@@ -493,13 +500,13 @@ class Agent:
         """When a message arrives: not before the one before it."""
         return max(now_s + self.world.random.uniform(0.0, DELAY_S), queue[-1][0] if queue else 0.0)
 
-    def listens_at(self, life: int) -> Address:
-        return Address(life, f"tcp://{self.node}.{self.boot}:{life}")
+    def listens_at(self, epoch_number: int) -> Address:
+        return Address(epoch_number, f"tcp://{self.node}.{self.boot}:{epoch_number}")
 
     def end(self, name: str, code: int) -> None:
-        life, _ = self.running.pop(name)
-        self.ended[name] = life, code
-        self.world.ended.add((name, life))
+        epoch_number, _ = self.running.pop(name)
+        self.ended[name] = epoch_number, code
+        self.world.ended.add((name, epoch_number))
 
     def leave(self) -> None:
         self.is_here = False
@@ -518,9 +525,14 @@ class Agent:
         for each in orders.processes:
             is_there = each.name in self.running.keys() | self.ended.keys()
             if not is_there and each.arguments:
-                assert (each.name, each.life) not in self.world.started, "no life is lived twice"
-                self.world.started.add((each.name, each.life))
-                self.running[each.name] = each.life, now_s + self.world.random.uniform(0.0, 0.5)
+                assert (each.name, each.epoch_number) not in self.world.started, (
+                    "no life is lived twice"
+                )
+                self.world.started.add((each.name, each.epoch_number))
+                self.running[each.name] = (
+                    each.epoch_number,
+                    now_s + self.world.random.uniform(0.0, 0.5),
+                )
             elif is_there and each.signal == signal.SIGKILL and each.name in self.running:
                 self.end(each.name, -signal.SIGKILL)
 
@@ -618,9 +630,9 @@ class World:
     def _adopt(self) -> None:
         for node in self.book.nodes:
             for name, process in node.processes.items():
-                if process.code is None and self.lives[name] < process.order.life:
+                if process.code is None and self.lives[name] < process.order.epoch_number:
                     self.processes[name] = node.number, process
-                    self.lives[name] = process.order.life
+                    self.lives[name] = process.order.epoch_number
 
     def _deliver(self) -> None:
         assert self.book.check() == []
@@ -648,7 +660,7 @@ class World:
         for name, home in HOMES.items():
             _, process = self.processes.get(name, (0, None))
             if process is not None and process.code is not None and not process.reason:
-                assert (name, process.order.life) in self.ended, "it has not ended"
+                assert (name, process.order.epoch_number) in self.ended, "it has not ended"
             nodes = [home, *range(3)] if name == "decode-0" else [home]
             up = [n for n in nodes if self.book.nodes[n].phase is NodePhase.UP]
             is_known = self.now_s >= self.adopts_until_s
@@ -664,19 +676,23 @@ class World:
         here = [agent for agent in self.agents if agent.is_here]
         assert sorted(agent.node for agent in here) == [0, 1, 2], "one agent a node"
         assert not any(agent.running for agent in self.agents if not agent.is_here)
-        running = {name: life for agent in here for name, (life, _) in agent.running.items()}
+        running = {
+            name: epoch_number
+            for agent in here
+            for name, (epoch_number, _) in agent.running.items()
+        }
         assert sum(len(agent.running) for agent in here) == len(running), "each in one place"
         assert running == self.lives, "the last life of each, and no other"
         everywhere = HERE | {
-            name: agent.listens_at(life)
+            name: agent.listens_at(epoch_number)
             for agent in here
-            for name, (life, _) in agent.running.items()
+            for name, (epoch_number, _) in agent.running.items()
         }
         for agent in here:
             node = self.book.nodes[agent.node]
             assert (node.phase, node.agent) == (NodePhase.UP, agent_name(agent.node, agent.boot))
-            assert {name: life for name, (life, _) in agent.running.items()} == {
-                name: process.order.life
+            assert {name: epoch_number for name, (epoch_number, _) in agent.running.items()} == {
+                name: process.order.epoch_number
                 for name, process in node.processes.items()
                 if process.code is None
             }

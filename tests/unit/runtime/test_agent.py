@@ -137,7 +137,7 @@ def running(lease_s: float = 60.0, gateways: int = 0) -> Iterator[Agent]:
         supervisor, temporary = Path(here) / "s", Path(here) / "t"
         supervisor.mkdir()
         temporary.mkdir()
-        wire = ZmqWire(SUPERVISOR, supervisor, life=1, network=Network(LOOPBACK, SECRET))
+        wire = ZmqWire(SUPERVISOR, supervisor, epoch_number=1, network=Network(LOOPBACK, SECRET))
         process = subprocess.Popen(
             [sys.executable, "-m", "hadal.runtime.agent"],
             stdin=subprocess.PIPE,
@@ -176,7 +176,7 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
     assert any(b"invalid choice" in line for line in agent.printed)
     agent.printed.clear()
     agent.order(ProcessOrder("decode-0", 2, NO_UNIT, 1))
-    agent.hear(lambda: (news := agent.of("decode-0")) and (news.life, news.code) == (2, 2))
+    agent.hear(lambda: (news := agent.of("decode-0")) and (news.epoch_number, news.code) == (2, 2))
     assert any(b"invalid choice" in line for line in agent.printed)
     agent.order()
     agent.hear(lambda: agent.of("decode-0") is None)
@@ -193,7 +193,7 @@ def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
         agent.hear(lambda: (news := agent.of("prefill-0")) and news.pid)
         pid = agent.of("prefill-0").pid  # type: ignore[union-attr]
         before, network = agent.wire, Network(LOOPBACK, SECRET)
-        agent.wire = ZmqWire(SUPERVISOR, Path(folder), life=2, network=network)
+        agent.wire = ZmqWire(SUPERVISOR, Path(folder), epoch_number=2, network=network)
         agent.supervisor_folder = Path(folder)
         agent.news, agent.said = None, None
         run = replace(agent.joining.run, fingerprint="of other weights", term=2)

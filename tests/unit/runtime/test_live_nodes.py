@@ -119,7 +119,7 @@ def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it(
         world.found(101.0)
         world.speak(101.1, 1, leader)
         [found] = world.nodes.take_adopted()
-        assert (found.pid, found.process.order.life, found.node) == (70, 7, 1)
+        assert (found.pid, found.process.order.epoch_number, found.node) == (70, 7, 1)
         world.speak(101.2, 2, later)
         [followed] = world.nodes.take_adopted()
         assert (followed.pid, found.poll(), followed.poll()) == (80, -9, None)

@@ -332,7 +332,9 @@ def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
     monkeypatch.setattr(ray_cluster, "read_run", lambda *_: Run("run", DEPLOYMENT))
     monkeypatch.setattr(ray_cluster, "read_address", lambda path: ADDRESS)
     monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["ray_cluster", "--folder", str(tmp_path), "--life", "2"])
+    monkeypatch.setattr(
+        sys, "argv", ["ray_cluster", "--folder", str(tmp_path), "--epoch-number", "2"]
+    )
     with pytest.raises(KeyboardInterrupt):
         ray_cluster.main()
     assert set(states[2].values()) == {"CREATED"}

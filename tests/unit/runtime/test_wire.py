@@ -140,7 +140,7 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
 def test_a_dead_sender_does_not_speak_after_its_successor(wire: Callable[..., ZmqWire]) -> None:
     receiver = wire("b")
     # The order in which they are started says nothing: the supervisor counts lives.
-    new, old = (wire("a", life=life) for life in (2, 1))
+    new, old = (wire("a", epoch_number=epoch_number) for epoch_number in (2, 1))
     new.send("b", Cancel("new", 0))
     assert receive_all(receiver, 1) == [Cancel("new", 0)]
     old.send("b", Cancel("old", 0))
@@ -254,8 +254,8 @@ async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
     sender = context.socket(zmq.PUSH)
     sender.connect(f"ipc://{folder / 'b.sock'}")
     body = msgspec.msgpack.encode(Drain())
-    for life in (2, *[1] * 10, 2):
-        sender.send_multipart([msgspec.msgpack.encode(("a", life)), body, b""])
+    for epoch_number in (2, *[1] * 10, 2):
+        sender.send_multipart([msgspec.msgpack.encode(("a", epoch_number)), body, b""])
     b._listener.near.poll()  # So few come at once.
     got: list[object] = []
     async with asyncio.timeout(DEADLINE_S):

@@ -176,13 +176,15 @@ class Hosts:
     def wire(
         self,
         name: str,
-        life: int = 1,
+        epoch_number: int = 1,
         folder: Path | None = None,
         network: Network | None = NETWORK,
         grants: Grants | None = None,
     ) -> ZmqWire:
         """A process's, on a host of its own or in this folder."""
-        wire = ZmqWire(name, folder or self.folder(), grants, life=life, network=network)
+        wire = ZmqWire(
+            name, folder or self.folder(), grants, epoch_number=epoch_number, network=network
+        )
         self._stack.callback(lambda: wire._context.closed or wire.close())
         return wire
 
@@ -207,10 +209,12 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
         yield Hosts(stack)
 
 
-def introduce(wire: ZmqWire, to: ZmqWire, life: int = 1, relay: Relay | None = None) -> None:
+def introduce(
+    wire: ZmqWire, to: ZmqWire, epoch_number: int = 1, relay: Relay | None = None
+) -> None:
     """Say on `to`'s host where `wire` listens, or that it does behind a relay."""
     endpoint = relay.endpoint if relay else wire.endpoint
-    write_address(to._links._folder, wire.name, Address(life, endpoint))
+    write_address(to._links._folder, wire.name, Address(epoch_number, endpoint))
 
 
 def kill(wire: ZmqWire) -> None:
@@ -646,10 +650,10 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts:
 
 @pytest.mark.parametrize(("name", "life"), [("b", 2), ("c", 1)])
 def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
-    hosts: Hosts, name: str, life: int
+    hosts: Hosts, name: str, epoch_number: int
 ) -> None:
     """The kernel gives a port to the next who asks, and zmq connects again by itself."""
-    a, b, other = hosts.wire("a"), hosts.wire("b"), hosts.wire(name, life)
+    a, b, other = hosts.wire("a"), hosts.wire("b"), hosts.wire(name, epoch_number)
     relay = hosts.relay(b)
     introduce(b, a, relay=relay)
     for message in numbered(5):
@@ -660,7 +664,7 @@ def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
     relay.cut()
     a.send("b", Cancel("for the dead", 0))
     wait_in_silence(lambda: other.counts["stale"], "it is heard and dropped", a, other)
-    write_address(a._links._folder, name, Address(life, relay.endpoint))
+    write_address(a._links._folder, name, Address(epoch_number, relay.endpoint))
     a.send(name, Drain())
     assert receive_all(other, 1, a) == [Drain()]
 

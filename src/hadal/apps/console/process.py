@@ -43,7 +43,7 @@ from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.process.process import (
     LISTEN_FD,
-    add_life_arguments,
+    add_epoch_arguments,
     enter_child,
     read_run,
 )
@@ -182,12 +182,12 @@ def serve_alone(
 def main() -> int:
     """Serve the pages until told to end; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_life_arguments(parser)
+    add_epoch_arguments(parser)
     arguments = parser.parse_args()
     run = enter_child(CONSOLE, arguments.folder)
     os.nice(_NICE)
     try:
-        wire = open_wire(run, CONSOLE, arguments.folder, arguments.life)
+        wire = open_wire(run, CONSOLE, arguments.folder, arguments.epoch_number)
         status = read_status(arguments.folder)
         if status is None:
             raise ConfigError(f"{arguments.folder}: no supervisor says anything there.")

@@ -12,9 +12,9 @@ from hadal.core.messages.base import Message
 
 # ---- supervisor <-> agents, one on each node of a cluster ----
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens for those of other hosts, in its `life`-th life."""
+    """Where a process listens for those of other hosts, in the process of `epoch_number`."""
 
-    life: int
+    epoch_number: int
     endpoint: Annotated[str, Meta(pattern="^tcp://")]
     """As zmq writes it: tcp://10.0.0.1:40001."""
 
@@ -50,9 +50,9 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
     """A process that a node is to run."""
 
     name: Name
-    life: int
+    epoch_number: int
     arguments: tuple[str, ...]
-    """A module, and what it is given besides its folder and its life."""
+    """A module, and what it is given besides its folder and its epoch number."""
     threads: int
     signal: Annotated[int, Meta(ge=0, le=64)] = 0
     """The last that it is to get; 0: none."""
@@ -76,7 +76,7 @@ class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
     """How a process of a node fares."""
 
     name: Name
-    life: int
+    epoch_number: int
     pid: int
     code: int | None = None
     """Its exit code, negative: by that signal; None while it runs."""
@@ -104,5 +104,5 @@ class Printed(Message, frozen=True):
 
     node: NodeNumber
     process: Name
-    life: int
+    epoch_number: int
     lines: tuple[bytes, ...]

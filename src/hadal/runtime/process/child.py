@@ -86,7 +86,7 @@ class Child:
         role: str,
         arguments: Sequence[str],
         relay: OutputRelay,
-        first_life: int = 1,
+        first_epoch_number: int = 1,
     ) -> None:
         """`arguments`: a module and what it is given. `first_life`: number of its first start; the
         following count on.
@@ -98,7 +98,7 @@ class Child:
         self.backoff = Backoff(name)
         """When it may start again, while WAITING."""
         self.num_starts = 0
-        self.life = first_life - 1
+        self.epoch_number = first_epoch_number - 1
         """Of its last start."""
         self.is_adopted = False
         """Another supervisor started what runs now."""
@@ -120,8 +120,8 @@ class Child:
         """Start the process by `start`, which is given its arguments and the number of this
         life.
         """
-        self.life += 1
-        self._begin(now_s, start((*self._arguments, *self.more_arguments), self.life))
+        self.epoch_number += 1
+        self._begin(now_s, start((*self._arguments, *self.more_arguments), self.epoch_number))
 
     def adopt(self, now_s: float, process: Started) -> None:
         """Take over a process that another supervisor started. Whether it works it says again."""

@@ -166,7 +166,7 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--model-digest", default="", help="of that folder's weights")
     parser.add_argument("--fingerprint", default="", help="of what KV made with them depends on")
     parser.add_argument("--messages", default="", help="digest of those that the server speaks")
-    add_life_arguments(parser)
+    add_epoch_arguments(parser)
     return parser.parse_args()
 
 
@@ -207,17 +207,17 @@ def enter_unit(name: str, asked: argparse.Namespace) -> Run:
     )
 
 
-def add_life_arguments(parser: argparse.ArgumentParser) -> None:
+def add_epoch_arguments(parser: argparse.ArgumentParser) -> None:
     """What every process is told by whoever starts it."""
     parser.add_argument("--folder", type=Path, required=True, help="run folder of this host")
     parser.add_argument(
-        "--life", type=int, default=0, help="how often a process of this name was started"
+        "--epoch-number", type=int, default=0, help="how often a process of this name was started"
     )
 
 
-def life_arguments(folder: Path, life: int) -> list[str]:
+def epoch_arguments(folder: Path, epoch_number: int) -> list[str]:
     """The same as words of a command line."""
-    return ["--folder", str(folder), "--life", str(life)]
+    return ["--folder", str(folder), "--epoch-number", str(epoch_number)]
 
 
 def enter_child(name: str, folder: Path) -> Run:

@@ -64,7 +64,7 @@ class RankProcess:
     name: str
     """The process's name on the wire."""
     folder: Path
-    life: int
+    epoch_number: int
     epoch: str
     device: str
     config: ModelConfig
@@ -75,7 +75,7 @@ class RankProcess:
         """Make what moves its messages, and KV out of other pools and its own."""
         grants = Grants(self.run.secret, self.name)
         kv_wire = open_kv_wire(self.pool, self.run, grants)
-        return open_wire(self.run, self.name, self.folder, self.life, grants), kv_wire
+        return open_wire(self.run, self.name, self.folder, self.epoch_number, grants), kv_wire
 
     def pinned_team(self) -> PinnedTeam:
         """Make what places its computing threads."""
@@ -92,7 +92,7 @@ def make_host(
     rank: int | None,
     gpu: int | None,
     folder: Path,
-    life: int = 0,
+    epoch_number: int = 0,
 ) -> tuple[UnitHost, list[Effect]]:
     """Load the model, or one rank's part of it, and put the process together; also return its first
     effects. `rank` None: the unit has no other rank, and its leader is in this process. `gpu`: of
@@ -112,7 +112,7 @@ def make_host(
     shape = (units.kv_blocks, num_layers, BLOCK_TOKENS, config.entry_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     process = RankProcess(
-        run, unit, role, name, folder, life, epoch, device, config, pool, LiveClock()
+        run, unit, role, name, folder, epoch_number, epoch, device, config, pool, LiveClock()
     )
     try:
         made = _host_alone(process) if rank is None else _host_of_many(process, rank)

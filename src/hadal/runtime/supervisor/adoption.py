@@ -76,13 +76,13 @@ class NodeKeeper:
 
     def _adopt(self, now_s: float, process: Elsewhere) -> None:
         """Take over a process that a node runs since before this supervisor was there."""
-        name, life = process.process.order.name, process.process.order.life
+        name, epoch_number = process.process.order.name, process.process.order.epoch_number
         child = self._children.by_name.get(name)
         if child is None or not (child.is_wanted or self._end.is_draining):
             process.kill()  # It came too late: another is there, or none is needed.
             return
         child.adopt(now_s, process)
-        self._wire.expect(name, life)
+        self._wire.expect(name, epoch_number)
         log.info("%s goes on on node %d", name, process.node, extra=about(name))
         if child.role == GATEWAY and self._has_other_keys:
             log.warning("%s is started again: API keys have changed", name, extra=about(name))

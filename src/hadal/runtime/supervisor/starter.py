@@ -16,7 +16,7 @@ from hadal.runtime.addresses import address_path, socket_path
 from hadal.runtime.nodes import LiveNodes
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import Forks, Left, environment, start_here
-from hadal.runtime.process.process import HAS_SERVED, LISTEN_FD, life_arguments
+from hadal.runtime.process.process import HAS_SERVED, LISTEN_FD, epoch_arguments
 from hadal.runtime.supervisor.children import Children
 from hadal.runtime.supervisor.options import Listeners
 from hadal.runtime.supervisor.run_files import RunFiles
@@ -98,9 +98,11 @@ class Starter:
             return False
         child.start(
             now_s,
-            lambda arguments, life: nodes.start(plan, node, (*arguments, *more), life),
+            lambda arguments, epoch_number: nodes.start(
+                plan, node, (*arguments, *more), epoch_number
+            ),
         )
-        self._wire.expect(child.name, child.life)
+        self._wire.expect(child.name, child.epoch_number)
         return True
 
     def _start_here(self, now_s: float, child: Child, more: tuple[str, ...]) -> bool:
@@ -120,9 +122,9 @@ class Starter:
         try:
             child.start(
                 now_s,
-                lambda arguments, life: start_here(
+                lambda arguments, epoch_number: start_here(
                     child.name,
-                    [*arguments, *life_arguments(self._folder, life), *more],
+                    [*arguments, *epoch_arguments(self._folder, epoch_number), *more],
                     environment,
                     fds,
                     forks,
@@ -132,7 +134,7 @@ class Starter:
             again_s = child.backoff.delay(now_s)
             log.warning("%s cannot be started (%s); again in %g s", child.name, error, again_s)
             return False
-        self._wire.expect(wire_name(child.name), child.life)
+        self._wire.expect(wire_name(child.name), child.epoch_number)
         return True
 
     def renew_code(self) -> None:

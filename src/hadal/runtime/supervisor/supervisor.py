@@ -51,8 +51,8 @@ from hadal.runtime.topology import ProcessPlan, launch_plan, rank_name
 from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_shared_memory
 from hadal.runtime.wire import open_wire
 
-LIVES_OF_A_TERM = 1 << 20
-"""Processes of a later supervisor are of later lives than all of an earlier one."""
+EPOCHS_OF_A_TERM = 1 << 20
+"""Processes of a later supervisor are of later epochs than all of an earlier one."""
 _LOOK_S = 0.1
 """Longest time between two looks while nodes send nothing but signs of life."""
 _WARMING_S = 0.02
@@ -80,7 +80,7 @@ class Supervisor:
         left = _left(run, options, folder)
         forks.clear_after(left)
         self._run_id = run.run_id
-        self._wire = wire = open_wire(run, SUPERVISOR, folder, life=run.term)
+        self._wire = wire = open_wire(run, SUPERVISOR, folder, epoch_number=run.term)
         if options.log_dir is not None:
             _make_log_dir(options.log_dir)
         kept_in = folder / LOGS_FOLDER
@@ -88,8 +88,8 @@ class Supervisor:
         self._kept = KeptHandler(KeptLines(kept_in, SUPERVISOR), SUPERVISOR, options.log_format)
         logging.getLogger().addHandler(self._kept)
         plans = launch_plan(deployment)
-        first_life = (run.term - 1) * LIVES_OF_A_TERM + 1
-        made = [_child(plan, options, kept_in, first_life) for plan in plans]
+        first_epoch_number = (run.term - 1) * EPOCHS_OF_A_TERM + 1
+        made = [_child(plan, options, kept_in, first_epoch_number) for plan in plans]
         nodes = None
         if deployment.cluster.spans_hosts:
             adopts = adopted is not None
@@ -250,7 +250,7 @@ def _left(run: Run, options: Options, folder: Path) -> Left:
     return Left([*patterns, *secret], [] if options.run_folder else [str(folder)])
 
 
-def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) -> Child:
+def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_epoch_number: int) -> Child:
     return Child(
         plan.name,
         plan.role,
@@ -261,7 +261,7 @@ def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_life: int) 
             options.log_format,
             KeptLines(kept_in, plan.name),
         ),
-        first_life,
+        first_epoch_number,
     )
 
 

@@ -32,7 +32,9 @@ def make(tmp_path: Path, code: str) -> Child:
 def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
     """As a process of this host, which finds its modules on this path."""
     environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONUNBUFFERED": "1"}
-    child.start(now_s, lambda arguments, life: start_here(child.name, arguments, environment))
+    child.start(
+        now_s, lambda arguments, epoch_number: start_here(child.name, arguments, environment)
+    )
 
 
 def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_one(
@@ -41,7 +43,7 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
     (tmp_path / "childcode.py").write_text("import time; time.sleep(600)")
     other = start_here("decode-0", ["childcode"], {**os.environ, "PYTHONPATH": str(tmp_path)})
     relay = OutputRelay("decode-0", tmp_path / "log")
-    child = Child("decode-0", "decode", ["childcode"], relay, first_life=1001)
+    child = Child("decode-0", "decode", ["childcode"], relay, first_epoch_number=1001)
     child.adopt(5.0, other)
     assert (child.phase, child.pid, child.is_adopted) == (ProcessPhase.STARTING, other.pid, True)
     child.is_ready(5.5)
@@ -51,8 +53,8 @@ def test_one_that_another_supervisor_started_works_and_its_next_life_is_of_this_
     assert (child.phase, child.backoff.num_failed_starts) == (ProcessPhase.WAITING, 0), "a crash"
     lives: list[int] = []
 
-    def start_next(arguments: tuple[str, ...], life: int) -> Started:
-        lives.append(life)
+    def start_next(arguments: tuple[str, ...], epoch_number: int) -> Started:
+        lives.append(epoch_number)
         return start_here("decode-0", arguments, {**os.environ, "PYTHONPATH": str(tmp_path)})
 
     child.start(6.0, start_next)
@@ -129,8 +131,8 @@ def test_it_is_told_which_start_it_is(tmp_path: Path) -> None:
     child = make(tmp_path, "")
     told: list[tuple[tuple[str, ...], int]] = []
 
-    def start_so(arguments: tuple[str, ...], life: int) -> Started:
-        told.append((arguments, life))
+    def start_so(arguments: tuple[str, ...], epoch_number: int) -> Started:
+        told.append((arguments, epoch_number))
         return start_here(child.name, arguments, {**os.environ, "PYTHONPATH": str(tmp_path)})
 
     for number in (1, 2, 3):
