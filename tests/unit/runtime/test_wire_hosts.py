@@ -648,7 +648,7 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts:
     assert receive_all(successor, 1, a, num_quiet=NUM_QUIET) == [Cancel("after", 0)]
 
 
-@pytest.mark.parametrize(("name", "life"), [("b", 2), ("c", 1)])
+@pytest.mark.parametrize(("name", "epoch_number"), [("b", 2), ("c", 1)])
 def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
     hosts: Hosts, name: str, epoch_number: int
 ) -> None:
