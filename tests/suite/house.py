@@ -32,6 +32,7 @@ def counts(root: Path) -> dict[str, float]:
     found: dict[str, float] = {f"lines of {name}": sum(_lines_of(root / name)) for name in _FOLDERS}
     found |= {f"files of {name}": len(_lines_of(root / name)) for name in _FOLDERS}
     return found | {
+        "code lines of src": sum(_num_code_lines(path, tree) for path, tree in trees.items()),
         "median lines of a src file": statistics.median(lengths),
         "largest src file": max(lengths),
         "src files imported by one other": _one_importer(src, trees),
@@ -51,6 +52,24 @@ _FOLDERS = ("src/hadal", "tests", "bench", "evals")
 
 def _num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _num_code_lines(path: Path, tree: ast.Module) -> int:
+    """Return the lines without imports, docstrings, comments and blank ones."""
+    others: set[int] = set()
+    for node in ast.walk(tree):
+        is_text = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            others |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in others
+        for number, line in enumerate(lines, 1)
+    )
 
 
 def _lines_of(folder: Path) -> list[int]:
