@@ -1,7 +1,6 @@
-"""The routes: OpenAI's endpoints with and without /v1, health and metrics.
+"""The ASGI application: a route for each path of gateway/endpoints, behind the guard of every request.
 
-A handler that generates checks the key, the state of the service and its limits, in this order,
-before it reads a body. Every refusal leaves as an ApiError.
+Every refusal leaves as an ApiError. Knows no handler.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Bodies:
 
     @asynccontextmanager
     async def wait(self, tenant: str, deadline_s: float) -> AsyncIterator[None]:
-        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its permit is
-        taken from it.
+        """Read a body within this. Raises ApiError 408 after the deadline, 429 if a later
+        body of its tenant took its place.
         """
         waits = self._tenant_to_waits.setdefault(tenant, {})
         if len(waits) >= share_of(self._num_max, len(self._tenant_to_waits)):

@@ -8,8 +8,8 @@ never waits for one. So the leader hears of a stop id one plan late, the rank at
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
 A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
-rank; what they hold there, how they come and what becomes of the blocks that they fill is in `slots`,
-what is sent of them in `table`. A plan is a difference, one for each rank, and all
+rank: `arrivals` takes them in, `slots` has what they hold there, `answers` the blocks that they fill,
+`table` what is sent of them. A plan is a difference, one for each rank, and all
 ranks step together. When the unit forms anew, the plans in flight are void: survivors go back to
 their last delivered token and join again. A leader that took its ranks over does the same with what
 the front wants to go on. Knows nothing of other units.

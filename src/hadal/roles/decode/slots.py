@@ -1,7 +1,7 @@
 """What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let
 go of them.
 
-While a request moves, `decode_moving` holds as much for it on a second rank.
+While a request moves, `moving` holds as much for it on a second rank.
 
 Joins the table of slots with the ranks' allocators, so that both always change together. Knows no
 plans and no tokens; its owner says which plan was done last.
