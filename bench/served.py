@@ -31,15 +31,7 @@ from bench.checkpoints import MODELS, PEERS, SHIPPED, shipped_model_fp32, stored
 from bench.claims import Claim, print_claims
 from bench.engine_report import CONTEXT
 from bench.machine import CpuWatch
-from bench.peers.installed import (
-    LLAMA_BENCH,
-    LLAMA_SERVER,
-    VLLM_VENV,
-    Engine,
-    hadal,
-    llama,
-    vllm,
-)
+from bench.peers.installed import LLAMA_BENCH, LLAMA_SERVER, VLLM_VENV, Engine, hadal, llama, vllm
 from bench.servers import Server, hadal_server, llama_server, vllm_server
 from bench.subject import SubjectProcess, prompts
 from bench.tables import parser_of, table_of

@@ -27,12 +27,7 @@ from hadal.gateway import process  # noqa: F401
 from hadal.lab.plan import run as plan  # noqa: F401
 from hadal.model.cache import KvCache
 from hadal.roles.fleet import fleet
-from hadal.runtime import (  # noqa: F401
-    banner,
-    launch,
-    rank,
-    unit,
-)
+from hadal.runtime import banner, launch, rank, unit  # noqa: F401
 from hadal.runtime.process import backoff, forks
 from hadal.runtime.rank import host  # noqa: F401
 from tests.dist import eager, gate

@@ -16,13 +16,7 @@ from random import Random
 import httpx
 import pytest
 
-from hadal.core.cache import (
-    MEMORY_HIT_TOKENS,
-    MISS_TOKENS,
-    NAME_BYTES,
-    STORED_BLOCKS,
-    split,
-)
+from hadal.core.cache import MEMORY_HIT_TOKENS, MISS_TOKENS, NAME_BYTES, STORED_BLOCKS, split
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.gateway.desk.salts import salt_of
 from hadal.kv.names import PUBLIC, extend

@@ -31,14 +31,7 @@ import httpx
 import numpy as np
 import pytest
 
-from hadal.core.config import (
-    ROLES,
-    CacheConfig,
-    Deployment,
-    FleetConfig,
-    LimitsConfig,
-    UnitsConfig,
-)
+from hadal.core.config import ROLES, CacheConfig, Deployment, FleetConfig, LimitsConfig, UnitsConfig
 from hadal.core.messages.fleet import DrainUnit, KeepUnit
 from hadal.core.messages.generation import Generation
 from hadal.core.plans import Sampling

@@ -19,15 +19,7 @@ import pytest
 
 from tests.dist.answers import complete, under_way
 from tests.dist.oracle import complete_all, differences, everyday_cases
-from tests.dist.serving import (
-    FORMED,
-    RANKED,
-    Server,
-    StartServer,
-    kill_at_work,
-    metric,
-    noticed_in,
-)
+from tests.dist.serving import FORMED, RANKED, Server, StartServer, kill_at_work, metric, noticed_in
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.processes import is_alive

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from bench import balance_device
-from bench.balance_device import (
-    DEVICE,
-    DeviceChild,
-    Overruns,
-    lasting,
-    num_positions,
-    num_rows,
-)
+from bench.balance_device import DEVICE, DeviceChild, Overruns, lasting, num_positions, num_rows
 from bench.balance_live import DECODE_DEVICE, claims
 from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
 from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Scene, Served, Variant, Window

@@ -16,14 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 import yaml
-from lightkube.models import (
-    apps_v1,
-    core_v1,
-    meta_v1,
-    networking_v1,
-    policy_v1,
-    scheduling_v1,
-)
+from lightkube.models import apps_v1, core_v1, meta_v1, networking_v1, policy_v1, scheduling_v1
 from msgspec import structs
 from typer.main import get_command
 

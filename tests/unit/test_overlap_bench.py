@@ -24,15 +24,7 @@ from bench.overlap_device import (
 )
 from bench.overlap_model import _Echo
 from bench.overlap_real import Series, Timed, spread
-from bench.overlap_variants import (
-    CANDIDATES,
-    DECODE,
-    FULL,
-    PREFILL,
-    SCHEDULED,
-    Variant,
-    cheapest,
-)
+from bench.overlap_variants import CANDIDATES, DECODE, FULL, PREFILL, SCHEDULED, Variant, cheapest
 from hadal.comm.group import Interval
 from hadal.model.execute import execute
 from hadal.overlap.plan import parse

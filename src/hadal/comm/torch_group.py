@@ -31,13 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    FileStore,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hadal.comm.group import Interval, PeerLost
 from hadal.core.handshake import is_near

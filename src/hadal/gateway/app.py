@@ -5,12 +5,7 @@ Every refusal leaves as an ApiError. Knows no handler.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import (
-    AsyncIterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -26,8 +21,6 @@ from hadal.gateway.edge.errors import ApiError, as_api_error
 from hadal.gateway.edge.guard import Edge
 from hadal.gateway.endpoints import Endpoint, EndpointHandler, endpoints_of
 from hadal.gateway.generate import Generate
-
-log = logging.getLogger("hadal.gateway")
 
 
 def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:

@@ -6,11 +6,7 @@ and an Operation in gateway/api/description. Endpoints that generate follow from
 
 from __future__ import annotations
 
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,7 +200,7 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
         return Response(documents[is_open], media_type="application/json")
 
     async def health(request: Request) -> Response:
-        status, fields = gateway.readiness.health()
+        status, fields = gateway.readiness.health(gateway.link.snapshot())
         return _json(HealthReply(**fields, model=service.model.name), status)
 
     async def root(request: Request) -> Response:

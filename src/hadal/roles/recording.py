@@ -3,7 +3,7 @@ answered.
 
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
-The length is big endian, unlike core/framing's, because the recordings that exist have it so.
+The length is big endian, unlike core/framing's, so that files of earlier versions are told apart.
 
 A role is a function of its events and their times, so a recording suffices to decide everything again.
 Times are those of the host's monotonic clock. runtime/recorder reads and writes the files.
@@ -25,7 +25,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
 from hadal.roles.ranks.rank import RankProgress
 
-VERSION = 5
+VERSION = 6
 AnyEvent = Event | RankProgress
 AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
 _LENGTH = struct.Struct(">I")

@@ -73,10 +73,7 @@ from hadal.runtime.process.process import (
 from hadal.runtime.process.signals import read_signals, signal_pipe
 from hadal.runtime.process.watch import look_at
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, gateway_nodes, judge_of
-from hadal.runtime.transfer.pool import (
-    remove_shared_memory,
-    remove_stale_shared_memory,
-)
+from hadal.runtime.transfer.pool import remove_shared_memory, remove_stale_shared_memory
 from hadal.runtime.wire import ZmqWire
 from hadal.runtime.wire_sockets import Network
 

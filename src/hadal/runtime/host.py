@@ -20,17 +20,7 @@ from typing import Protocol
 from hadal.comm.mesh.refusals import refused_here
 from hadal.core.errors import EXIT_CONFIG, ConfigError
 from hadal.core.messages.units import Refused, UnitReport
-from hadal.core.seams import (
-    Clock,
-    Effect,
-    Event,
-    Execute,
-    Form,
-    Runner,
-    Send,
-    Tick,
-    WakeAt,
-)
+from hadal.core.seams import Clock, Effect, Event, Execute, Form, Runner, Send, Tick, WakeAt
 from hadal.roles.unit.report import with_overhead
 from hadal.runtime.compute import Compute
 from hadal.runtime.pinning import PinnedTeam

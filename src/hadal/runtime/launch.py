@@ -26,9 +26,7 @@ from hadal.runtime.agent import Joining
 from hadal.runtime.kept_run import is_same, kept_run
 from hadal.runtime.listener import open_listener, url_of
 from hadal.runtime.nodes import address_here
-from hadal.runtime.process.forks import (
-    Forks,
-)
+from hadal.runtime.process.forks import Forks
 from hadal.runtime.process.logs import LOGS_FOLDER
 from hadal.runtime.process.private import make_private, read_private
 from hadal.runtime.process.process import (
@@ -44,9 +42,7 @@ from hadal.runtime.resolve import Resolved
 from hadal.runtime.supervisor.options import Listeners, Options
 from hadal.runtime.supervisor.readiness import Announce
 from hadal.runtime.supervisor.supervisor import Supervisor
-from hadal.runtime.transfer.pool import (
-    remove_stale_shared_memory,
-)
+from hadal.runtime.transfer.pool import remove_stale_shared_memory
 
 log = logging.getLogger("hadal.supervisor")
 

@@ -37,12 +37,7 @@ from hadal.runtime.addresses import address_path, read_address, write_address
 from hadal.runtime.lending import Lending
 from hadal.runtime.process.process import Run
 from hadal.runtime.process.status import NodeStatus
-from hadal.runtime.topology import (
-    ProcessPlan,
-    gateways_here,
-    node_groups,
-    wire_name,
-)
+from hadal.runtime.topology import ProcessPlan, gateways_here, node_groups, wire_name
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.nodes")

@@ -40,11 +40,7 @@ import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RpcError
-from ray.experimental.internal_kv import (
-    _internal_kv_del,
-    _internal_kv_get,
-    _internal_kv_put,
-)
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util import get_node_ip_address
 from ray.util.placement_group import (
     PlacementGroup,

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from hadal.comm.codec import (
-    Codec,
-    MessageError,
-    check_size,
-    ints,
-    read_head,
-    write_head,
-)
+from hadal.comm.codec import Codec, MessageError, check_size, ints, read_head, write_head
 from hadal.comm.layout import DISPATCH_FORMATS, HEAD_BYTES, MessageLayout
 from hadal.kernels.message import LOW_LATENCY, NORMAL
 

@@ -147,3 +147,16 @@ async def test_bug_at_a_request_ends_the_host_too() -> None:
         host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)], Ticket(True))
     with pytest.raises(RuntimeError):
         await running
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_choices_are_admitted_together_where_none_may_queue(
+    model: ServedModel, n: int
+) -> None:
+    """The first choice takes room, which is no reason to refuse the second."""
+    limits = LimitsConfig(max_queued=0)
+    async with world(model, spell(model, "abc"), limits=limits) as it:
+        reply = await it.chat(n=n)
+        assert reply.status_code == 200, reply.text
+        assert len(reply.json()["choices"]) == n
+        await it.settle()

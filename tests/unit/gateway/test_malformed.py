@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from hadal.gateway.desk.service import ServedModel
 
-from .malformed import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    MESSAGES_FIELDS,
-    RESPONSES_FIELDS,
-    bodies,
-)
+from .malformed import CHAT_FIELDS, COMPLETION_FIELDS, MESSAGES_FIELDS, RESPONSES_FIELDS, bodies
 from .world import World, spell, world
 
 CHAT: dict[str, Any] = {

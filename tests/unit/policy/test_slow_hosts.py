@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.policy.slow_hosts import (
-    CLEAR,
-    ROUND_TRIP_S,
-    SHARE,
-    STEP_S,
-    Stretch,
-    may_rest,
-    slow_host,
-)
+from hadal.policy.slow_hosts import CLEAR, ROUND_TRIP_S, SHARE, STEP_S, Stretch, may_rest, slow_host
 
 STEPPING_S = 4.0
 

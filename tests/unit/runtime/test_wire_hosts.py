@@ -869,7 +869,14 @@ def malformed(a: ZmqWire) -> list[list[bytes]]:
     """Frames of one who holds the secret and is out of its mind, or of another version."""
 
     def header(*fields: Any, **changed: Any) -> bytes:
-        whole = {"name": "x", "epoch_number": 1, "link": 1, "number": 1, "acked_link": 0, "acked": 0}
+        whole = {
+            "name": "x",
+            "epoch_number": 1,
+            "link": 1,
+            "number": 1,
+            "acked_link": 0,
+            "acked": 0,
+        }
         whole |= {"endpoint": a.endpoint, "to": "b", "to_life": 1}
         return msgspec.msgpack.encode(tuple((whole | changed).values()))
 

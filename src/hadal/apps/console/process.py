@@ -41,12 +41,7 @@ from hadal.gateway.desk.frames import read_frames
 from hadal.gateway.edge.guard import Edge
 from hadal.runtime.ledger.address import ledger_url
 from hadal.runtime.listener import open_listener, url_of
-from hadal.runtime.process.process import (
-    LISTEN_FD,
-    add_epoch_arguments,
-    enter_child,
-    read_run,
-)
+from hadal.runtime.process.process import LISTEN_FD, add_epoch_arguments, enter_child, read_run
 from hadal.runtime.process.status import read_status
 from hadal.runtime.topology import CONSOLE
 from hadal.runtime.wire import open_wire

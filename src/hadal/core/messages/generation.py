@@ -7,10 +7,7 @@ from typing import cast
 
 import msgspec
 
-from hadal.core.plans import (
-    Sampling,
-    Score,
-)
+from hadal.core.plans import Sampling, Score
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,6 @@ from msgspec import Meta
 from hadal.core.messages.base import Message
 
 
-# ---- supervisor <-> agents, one on each node of a cluster ----
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """Where a process listens for those of other hosts, in the process of `epoch_number`."""
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.cache import DiskLocation
-from hadal.core.messages.units import (
-    KvLease,
-)
-from hadal.core.plans import (
-    NamedBlocks,
-)
+from hadal.core.messages.units import KvLease
+from hadal.core.plans import NamedBlocks
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -5,11 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.messages.base import Message
-from hadal.core.plans import (
-    NO_LINK_BYTES,
-    LinkBytes,
-    TraceEvent,
-)
+from hadal.core.plans import NO_LINK_BYTES, LinkBytes, TraceEvent
 
 
 class AuditRequest(Message, frozen=True):

@@ -11,7 +11,6 @@ from hadal.core.messages.base import Message
 from hadal.core.messages.generation import Generation
 
 
-# ---- gateway -> front (one process, but the message is the same as between two) ----
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Admission of the generations of one request."""
 

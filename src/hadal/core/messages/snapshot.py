@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.config import ROLES
-from hadal.core.messages.units import (
-    UnitReport,
-)
+from hadal.core.messages.units import UnitReport
 
 
 class Totals(msgspec.Struct):

@@ -6,12 +6,7 @@ import msgspec
 
 from hadal.core.messages.base import Message
 from hadal.core.messages.generation import Generation, Token
-from hadal.core.plans import (
-    NO_LINK_BYTES,
-    Draw,
-    LinkBytes,
-    Score,
-)
+from hadal.core.plans import NO_LINK_BYTES, Draw, LinkBytes, Score
 
 
 # ---- front -> every leader ----

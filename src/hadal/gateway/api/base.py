@@ -15,11 +15,7 @@ from msgspec import Meta
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
 from hadal.gateway.api.decoding import NO_SCHEMA, decode
-from hadal.gateway.text.asks import (
-    INT64_MAX,
-    AnswerFormat,
-    CommonFields,
-)
+from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, CommonFields
 from hadal.gateway.text.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_schema, is_deeper
 from hadal.gateway.text.thinking import ThinkingFields
 

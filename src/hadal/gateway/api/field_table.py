@@ -74,7 +74,6 @@ def _inert(paths: str, why: str, by: str = "OpenAI") -> FieldRow:
 
 
 _LEAVE = "leave it out"
-_LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict"
 _LIMITS_BY = "OpenAI, SGLang, llama.cpp and others"
 
 _EVERYWHERE = (

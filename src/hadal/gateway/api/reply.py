@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.piece import Piece
 
 KEEP_ALIVE = b": keep-alive\n\n"
-
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)

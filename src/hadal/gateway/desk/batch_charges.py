@@ -3,7 +3,7 @@
     answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
 
 An answer is written down together with the facts of what it cost, and only what was read back is
-charged: a line that stands in the output is charged, by this life of the process or the next, and
+charged: a line that stands in the output is charged, by this process or by the next, and
 the ledger has each fact once. Knows the store's facts, no line.
 """
 
@@ -20,7 +20,7 @@ from hadal.runtime.batches import BatchesDown, BatchStore
 
 
 class BatchCharges:
-    """Costs of written lines, on their way from the store to the ledger."""
+    """Charges of one worker that the store has and the ledger may not have yet."""
 
     def __init__(
         self,

@@ -114,9 +114,7 @@ unit still has of it.
 
 
 class FarHost(Doors):
-    """Generations of a gateway without the front. It has the methods of gateway/desk/host.Host, where
-    the front is.
-    """
+    """Link of a gateway without the front (desk/link.FrontLink), and its open generations."""
 
     has_front = False
 

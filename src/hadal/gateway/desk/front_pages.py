@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -86,7 +83,7 @@ async def _overview(
     others, experts = await asyncio.gather(
         host.ask_others(COUNTS, COUNTS_TIMEOUT_S), host.questions.experts(asked, COUNTS_TIMEOUT_S)
     )
-    _, health = gateway.readiness.health()
+    _, health = gateway.readiness.health(snapshot)
     return msgspec.json.encode(
         {
             "unix_s": gateway.clock.unix_time(),

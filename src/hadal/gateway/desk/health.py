@@ -10,11 +10,7 @@ Values in, values out.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Collection,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hadal.core.config import ROLES, Deployment, units_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hadal.core.config import Deployment
+from hadal.core.messages.snapshot import FrontSnapshot
 from hadal.gateway.desk.health import health_of
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.run_status import RunStatus
@@ -52,11 +53,11 @@ class GatewayReadiness:
                 503, "The server is starting; try again.", self._retry_after_s, "no_units"
             )
 
-    def health(self) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and the fields of /health."""
+    def health(self, snapshot: FrontSnapshot) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status and the fields of /health, for the front as it is in `snapshot`."""
         return health_of(
             self._deployment,
-            self._link.snapshot(),
+            snapshot,
             self._link.gateways,
             has_begun=self.has_begun(),
             is_draining=self._link.draining,

@@ -1,6 +1,6 @@
 """The supervisor's status.json as a gateway reads it: starts, cores and problems of the processes.
 
-A gateway without a run folder, as in tests, sees an empty status.
+Without a run folder the status is empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Salts of tenants, made of their API keys: they say whose KV may be shared with whom.
+"""Salts of tenants, made of their API keys. Requests with equal salts share KV.
 
 Salts key the hashes that name blocks (kv/names), so a tenant can neither find nor share what another one
 left, and looking for it takes no different a time. A salt is a hash: the key itself is in no message, log

@@ -8,9 +8,7 @@ What one tenant does costs no other tenant a place. Knows no routes and no conte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncIterator,
-)
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import (
-    Iterator,
-)
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import share_of
+
+LEFT_S = 10.0
+"""How long generations that were given up still take permits. To begin and to end one costs the
+gateway half a millisecond of its one thread: a tenant that does nothing else may have 5 % of it
+where there are a thousand permits.
+"""
 
 
 class Permits:
@@ -69,10 +73,3 @@ class Permits:
         self._tenant_to_left[tenant] -= num
         if not self._tenant_to_left[tenant]:
             del self._tenant_to_left[tenant]
-
-
-LEFT_S = 10.0
-"""How long generations that were given up still take permits. To begin and to end one costs the
-gateway half a millisecond of its one thread: a tenant that does nothing else may have 5 % of it
-where there are a thousand permits.
-"""

@@ -20,7 +20,7 @@ MHA_CONTEXT = (1024.0, 32768.0)
 LOW_LATENCY_RANKS = (8, 256)
 LOW_LATENCY_TOKENS = (16.0, 256.0)
 NORMAL_RANKS = (8, 64)
-"""Ranges of the tables named in lab/perf/roofline and perf/links."""
+"""Ranges of the tables named in lab/perf/roofline and lab/perf/links."""
 
 
 class PricedUnit(Protocol):

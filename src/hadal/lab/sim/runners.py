@@ -74,9 +74,9 @@ class PrefillRunner:
         self.work = NO_WORK
         """What the last step computed."""
         self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
-        """The same by rank: tokens, and (token, position) pairs."""
+        """Last step's work by rank: tokens, and (token, position) pairs."""
         self.price: StepPrice | None = None
-        """The same, for perf/explain."""
+        """Price of the last step, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks
@@ -245,7 +245,7 @@ class DecodeRunner:
         self.work = NO_WORK
         """What the last step computed."""
         self.price: StepPrice | None = None
-        """The same, for perf/explain."""
+        """Price of the last step, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks

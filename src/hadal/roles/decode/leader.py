@@ -38,15 +38,7 @@ from hadal.core.plans import (
     StepDone,
     num_positions,
 )
-from hadal.core.seams import (
-    DiskNews,
-    Effect,
-    Event,
-    Execute,
-    RankReset,
-    Send,
-    Tick,
-)
+from hadal.core.seams import DiskNews, Effect, Event, Execute, RankReset, Send, Tick
 from hadal.perf.shapes import num_moe_layers
 from hadal.policy.decode_moves import MoveTerms
 from hadal.policy.drafts import DraftChooser
@@ -298,7 +290,7 @@ class DecodeLeader:
             op_times = of_one_pass(done.op_times, step.num_passes)
             self._passes.add(step.num_requests, step.num_passes, done.elapsed_s)
             pass_s, request_s = self._passes.line
-            self._report.measured(request_s, step_s=pass_s)
+            self._report.measured(request_s, 0.0, step_s=pass_s)
         self.scheduler.done(done.step_id, op_times)
         self._drafts.done(step.num_requests, step.num_drafts, seconds, done.drafts)
         self._report.drafted(*self._drafts.counts)

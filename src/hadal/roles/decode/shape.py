@@ -35,7 +35,7 @@ class PassTimes:
         """Requests in the last measured step, on the rank that had most of them."""
 
     def add(self, num_requests: int, num_passes: int, seconds: float) -> None:
-        """Note a step that took `seconds`, with so many requests on the rank that had most of them."""
+        """Note a step that took `seconds`; `num_requests`: those of the rank with the most."""
         pass_s = seconds / num_passes
         self._mean.done(pass_s)
         self._line.add(num_requests, pass_s)
@@ -52,7 +52,7 @@ class PassTimes:
         return self._line.line
 
     def num_wanted(self, num_requests: int) -> int:
-        """Return how many passes a plan of so many requests is to have."""
+        """Return the number of passes of a plan with `num_requests` on the rank with the most."""
         # The last step may have been short because most rows rested.
         growth = max(1.0, num_requests / self._num_requests_done)
         return passes_of(growth * self._mean.step_ms / 1e3)

@@ -33,7 +33,6 @@ class DemandMeter:
         self.rates: dict[str, deque[float]] = {role: deque(maxlen=NUM_SAMPLES) for role in ROLES}
         self.backlog: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         self._sample_s = sample_s
-        self._given = shape
         self._last: tuple[float, Demand] | None = None
         self._open: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         """Tokens of the sample that is being taken, which began at `_open_from_s`."""

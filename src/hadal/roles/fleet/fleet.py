@@ -367,11 +367,8 @@ class Fleet:
                 problems.append(
                     f"a {role} unit drains while {num_wanted - num_working} more are wanted"
                 )
-            if (
-                not self.need.role_rules(role).num_min
-                <= num_wanted
-                <= self.need.role_rules(role).num_max
-            ):
+            rules = self.need.role_rules(role)
+            if not rules.num_min <= num_wanted <= rules.num_max:
                 problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
         return problems
 

@@ -9,9 +9,7 @@ import msgspec
 from hadal.core.messages.generation import Closing, Generation
 from hadal.core.request import State
 from hadal.policy.batching import turn_s
-from hadal.policy.fairness import (
-    share_weight,
-)
+from hadal.policy.fairness import share_weight
 
 QueueKey = tuple[float, int, str]
 """A place in the queue: whose turn is first, then who came first."""

@@ -17,13 +17,7 @@ from itertools import chain
 from hadal.core.messages.generation import Generation
 from hadal.core.request import OWNS, State, Transition, next_state
 from hadal.kv.blocks import blocks_for
-from hadal.policy.fairness import (
-    INPUT_COST,
-    OUTPUT_COST,
-    ServiceCounters,
-    is_batch,
-    turn_of,
-)
+from hadal.policy.fairness import INPUT_COST, OUTPUT_COST, ServiceCounters, is_batch, turn_of
 from hadal.policy.views import TenantView
 from hadal.roles.front.record import QueueKey, Record
 from hadal.roles.front.running import Running

@@ -21,9 +21,7 @@ from hadal.core.arrays import Bools, Floats, Ints
 from hadal.core.errors import InvariantError
 from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.units import Tokens
-from hadal.policy.fairness import (
-    OUTPUT_COST,
-)
+from hadal.policy.fairness import OUTPUT_COST
 from hadal.roles.front.record import Record
 
 _ROW_BITS = 24

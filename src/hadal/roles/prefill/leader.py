@@ -27,15 +27,7 @@ from hadal.core.messages.questions import Audit, AuditRequest, ExpertsRequest, T
 from hadal.core.messages.units import Filled, FrontUp, KvLease, Prefill, PrefillDone, Release
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import BlocksRead, BlocksStored, Draw, KvPulled, PrefillPlan, StepDone
-from hadal.core.seams import (
-    DiskNews,
-    Effect,
-    Event,
-    Execute,
-    RankReset,
-    Send,
-    Tick,
-)
+from hadal.core.seams import DiskNews, Effect, Event, Execute, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.disk_index import BlockIndex
 from hadal.kv.leases import HeldLease, Leases
@@ -294,7 +286,7 @@ class PrefillLeader:
         self.scheduler.done(done.step_id, done.op_times)
         if self.scheduler.is_calibrated:
             rates = self.scheduler.rates
-            self._report.measured(rates.all_token_s, rates.pair_s)
+            self._report.measured(rates.all_token_s, rates.pair_s, step_s=0.0)
         if done.error is not None:
             self.cache.fetch_again(step.fetches)
             for part in step.parts:

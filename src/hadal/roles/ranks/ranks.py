@@ -39,14 +39,7 @@ from hadal.core.messages.ranks import (
 )
 from hadal.core.messages.units import Sighting, UnitDown, UnitReport
 from hadal.core.model_config import ModelConfig
-from hadal.core.plans import (
-    BlocksRead,
-    BlocksStored,
-    Formed,
-    KvPulled,
-    Staged,
-    StepDone,
-)
+from hadal.core.plans import BlocksRead, BlocksStored, Formed, KvPulled, Staged, StepDone
 from hadal.core.seams import Effect, Event, Execute, Form, RankReset, Send, Tick, WakeAt
 from hadal.overlap.plan import EXPERTS
 from hadal.policy.slow_hosts import SlowHost

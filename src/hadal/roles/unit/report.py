@@ -77,8 +77,10 @@ class ReportBuilder:
         """Forget the balance: other ranks share the work now."""
         self._balance.reset()
 
-    def measured(self, token_s: float, pair_s: float = 0.0, *, step_s: float = 0.0) -> None:
-        """Note the measured seconds of a token, of a pair and, in decode, of a pass besides."""
+    def measured(self, token_s: float, pair_s: float, *, step_s: float) -> None:
+        """Note the measured seconds of a token, of a pair (prefill) and of a pass besides (decode); 0 where
+        there is none.
+        """
         self._rates_s, self._pass_s = (token_s, pair_s), step_s
 
     def moved(self, num_requests: int) -> None:

@@ -2,8 +2,8 @@
 heartbeat.
 
 Holds no request; the fields of a report are filled in by roles/unit/report. A leader asks `heartbeat`
-at the end of every event; it answers with what is due. A unit none of whose ranks has lived yet is
-silent: nobody could do anything with it.
+at the end of every event; it answers with what is due. A unit sends
+nothing before its first rank is up.
 """
 
 from __future__ import annotations

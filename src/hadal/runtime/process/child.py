@@ -88,7 +88,7 @@ class Child:
         relay: OutputRelay,
         first_epoch_number: int = 1,
     ) -> None:
-        """`arguments`: a module and what it is given. `first_life`: number of its first start; the
+        """`arguments`: a module and what it is given. `first_epoch_number`: number of its first start; the
         following count on.
         """
         self.name = name
@@ -117,9 +117,7 @@ class Child:
         now_s: float,
         start: Callable[[tuple[str, ...], int], Started],
     ) -> None:
-        """Start the process by `start`, which is given its arguments and the number of this
-        life.
-        """
+        """Start the process by `start`, which is given its arguments and its epoch number."""
         self.epoch_number += 1
         self._begin(now_s, start((*self._arguments, *self.more_arguments), self.epoch_number))
 

@@ -217,10 +217,6 @@ class Segment:
         """Return when all that was written is on disk."""
         os.fdatasync(self._fd)
 
-    def drop_pages(self) -> None:
-        """Let the kernel forget its copies: the next read is the disk's. For measurements."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     # ---- what readers write ----
     def uses(self) -> NDArray[np.uint32]:
         """How often each slot was used, modulo 2^32."""

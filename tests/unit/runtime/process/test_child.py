@@ -7,18 +7,8 @@ from pathlib import Path
 import pytest
 
 import hadal
-from hadal.runtime.process.backoff import (
-    EXITS_MAX,
-    FAILED_STARTS_MAX,
-    PUT_OFF_MAX_S,
-    PUT_OFF_S,
-)
-from hadal.runtime.process.child import (
-    RESTART_TIMEOUT_S,
-    START_TIMEOUT_S,
-    Child,
-    ProcessPhase,
-)
+from hadal.runtime.process.backoff import EXITS_MAX, FAILED_STARTS_MAX, PUT_OFF_MAX_S, PUT_OFF_S
+from hadal.runtime.process.child import RESTART_TIMEOUT_S, START_TIMEOUT_S, Child, ProcessPhase
 from hadal.runtime.process.forks import Started, start_here
 from hadal.runtime.process.relay import OutputRelay
 from tests.waiting import DEADLINE_S, wait_until

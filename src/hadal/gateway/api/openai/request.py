@@ -34,14 +34,7 @@ from hadal.gateway.api.base import (
 from hadal.gateway.api.decoding import decode
 from hadal.gateway.api.field_table import CHAT, COMPLETION
 from hadal.gateway.api.fields import NamedBody, check_fields
-from hadal.gateway.text.asks import (
-    PUBLIC,
-    ChatAsk,
-    CompletionAsk,
-    PastCall,
-    Rendering,
-    Turn,
-)
+from hadal.gateway.text.asks import PUBLIC, ChatAsk, CompletionAsk, PastCall, Rendering, Turn
 from hadal.gateway.text.thinking import read_thinking
 from hadal.gateway.text.tools import read_choice, read_tools
 

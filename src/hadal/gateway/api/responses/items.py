@@ -9,14 +9,9 @@ from typing import Any
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.gateway.api.base import (
-    MAX_PARTS,
-)
+from hadal.gateway.api.base import MAX_PARTS
 from hadal.gateway.api.lists import is_ascending, list_page, read_limit
-from hadal.gateway.api.responses.tools import (
-    OfferedTools,
-    as_arguments,
-)
+from hadal.gateway.api.responses.tools import OfferedTools, as_arguments
 from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100

@@ -12,11 +12,7 @@ from hadal.core.plans import Sampling
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import KEEP_ALIVE, Head, Outcome, Usage
 from hadal.gateway.api.responses.request import ResponsesRequest, TextFormat, TextOptions
-from hadal.gateway.api.responses.tools import (
-    as_input,
-    offered,
-    shown,
-)
+from hadal.gateway.api.responses.tools import as_input, offered, shown
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.piece import Piece

@@ -33,12 +33,7 @@ from hadal.gateway.api.decoding import NO_SCHEMA, decode
 from hadal.gateway.api.field_table import RESPONSE
 from hadal.gateway.api.fields import check_fields
 from hadal.gateway.api.responses.items import InputItem, needed_text, turns_of
-from hadal.gateway.api.responses.tools import (
-    TOOL_WORDS,
-    ResponseTool,
-    choice_of,
-    offered,
-)
+from hadal.gateway.api.responses.tools import TOOL_WORDS, ResponseTool, choice_of, offered
 from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
 from hadal.gateway.text.thinking import read_thinking
 from hadal.gateway.text.tools import read_choice, read_tools

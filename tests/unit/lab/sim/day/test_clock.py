@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.lab.sim.day.clock import (
-    DEEPSEEK_SHARES,
-    STEP_S,
-    DemandClock,
-    hour_beijing,
-    hour_index,
-)
+from hadal.lab.sim.day.clock import DEEPSEEK_SHARES, STEP_S, DemandClock, hour_beijing, hour_index
 from hadal.lab.sim.day.published import HOUR_S
 from hadal.policy.quotas import DAY_S
 
