@@ -18,7 +18,7 @@ from hadal.roles.unit.meters import RateMeter
 
 
 class FrontAdmission:
-    """Decides from the tables of requests and tenants, and changes `totals` alone."""
+    """Decides from the tables of requests and tenants, and changes no table but `totals`."""
 
     def __init__(
         self,
@@ -29,12 +29,24 @@ class FrontAdmission:
     ) -> None:
         self.is_draining = False
         """The front ends: it admits nothing more."""
-        self.finished = RateMeter()
+        self._finished = RateMeter()
         """Requests that finished: the speed of the queue."""
         self._requests = requests
         self._tenants = tenants
         self._routing = routing
         self._totals = totals
+
+    def drain(self) -> None:
+        """Admit nothing more: the front ends."""
+        self.is_draining = True
+
+    def ended(self, now_s: float) -> None:
+        """Count a request that finished."""
+        self._finished.count(now_s)
+
+    def ends_per_s(self, now_s: float) -> float:
+        """Return how many requests finish per second."""
+        return self._finished.per_s(now_s)
 
     def refusal(
         self,
@@ -110,7 +122,7 @@ class FrontAdmission:
                 num_placeable,
                 self._requests.num_queued_of(tenant),
                 self._routing.limits.max_queued,
-                self.finished.per_s(now_s),
+                self._finished.per_s(now_s),
                 num_wanted,
                 self._requests.num_tenants_with(tenant),
             )

@@ -191,7 +191,7 @@ class Front:
             case LeaderDown(unit, reason):
                 self._leader_down(now_s, unit, reason)
             case Drain():
-                self.admission.is_draining = True
+                self.admission.drain()
             case DrainUnit() | KeepUnit():
                 self.fleet.heard(now_s, event)
             case Tick():
@@ -316,7 +316,7 @@ class Front:
         ]
         tokens_each = totals.tokens_out / max(1, totals.finished)
         cost = INPUT_COST * len(record.generation.prompt) + OUTPUT_COST * tokens_each
-        ends_per_step = self.admission.finished.per_s(now_s) * self.units.decode_step_s()
+        ends_per_step = self.admission.ends_per_s(now_s) * self.units.decode_step_s()
         tenant = choose_to_give_way(asking, others, cost / record.share_weight, ends_per_step)
         return None if tenant is None else requests.last_of(tenant, may_go)
 
@@ -431,7 +431,7 @@ class Front:
         self.requests.move(record, Transition.FINISH)
         self.tenants.ended(record.request_id)
         self.totals.finished += 1
-        self.admission.finished.count(now_s)
+        self.admission.ended(now_s)
         self._out.append(
             Deliver(
                 record.request_id,

@@ -35,6 +35,18 @@ class Backoff:
         self._num_steps = 0
         self._put_off_s = PUT_OFF_S
 
+    def start_at(self, time_s: float) -> None:
+        """Plan the next start for this time."""
+        self.start_at_s = time_s
+
+    def start_by(self, time_s: float) -> None:
+        """Plan the next start for this time at the latest."""
+        self.start_at_s = min(self.start_at_s, time_s)
+
+    def not_before(self, time_s: float) -> None:
+        """Plan the next start for this time at the earliest."""
+        self.start_at_s = max(self.start_at_s, time_s)
+
     def ready(self) -> None:
         """Note that the process works."""
         self.num_failed_starts = 0

@@ -163,7 +163,7 @@ class Child:
         if code is None:
             return None
         self._process = None
-        self.backoff.start_at_s = now_s
+        self.backoff.start_at(now_s)
         if not self._is_wanted:
             self.phase = ProcessPhase.RESTING
             self.backoff.reset()
@@ -207,7 +207,7 @@ class Child:
         self._is_wanted = True
         if self.phase is ProcessPhase.RESTING:
             self.phase = ProcessPhase.WAITING
-            self.backoff.start_at_s = max(self.backoff.start_at_s, now_s)
+            self.backoff.not_before(now_s)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end. False if it still runs after `timeout_s`."""

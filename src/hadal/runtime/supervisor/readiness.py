@@ -54,7 +54,7 @@ class Readiness:
         self._was_ready = False
         self._console = children.by_name.get(CONSOLE)
         if self._console is not None:
-            self._console.backoff.start_at_s = started_s + _CONSOLE_S
+            self._console.backoff.start_at(started_s + _CONSOLE_S)
 
     def ready(self, name: str) -> None:
         """Note that a process works, and what follows. One that was ready already is left alone."""
@@ -74,9 +74,7 @@ class Readiness:
         if self._children.is_ready() and not self._was_ready:
             self._was_ready = True
             if self._console is not None:
-                self._console.backoff.start_at_s = min(
-                    self._console.backoff.start_at_s, time.monotonic()
-                )
+                self._console.backoff.start_by(time.monotonic())
             self._progress.close()
             self._announce(self._status.status())
         self._status.write()
