@@ -40,7 +40,7 @@ def test_it_is_woken_for_whatever_comes_first() -> None:
 def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
     unit, report = reporter_of(RankPools(5))
     report.balanced({"kv": 0.5})
-    report.measured(1e-3, 1e-6)
+    report.measured(1e-3, 1e-6, step_s=0.0)
     (load,) = sent(unit.heartbeat(0.0, 0, 0, None), UnitReport)
     report.balanced({"kv": 0.75})  # A message is never changed after it was sent.
     assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
