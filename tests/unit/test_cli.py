@@ -15,7 +15,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from hadal import __version__
-from hadal.cli import _api_keys, _deployment, app
+from hadal.cli import app
+from hadal.commands.serve import _api_keys, _deployment
 from hadal.core.config import CacheConfig, Deployment, GatewayConfig, read_deployment
 from hadal.core.errors import ConfigError
 from tests.needs import leave_out

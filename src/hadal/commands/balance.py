@@ -1,282 +1,108 @@
-"""`hadal balance` places experts for measured loads: it reads matrices from JSON files, and prints
-the plan as JSON or as bars of text.
-
-Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
-"""
+"""`hadal balance`: its options."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import textwrap
-import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import numpy as np
+import typer
 
-from hadal.core.arrays import Floats
-from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text
-from hadal.core.placement import EMPTY, Placement, spread
-from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedness, rank_loads
-from hadal.progress import Bar
+from hadal.commands.examples import examples
 
-HEIGHTS = "▁▂▃▄▅▆▇█"
-"""A rank's load as one character, least first."""
-MAX_BAR_CHARS = 50
-MARGIN_CHARS = 18
-"""Width of what stands left of a bar: its name and its figure."""
-MOST_TOKENS = 1e18
-"""Most tokens of an expert: a million years of work at 30,000 tokens a second."""
+EPILOG = examples(
+    (
+        (
+            "echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n"
+            "hadal balance --loads loads.json --ranks 2 --expert-slots 3"
+        ),
+        "one layer of 4 experts on 2 ranks of 3 slots each: the busy experts get the 2 spare slots",
+    ),
+    (
+        (
+            "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 \\\n"
+            "    --expert-slots 9 --mode hybrid"
+        ),
+        "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows",
+    ),
+    (
+        (
+            "hadal balance --loads v3.json.gz --ranks 144 --expert-slots 2 \\\n"
+            "    --json > placement.json\n"
+            "hadal balance --loads new.json --ranks 144 --expert-slots 2 \\\n"
+            "    --current placement.json --max-moves 500"
+        ),
+        "other loads since: the best placement that moves at most 500 replicas",
+    ),
+    after=(
+        "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a"
+        " window of steps, each of which lasts as long as its busiest rank."
+    ),
+)
 
 
-def plan_text(
-    loads: Path,
-    current: Path | None,
-    num_ranks: int,
-    num_nodes: int,
-    num_expert_slots: int,
-    *,
-    is_json: bool,
-    **how: Any,
-) -> str:
-    """Return what the command prints: the plan for the loads in a file, as JSON or as bars beside
-    today's. `how` is what policy/experts/balance takes besides. Raises ValueError for what cannot
-    be read or does not fit.
+def balance(
+    loads: Annotated[
+        Path,
+        typer.Option(
+            help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1, max=4096)],
+    expert_slots: Annotated[
+        int,
+        typer.Option(
+            help="Expert slots of each rank; as many as experts or more: of all ranks together.",
+            min=1,
+            max=65_536,
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1, max=4096)] = 1,
+    mode: Annotated[
+        str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")
+    ] = "global",
+    groups: Annotated[
+        int,
+        typer.Option(
+            help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1
+        ),
+    ] = 8,
+    target: Annotated[
+        float,
+        typer.Option(
+            help="Balancedness that hybrid and --max-moves ask of every layer.", min=0.01, max=1
+        ),
+    ] = 0.98,
+    current: Annotated[
+        Path | None, typer.Option(help="Today's placement, as --json prints it.")
+    ] = None,
+    max_moves: Annotated[
+        int | None,
+        typer.Option(
+            help="Stay near today's placement: at most so many replicas move, and those it lacks.",
+            min=0,
+        ),
+    ] = None,
+    weighted: Annotated[
+        bool, typer.Option("--weighted", help="Split experts unevenly over their replicas.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
+    today's.
     """
-    window = loads_of(_read_json(loads))
-    cluster = cluster_of(window, num_ranks, num_nodes, num_expert_slots)
-    before = split = None
-    if current is not None:
-        today = _read_json(current)
-        before = placement_of(today, window, cluster)
-        split = split_of(today, before)
-    start_s = time.perf_counter()
-    with Bar("hadal balance") as bar:
-        bar.update("placing experts")
-        plan = balance(window, cluster, current=before, **how)
-    elapsed_ms = 1e3 * (time.perf_counter() - start_s)
-    if is_json:
-        return json.dumps(as_json(plan, window, before, elapsed_ms))
-    width = shutil.get_terminal_size().columns
-    return bars(plan, window, cluster, before, elapsed_ms, split, width=width)
+    from hadal.commands.placements import plan_text
 
-
-def _read_json(path: Path) -> Any:
-    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the
-    file.
-    """
-    return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
-
-
-def loads_of(value: Any) -> Floats:
-    """Loads [L, E] or [T, L, E], or an object's `tokens_per_expert`. Raises ValueError for anything
-    else.
-    """
-    if isinstance(value, dict):
-        if "tokens_per_expert" not in value:
-            found = ", ".join(list(map(str, value))[:5]) or "nothing"
-            raise ValueError(f"the loads are an object without tokens_per_expert (it has {found}).")
-        value = value["tokens_per_expert"]
-    try:
-        loads = np.asarray(value, np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            "the loads are not a matrix: give one row per layer, all equally long, of numbers of"
-            " tokens."
-        ) from error
-    if loads.ndim not in (2, 3) or not loads.size:
-        raise ValueError(
-            f"the loads are {list(loads.shape)} in shape; give [layers, experts], or [steps,"
-            " layers, experts]."
-        )
-    wrong = np.argwhere(~np.isfinite(loads) | (loads < 0))
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
-        raise ValueError(f"the loads are tokens, 0 or more; at {list(at)} stands {loads[at]:g}.")
-    if loads.max() > MOST_TOKENS:
-        raise ValueError(
-            f"the loads are numbers of tokens; {loads.max():g} of one expert are too many to"
-            " add up."
-        )
-    return loads
-
-
-def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
-    """Ranks of `num_expert_slots` each. If that is as many as there are experts, they are taken to
-    be those of all ranks together: a rank that holds every expert needs no expert parallelism.
-
-    Raises ValueError if sizes do not divide.
-    """
-    if num_ranks > 1 and num_expert_slots >= loads.shape[-1]:
-        if num_expert_slots % num_ranks:
-            raise ValueError(f"{num_expert_slots} slots do not divide evenly by {num_ranks} ranks.")
-        num_expert_slots //= num_ranks
-    return Cluster.even(num_ranks, num_nodes, num_expert_slots)
-
-
-def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
-    """A placement from `physical_to_logical` rows, expert slots rank by rank. Raises ValueError if
-    it does not fit.
-    """
-    rows = value.get("physical_to_logical") if isinstance(value, dict) else value
-    num_layers, num_experts = loads.shape[-2:]
-    num_ranks = len(cluster.expert_slots)
-    try:
-        slots = np.asarray(rows, np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            "the current placement is no matrix; give what --json printed, or its rows."
-        ) from error
-    if slots.ndim != 2 or not slots.size or len(slots) != num_layers or slots.shape[1] % num_ranks:
-        raise ValueError(
-            f"the current placement is {list(slots.shape)} in shape; give {num_layers} layers of"
-            f" slots, as many for each of {num_ranks} ranks."
-        )
-    if not ((slots >= EMPTY) & (slots < num_experts) & (slots == np.floor(slots))).all():
-        raise ValueError(
-            f"the current placement names experts that are not 0 to {num_experts - 1}."
-        )
-    return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
-
-
-def as_json(
-    plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
-) -> dict[str, Any]:
-    """The plan as plain values; expert slots are numbered rank by rank. Without a placement before,
-    `moved_replicas` is null.
-    """
-    num_layers = plan.placement.num_layers
-    split = (
-        None if plan.split_LRS is None else plan.split_LRS.reshape(num_layers, -1).round(6).tolist()
+    text = plan_text(
+        loads,
+        current,
+        ranks,
+        nodes,
+        expert_slots,
+        is_json=as_json,
+        mode=mode,
+        num_groups=groups,
+        target=target,
+        max_moves=max_moves,
+        weighted=weighted,
     )
-    mean, worst = _mean_and_worst(plan.balancedness_L, loads)
-    return {
-        "physical_to_logical": plan.placement.slot_to_expert_LRS.reshape(num_layers, -1).tolist(),
-        "split": split,
-        "balancedness": {"mean": mean, "worst": worst},
-        "moved_replicas": None if before is None else plan.moved_replicas,
-        "elapsed_ms": round(elapsed_ms, 3),
-    }
-
-
-def split_of(value: Any, placement: Placement) -> Floats | None:
-    """The split beside a placement in what --json printed [L, R, S]; None: even. Raises ValueError
-    if it is none.
-    """
-    rows = value.get("split") if isinstance(value, dict) else None
-    if rows is None:
-        return None
-    shape = placement.slot_to_expert_LRS.shape
-    try:
-        split = np.asarray(rows, np.float64).reshape(shape)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"the current split is no matrix of {shape[0]} x {shape[1] * shape[2]} fractions."
-        ) from error
-    if not ((split >= 0) & (split <= 1)).all():
-        raise ValueError("the current split has values that are no fractions, 0 to 1.")
-    return np.asarray(split)
-
-
-def bars(
-    plan: ExpertPlan,
-    loads: Floats,
-    cluster: Cluster,
-    before: Placement | None,
-    elapsed_ms: float,
-    before_split: Floats | None = None,
-    *,
-    width: int = 80,
-) -> str:
-    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst
-    before.
-
-    Lines have `width` characters at most, or what a bar of ten needs.
-    """
-    num_chars = max(10, width - MARGIN_CHARS)
-    start = before if before is not None else _in_order(loads, cluster)
-    lines = []
-    worst_layer = int(np.argmin(plan.balancedness_L))
-    if start is not None:
-        ours = balancedness(start, loads, before_split, cluster)
-        worst_layer = int(np.argmin(ours))
-        name = "today" if before is not None else "experts in order"
-        lines += [f"before ({name})", *_two_bars(ours, loads, num_chars)]
-    lines += ["after", *_two_bars(plan.balancedness_L, loads, num_chars), ""]
-    summed = loads if loads.ndim == 2 else loads.sum(axis=0)
-    after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
-    label_to_row = {"after": after}
-    if start is not None:
-        label_to_row = {
-            "before": rank_loads(start, summed, before_split)[worst_layer],
-            "after": after,
-        }
-    lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, num_chars)]
-    if before is None:
-        moves = (
-            "Made from nothing; with today's placement as --current it says how many replicas move."
-        )
-    else:
-        moves = (
-            f"{plan.moved_replicas:,}"
-            f" {'replica moves' if plan.moved_replicas == 1 else 'replicas move'}."
-        )
-    lines += [
-        "",
-        *textwrap.wrap(f"{moves} Planned in {elapsed_ms:.1f} ms.", num_chars + MARGIN_CHARS),
-    ]
-    return "\n".join(lines)
-
-
-def _rank_rows(label_to_row: dict[str, Floats], num_chars: int) -> list[str]:
-    """Every rank's load as a character, all on one scale, in as many lines as the ranks need; then
-    the least and the most of them.
-    """
-    num_chars -= num_chars % 8 if num_chars > 8 else 0  # A node has 8 ranks in most places.
-    top = max(row.max() for row in label_to_row.values()) or 1.0
-    lines = []
-    for label, row in label_to_row.items():
-        heights = np.minimum((row / top * len(HEIGHTS)).astype(int), len(HEIGHTS) - 1)
-        text = "".join(HEIGHTS[height] for height in heights)
-        for first in range(0, len(text), num_chars):
-            last = min(first + num_chars, len(text)) - 1
-            ranks = f"{first}-{last}" if len(text) > num_chars else ""
-            lines.append(
-                f"  {'' if first else label:6} {ranks:>8} {text[first : last + 1]}".rstrip()
-            )
-    for label, row in label_to_row.items():
-        mean = row.mean()
-        times = f", {row.max() / mean:.2f} x the mean" if mean > 0 else ""
-        lines.append(f"  {label:6} {_tokens(row.min())} to {_tokens(row.max())} tokens{times}")
-    return lines
-
-
-def _tokens(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
-
-
-def _two_bars(balancedness_L: Floats, loads: Floats, num_chars: int) -> list[str]:
-    mean, worst = _mean_and_worst(balancedness_L, loads)
-    return [
-        f"  {label:6} {value:.4f}   {'█' * round(value * min(num_chars, MAX_BAR_CHARS))}"
-        for label, value in (("mean", mean), ("worst", worst))
-    ]
-
-
-def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Return the mean and the worst of the layers that have tokens: a model's dense layers are rows
-    of zeros in some matrices.
-    """
-    summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
-    counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
-    return float(counted.mean()), float(counted.min())
-
-
-def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
-    """Experts in order over the ranks, without regard to loads; None where that does not fit."""
-    num_layers, num_experts = loads.shape[-2:]
-    total = sum(cluster.expert_slots)
-    if total < num_experts or max(cluster.expert_slots) > num_experts:
-        return None
-    return spread(num_layers, num_experts, len(cluster.expert_slots), total - num_experts)
+    typer.echo(text)

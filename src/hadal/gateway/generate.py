@@ -27,8 +27,6 @@ from hadal.gateway.edge.guard import SEEN, AccessRecord
 from hadal.gateway.edge.streams import Outlet, refuse
 
 log = logging.getLogger("hadal.gateway")
-
-
 _COUNTED_STATUSES = ("200", "500", "503", "504")
 """Those whose counts are there from the start: the first failure is a rise for whoever watches."""
 

@@ -38,8 +38,6 @@ from hadal.runtime.wire import open_wire
 log = logging.getLogger("hadal.leader")
 
 _SMOOTHING = 0.1
-
-
 _WITH_RUNNER = "hadal.runtime.rank.host"
 """Imported where there is a Runner alone: it loads torch."""
 

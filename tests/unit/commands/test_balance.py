@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.balance import cluster_of, loads_of, placement_of
+from hadal.commands.placements import cluster_of, loads_of, placement_of
 from hadal.core.errors import EXIT_CONFIG
 
 

@@ -13,8 +13,6 @@ from hadal.core.plans import TraceEvent
 from hadal.overlap.trace import COMPUTE, LINK, WAIT
 
 NOTHING = "–"
-
-
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 

@@ -157,8 +157,6 @@ _UNITS: dict[str, tuple[str, str, str]] = {
     "C": ("temperature", "1", "273.15"),
     "F": ("temperature", "0.55555555555555555555555555555555555555555", "255.37222222222222222222"),
 }
-
-
 _ALIASES = {
     alias: unit
     for unit, aliases in {

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 
 log = logging.getLogger("hadal.comm.mesh.link")
-
-
 REFUSALS_S = 60.0
 """Seconds between two lines in the log."""
 _of_process: Counter[str] = Counter()

@@ -6,20 +6,12 @@ import msgspec
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
-
-
 SCRATCH_BLOCK = 0
 """Padded rows of a batch write there, so nobody ever owns it."""
-
-
 SUPERVISOR = "supervisor"
 """Name of the supervisor on the wire."""
-
-
 LENDER = "ray"
 """Name of the process that has nodes from Ray."""
-
-
 FRONT = "front"
 """Name on the wire of the gateway that holds the front."""
 

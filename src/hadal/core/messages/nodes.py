@@ -39,8 +39,6 @@ class NodesKept(Message, frozen=True):
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,40}(\.[0-9]{1,6})?\Z")]
 """Of a process, where it becomes part of a file's name."""
-
-
 NodeNumber = Annotated[int, Meta(ge=0)]
 """Of the nodes that a deployment takes, from 0 on."""
 

@@ -20,26 +20,14 @@ from hadal.gateway.text.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check
 from hadal.gateway.text.thinking import ThinkingFields
 
 MAX_TOP_K = 2**31 - 1
-
-
 MAX_CACHE_SALT_CHARS = 256
-
-
 MAX_PRIORITY = 4
 """Highest priority of a request, and its negative the lowest; policy/batching says what a level is
 worth.
 """
-
-
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-
-
 Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
-
-
 CountOrNone = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-
-
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -130,37 +118,17 @@ class Common(Extensions, kw_only=True):
 
 
 MAX_METADATA = 16
-
-
 MAX_METADATA_CHARS = 512
-
-
 MAX_NAME_CHARS = 64
 """OpenAI's limit for names of those who speak."""
-
-
 MAX_MESSAGES = 4096
-
-
 MAX_PARTS = 4096
-
-
 MAX_STOPS = 16
-
-
 MAX_STOP_CHARS = 256
-
-
 MAX_STOP_IDS = 64
-
-
 MAX_LOGIT_BIAS = 1024
-
-
 MAX_OTHER_VALUES = 65_536
 """Most values of a body besides token ids; commas in its texts count as well."""
-
-
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 

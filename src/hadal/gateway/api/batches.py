@@ -11,8 +11,6 @@ from hadal.gateway.api.decoding import NO_SCHEMA
 
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """What a batch can ask."""
-
-
 BATCH_WINDOW = "24h"
 
 

@@ -184,8 +184,6 @@ TRACE = Operation(
         "wait_s": "how long to wait for them",
     },
 )
-
-
 BODY_TO_API: dict[type[msgspec.Struct], str] = {
     ChatRequest: CHAT_FIELDS,
     CompletionRequest: COMPLETION_FIELDS,

@@ -18,12 +18,8 @@ from hadal.gateway.desk.run_status import RunStatus
 from hadal.gateway.desk.trace import answer_trace
 
 AUDIT_TIMEOUT_S = 5.0
-
-
 COUNTS = "/counts"
 """What a gateway without the front has counted, for the metrics of the one that has it."""
-
-
 COUNTS_TIMEOUT_S = 1.0
 
 

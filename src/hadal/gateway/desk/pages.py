@@ -16,12 +16,8 @@ from hadal.gateway.desk.questions import Questions
 from hadal.gateway.edge.errors import as_api_error
 
 log = logging.getLogger("hadal.gateway")
-
-
 Page = Callable[[Mapping[str, str]], Awaitable[tuple[int, bytes]]]
 """Answers a query with a status and a body. Raises HadalError."""
-
-
 COUNTING = "/counting"
 """Page of the front's gateway: the refusal of a tenant's prompt to be counted, or null, as JSON."""
 

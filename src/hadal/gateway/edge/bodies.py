@@ -17,8 +17,6 @@ from hadal.gateway.edge.errors import ApiError
 from hadal.policy.admission import share_of
 
 _CLOSE = {"Connection": "close"}
-
-
 _DISCARD_DEADLINE_S = 2.0
 """A client that is still sending often reads no reply: swallow what it sends for this long, then
 answer and close.

@@ -27,26 +27,14 @@ HEADERS_S = 15.0
 """Time from a connection's or a request's first byte to the end of its headers; and from an answer to
 the end of a request that came slower than it.
 """
-
-
 MAX_HEADER_BYTES = 64 * 1024
-
-
 FULL_RETRY_S = 2.0
 """Time after which a connection refused for want of descriptors may be tried again."""
-
-
 UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""
-
-
 WRITE = "hadal.write"
 """Key of a scope for its connection's streams.Write; removed when the request is answered."""
-
-
 _OFFER = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:[^\r\n]*\r\n", re.IGNORECASE)
-
-
 _STARTS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
 """What a request may begin with; other bytes are refused at once, not when their head is
 complete.

@@ -16,8 +16,6 @@ from hadal.gateway.text.thinking import TemplateValue
 from hadal.gateway.text.tools import NO_TOOLS, Choosing
 
 INT64_MAX = 2**63 - 1
-
-
 PUBLIC = "public"
 """The `cache_salt` that shares a chat's leading system messages with everybody."""
 

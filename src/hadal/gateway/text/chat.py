@@ -46,8 +46,6 @@ _RESERVED = {
     *("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"),
     "answer_schema",
 }
-
-
 _SAMPLE = PastCall("functions.sample_tool:0", "sample_tool", '{"key": "some value"}')
 """A call with which is found out how a template takes calls."""
 

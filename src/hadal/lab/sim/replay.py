@@ -38,8 +38,6 @@ _PROGRESS_CALLS = 1000
 """Calls between two reports of progress."""
 _SHOWN = 400
 """Characters of a value in a difference."""
-
-
 MakeRole = Callable[[Opening], RecordedRole]
 """Makes the role that a recording's process hosted, as that process did."""
 

@@ -35,8 +35,6 @@ STOP_ID = 1
 """The stop id of every simulated request: `Generation.stop_ids` has it."""
 WORD_ID = 0
 """Any other token."""
-
-
 OutputTokens = Callable[[int], int]
 """Number of a request (`Sampling.seed`) -> how long its output becomes."""
 

@@ -33,8 +33,6 @@ LIGHT_RANKS = 12
 """The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they
 have two expert slots: the right partner is rare then, and not among the lightest.
 """
-
-
 MAX_ROUNDS = 200
 """Most moves of one layer's path."""
 

@@ -31,15 +31,11 @@ from hadal.roles.ranks.pools import RankPools
 
 STALL_STEPS_MAX = 3
 """Two plans are made before any copy can have ended; one more gives it the time of another step."""
-
-
 _NUM_MORE = 2
 """Positions that a request's first blocks at its target hold beside those written when its move is
 decided: the one of its last plan at the source, drafts aside, and the one of its first at the
 target.
 """
-
-
 LOOK_STEPS = 8
 """Plans from one look at the imbalance to the next; more and more while moves fail, up to the
 second.

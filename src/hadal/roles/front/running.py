@@ -25,14 +25,8 @@ from hadal.policy.fairness import OUTPUT_COST
 from hadal.roles.front.record import Record
 
 _ROW_BITS = 24
-
-
 _NOBODY = -1
-
-
 MAX_ROWS = 1 << _ROW_BITS
-
-
 _FIRST_BITS = 38
 """Bits of the number in a front's first attempt id. A row leaves 39 of 63 bits for it, so that as
 many numbers again can follow.

@@ -18,15 +18,9 @@ READ_TIMEOUT_S = 5.0
 """A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it
 is computed.
 """
-
-
 LATE = 2.0
-
-
 KNOWN_S = 30.0
 """What was measured counts for so long: a disk that was slow is tried again."""
-
-
 _FADE = 0.9
 """Weight of what was measured before, at each new measurement."""
 

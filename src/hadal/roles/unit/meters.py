@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+_FALLS, _RISES = 0.03, 0.0003
+"""How far one step moves what a single request's steps are taken to need: one of a hundred is
+quicker. Those of requests that cost more, and those that other work on the host held up, hardly
+count.
+"""
 _LINE_VARIANCE = 2.0
 """Least variance of the numbers of requests in steps with which a line through them means
 something.
 """
-
-
 _CROWD = 2.0
 """Least mean number of requests in steps with which a line from a single one to them does."""
 
@@ -117,10 +120,3 @@ class RateMeter:
 
     def _faded(self, now_s: float) -> float:
         return self._weight * math.exp(-(now_s - self._last_s) / self._time_constant_s)
-
-
-_FALLS, _RISES = 0.03, 0.0003
-"""How far one step moves what a single request's steps are taken to need: one of a hundred is
-quicker. Those of requests that cost more, and those that other work on the host held up, hardly
-count.
-"""

@@ -11,11 +11,7 @@ from hadal.core.plans import Sampling
 from hadal.core.seams import Send
 
 STOP = "stop"
-
-
 LENGTH = "length"
-
-
 History = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -14,8 +14,6 @@ from hadal.core.seams import Effect, Send
 
 STEPS_MAX = 256
 """Most steps of one trace; more are not recorded, so that the answer stays a message."""
-
-
 REQUESTS_MAX = 8
 """Traces asked for and not answered; one more is answered with no steps at once."""
 

@@ -33,8 +33,6 @@ from hadal.stats.tally import Tally
 from hadal.stats.usage import WorkSpan
 
 log = logging.getLogger("hadal.ledger")
-
-
 BUSY_S = 5.0
 """How long a write waits for another process' write."""
 CONNECT_S = 5.0

@@ -31,8 +31,6 @@ from hadal.runtime.transfer.peers import BadPeer, Channel, PeerLink, PeerServer,
 from hadal.runtime.worker import SHARE, Pace
 
 log = logging.getLogger(__name__)
-
-
 PURPOSE = "experts 4"
 """Purpose of the key (core/handshake.key_of)."""
 PIECE_BYTES = 1 << 20

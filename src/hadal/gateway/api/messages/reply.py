@@ -18,17 +18,11 @@ from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.vocabulary import Vocabulary
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-
 NOT_JSON = "INVALID_JSON"
 """The key of a call's arguments that are no JSON object, where an object is needed: the one that
 Anthropic's guide to streamed tool calls names. A call that was cut off has such.
 """
-
-
 _encode = msgspec.json.Encoder().encode
 
 

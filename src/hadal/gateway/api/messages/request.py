@@ -290,8 +290,6 @@ def _format_of(format: OutputFormat | None) -> AnswerFormat | None:
 _WORDS = ToolWords(
     "", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}', max_name=128
 )
-
-
 _CLIENTS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
 """Beginnings of types whose tools the client runs, by a schema of Anthropic's."""
 

@@ -16,17 +16,9 @@ from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100
 """Items of an input on one page."""
-
-
 _TEXTS = ("input_text", "output_text", "text")
-
-
 _NO_TOOLS = OfferedTools()
-
-
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-
-
 _ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning and item_reference"
 
 

@@ -20,8 +20,6 @@ from hadal.gateway.text.thinking import ReasoningOptions
 from hadal.gateway.text.vocabulary import Vocabulary
 
 INCOMPLETE = {"length": "max_output_tokens"}
-
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -224,8 +222,6 @@ class ResponseFormatter:
 
 
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-
-
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
 
 

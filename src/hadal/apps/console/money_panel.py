@@ -1,0 +1,150 @@
+"""The console's panel of money: the ledger's income, cost and tokens, by hour and by tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nicegui import ui
+
+from hadal.apps.console import charts, figures
+from hadal.apps.console.charts import AMBER, GREEN, GREY, TEAL
+from hadal.apps.console.series import Series
+from hadal.apps.console.widgets import Chart, empty_note
+from hadal.gateway.desk.frames import ConsoleFrame
+
+_MAX_ROWS = 50
+"""Of a table: who looks for more asks the command that prints them all."""
+
+
+class MoneyPanel:
+    """The ledger: what was asked, found, made, paid and earned."""
+
+    def __init__(self) -> None:
+        self._facts = ui.html("", sanitize=False)
+        with ui.element("div").classes("h-grid") as self._grid:
+            self._earned = Chart("Income and cost", "Of each hour, in dollars.")
+            self._tokens = Chart("Tokens", "Of each hour.")
+        with ui.element("section").classes("h-panel") as models:
+            ui.html("<h2>Models</h2>")
+            self._models = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel") as tenants:
+            ui.html("<h2>Tenants</h2>")
+            self._shared = ui.label().classes("h-note")
+            self._tenants = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel") as by_hour:
+            ui.html("<h2>Hours</h2>")
+            self._hours = ui.html("", sanitize=False)
+        self._tables = models, tenants, by_hour
+
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
+        """Bring it up to date."""
+        money = frame.money
+        total = money.get("hour")
+        for element in (self._grid, *self._tables):
+            element.set_visibility(bool(total))
+        if not total:
+            self._facts.set_content(
+                empty_note(
+                    frame,
+                    "No ledger",
+                    str(money.get("problem") or "")
+                    or "Give the [ledger] table a url, and every answer's tokens, cost and income"
+                    " are written there.",
+                )
+            )
+            return
+        self._facts.set_content(_money_facts(total, "" if frame.place else ", 24 h"))
+        hours = [hour for hour in total["hours"] if hour["requests"] or hour["cost_usd"]]
+        labels = [hour["hour"][11:16] for hour in hours]
+        self._earned.show(
+            charts.bars(
+                labels,
+                {
+                    "income": [h["income_usd"] for h in hours],
+                    "cost": [h["cost_usd"] for h in hours],
+                },
+                (TEAL, AMBER),
+            )
+        )
+        self._tokens.show(
+            charts.bars(
+                labels,
+                {
+                    "in, from cache": [h["tokens_hit"] for h in hours],
+                    "in, computed": [h["tokens_miss"] for h in hours],
+                    "out": [h["tokens_out"] for h in hours],
+                },
+                (GREEN, GREY, TEAL),
+            )
+        )
+        if "cost_used_usd" in money["tenant"]:
+            said = (
+                "A node works for several tenants at once. Its cost is shared by what it computed for"
+                " each, and what nobody used in the same proportion."
+            )
+        elif frame.place:
+            said = "A simulation keeps sums, which say of no tenant what it cost."
+        else:
+            said = "Of so many requests, `hadal report --tenant` says what each tenant cost."
+        self._shared.set_text(said)
+        for element, by in ((self._models, "model"), (self._tenants, "tenant")):
+            lines = sorted(money[by][f"{by}s"], key=lambda line: -line["income_usd"])
+            element.set_content(_money_table(lines, by))
+        named = [{**hour, "hour": hour["hour"][:16].replace("T", " ")} for hour in hours]
+        self._hours.set_content(_money_table(named[::-1], "hour"))
+
+
+def _money_facts(total: dict[str, Any], when: str) -> str:
+    hit, speed = figures.percent(total["hit_percent"]), figures.number(total["tokens_per_s_user"])
+    nodes = figures.number(total["nodes_mean"])
+    return figures.facts(
+        (
+            (
+                f"Income{when}",
+                figures.dollars(total["income_usd"]),
+                f"{total['requests']:,} requests",
+            ),
+            ("Cost", figures.dollars(total["cost_usd"]), f"{nodes} nodes on average"),
+            ("Margin", figures.percent(total["margin_percent"]), "income over cost, less one"),
+            ("Tokens in", figures.number(total["tokens_in"]), f"{hit} from cache"),
+            ("Tokens out", figures.number(total["tokens_out"]), f"{speed} tokens/s per user"),
+        )
+    )
+
+
+def _money_table(lines: list[dict[str, Any]], by: str) -> str:
+    is_by_tenant = by == "tenant"
+    heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
+    rows = []
+    for line in lines[:_MAX_ROWS]:
+        # Of an hour, or of a model, whose units serve no other.
+        own = line["cost_usd"], line["margin_percent"]
+        cost, margin = _of_tenant(line) if is_by_tenant else own
+        rows.append(
+            [
+                str(line[by]),
+                f"{line['requests']:,}",
+                figures.number(line["tokens_in"]),
+                figures.percent(line["hit_percent"]),
+                figures.number(line["tokens_out"]),
+                figures.dollars(line["income_usd"]),
+                figures.dollars(cost),
+                figures.percent(margin),
+                *([f"{line['requests_refused']:,}"] if is_by_tenant else []),
+            ]
+        )
+    left = len(lines) - len(rows)
+    more = f'<p class="h-note">And {left:,} more: hadal report --by {by}.</p>' if left > 0 else ""
+    return (
+        figures.table([*heads, "refused"] if is_by_tenant else heads, rows) + more
+        if rows
+        else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
+    )
+
+
+def _of_tenant(line: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Cost and margin, as far as it was asked who used the nodes' time."""
+    if "cost_used_usd" not in line:
+        return None, None
+    cost = line["cost_used_usd"] + line["cost_idle_usd"]
+    return cost, 100 * (line["income_usd"] / cost - 1) if cost else None

@@ -1,0 +1,85 @@
+"""The console's panel of problems: what is missing or restarted, and the last warnings."""
+
+from __future__ import annotations
+
+from nicegui import ui
+
+from hadal.apps.console import charts, figures
+from hadal.apps.console.series import Series
+from hadal.apps.console.widgets import empty_note
+from hadal.gateway.desk.frames import ConsoleFrame
+from hadal.runtime.process.child import ProcessPhase
+from hadal.runtime.process.status import wrong_nodes
+from hadal.runtime.topology import CONSOLE
+
+
+class ProblemsPanel:
+    """What ended and was started again, and the last warnings and errors."""
+
+    def __init__(self) -> None:
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Now</h2>")
+            self._now = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Ended, and why</h2>")
+            self._ends = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>Warnings and errors</h2>")
+            self._lines = ui.html("", sanitize=False)
+
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
+        """Bring it up to date."""
+        status = frame.status
+        said = [frame.problem] if frame.problem else []
+        if frame.overview is not None:
+            said += [f"{name} is missing." for name in frame.overview.missing]
+        if status is not None:
+            said += wrong_nodes(status)
+            said += [
+                f"{name} is {process.phase}"
+                + (f": {process.last_end}." if process.last_end else ".")
+                for name, process in status.processes.items()
+                if process.phase not in (ProcessPhase.READY, ProcessPhase.RESTING)
+                and name != CONSOLE
+            ]
+        self._now.set_content(
+            figures.table(("",), [(text,) for text in dict.fromkeys(said[:40])])
+            if said
+            else figures.empty(
+                "All is well",
+                "Every process that is wanted works."
+                if status is not None
+                else "Nothing is missing, as far as the gateway tells.",
+            )
+        )
+        ends = [
+            (
+                charts.moment(end.unix_s, frame.unix_s),
+                end.name,
+                end.reason,
+                "asked to" if end.is_asked else "",
+            )
+            for end in reversed(status.ends if status is not None else ())
+        ]
+        self._ends.set_content(
+            figures.table(("time", "process", "how", ""), ends, num_text=4)
+            if ends
+            else empty_note(
+                frame,
+                "Nothing has ended",
+                "A process that dies is started again, and told of here.",
+            )
+        )
+        lines = [
+            (charts.moment_of(line.time, frame.unix_s), line.process, line.level.lower(), line.text)
+            for line in reversed(frame.lines)
+        ]
+        self._lines.set_content(
+            figures.table(("time", "process", "", "what"), lines, num_text=4)
+            if lines
+            else empty_note(
+                frame,
+                "None",
+                "What processes warn of is gathered here; hadal logs has all they say.",
+            )
+        )

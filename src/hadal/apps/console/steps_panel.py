@@ -1,0 +1,114 @@
+"""The console's panel of steps: a traced step of a unit, op by op and rank by rank."""
+
+from __future__ import annotations
+
+from nicegui import ui
+
+from hadal.apps.console import figures
+from hadal.apps.console.feed import Watcher
+from hadal.apps.console.overview_panel import unit_names
+from hadal.apps.console.series import Series
+from hadal.apps.console.widgets import Picker, nothing_of
+from hadal.gateway.desk.frames import ConsoleFrame
+from hadal.gateway.desk.trace import TraceReply
+from hadal.overlap.trace import covered_share, duration_s, shares
+
+
+class StepsPanel:
+    """What a unit does in a step: both halves of its tokens, and what was hidden."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        with ui.element("div").classes("h-row-of"):
+            self._units = Picker(self._watch)
+            self._ranks = Picker(lambda rank: self._draw())
+        self._facts = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>One step</h2>")
+            ui.label(
+                "Two halves of a step's tokens take turns: while one is on its way to its experts,"
+                " the other is computed. What is left of waiting is not hidden."
+            ).classes("h-note")
+            ui.html(
+                '<div class="h-legend"><i class="h-k0"></i>first half<i class="h-k1"></i>second half'
+                '<i class="h-kw"></i>waits</div>'
+            )
+            self._whole = ui.html("", sanitize=False)
+        with ui.element("section").classes("h-panel"):
+            ui.html("<h2>One layer of it</h2>")
+            self._layer = ui.html("", sanitize=False)
+        self._trace: TraceReply | None = None
+
+    def _watch(self, unit: str) -> None:
+        self._watcher.traced = {unit} if unit else set()
+        if self._trace is not None and self._trace.unit != unit:
+            self._trace = None
+
+    def show(self, frame: ConsoleFrame, series: Series) -> None:
+        """Bring it up to date."""
+        if frame.overview is None:
+            return
+        self._units.offer(unit_names(frame.overview, frame.status))
+        unit = self._units.chosen
+        self._watch(unit)
+        trace = frame.traces.get(unit)
+        if trace is not None and trace.steps and trace.steps[-1].events:
+            self._trace = trace
+        if self._trace is None:
+            self._facts.set_content("")
+            self._layer.set_content("")
+            self._whole.set_content(
+                nothing_of(
+                    unit,
+                    frame,
+                    "A unit without work takes no steps. Ask the model something, and the next one is"
+                    " shown here.",
+                )
+            )
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._trace is None:
+            return
+        step = self._trace.steps[-1]
+        found = {str(share.rank): share for share in shares(step.events)}
+        self._ranks.offer(list(found), [f"rank {rank}" for rank in found])
+        rank = int(self._ranks.chosen)
+        covered = covered_share(step.events)
+        exposed_s = sum(share.exposed_s for share in found.values()) / len(found)
+        self._facts.set_content(
+            figures.facts(
+                (
+                    ("Step", f"{step.step_id:,}", step.schedule),
+                    (
+                        "Took",
+                        figures.milliseconds(duration_s(step.events) * 1e3),
+                        "first to last op",
+                    ),
+                    ("Tokens", f"{step.num_tokens:,}", f"in {step.num_micro_batches} part(s)"),
+                    (
+                        "Hidden",
+                        figures.percent(100 * covered if covered is not None else None),
+                        "of the time on the way" if covered is not None else "nothing travelled",
+                    ),
+                    ("Waited", figures.milliseconds(exposed_s * 1e3), "mean of the ranks"),
+                )
+            )
+        )
+        mine = [event for event in step.events if event.rank == rank]
+        begin_s = min(event.start_s for event in mine)
+        self._whole.set_content(
+            figures.timeline(mine, rank, begin_s, max(event.end_s for event in mine))
+        )
+        layers = sorted({event.layer for event in mine if event.lane == "link"}) or sorted(
+            {event.layer for event in mine}
+        )
+        of_layer = [event for event in mine if event.layer == layers[len(layers) // 2]]
+        self._layer.set_content(
+            figures.timeline(
+                mine,
+                rank,
+                min(event.start_s for event in of_layer),
+                max(event.end_s for event in of_layer),
+            )
+        )

@@ -1,0 +1,127 @@
+"""Parts that the console's panels share: charts, heat maps, the choice of a unit, and notes where there
+is nothing to show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nicegui import ui
+
+from hadal.apps.console import charts, figures
+from hadal.apps.console.charts import Options
+from hadal.apps.console.series import Series
+from hadal.gateway.desk.frames import ConsoleFrame
+
+
+class Panel(Protocol):
+    """One view of the console."""
+
+    def show(self, frame: ConsoleFrame, series: Series) -> None: ...
+
+
+class Chart:
+    """A titled chart. The page's script draws it, and only while it is in view: as a property of the
+    element ECharts would read its options through Vue's proxies, which takes longer than drawing.
+    """
+
+    def __init__(self, title: str, note: str = "", classes: str = "") -> None:
+        with ui.element("section").classes(f"h-panel {classes}"):
+            ui.html(f"<h2>{title}</h2>")
+            if note:
+                ui.label(note).classes("h-note")
+            self._chart = ui.echart({}).classes("h-chart")
+        self._client = ui.context.client
+        self._drawn = ""
+
+    def show(self, options: Options) -> None:
+        """Draw this from now on."""
+        text = json.dumps(options)
+        if text != self._drawn:
+            self._drawn = text
+            self._client.run_javascript(f"hadal.chart({self._chart.id}, {text})")
+
+
+class HeatMap:
+    """A map of loads by layer, drawn by the page's script: ECharts would take seconds for as many
+    cells as a fleet has.
+    """
+
+    def __init__(self, title: str, note: str, column: str, most: float) -> None:
+        self._most = most
+        with ui.element("section").classes("h-panel"):
+            ui.html(f"<h2>{title}</h2>")
+            ui.label(note).classes("h-note")
+            self._canvas = ui.element("canvas").classes("h-heat")
+            self._canvas.props(f'data-column="{column}" data-most="{most:g}"')
+            ui.html(
+                f'<div class="h-heat-foot"><span>a row is a layer, a column {column}</span>'
+                f'<span>nothing<i class="h-ramp"></i>{most:g} times the mean</span></div>'
+            )
+        self._client = ui.context.client
+        self._drawn = ""
+
+    def show(self, rows: Sequence[Sequence[float]]) -> None:
+        """Draw this from now on."""
+        num_columns, cells = charts.heat(rows, self._most)
+        if cells != self._drawn:
+            self._drawn = cells
+            self._client.run_javascript(f'hadal.heat({self._canvas.id}, {num_columns}, "{cells}")')
+
+
+class Picker:
+    """Buttons of which one is chosen."""
+
+    def __init__(self, choose: Callable[[str], None]) -> None:
+        self._choose = choose
+        self._box = ui.element("div").classes("h-picker").props('role="tablist"')
+        self._labels: dict[str, str] = {}
+        self.chosen = ""
+
+    def offer(self, names: Sequence[str], labels: Sequence[str] = ()) -> None:
+        """What can be chosen now; the first is, if what was is not among them."""
+        name_to_label = dict(zip(names, labels or names, strict=True))
+        if list(name_to_label.items()) == list(self._labels.items()):
+            return
+        self._labels = name_to_label
+        if self.chosen not in names:
+            self.chosen = names[0] if names else ""
+        self._draw()
+
+    def _draw(self) -> None:
+        self._box.clear()
+        with self._box:
+            for name, label in self._labels.items():
+                button = ui.element("button").on("click", lambda name=name: self._pick(name))
+                if name == self.chosen:
+                    button.classes("h-picked")
+                with button:
+                    ui.label(label)
+
+    def _pick(self, name: str) -> None:
+        self.chosen = name
+        self._draw()
+        self._choose(name)
+
+
+def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
+    """What is said where nothing of a unit is there; `why`: if it is up and live."""
+    overview = frame.overview
+    is_up = overview is not None and any(
+        unit in units for units in overview.snapshot.role_to_units.values()
+    )
+    if frame.place:
+        why = "The recording has some units' experts and steps, not all."
+    elif not is_up:
+        why = "It is not up."
+    return figures.empty(f"Nothing of {unit} yet", why)
+
+
+def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
+    """What is said where there is nothing of what the server's own host alone knows."""
+    if frame.status is None:
+        title = "Known on the server's host alone"
+        text = "hadal console, run on the host of the server, shows it."
+    return figures.empty(title, text)

@@ -1,0 +1,60 @@
+"""`hadal console`: its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hadal.commands.address import server_url_or_none
+from hadal.commands.examples import examples
+from hadal.core.errors import ConfigError
+
+EPILOG = examples(
+    ("hadal console", "the pages of a server that runs here without any: --no-console"),
+    (
+        "hadal simulate --frames peak.gz; hadal console --frames peak.gz",
+        "278 simulated nodes at the published peak",
+    ),
+    after="`hadal serve` starts the pages by itself.",
+)
+
+
+def console(
+    frames: Annotated[
+        Path | None, typer.Option(help="What `hadal simulate --frames` wrote, instead of a server.")
+    ] = None,
+    run_folder: Annotated[
+        Path | None, typer.Option(help="Folder of a server. [dim]the one that runs here[/dim]")
+    ] = None,
+    url: Annotated[
+        str,
+        typer.Option(
+            help="A server elsewhere: the pages know of it what it says itself. [dim]none[/dim]",
+            callback=server_url_or_none,
+        ),
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8001,
+    open_to_network: Annotated[
+        bool,
+        typer.Option(
+            "--open-to-network",
+            help="Serve a network: who reaches the address sees what the console shows.",
+        ),
+    ] = False,
+) -> None:
+    """Serve the pages: a chat with a running server, and its console."""
+    from hadal.apps.console.process import serve_alone
+    from hadal.commands.status import find
+    from hadal.core.handshake import is_near
+
+    if not is_near(host) and not open_to_network:
+        raise ConfigError(
+            f"--host is {host}, and the pages ask for no key: who reaches it would see what the"
+            " console shows. --open-to-network serves them all the same."
+        )
+    is_here = frames is None and not url
+    folder = find(run_folder).folder if is_here else None
+    serve_alone(folder, frames, url, host, port, lambda pages: typer.echo(f"{pages}/console"))

@@ -1,0 +1,329 @@
+"""`hadal serve`: its options, on top of a deployment's file, and what they may not ask for together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from hadal.commands.examples import examples
+from hadal.commands.keys import FILE_VARIABLE
+from hadal.core.balance import OFF
+from hadal.core.config import Deployment, read_deployment
+from hadal.core.errors import EXIT_CONFIG, ConfigError
+
+_Tables = dict[str, dict[str, Any]]
+EPILOG = examples(
+    ("hadal serve", "the model that ships with Hadal, on port 8000"),
+    (
+        "hadal serve --model ~/models/my-v3 --port 9000",
+        "any DeepSeek-V3 checkpoint in a Hugging Face folder",
+    ),
+    (
+        "hadal serve --config configs/laptop.toml",
+        "everything that can be set, with what it means",
+    ),
+    (
+        "hadal serve --config FILE --dry-run",
+        "what would run where, in how much memory; starts nothing",
+    ),
+    ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk, over restarts"),
+    ("hadal serve --drafts auto", "check drafts of the model's MTP module where that pays"),
+    ("hadal serve --gateways 2", "two processes take requests, on one port"),
+    (
+        "hadal serve --host 0.0.0.0 --api-keys-file keys.txt",
+        "for others, who must send one of the keys",
+    ),
+    after="Ctrl-C lets running streams finish; a second one ends them.",
+)
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")
+    ] = None,
+    accept_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "Key of the model's JSON files to pass over although Hadal does not know it, as a"
+                " refusal names it: rope_parameters.KEY. May be given more than once."
+            ),
+            metavar="KEY",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Deployment file (TOML), or one that ships: laptop_ep. Options override it."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address; 0.0.0.0 for all of them. [dim]127.0.0.1[/dim]")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 takes a free one. [dim]8000[/dim]")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name in the API. [dim]the folder's[/dim]")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that is let in, for a trial: all users of this machine see it in `ps`."
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar=FILE_VARIABLE,
+            show_envvar=False,
+            help=(
+                "File with the keys that are let in, one a line, yours alone (chmod 600); followed"
+                " while it runs. `hadal keys` writes one. Behind a key its rights: "
+                "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
+            ),
+        ),
+    ] = None,
+    open_to_network: Annotated[
+        bool,
+        typer.Option(
+            "--open-to-network",
+            help=(
+                "Serve a network without keys: who reaches the address may ask the model, read files"
+                " and batches, and operate the server."
+            ),
+        ),
+    ] = False,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "File with what processes prove themselves by (chmod 600). [dim]drawn at"
+                " start[/dim]"
+            )
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Where units run: local, this host; ray, or ray:ADDRESS, the nodes of a Ray cluster"
+                " that this host is one of. [dim]local[/dim]"
+            )
+        ),
+    ] = None,
+    gateways: Annotated[
+        int | None,
+        typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
+    ] = None,
+    console_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the pages, chat and console. [dim]8001[/dim]", min=0, max=65535),
+    ] = None,
+    no_console: Annotated[bool, typer.Option("--no-console", help="No pages.")] = False,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Tokens that the model's MTP module drafts a pass: 0 to 3, or auto, up to 2, as many"
+                " as pay."
+                " No draft changes a token. [dim]0[/dim]"
+            )
+        ),
+    ] = None,
+    cache_folder: Annotated[
+        str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
+    ] = None,
+    cache_mb: Annotated[
+        int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option(help="text, or json: an object a line, for programs.")
+    ] = "text",
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")
+    ] = None,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]"),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No banner, warnings only.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print topology, memory and expert map; start nothing. No weights needed.",
+        ),
+    ] = False,
+) -> None:
+    """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one
+    process or of many.
+    """
+    if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):
+        raise typer.BadParameter("0, 1, 2, 3 or auto", param_hint="--drafts")
+    engine, _, address = (on or "").partition(":")
+    if on is not None and (engine not in ("local", "ray") or (address and engine == "local")):
+        raise typer.BadParameter("local, ray or ray:ADDRESS", param_hint="--on")
+    overrides = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "model_name": model_name,
+        "accept_config": tuple(accept_config) if accept_config else None,
+    }
+    tables: _Tables = {
+        "cache": {"folder": cache_folder, "disk_mb": cache_mb},
+        "gateway": {"processes": gateways},
+        "console": {"mode": OFF if no_console else None, "port": console_port},
+        "cluster": {"on": engine or None, "address": address or None},
+        "decode": {"drafts": int(drafts) if drafts and drafts.isdecimal() else drafts},
+    }
+    given = api_key or [], api_keys_file, open_to_network
+    if dry_run:
+        sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
+    from hadal.runtime.process.forks import Forks, environment
+
+    forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
+    from hadal.core.handshake import is_near
+    from hadal.runtime.banner import OPEN_TO_ALL, Banner, log_status
+    from hadal.runtime.launch import serve as run
+    from hadal.runtime.process.logs import JSON, TEXT, start_log
+    from hadal.runtime.resolve import resolve, unknown_keys_warnings
+    from hadal.runtime.supervisor.options import Options
+
+    level = "warning" if quiet and log_level == "info" else log_level
+    try:
+        start_log("supervisor", level, log_format)
+        resolved = resolve(_deployment(config, overrides, tables))
+        keys = _keys_for(resolved.deployment, *given)
+        has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
+        options = Options(
+            run_folder,
+            log_dir,
+            level,
+            log_format,
+            _api_keys(api_key or []),
+            has_bar,
+            secret_file,
+            api_keys_file.absolute() if api_keys_file is not None else None,
+        )
+        if (quiet or log_format == JSON) and not keys and not is_near(resolved.deployment.host):
+            logging.getLogger("hadal").warning("%s", OPEN_TO_ALL)
+        if quiet or log_format == JSON:  # Else the banner says it.
+            for sentence in unknown_keys_warnings(resolved.deployment):
+                logging.getLogger("hadal").warning("%s", sentence)
+        announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
+        code = run(resolved, options, (lambda status: None) if quiet else announce, forks)
+    except ConfigError as error:
+        if log_format == JSON:
+            logging.getLogger("hadal").critical("%s", error)
+        else:
+            typer.echo(f"hadal serve: {error}", err=True)
+        code = EXIT_CONFIG
+    finally:
+        forks.close()
+    sys.exit(code)
+
+
+def _dry_run(
+    config: Path | None,
+    overrides: dict[str, Any],
+    tables: _Tables,
+    log: tuple[str, str],
+    keys: tuple[list[str], Path | None, bool],
+) -> int:
+    """Print the plan. Return the exit code: 0, or EXIT_CONFIG if no machine can run it."""
+    from hadal.commands.served import read_served_text
+    from hadal.runtime.plan_rows import print_plan
+    from hadal.runtime.process.logs import check_log
+    from hadal.runtime.resolve import has_tokenizer, plan, why_not_run
+
+    try:
+        check_log(*log)
+        resolved = plan(_deployment(config, overrides, tables))
+        _keys_for(resolved.deployment, *keys)
+        folder = Path(resolved.deployment.model)
+        # A folder of a config.json alone can be planned, one of weights is to be served.
+        if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
+            read_served_text(folder, resolved.deployment.accept_config)
+    except ConfigError as error:
+        typer.echo(f"hadal serve: {error}", err=True)
+        return EXIT_CONFIG
+    print_plan(resolved, why_not_run(resolved))
+    return 0
+
+
+def _deployment(
+    config: Path | None, overrides: dict[str, Any], tables: _Tables | None = None
+) -> Deployment:
+    """`overrides` of the file's fields, `tables` of those in its tables; None leaves a field as it
+    is.
+    """
+    from hadal.runtime.resolve import deployment_file
+
+    if config is None:
+        deployment = Deployment(**_given(overrides))
+    else:
+        deployment = read_deployment(deployment_file(config), **overrides)
+    changed = {
+        name: msgspec.structs.replace(getattr(deployment, name), **_given(fields))
+        for name, fields in (tables or {}).items()
+    }
+    return msgspec.structs.replace(deployment, **changed)
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _keys_for(
+    deployment: Deployment, given: list[str], path: Path | None, is_open: bool
+) -> tuple[str, ...]:
+    """Return the accepted API keys. Raises ConfigError, also if a network would be served without keys;
+    `is_open` allows that.
+    """
+    from hadal.core.handshake import is_near
+
+    keys = _api_keys(given, path)
+    if not keys and not is_open and not is_near(deployment.host):
+        raise ConfigError(
+            f"host is {deployment.host}, and there are no API keys: who reaches it could ask the model,"
+            " read files and batches, and operate the server. Make keys with `hadal keys add NAME` and"
+            " serve with --api-keys-file keys.txt; --open-to-network serves without."
+        )
+    return keys
+
+
+def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
+    from hadal.gateway.desk.keys import keys_of, read_lines
+
+    if any(not key.strip() for key in given):
+        raise ConfigError(
+            "--api-key is empty; give a key, or leave the option out to serve without keys."
+        )
+    keys = [*given, *filter(str.strip, os.environ.get("HADAL_API_KEYS", "").split(","))]
+    for key in keys:
+        _check_key(key, "--api-key or HADAL_API_KEYS")
+    if path is not None:
+        in_file = read_lines(path)
+        if not in_file:
+            raise ConfigError(f"{path}: there is no key in it. Write one a line.")
+        keys_of(keys, path, in_file)
+        keys += in_file
+    return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+
+
+def _check_key(line: str, where: str) -> None:
+    from hadal.gateway.desk.auth import parse_key
+
+    try:
+        parse_key(line)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
