@@ -53,7 +53,7 @@ def beside_a_border(
             continue
         generation = _generations(folder, path, body)[number]
         if not any(
-            set(pairs[at]) <= near for near in _near(folder, generation, one["token_ids"][:at])
+            set(pairs[at]) <= near for near in near(folder, generation, one["token_ids"][:at])
         ):
             return False
     return True
@@ -77,9 +77,9 @@ def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generati
     return [choice.generation for choice in asyncio.run(begin()).choices]
 
 
-def _near(folder: Path, generation: Generation, output: list[int]) -> Iterator[set[int]]:
+def near(folder: Path, generation: Generation, output: list[int]) -> Iterator[set[int]]:
     """Yield the tokens that a draw behind `output` gives within EDGE of its number: for exact weights, then
-    also for those with noise.
+    also for those with noise. The sets grow.
     """
     exact, found = _weights(folder), set[int]()
     for seed in range(-1, NUM_NOISY):

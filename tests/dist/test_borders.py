@@ -25,12 +25,12 @@ def choice(*tokens: int) -> list[Any]:
 def test_only_tokens_beside_the_draw_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("")
     (generation,) = borders._generations(folder, COMPLETIONS, BODY)
-    *_, near = borders._near(folder, generation, [])
+    *_, near = borders.near(folder, generation, [])
     (drawn,) = near
     for one, other in (((drawn,), (drawn + 1,)), ((drawn,), (drawn, drawn)), ((5, 6), (7, 6))):
         assert not beside_a_border(folder, COMPLETIONS, BODY, choice(*one), choice(*other))
     monkeypatch.setattr(borders, "EDGE", 0.4)
-    near = next(borders._near(folder, generation, []))
+    near = next(borders.near(folder, generation, []))
     assert len(near) > 1
     other = min(near - {drawn})
     assert beside_a_border(folder, COMPLETIONS, BODY, choice(drawn, 5), choice(other, 6))
@@ -40,7 +40,7 @@ def test_noise_moves_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("")
     (generation,) = borders._generations(folder, COMPLETIONS, BODY)
     monkeypatch.setattr(borders, "NOISE", 1.0)
-    *_, near = borders._near(folder, generation, [])
+    *_, near = borders.near(folder, generation, [])
     assert len(near) > 1
     one, other = sorted(near)[:2]
     assert beside_a_border(folder, COMPLETIONS, BODY, choice(one), choice(other))
