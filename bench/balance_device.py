@@ -4,7 +4,7 @@ take a device's time.
     python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
 
-The first line is `hadal serve` whose ranks are such processes: the supervisor starts every process by
+The first line is `hadal serve` with such processes for ranks: the supervisor starts every process by
 a module's name, and here the ranks' is another. Leader and gateway, and a unit of one rank, run as
 always.
 
@@ -118,7 +118,7 @@ def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns
 
 
 class DeviceChild(Child):
-    """A child whose module is this one where it is a rank."""
+    """A child of the supervisor; a rank runs this module."""
 
     def __init__(self, name: str, role: str, arguments: Sequence[str], *more: Any) -> None:
         module, *rest = arguments
@@ -126,7 +126,7 @@ class DeviceChild(Child):
 
 
 def serve() -> None:
-    """Run `hadal serve` whose ranks are devices."""
+    """Run `hadal serve` with devices for ranks."""
     supervisor.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()
 

@@ -37,7 +37,7 @@ class CheapTransport(httpx.AsyncBaseTransport):
     """HTTP/1.0 over a connection per request: an answer is what is read until the connection ends."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request whose body is whole, and return its answer as soon as the head is there."""
+        """Send a request with its whole body, and return its answer as soon as the head is there."""
         url = request.url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
         content = await request.aread()

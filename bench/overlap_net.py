@@ -1,4 +1,4 @@
-"""Two ranks as hosts of their own: network namespaces, joined by a link whose rate `tc` limits. Needs
+"""Two ranks as hosts of their own: network namespaces, joined by a link with a rate limit (`tc`). Needs
 root and `tbf`.
 
 Names carry the process id. All is removed at the end, also when the run fails; the next run removes

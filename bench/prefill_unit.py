@@ -40,7 +40,7 @@ SEEDS = 3
 QUICK_S = 8.0
 QUICK_LOAD_SCALE = 1_000
 QUICK_CACHE_SAMPLE = 40_000.0
-"""One session in so many meets the cache in a quick run: it hits 56.2 % of the day, with the
+"""Sessions for each one that meets the cache in a quick run: it hits 56.2 % of the day, with the
 study's sample 56.5.
 """
 NUM_COLUMNS = 140

@@ -30,7 +30,7 @@ def parser_of(name: str, description: str | None, quick: str = "") -> argparse.A
 
 
 def table_of(columns: str, title: str = "", num_left: int = 1) -> Table:
-    """Return a table. `columns`: names divided by "|", of which the first `num_left` stand left."""
+    """Return a table. `columns`: names divided by "|"; the first `num_left` stand left."""
     table = Table(title=title or None, title_justify="left")
     for index, name in enumerate(columns.split("|")):
         table.add_column(name, justify="left" if index < num_left else "right")

@@ -100,7 +100,7 @@ themselves; a room of a house has the house's name before its own. Only `command
 other houses.
 """
 HOUSES = ("lab", "apps")
-"""Folders of rooms whose needs are an extra of the package."""
+"""Folders of rooms with an extra of the package."""
 GATEWAY_MAY_IMPORT: dict[str, set[str]] = {
     "edge": set(),
     "text": {"edge"},

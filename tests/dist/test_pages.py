@@ -375,8 +375,8 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
 
 
 @pytest.mark.promise(
-    "An answer is kept as it comes, so one that is left, or whose page is loaded anew, "
-    "stays as far as it came."
+    "An answer is kept as it comes, so it stays as far as it "
+    "came when its page is left or loaded anew."
 )
 @MORE_PAGES
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:

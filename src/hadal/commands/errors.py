@@ -11,7 +11,7 @@ from hadal.core.errors import EXIT_CONFIG, HadalError, InvariantError
 from hadal.core.extras import install_hint
 
 _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "step"}
-"""Commands whose formulas raise a plain ValueError for bad options."""
+"""Commands with formulas that raise a plain ValueError for bad options."""
 
 
 class Commands(TyperGroup):

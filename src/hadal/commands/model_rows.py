@@ -56,7 +56,7 @@ class FolderReport:
 
     @property
     def kv_tokens_as_stored(self) -> int | None:
-        """Tokens whose KV fits beside one copy of the weights; None where one of both is not known."""
+        """Tokens of KV that fit beside one copy of the weights; None if either is unknown."""
         if self.stored is None or self.memory_bytes is None:
             return None
         per_token = kv_bytes_per_token(self.config, Precision())

@@ -50,7 +50,7 @@ def console_for(file: TextIO) -> Console:
 
 
 def named(name: str, texts: Sequence[str]) -> list[Row]:
-    """Return rows of which the first has the name."""
+    """Return rows; the first has the name."""
     return [("" if index else name, text) for index, text in enumerate(texts)]
 
 

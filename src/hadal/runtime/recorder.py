@@ -64,7 +64,7 @@ def recorded(
 
 
 class Recorded:
-    """A role whose calls are written down. Questions that change nothing go to the role itself."""
+    """A role with a recording of its calls. Questions that change nothing go to the role itself."""
 
     def __init__(self, role: RecordedRole, tape: Tape) -> None:
         self._role = role

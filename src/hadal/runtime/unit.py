@@ -93,7 +93,7 @@ def make_host(
 
 
 class Spoken:
-    """A RankedLeader whose notes go to the log, and whose report has the time that its ranks
+    """A RankedLeader with notes in the log, and with a report of the time that its ranks
     waited for it.
     """
 

@@ -19,13 +19,14 @@ from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.messages.base import FRONT, SUPERVISOR
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.gateways import Delivered, GatewayHeartbeat
-from hadal.core.messages.generation import Deliver
+from hadal.core.messages.generation import Deliver, Generation
 from hadal.core.messages.requests import Quota, Ticket
 from hadal.core.messages.units import Drain, Returned, UnitDown
+from hadal.core.plans import Sampling
 from hadal.gateway.app import make_app
 from hadal.gateway.desk import far_host, reply
 from hadal.gateway.desk.clock import GatewayClock
-from hadal.gateway.desk.far_host import ATTEMPTS_OF_A_FRONT, FarHost
+from hadal.gateway.desk.far_host import ATTEMPTS_OF_A_FRONT, FarHost, _ticket_of
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.link import FrontLink
@@ -280,6 +281,22 @@ async def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: Serve
         assert text_of((await asking).text) == TEXT
         # What units may still say of it to the front before is not what they say to this one.
         assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
+
+
+async def test_choices_of_one_request_go_on_together(model: ServedModel) -> None:
+    """A front admits all choices of a request or none, so one with a token speaks for all."""
+    async with pair(model, spell(model, TEXT), starts=False) as it:
+        made = [
+            Generation(name, (1, 2), (), 9, (), 0, Sampling(), 0, tenant=EVERYONE)
+            for name in ("one", "two")
+        ]
+        mailbox = it.far.open(made, Ticket(most_pico_usd=(3, 4)))
+        first, second = it.far._sent["one"], it.far._sent["two"]
+        assert _ticket_of([first, second]) == Ticket(False, (3, 4)), "no front was there"
+        first.output.append(7)
+        first.again(0.0)
+        assert _ticket_of([first, second]) == Ticket(True, (3, 4))
+        it.far.close(mailbox, lambda: None)
 
 
 async def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:

@@ -1,6 +1,6 @@
 """Questions to a server before a load: its model, its tokens per word, and whether it takes ignore_eos.
 
-Two small requests, of which the usage is read. Does not know the load that follows.
+Reads the usage of two small requests. Does not know the load that follows.
 """
 
 from __future__ import annotations

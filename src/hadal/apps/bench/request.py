@@ -22,7 +22,7 @@ from httpx_sse import EventSource, SSEError
 from hadal.core.errors import HadalError
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields of a body whose answer is streamed, with its usage at the end."""
+"""Fields of a body for a streamed answer, with its usage at the end."""
 
 
 class BenchError(HadalError):

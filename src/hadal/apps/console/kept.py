@@ -16,7 +16,7 @@ from hadal.apps.console.conversation import Conversation, KeptChat, read, read_l
 from hadal.apps.console.shell import store
 
 PIECE_CHARS = 100_000
-"""Characters read from the browser at once: whatever they are, far less than a socket's message may
+"""Characters read from the browser at once: in any encoding far less than a socket's message may
 be.
 """
 _PREFIX = "hadal.chat."
@@ -50,7 +50,7 @@ class KeptChats:
         return read_list(found)
 
     def loaded(self, chat_id: str) -> Conversation | None:
-        """Return a conversation whose turns are here."""
+        """Return a conversation with its turns."""
         return self._loaded.get(chat_id)
 
     async def newer(self, known: Conversation) -> Conversation | None:

@@ -117,7 +117,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
     for line in lines[:_MAX_ROWS]:
-        # Of an hour, or of a model, whose units serve no other.
+        # Of an hour, or of a model with units of its own.
         own = line["cost_usd"], line["margin_percent"]
         cost, margin = _of_tenant(line) if is_by_tenant else own
         rows.append(

@@ -439,7 +439,7 @@ class BatchWorker:
             else:
                 await self._refuse(batch, line, request_id, refusal, tries, facts)
         except BatchesDown:
-            self._charges.waive(facts)  # As long as nobody reads that it was written after all.
+            self._charges.waive(facts)  # Unless a later read finds it written after all.
             raise
         finally:
             self.num_running -= 1

@@ -26,7 +26,7 @@ COUNTS_TIMEOUT_S = 1.0
 def pages_of(
     gateway: Gateway, host: Host, run_status: RunStatus, keys_page: Page | None = None
 ) -> dict[str, Page]:
-    """Return the pages of the gateway whose process holds the front, for itself and for the others.
+    """Return the pages of the gateway that holds the front, for itself and for the others.
     `keys_page`: the API keys, for the others alone; None: they know them already.
     """
 

@@ -76,7 +76,7 @@ class FrontLink(Protocol):
         """Set the quotas of all tenants. `unix_s`: the time of day."""
 
     def unread(self) -> tuple[str, ...]:
-        """Return the tenants with budgets whose spending is still to be read from the ledger."""
+        """Return the tenants with a budget and spending that is still to be read from the ledger."""
 
     def spent(self, spent: Spent) -> None:
         """Give the front the tenants' spending from the ledger."""

@@ -139,7 +139,7 @@ class ThinkMarks:
 
 
 class UnshownTokens:
-    """Tokens of one section whose text is not shown yet, for their log-probabilities."""
+    """Tokens of one section without shown text yet, for their log-probabilities."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Token]] = deque()

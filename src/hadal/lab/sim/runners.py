@@ -40,7 +40,7 @@ OutputTokens = Callable[[int], int]
 
 
 class StepWork(NamedTuple):
-    """What a step did, for whoever adds up (lab/sim/world/seen)."""
+    """Figures of one step, for lab/sim/world/seen."""
 
     tokens: int
     """Prefill: computed. Decode: made, one of each request and its drafts that were right."""

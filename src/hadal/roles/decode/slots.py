@@ -129,7 +129,7 @@ class DecodeSlots:
 
     @property
     def held_ids(self) -> tuple[int, ...]:
-        """Ids of attempts whose KV ranks have held since another leader led them."""
+        """Attempt ids of KV that the ranks hold from an earlier leader."""
         return self._held.attempt_ids
 
     def hold(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:

@@ -40,7 +40,7 @@ class PrefillQueue:
 
     @property
     def first(self) -> PrefillAttempt | None:
-        """The prompt whose turn comes first, tenants aside."""
+        """The next prompt, tenants aside."""
         return next(iter(self._prompts.values()), None)
 
     def has_room(self, num_starts: int) -> bool:
@@ -48,7 +48,7 @@ class PrefillQueue:
         return len(self._prompts) < self._num_max + num_starts
 
     def add(self, prompt: PrefillAttempt) -> None:
-        """Add a prompt whose number is `num_arrived`."""
+        """Add a prompt; its number is `num_arrived`."""
         self.num_arrived += 1
         last = next(reversed(self._prompts.values()), None)
         tenant = prompt.generation.tenant

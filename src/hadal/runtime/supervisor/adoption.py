@@ -26,7 +26,7 @@ log = logging.getLogger("hadal.supervisor")
 
 
 class NodeKeeper:
-    """Owner of the wish for nodes: those that are needed, and no others."""
+    """Owner of the wish for nodes: the needed ones, and no others."""
 
     def __init__(
         self,

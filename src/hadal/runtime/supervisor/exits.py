@@ -52,7 +52,7 @@ class Exits:
         self._status = status
         self._end = end
         self._ended_ranks: dict[tuple[str, str], list[str]] = {}
-        """(unit, reason) -> ranks whose end the leader is to be sent."""
+        """(unit, reason) -> ended ranks that the leader is still to be told of."""
 
     def reap(self) -> None:
         """Act on the ends of all processes that have ended since."""

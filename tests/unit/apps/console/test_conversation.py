@@ -32,8 +32,8 @@ def test_a_conversation_is_read_as_it_was_kept() -> None:
 
 
 @pytest.mark.promise(
-    "An answer is kept as it comes, so one that is left, or whose page is loaded anew, "
-    "stays as far as it came."
+    "An answer is kept as it comes, so it stays as far as it "
+    "came when its page is left or loaded anew."
 )
 def test_an_answer_whose_page_went_is_a_stopped_one() -> None:
     """It is kept while it comes in."""

@@ -1,4 +1,4 @@
-"""Arrivals by hand: what is pulled, what is given back, and what ends a request whose copy runs."""
+"""Arrivals by hand: what is pulled, what is given back, and what ends a request during its copy."""
 
 from __future__ import annotations
 

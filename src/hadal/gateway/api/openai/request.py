@@ -1,7 +1,7 @@
 """The way from the body of an API request to what is asked of the engine, every field checked.
 
 Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field names;
-gateway/api/field_table has all of them, and those that are not served. Ranges that need no other field are
+gateway/api/field_table has all of them, and those not served. Ranges that need no other field are
 checked with the structs, the rest below. Each complaint is a RequestError that names the field and says
 what to do. Knows no tokenizer: prompts are still text.
 """
