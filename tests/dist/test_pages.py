@@ -501,6 +501,13 @@ SLOW_READS = """
         return read(...asked);
     };
 """
+SLOW_ANSWERS = """
+    const emit = window.socket.emit.bind(window.socket);
+    window.socket.emit = (name, ...said) => {
+        setTimeout(() => emit(name, ...said), name === "javascript_response" ? 500 : 0);
+    };
+"""
+"""Half a second in which an answer has ended and its page has not yet heard that it is kept."""
 
 
 @MORE_PAGES
@@ -517,6 +524,7 @@ def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
             "Another page is getting an answer"
         )
         expect(other.locator("#h-input")).to_have_value("second")
+        page.evaluate(SLOW_ANSWERS)
         page.keyboard.press("Escape")
         expect(page.locator(".h-stats").last).to_contain_text("stopped")
         other.press("#h-input", "Enter")

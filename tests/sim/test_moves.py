@@ -84,10 +84,10 @@ def test_nobody_notices_a_move(seed: int) -> None:
 
 
 @pytest.mark.campaign("more worlds")
-@pytest.mark.slow("a mean over six pairs of worlds at `more`")
+@pytest.mark.slow("a mean over twenty pairs of worlds at `more`")
 def test_moves_make_the_unit_evener() -> None:
-    # Worlds differ by .04 to either side with one message more or less; moves are worth that in the
-    # mean.
+    # One message more or less makes a world differ by .04 to either side. Over 80 pairs of worlds
+    # moves are worth .030; the mean over twenty lies .008 (its standard deviation) to either side.
     kinds = {
         kind: [run_watched(seed, kind, is_calm=True) for seed in PAIR_SEEDS]
         for kind in ("auto", "no_moves")
@@ -96,7 +96,7 @@ def test_moves_make_the_unit_evener() -> None:
         kind: fmean(value for watch in watches for value in watch.balances[KV])
         for kind, watches in kinds.items()
     }
-    assert kv["auto"] > kv["no_moves"] + 0.02, kv
+    assert kv["auto"] > kv["no_moves"], kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
     # Few: nobody is sent back and forth.
     assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * len(PAIR_SEEDS) * 30

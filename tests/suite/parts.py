@@ -24,6 +24,10 @@ CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
 """Each has servers of up to eight processes."""
+PURE_TIMEOUT_S = 1800
+"""Of a pure test. It waits for nothing, so only an endless loop takes it; some compute for a minute, and
+on a busy machine for several.
+"""
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
 """pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
 END_S = 60.0
@@ -54,7 +58,8 @@ def parts(paths: Sequence[str]) -> list[Part]:
         )
     if pure:
         num = min(MAX_WORKERS, num_cores)
-        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", *pure), threads=1))
+        limit = f"--timeout={PURE_TIMEOUT_S}"
+        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", limit, *pure), threads=1))
     return made
 
 

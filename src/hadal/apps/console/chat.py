@@ -8,7 +8,6 @@ One ChatPage is one open page; what it knows is gone with it, but for what the b
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import secrets
 import time
@@ -21,6 +20,7 @@ from nicegui import background_tasks, ui
 from hadal.apps.console import tools
 from hadal.apps.console.answer_view import AnswerView, code_styles
 from hadal.apps.console.asking import AskError, Asking, ChatModel
+from hadal.apps.console.claims import ChatClaim, Claims
 from hadal.apps.console.conversation import ChatAnswer, ChatTurn, Conversation, KeptChat
 from hadal.apps.console.kept import PIECE_CHARS, KeptChats
 from hadal.apps.console.shell import Door, TopBar, head, icon_button
@@ -37,29 +37,6 @@ _KEEP_CHARS_PER_S = 250_000
 _STORED_S = 1.0
 """A browser that has not said by then that it kept an answer is not waited for."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
-
-
-class Claims:
-    """Conversations in which a page is getting an answer: no other page may ask there meanwhile."""
-
-    def __init__(self) -> None:
-        self._id_to_claim: dict[str, tuple[ChatPage, int]] = {}
-        self._numbers = itertools.count()
-
-    def may_ask(self, chat_id: str, page: ChatPage) -> bool:
-        """Return whether no page but this one is getting an answer there."""
-        return self._id_to_claim.get(chat_id, (page, 0))[0] is page
-
-    def take(self, chat_id: str, page: ChatPage) -> int:
-        """Claim a conversation. Return the claim's number."""
-        number = next(self._numbers)
-        self._id_to_claim[chat_id] = page, number
-        return number
-
-    def release(self, chat_id: str, number: int) -> None:
-        """End a claim, unless its page has asked again."""
-        if self._id_to_claim.get(chat_id, (None, -1))[1] == number:
-            del self._id_to_claim[chat_id]
 
 
 class Composer:
@@ -277,11 +254,13 @@ class ChatPage:
             self._task.cancel()
 
     async def ask(self, text: str) -> None:
-        """Ask, unless an answer is on its way. A conversation that is being opened is the one to ask in."""
-        await self._kept.opened()
+        """Ask, unless an answer is on its way. A conversation that is being opened is the one to ask in:
+        if it does not come, or another page gets an answer there, the text goes back into the field.
+        """
+        is_there = await self._kept.opened()
         if not text.strip() or self._is_running:
             return
-        if not await self._follow():
+        if not is_there or not await self._follow():
             self._client.run_javascript(f"hadal.fill({json.dumps(text)})")
             return
         self._kept.leave_opening()
@@ -306,16 +285,18 @@ class ChatPage:
         now = self._now
         if self._kept.loaded(now.id) is None:  # No page but this one has it.
             return True
-        if not self._may_ask(now.id):
-            return False
         self._is_running = True  # Nobody asks while the browser is read.
         self._num_follows += 1
         number, found = self._num_follows, None
-        with suppress(TimeoutError):
-            found = await self._kept.newer(now)
+        is_free = await self._may_ask(now.id)
+        if is_free:
+            with suppress(TimeoutError):
+                found = await self._kept.newer(now)
         if self._now is not now or number != self._num_follows:
             return False
         self._is_running = False
+        if not is_free:
+            return False
         if found is not None:
             self._now = found
             self._kept.replace(found)
@@ -323,11 +304,11 @@ class ChatPage:
             if now.turns[:num] != found.turns[:num]:
                 self._editing = None
             self._show()
-        return self._may_ask(now.id)
+        return await self._may_ask(now.id)
 
-    def _may_ask(self, chat_id: str) -> bool:
+    async def _may_ask(self, chat_id: str) -> bool:
         """Whether no other page is getting an answer there; says so if one is."""
-        if self._claims.may_ask(chat_id, self):
+        if await self._claims.may_ask(chat_id, self):
             return True
         with self._body:
             ui.notify("Another page is getting an answer in this conversation.")
@@ -337,7 +318,11 @@ class ChatPage:
         await self.ask(str(event.args))
 
     async def _open(self, one: KeptChat) -> None:
-        await self._kept.open(one.id, self._opened)
+        try:
+            await self._kept.open(one.id, self._opened)
+        except TimeoutError:
+            with self._body:
+                ui.notify("The browser did not give this conversation in time. Open it again.")
 
     def _opened(self, found: Conversation | None) -> None:
         if found is self._now:
@@ -438,12 +423,16 @@ class ChatPage:
     def _begin(self, before: list[ChatAnswer]) -> None:
         self._is_running, self._editing = True, None
         now = self._now
-        number = self._claims.take(now.id, self)
+        claim = self._claims.take(now.id, self)
         self._show()
         task = self._task = background_tasks.create(self._run(now, before))
-        task.add_done_callback(lambda _: background_tasks.create(self._over(now.id, number)))
+        task.add_done_callback(lambda _: self._over(now.id, claim))
 
-    async def _over(self, chat_id: str, number: int) -> None:
+    def _over(self, chat_id: str, claim: ChatClaim) -> None:
+        claim.is_over = True
+        background_tasks.create(self._release(chat_id, claim))
+
+    async def _release(self, chat_id: str, claim: ChatClaim) -> None:
         """Other pages may ask there, unless this one has asked again."""
         try:
             with suppress(TimeoutError):  # As is likely where the page is gone.
@@ -452,7 +441,7 @@ class ChatPage:
                     # localStorage is written at once: what the browser was told before is kept then.
                     await self._client.run_javascript("return true", timeout=_STORED_S)
         finally:
-            self._claims.release(chat_id, number)
+            self._claims.release(chat_id, claim)
 
     async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
         """Have the last question answered, carrying out what the model calls in between. `before`:

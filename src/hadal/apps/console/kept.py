@@ -38,6 +38,8 @@ class KeptChats:
         self._opening = ""
         """Id of the one whose turns are on their way."""
         self._reading = asyncio.Lock()
+        self._num_failed = 0
+        """Of the conversations that were to be opened and did not come."""
 
     async def refresh(self) -> None:
         """Read the list again."""
@@ -60,11 +62,15 @@ class KeptChats:
 
     async def open(self, chat_id: str, then: Callable[[Conversation | None], None]) -> None:
         """Load a conversation and call `then`, unless another is wanted meanwhile. None: the
-        browser does not keep it any more.
+        browser does not keep it any more. Raises TimeoutError if the browser does not answer.
         """
         self._opening = chat_id
         async with self._reading:
-            found = self._loaded.get(chat_id) or await self.read(chat_id)
+            try:
+                found = self._loaded.get(chat_id) or await self.read(chat_id)
+            except TimeoutError:
+                self._num_failed += 1
+                raise
         if self._opening != chat_id:
             return
         self._opening = ""
@@ -72,10 +78,11 @@ class KeptChats:
             self._loaded[chat_id] = found
         then(found)
 
-    async def opened(self) -> None:
-        """Wait until a conversation that is being opened is here."""
+    async def opened(self) -> bool:
+        """Wait until a conversation that is being opened is here. False: the browser did not give it."""
+        num_failed = self._num_failed
         async with self._reading:
-            pass
+            return num_failed == self._num_failed
 
     def leave_opening(self) -> None:
         """Show none that is being opened: the user went on elsewhere."""
