@@ -8,7 +8,7 @@ another is ahead of it whatever the priority: nobody starves.
 Sarathi's chunked prefill (arXiv 2308.16369): a step never computes more than `chunk_tokens`, so a
 long prompt costs the others one bounded step at a time. Nobody is overtaken: a prompt whose blocks
 are not free stops everybody behind it, so the largest prompt waits no longer than for those before
-it. A unit of several ranks cuts its steps by cost instead (policy/prefill_balance); a rank alone
+it. Several ranks with `request_balance = "auto"` cut by cost instead (policy/prefill_balance); a rank alone
 keeps nobody waiting, and the token budget fills its step.
 """
 

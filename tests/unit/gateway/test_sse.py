@@ -182,7 +182,9 @@ async def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, strea
         assert 'hadal_usage_prompt_tokens_total{cache="miss"} 416.0' in samples
 
 
-@pytest.mark.promise("A tenant neither reads nor times another's cache.")
+@pytest.mark.promise(
+    "A tenant neither reads nor times another's cache, but for what both made public."
+)
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
 @pytest.mark.promise(
     "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"

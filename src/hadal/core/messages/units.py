@@ -171,7 +171,8 @@ class Returned(Message, frozen=True):
 
 
 class UnitReport(Message, frozen=True):
-    """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat.
+    """What a unit holds now. Sent by leaders as a heartbeat, and at once when what the front decides by
+    has changed (roles/unit/reporter).
 
     `num_blocks` and `num_requests_max` are those of the living ranks: they shrink while a rank is
     lost.

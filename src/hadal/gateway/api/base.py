@@ -1,4 +1,5 @@
-"""Fields that the bodies of all APIs share, decoded strictly, and their checks.
+"""Fields that bodies share, decoded strictly, and their checks: `Common` those of OpenAI's two older
+endpoints, `Extensions` those of every API.
 
 Field names are OpenAI's; gateway/api/field_table has all of them, and those that are refused. Ranges
 that need no other field are checked while decoding, the rest below. Knows no single API.

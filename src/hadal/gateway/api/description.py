@@ -70,6 +70,7 @@ class Operation:
     event: str = ""
     """The name of the clients' type that reads an event's data; empty: nothing is streamed."""
     needs_key: bool = True
+    """Described only: the handler checks the key."""
     query: Mapping[str, str] = field(default_factory=dict)
     """What may stand behind the question mark, and what it means."""
     body_type: str = "application/json"

@@ -1,9 +1,9 @@
 """Salts of tenants, made of their API keys. Requests with equal salts share KV.
 
 Salts key the hashes that name blocks (kv/names), so a tenant can neither find nor share what another one
-left, and looking for it takes no different a time. A salt is a hash: the key itself is in no message, log
-or file. It depends on the key alone, so a tenant finds its KV again after a restart, and in every
-deployment that shares the folder. Knows no rights and no headers.
+left, unless both made it public, and looking for it takes no different a time. A salt is a hash: the key
+itself is in no message, log or file. It depends on the key alone, so a tenant finds its KV again after a
+restart, and in every deployment that shares the folder. Knows no rights and no headers.
 """
 
 from __future__ import annotations

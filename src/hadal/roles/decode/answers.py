@@ -56,7 +56,7 @@ class DecodeCache:
         self._per_rank = per_rank
 
     def totals(self) -> dict[str, int]:
-        """What Load.cache says; empty where there is no disk cache."""
+        """What UnitReport.cache says; empty where there is no disk cache."""
         has_disk = self.is_on and self._has_disk
         return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if has_disk else {}
 
