@@ -1,0 +1,58 @@
+"""Marks of sentences that must be read twice: a budget that may only fall, and what counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.suite.language import Count, budget, count, counts
+from tests.suite.unchanged import first_difference
+
+SAMPLE = '''"""Queue of requests."""
+
+AGE_S = 3.0  # nobody waits so many seconds
+"""Of a request that nobody wants."""
+
+
+def pop() -> None:
+    """Return the oldest request."""
+'''
+
+
+def test_no_package_has_more_marks_than_before() -> None:
+    allowed, found = budget(), counts()
+    assert sorted(allowed) == sorted(found), "python -m tests.suite.language --write"
+    above = {
+        name: (one.markers, one.beginnings)
+        for name, one in found.items()
+        if one.markers > allowed[name]["markers"] or one.beginnings > allowed[name]["beginnings"]
+    }
+    assert not above, "python -m tests.suite.language --list PATH shows the places"
+
+
+def test_words_and_beginnings_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(SAMPLE, encoding="utf-8")
+    found = count([path])
+    assert found == Count(num_words=18, num_markers=3, num_docstrings=3, num_odd=1)
+    page = tmp_path / "page.md"
+    page.write_text("Whose box?\n```\nwhose box\n```\n", encoding="utf-8")
+    assert count([page]).num_markers == 1, "not in the box"
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        SAMPLE.replace("Queue of requests.", "Requests that wait."),
+        SAMPLE.replace("  # nobody waits so many seconds", ""),
+        SAMPLE.replace('"""Of a request that nobody wants."""\n', ""),
+    ],
+)
+def test_only_docstrings_and_comments_differ(after: str) -> None:
+    assert first_difference(SAMPLE, after) is None
+
+
+def test_code_that_differs_is_found() -> None:
+    assert first_difference(SAMPLE, SAMPLE.replace("3.0", "4.0")) is not None
+    assert first_difference(SAMPLE, SAMPLE + "pop()\n") is not None
