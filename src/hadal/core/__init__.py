@@ -1,3 +1,3 @@
-"""What every other room speaks: configuration, the request's life, messages, seams, errors. Imports
-nothing of ours.
+"""Vocabulary of all packages: configuration, a request's life, messages, seams, errors. Imports
+nothing else of Hadal.
 """

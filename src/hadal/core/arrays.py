@@ -1,4 +1,4 @@
-"""Types of NumPy arrays, by what their elements are. A name's suffix says the shape (`counts_LE`)."""
+"""Types of NumPy arrays by element type. The suffix of a name gives the shape (`counts_LE`)."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 """Real numbers: seconds, loads, shares."""
 Bools = NDArray[np.bool_]
-"""Yes or no of each element."""
+"""One truth value per element."""

@@ -1,9 +1,8 @@
-"""What the balancers make equal, by name: keys of UnitReport.balance and TracedStep.balance, labels of
-the gauges.
+"""Names of the quantities that balancers equalise: keys of UnitReport.balance and
+TracedStep.balance, and labels of the gauges.
 
-Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference
-overview: the load balancers' objectives). Also the names by which a deployment says how far a
-balancer may go.
+Each value is the mean over the ranks divided by their maximum, 1 at best (DeepSeek-V3/R1 inference
+overview: the load balancers' objectives). Also the names of the balancers' modes in a deployment.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Mapping, Sequence
 ATTENTION = "attention"
 """Prefill: (token, position it attends to) pairs of a step."""
 TOKENS = "tokens"
-"""Prefill: tokens of a step, which is also what a rank dispatches."""
+"""Prefill: tokens of a step; each rank also dispatches as many."""
 TIME = "time"
-"""Prefill: predicted seconds of a step, both of the above at what they cost."""
+"""Prefill: predicted seconds of a step, from attention pairs and tokens at their costs."""
 KV = "kv"
 """Decode: KV positions that a step reads."""
 REQUESTS = "requests"
@@ -24,32 +23,32 @@ REQUESTS = "requests"
 EXPERTS = "experts"
 """Tokens that a rank's experts receive in a step, mean of the MoE layers."""
 EXPERTS_WORST = "experts_worst"
-"""The same in the layer where it is least."""
+"""Tokens that a rank's experts receive in a step, in the least balanced MoE layer."""
 OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
 
 AUTO, NO_MOVES, OFF, TURNS = "auto", "no_moves", "off", "turns"
-"""What UnitsConfig.request_balance may be, and the first and third UnitsConfig.expert_balance.
-"turns" is round-robin: one request to each rank in turn, whatever it is and whatever that rank has
-to do.
+"""Values of UnitsConfig.request_balance; the first and third also of UnitsConfig.expert_balance.
+"turns" is round-robin: one request to each rank in turn, regardless of its size and the ranks'
+load.
 """
 
 
 def mean_over_max(amounts: Sequence[float]) -> float | None:
-    """None if there is nothing to share."""
+    """Return the mean divided by the maximum; None if all amounts are 0."""
     most = max(amounts, default=0.0)
     return sum(amounts) / len(amounts) / most if most > 0 else None
 
 
 def balance_of(amounts: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Objective -> the ranks' amounts, as objective -> mean over maximum; without those that nobody
-    has any of.
+    """Return objective -> mean over maximum, from objective -> amounts of the ranks. Objectives of
+    which all amounts are 0 are left out.
     """
     found = {name: mean_over_max(of_ranks) for name, of_ranks in amounts.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def shown(balance: Mapping[str, float]) -> dict[str, float]:
-    """What of a unit's report can be shown, in the order of OBJECTIVES: no other names, nothing but
+    """Return the valid entries of a unit's report in the order of OBJECTIVES: known names with
     finite numbers.
     """
     numbers = {

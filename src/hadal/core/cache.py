@@ -1,7 +1,7 @@
-"""What those who name, keep and move blocks of the KV cache have in common: sizes, locations on
-disk, names of counts.
+"""Shared vocabulary of code that names, stores and transfers blocks of the KV cache: sizes, disk
+locations, names of counts.
 
-Holds no block and decides nothing.
+Holds no blocks and makes no decisions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 import msgspec
 
 NAME_BYTES = 16
-"""Bytes of a block's name (kv/names). Several names are one `bytes`, one behind the other: a chain,
-if each names the block that follows the one before.
+"""Bytes of a block's name (kv/names). Several names are one `bytes`, concatenated. They form a
+chain if each names the block that follows the one before.
 """
 
 MEMORY_HIT_TOKENS = "memory_hit_tokens"
-"""Prompt tokens whose KV was found in a rank's pool."""
+"""Prompt tokens with KV found in a rank's pool."""
 DISK_HIT_TOKENS = "disk_hit_tokens"
-"""Prompt tokens whose KV was read from disk."""
+"""Prompt tokens with KV read from disk."""
 MISS_TOKENS = "miss_tokens"
 """Prompt tokens that were computed."""
 RECOMPUTED_TOKENS = "recomputed_tokens"
-"""Prompt tokens that were computed although they were on disk: that was cheaper than to read them."""
+"""Prompt tokens that were computed although they were on disk, because that was cheaper than to read them."""
 MEMORY_BLOCKS = "memory_blocks"
 """Blocks in pools that can be found by name, in use or not. A level, not a total."""
 DISK_BLOCKS = "disk_blocks"
@@ -30,13 +30,14 @@ DISK_BLOCKS = "disk_blocks"
 STORED_BLOCKS = "stored_blocks"
 """Blocks written to disk and durable."""
 SKIPPED_BLOCKS = "skipped_blocks"
-"""Blocks that were to be written and were not: the disk is full, fails or is too slow."""
+"""Blocks that were to be written to disk but were skipped: the disk is full, fails or is too slow.
+"""
 DAMAGED_BLOCKS = "damaged_blocks"
-"""Blocks that were read from disk and did not prove to be what they were taken for."""
+"""Blocks read from disk with contents that did not match their names."""
 EVICTED_BLOCKS = "evicted_blocks"
-"""Blocks that made room for others in memory."""
+"""Blocks in memory that were replaced by others."""
 DISK_EVICTED_BLOCKS = "disk_evicted_blocks"
-"""Blocks on disk that made room for what this unit wrote."""
+"""Blocks on disk that were replaced by blocks this unit wrote."""
 CACHE_LEVELS = (MEMORY_BLOCKS, DISK_BLOCKS)
 CACHE_TOTALS = (
     MEMORY_HIT_TOKENS,
@@ -53,7 +54,7 @@ NO_NAME = bytes(NAME_BYTES)
 
 
 class DiskLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Where a block lies on disk."""
+    """Location of a block on disk."""
 
     segment: int
     """Number of a segment file, unique in its folder for all time."""
@@ -64,27 +65,27 @@ _DISK_SLOT_BITS = 32
 
 
 def number_of(segment: int, disk_slot: int) -> int:
-    """A location as one number: the disk slots of a segment are a row of them, and segments are far
-    apart.
+    """Return a location as one number: disk slots of a segment are consecutive, and segments are
+    2^32 apart.
     """
     return segment << _DISK_SLOT_BITS | disk_slot
 
 
 def location_of(number: int) -> DiskLocation:
-    """The location that has it."""
+    """Return the location encoded by `number_of`."""
     return DiskLocation(number >> _DISK_SLOT_BITS, number & ((1 << _DISK_SLOT_BITS) - 1))
 
 
 def split(names: bytes) -> Iterator[bytes]:
-    """The names in a chain, in order."""
+    """Return an iterator over the names in a chain, in order."""
     return (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
 
 
 def slice_of(names: bytes, first: int, end: int) -> bytes:
-    """The names from number `first` up to, not including, number `end`."""
+    """Return the names from index `first` up to, but not including, index `end`."""
     return names[first * NAME_BYTES : end * NAME_BYTES]
 
 
 def num_names(names: bytes) -> int:
-    """How many there are."""
+    """Return the number of names."""
     return len(names) // NAME_BYTES

@@ -1,8 +1,8 @@
-"""Files that somebody else wrote, read within bounds: model folders, deployments, traffics, loads.
+"""Read files of foreign origin within bounds: model folders, deployments, traffics, loads.
 
-Whatever such a file holds, reading it is over soon: with its values, or with one line that names
-the file and where in it. Values that come out have a bounded depth, integers of 64 bits, finite
-numbers and text that can be written down again; what they mean is for whoever asked.
+Reading such a file ends soon in any case: with its values, or with a one-line error that names the
+file and the place in it. Values have a bounded depth, integers of 64 bits, finite numbers and text
+that can be encoded again. Their meaning is checked by the caller.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hadal.core.errors import ConfigError
 MIB = 1 << 20
 MAX_TOML_BYTES = MIB
 MAX_JSON_BYTES = 64 * MIB
-"""DeepSeek-V3's index has 8.9 MB, its tokenizer 7.8 MB, others' up to 35 MB."""
+"""DeepSeek-V3's index has 8.9 MB, its tokenizer 7.8 MB; tokenizers of other models have up to 35 MB."""
 MAX_CONFIG_BYTES = 4 * MIB
-"""A config.json or a chat template."""
+"""Limit of a config.json or a chat template."""
 MAX_TABLE_BYTES = 512 * MIB
-"""A trace or a matrix of loads, gunzipped."""
+"""Limit of a trace or a matrix of loads, gunzipped."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and tables; a tokenizer.json has six."""
 MAX_DIGITS = 19
-"""Digits of an integer of 64 bits. Python itself takes seconds for a million of them, and more than
-4,300 it refuses.
+"""Digits of a 64-bit integer. Python itself takes seconds for a million digits, and refuses more
+than 4,300.
 """
 _SHOWN_CHARS = 60
 
@@ -44,17 +44,22 @@ T = TypeVar("T")
 def read_bytes(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> bytes:
-    """The contents of a regular file of at most `limit` bytes; `what` it is, and what to do, for
-    errors.
+    """Return the contents of a regular file of at most `limit` bytes. `what` (kind of file) and
+    `hint` (what to do) are for errors.
     """
     found = None
     try:
-        if path.is_file() or not path.exists():  # To open a pipe waits for whoever writes it.
+        if (
+            path.is_file() or not path.exists()
+        ):  # A read from a pipe would block until another process writes.
             with path.open("rb") as file:
                 found = file.read(limit + 1)
     except FileNotFoundError:
         raise error(f"{path}: no such {what} file.{hint and ' ' + hint}") from None
-    except (OSError, ValueError) as problem:  # ValueError: a name that no file system has.
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # ValueError: the name is invalid on every file system.
         why = getattr(problem, "strerror", None) or str(problem)
         raise error(f"{path}: cannot be read: {why.lower()}.") from problem
     if found is None:
@@ -67,7 +72,7 @@ def read_bytes(
 def read_text(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> str:
-    """Return a file's text, gunzipped where it is gzipped; see `read_bytes`."""
+    """Return a file's text, gunzipped if it is gzipped; see `read_bytes`."""
     data = gunzipped(read_bytes(path, what, limit, error=error, hint=hint), str(path), error=error)
     try:
         return data.decode("utf-8")
@@ -84,9 +89,7 @@ def read_json(
     hint: str = "",
     ignored: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the object that a JSON file holds, without its `ignored` fields, whose values may be
-    anything.
-    """
+    """Return the object of a JSON file without its `ignored` fields, which may have any values."""
     text = read_text(path, what, limit, error=error, hint=hint)
     fields = parse_json(text, str(path), error=error, ignored=ignored)
     if not isinstance(fields, dict):
@@ -97,8 +100,8 @@ def read_json(
 def parse_json(
     text: str | bytes, where: str, *, error: Kind = ConfigError, ignored: Collection[str] = ()
 ) -> Any:
-    """Return the value of a JSON text; `where` it stands, for errors. `ignored`: fields of an object
-    to leave out.
+    """Return the value of a JSON text. `where` names its place in errors; `ignored` are fields of
+    an object to leave out.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -113,7 +116,7 @@ def parse_json(
 
 
 def parse_toml(text: str, where: str, *, error: Kind = ConfigError) -> dict[str, Any]:
-    """The tables of a TOML text."""
+    """Return the tables of a TOML text. `where` names its place in errors."""
     _check_toml(text, where, error)
     try:
         tables = tomllib.loads(text)
@@ -126,7 +129,7 @@ def parse_toml(text: str, where: str, *, error: Kind = ConfigError) -> dict[str,
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is such a folder; False, too, for a name that no file system has."""
+    """Return True if the folder exists; False also for a name that is invalid on every file system."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -134,7 +137,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """The same of a regular file."""
+    """Return True if the regular file exists; False also for a name that is invalid on every file system."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -144,14 +147,14 @@ def is_file(path: Path) -> bool:
 def gunzipped(
     data: bytes, where: str, limit: int = MAX_TABLE_BYTES, *, error: Kind = ConfigError
 ) -> bytes:
-    """The data, unpacked where it is gzipped: a few bytes may stand for as many as `limit`, and for
-    no more.
+    """Return the data, unpacked if it is gzipped. Raise `error` beyond `limit` bytes, because a few
+    bytes may unpack to very many.
     """
     if data[:2] != b"\x1f\x8b":
         return data
     pieces, size = [], 0
     try:
-        while data[:2] == b"\x1f\x8b":  # A file may be several, one behind the other.
+        while data[:2] == b"\x1f\x8b":  # A gzip file may be several members, one after the other.
             unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
             piece = unzip.decompress(data, limit + 1 - size)
             size += len(piece)
@@ -167,7 +170,7 @@ def gunzipped(
 
 
 def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
-    """Raise `error`, naming where it stands, for what nobody can mean: see the module's text."""
+    """Raise `error`, naming the place, for a value that no file can mean: see the module's text."""
     if (problem := problem_of(value)) is not None:
         raise error(f"{where}: the value {problem}.")
     level: list[tuple[Any, tuple[Any, ...]]] = [(value, ())]
@@ -188,8 +191,8 @@ def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
 def converted(
     value: Any, kind: type[T], where: str = "", name: str = "", *, error: Kind = ConfigError
 ) -> T:
-    """A plain value as a `kind`, of which msgspec checks all. Raises `error` that says where it
-    stands, the field (`name`, or one within), what that holds and what it may hold.
+    """Return a plain value converted to `kind`, fully checked by msgspec. The error raised names
+    the place, the field (`name`, or one within), its value and the values allowed.
     """
     try:
         return msgspec.convert(value, kind)
@@ -202,7 +205,7 @@ def converted(
         name = path_text((*filter(None, [name]), *steps))
         if isinstance(problem.__cause__, ValueError):  # A table's own check, which names its field.
             text = f"{name}.{problem.__cause__}" if name else str(problem.__cause__)
-        elif text.startswith("Object "):  # It has a field too many, or one too few.
+        elif text.startswith("Object "):  # The table has an unknown field, or lacks one.
             text = f"{name}: {_lower(text)}" if name else _lower(text)
             text += _known_fields(_kind_at(kind, steps)) if "unknown" in text else ""
         else:
@@ -217,7 +220,7 @@ _NAMES = re.compile(r"Expected `str` matching regex '\^\((.*)\)\\\\Z'")
 
 
 def _kind_at(kind: Any, steps: list[int | str]) -> Any:
-    """The type of a field of a table; None where there is no such field."""
+    """Return the type of a table's field, or None if there is no such field."""
     for step in steps:
         found = structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
         kind = next((each.type for each in found if each.name == step), None)
@@ -225,7 +228,7 @@ def _kind_at(kind: Any, steps: list[int | str]) -> Any:
 
 
 def _either(kind: Any) -> str:
-    """What a field may hold that is a whole number or a name; empty for any other."""
+    """Return the values allowed for a field that is a whole number or a name; "" for any other field."""
     bounds = {
         base: meta
         for base, meta in (get_args(part) for part in get_args(kind) if len(get_args(part)) == 2)
@@ -243,7 +246,7 @@ def _known_fields(kind: Any) -> str:
 
 
 def _known(names: str) -> str:
-    """Of a pattern's alternatives."""
+    """Return a text that lists a pattern's alternatives."""
     return f"known are {', '.join(repr(name) for name in names.split('|'))}"
 
 
@@ -252,7 +255,7 @@ def _lower(text: str) -> str:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """`("a", "b", 3)` as a.b[3], cut short where it is long."""
+    """Return the path `("a", "b", 3)` as a.b[3], cut if it is long."""
     text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).removeprefix(
         "."
     )
@@ -260,20 +263,18 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut short where it is long: for one line of an error."""
+    """Return a value as Python writes it, cut if it is long, for one line of an error."""
     return cut(repr(value))
 
 
 def cut(text: str, most: int = _SHOWN_CHARS) -> str:
-    """A text of at most so many characters, on one line."""
+    """Return the text on one line, cut to `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 class _Digits:
-    """Stands for an integer with too many digits until `check_values` finds it, and with it where
-    it stands.
-    """
+    """Stand-in for an integer with too many digits, until `check_values` finds it and can name its place."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -285,7 +286,7 @@ def _integer(text: str) -> int | _Digits:
 
 
 def problem_of(value: Any) -> str | None:
-    """What is wrong with a value by itself, whatever it was meant to be; None: nothing."""
+    """Return what is wrong with a value independent of its meaning, or None."""
     if isinstance(value, str):
         try:
             if not value.isascii():
@@ -312,8 +313,8 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(holder)
 
 
-# Comments and strings, so that what is left of a TOML text is its keys and its numbers.
-# One that does not end ends with its line, or with the text, so that no stretch is looked at twice.
+# Matches comments and strings, so that only keys and numbers of a TOML text remain. One without an
+# end ends with its line, or with the text, so that no stretch is scanned twice.
 _QUOTED = re.compile(
     r"""#[^\n]*+|\"\"\"(?:\\.|.)*?(?:\"\"\"|\Z)|\'\'\'.*?(?:\'\'\'|\Z)"""
     r"""|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?""",
@@ -324,8 +325,8 @@ _LONG_NUMBER = re.compile(r"\d[\d_]{400}")
 
 
 def _check_toml(text: str, where: str, error: Kind) -> None:
-    """What tomllib takes hours for: a key of a hundred thousand parts; and numbers that it cannot
-    place.
+    """Raise `error` for a key with about a hundred thousand parts, which takes tomllib hours, and
+    for numbers that tomllib reports without a line.
     """
     plain = _QUOTED.sub(lambda found: _blank(found[0]), text)
     checks: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
@@ -340,5 +341,7 @@ def _check_toml(text: str, where: str, error: Kind) -> None:
 
 
 def _blank(token: str) -> str:
-    """A string or a comment, gone but for its lines and for being one word."""
+    """Return a replacement for a string or comment that keeps only its line breaks, and is one word
+    for a string.
+    """
     return "\n" * token.count("\n") + ("" if token[0] == "#" else "''")

@@ -1,9 +1,9 @@
-"""What became of a step's drafts, by their place behind the last token.
+"""Results of a step's drafts (speculative tokens), by their position after the last token.
 
     a slot's drafts    d1 d2 d3
     drawn              d1 d2 x         d1 and d2 are right, d3 is wrong
 
-A draft behind a wrong one is not compared.
+Drafts after a wrong one are not compared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Compared = tuple[tuple[int, int], ...]
-"""By place: drafts that were compared with what was drawn, and those that were that."""
+"""Per position: (drafts compared with the drawn token, drafts equal to it)."""
 _NONE = (0, 0)
 
 
 def compared(num_checked_N: NDArray[np.int64], num_right_N: NDArray[np.int64]) -> Compared:
-    """Count the drafts of N slots, of which so many were checked, and so many were right."""
+    """Count the drafts of N slots: `num_checked_N` were compared, `num_right_N` were right."""
     return tuple(
         (
             int(np.count_nonzero((num_checked_N > place) & (num_right_N >= place))),
@@ -31,7 +31,7 @@ def compared(num_checked_N: NDArray[np.int64], num_right_N: NDArray[np.int64]) -
 
 
 def summed(parts: Iterable[Compared]) -> Compared:
-    """Return the drafts of several passes or ranks together."""
+    """Return the sum over several passes or ranks, per position."""
     total: Compared = ()
     for part in parts:
         both = zip_longest(total, part, fillvalue=_NONE)

@@ -1,20 +1,20 @@
-"""The tree of errors. What a user can cause says what to do about it; the gateway maps each class
-to a status.
+"""The tree of errors. An error that a user can cause says what to do about it; the gateway maps
+each class to an HTTP status.
 """
 
 EXIT_CONFIG = 2
-"""Exit code where the model or the configuration cannot work: starting again would not help."""
+"""Exit code if the model or the configuration cannot work, so that a restart would not help."""
 _MAX_CHARS = 1000
-"""Most characters of what is said of a mistake: it may quote a file."""
+"""Most characters of a ConfigError's message, which may quote a file."""
 
 
 class HadalError(Exception):
-    """Anything Hadal raises on purpose."""
+    """Base class of every error that Hadal raises on purpose."""
 
 
 class ConfigError(HadalError, ValueError):
-    """A deployment file, a model folder or a flag is wrong. Names the file and the field, in one
-    line that can be printed whatever stands in the file.
+    """Wrong deployment file, model folder or flag. The message names the file and the field, on one
+    line that is printable for any contents of the file.
     """
 
     def __init__(self, message: str) -> None:
@@ -22,13 +22,13 @@ class ConfigError(HadalError, ValueError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is not this architecture, or is damaged. Names the file and the tensor or
-    field.
+    """Checkpoint that is damaged or of another architecture. The message names the file and the
+    tensor or field.
     """
 
 
 class RequestError(HadalError, ValueError):
-    """A request is malformed: HTTP 400. `param` names the field."""
+    """Malformed request: HTTP 400. `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class RequestError(HadalError, ValueError):
 
 
 class InvariantError(HadalError, AssertionError):
-    """A ledger does not add up. A bug of ours, never the user's."""
+    """A ledger does not add up: a bug in Hadal, never the user's mistake."""
 
 
 def _one_line(text: str) -> str:

@@ -8,7 +8,7 @@ EXTRA_TO_MODULES = {
     "apps": ("nicegui", "httpx_sse", "markdown_it", "pygments", "plotly"),
     "lab": ("pebble", "plotly"),
 }
-"""Extra -> modules that it installs; pyproject.toml has the same."""
+"""Extra -> modules that it installs; must match pyproject.toml."""
 
 
 def missing_modules(extra: str) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""What the ledger records: how a generation ended, and which nodes a unit occupied. Frozen values,
-said once.
+"""Records of the ledger: how a generation ended, and which nodes a unit occupied. Frozen values,
+each recorded once.
 
-Times are wall-clock unix seconds, given in by whoever has a clock; `micros` makes whole
-microseconds of them, in which everything is added up. Token counts and money are integers, so a sum
-is exact however it is grouped.
+Times are wall-clock unix seconds, supplied by callers with a clock; `micros` converts them to whole
+microseconds, in which all sums are made. Token counts and money are integers, so a sum is exact in
+any grouping.
 """
 
 from __future__ import annotations
@@ -11,62 +11,62 @@ from __future__ import annotations
 import msgspec
 
 CANCELLED = "cancelled"
-"""How a generation ended whose client left."""
+"""`RequestFact.end` of a generation that ended because its client disconnected."""
 FINISHES = ("stop", "length", "tool_calls")
-"""How one ended that is complete. Anything else is the HTTP status of its error, in digits."""
+"""`RequestFact.end` of a complete generation. Any other value but CANCELLED is the HTTP status of
+its error, in digits.
+"""
 BATCH_MODEL = "/batch"
-"""What stands behind a model's name in facts of batches: they have prices of their own."""
+"""Suffix of a model's name in facts of batches, which have prices of their own."""
 REFUSALS = ("429", "503")
-"""Statuses of what was not let in, where no unit had it before."""
+"""Statuses of requests that were rejected before a unit had them."""
 
 
 def micros(time_s: float) -> int:
-    """Whole microseconds; a float of unix seconds tells apart 0.24 of one."""
+    """Return whole microseconds. A float of unix seconds has a resolution of 0.24 microseconds."""
     return round(time_s * 1e6)
 
 
 def sum_kv_tokens(num_prompt: int, num_output: int) -> int:
-    """KV length added up over a generation's output tokens: token i (from 0) is drawn over
-    num_prompt + i positions.
+    """Return the sum of KV lengths over a generation's output tokens: token i (from 0) is drawn
+    over num_prompt + i positions.
     """
     return num_output * num_prompt + num_output * (num_output - 1) // 2
 
 
 class RequestFact(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one generation. Raises ValueError at birth for counts or times that cannot be.
+    """End of one generation. Raises ValueError when made with impossible counts or times.
 
     A prompt is billed once it is answered: `tokens_hit + tokens_miss` is its length if a first
-    token came, else 0. Of several choices of one prompt, one bears it.
+    token was made, else 0. If a prompt has several choices, only one of them carries it.
     """
 
     request_id: str
     tenant: str
-    """A name, no secret (gateway/desk/salts)."""
+    """Name of the tenant; not a secret (gateway/desk/salts)."""
     model: str
     tokens_hit: int
-    """Positions of the prompt whose KV was found."""
+    """Prompt positions with KV found in the cache."""
     tokens_miss: int
-    """The rest of the prompt, which was computed."""
+    """Prompt positions that were computed."""
     tokens_out: int
     """Output tokens that were streamed."""
     kv_tokens: int
-    """KV length added up over the output tokens (`sum_kv_tokens`)."""
+    """Sum of KV lengths over the output tokens (`sum_kv_tokens`)."""
     end: str
     """One of FINISHES, CANCELLED, or the status of an error."""
     received_s: float
     completed_s: float
-    """The generation's price is that of this time."""
+    """End of the generation; the prices of this time apply."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     prefill_unit: str = ""
-    """Where its last attempt was prefilled; empty: nowhere."""
+    """Unit that prefilled its last attempt; empty: none did."""
     decode_unit: str = ""
     num_retries: int = 0
-    """Attempts beyond the first, preemptions among them."""
+    """Attempts after the first, including those after preemptions."""
     income_pico_usd: int = 0
-    """What was charged, in 10^-12 dollars: price (micro-dollars per million tokens) times tokens,
-    added up.
-    """
+    """Amount charged, in 10^-12 dollars: price (micro-dollars per million tokens) times tokens, summed."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -103,26 +103,29 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it was not let in. One that a unit had and that ended with this status failed."""
+        """True if the request was rejected. A request that a unit had and that ended with such a
+        status has failed instead.
+        """
         return self.end in REFUSALS and not self.is_billed and not self.prefill_unit
 
     @property
     def is_billed(self) -> bool:
-        """Whether any token would be missing without it."""
+        """True if the request has any billed tokens."""
         return self.tokens_in + self.tokens_out > 0
 
 
 class NodesFact(msgspec.Struct, frozen=True, array_like=True):
-    """A unit was up from one time to another. Said again with a later `to_s` while it stays up.
+    """Interval in which a unit was up. Recorded again with a later `to_s` while it stays up.
 
-    A unit occupies `num_ranks / ranks_per_node` nodes, a fraction where it does not fill one: two
-    ranks of 8 are a quarter of a node, be they GPUs or processes on a CPU. Ranks that died and come
-    back count all the while: they are paid for. Raises ValueError at birth.
+    A unit occupies `num_ranks / ranks_per_node` nodes, a fraction if it does not fill one: two
+    ranks of 8 are a quarter of a node, whether GPUs or processes on a CPU. Ranks that die and
+    return count throughout, because they are paid for. Raises ValueError when made with impossible
+    values.
     """
 
     unit: str
     epoch: str
-    """The life of its process: a unit that was started again is another interval."""
+    """Epoch of the unit's process: a restarted unit begins another interval."""
     role: str
     """"prefill" or "decode"."""
     num_ranks: int
@@ -130,11 +133,11 @@ class NodesFact(msgspec.Struct, frozen=True, array_like=True):
     from_s: float
     to_s: float
     gpu: str = ""
-    """What a rank runs on."""
+    """Hardware that a rank runs on."""
     gpu_hour_micro_usd: int = 0
     """Price of one rank for an hour, in 10^-6 dollars."""
     model: str = ""
-    """The model it serves; empty where it serves several."""
+    """Model that the unit serves; empty if it serves several."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.gpu_hour_micro_usd < 0:
@@ -153,14 +156,14 @@ Fact = RequestFact | NodesFact
 
 
 class PackedFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Facts on their way to a file or another process."""
+    """Facts sent to a file or another process."""
 
     requests: tuple[RequestFact, ...] = ()
     nodes: tuple[NodesFact, ...] = ()
 
 
 def pack(facts: list[Fact]) -> PackedFacts:
-    """Sorted by kind, each in its order."""
+    """Return the facts grouped by kind, each kind in its given order."""
     return PackedFacts(
         tuple(fact for fact in facts if isinstance(fact, RequestFact)),
         tuple(fact for fact in facts if isinstance(fact, NodesFact)),

@@ -1,6 +1,6 @@
-"""The models that are served, and the models and formats that are taken for one of them.
+"""Models that are served, and models and formats that are easily mistaken for one of them.
 
-A refusal names what the folder holds and what to take instead.
+A refusal names what the folder contains and what to use instead.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hadal.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """One architecture by its `model_type`."""
+    """One architecture, found by its `model_type`."""
 
     name: str
     architecture: str
-    """The class that `architectures` names."""
+    """Class name in `architectures`."""
 
 
 FAMILY = {
-    # V3, V3-0324, R1, R1-0528, V3.1 and Terminus; Moonlight-16B-A3B and GigaChat3, too.
+    # Also V3-0324, R1, R1-0528, V3.1 and Terminus, Moonlight-16B-A3B and GigaChat3.
     "deepseek_v3": FamilyMember("DeepSeek-V3", "DeepseekV3ForCausalLM"),
-    # V3.2-Exp, V3.2 and Speciale.
+    # Also V3.2-Exp and Speciale.
     "deepseek_v32": FamilyMember("DeepSeek-V3.2", "DeepseekV32ForCausalLM"),
     "kimi_k2": FamilyMember("Kimi-K2", "DeepseekV3ForCausalLM"),
     "joyai_llm_flash": FamilyMember("JoyAI-LLM-Flash", "DeepseekV3ForCausalLM"),
     "glm4_moe_lite": FamilyMember("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM"),
 }
-"""The models that are served, by `model_type`."""
+"""`model_type` -> model that is served."""
 
 _OTHERS: dict[str, tuple[str, str, str]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate is another (softmax)"),
@@ -67,12 +67,12 @@ _OTHERS: dict[str, tuple[str, str, str]] = {
         "its indexer is another (it rotates interleaved pairs, and layers may share a selection)",
     ),
 }
-"""Models that are taken for one of the family, by `model_type`: class, name, why not."""
+"""`model_type` of models mistaken for one of the family -> (class, name, why not served)."""
 
 SERVED = ", ".join(member.name for member in FAMILY.values())
 _INSTEAD = f"Take one of these: {SERVED}; or serve it with vLLM, SGLang or llama.cpp."
 OWN_WEIGHTS = "Take the repository that it was made from: the maker's own safetensors, BF16 or FP8"
-"""What to take instead of a conversion."""
+"""Advice for a folder with converted weights."""
 
 _HUB_ID = re.compile(
     r"(?:(?:https?://)?(?:huggingface\.co|hf\.co|modelscope\.cn/models)/|hf://|hf:)?"
@@ -105,11 +105,11 @@ def member_of(fields: Mapping[str, Any], source: str) -> FamilyMember:
 
 
 def as_v32(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields with V3.2's own model_type where they are a file of V3.2 under V3's.
+    """Return the fields, with V3.2's own model_type if they describe V3.2 under V3's name.
 
-    Such files exist for loaders that know no other: index_topk tells them apart. Served as V3, they
-    would give wrong tokens beyond that many positions; where they are not V3.2, the indexer's
-    tensors are missing.
+    Such files exist for loaders that support only V3; index_topk identifies them. Served as V3,
+    they would give wrong tokens beyond index_topk positions. If a file is not V3.2 after all, the
+    indexer's tensors are found to be missing.
     """
     names = {name: FAMILY[name].architecture for name in ("deepseek_v3", "deepseek_v32")}
     is_v3 = fields.get("model_type") == "deepseek_v3"
@@ -126,15 +126,15 @@ def as_v32(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def why_no_folder(asked: str, path: Path) -> str | None:
-    """Return why a --model that is no folder cannot be read, and what to take instead; None: it is
-    only missing.
+    """Return why a --model that is not a folder cannot be read, and what to use instead; None: the
+    path merely does not exist.
     """
     if asked.lower().endswith(".gguf"):
         return f"{asked}: a GGUF file, which is not read. {OWN_WEIGHTS}."
     if is_file(path):
         return f"{path}: a file. Give the Hugging Face folder that config.json is in."
     found = _HUB_ID.fullmatch(asked)
-    # A path that begins in an existing folder was mistyped; it is no name on the Hub.
+    # A path inside an existing folder is a typing mistake, not a name on the Hub.
     if found is None or (path.parent.is_dir() and asked == found[1]):
         return None
     name = found[1]
@@ -145,9 +145,8 @@ def why_no_folder(asked: str, path: Path) -> str | None:
 
 
 def check_format(folder: Path, fields: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError where the folder's weights are in a format that is not read: GGUF,
-    pickles, or a conversion that says so in a file beside config.json. `fields`: of config.json,
-    None where there is none.
+    """Raise CheckpointError if the folder's weights are in an unsupported format: GGUF, pickles, or
+    a conversion marked by a file beside config.json. `fields`: contents of config.json, or None.
     """
     beside = {
         "hf_quant_config.json": "NVIDIA's ModelOpt, such as NVFP4",

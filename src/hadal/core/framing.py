@@ -1,6 +1,6 @@
-"""Lengths and counts as bytes, on connections, in digests and in files: unsigned and little-endian.
+"""Lengths and counts as bytes, unsigned and little-endian, for connections, digests and files.
 
-Knows no sockets and no files.
+Does not depend on sockets or files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ U64 = struct.Struct("<Q")
 
 
 def delimited(*parts: bytes) -> Iterator[bytes]:
-    """Put each part behind its length, so that parts cannot run into each other."""
+    """Yield each part after its length in bytes (U64), so that parts cannot run into each other."""
     for part in parts:
         yield U64.pack(len(part))
         yield part

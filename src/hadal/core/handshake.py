@@ -1,23 +1,23 @@
-"""How two processes of one deployment prove to each other that both hold its secret, without saying
-it.
+"""Handshake in which two processes of one deployment prove that both hold its secret, without
+revealing it.
 
     connector  nonce ->
                <- nonce, proof          acceptor
     proof ->
 
-A proof is an HMAC, under a key derived from the secret for one purpose, over who speaks, both
-nonces, the port that was connected to and whatever the side claims of itself. So a proof is worth
-nothing on another connection (replay), from the other side (reflection), for another purpose, or
-with another claim. The port keeps an honest connector from being led on: a stranger who sits on a
-port that a dead process had can pass nonces and proofs between it and an acceptor elsewhere, but
-both prove the port that they see, and these differ.
+A proof is an HMAC, under a key derived from the secret for one purpose, over the prover's side,
+both nonces, the port that was connected to and the side's claims about itself. So a proof is
+worthless on another connection (replay), from the other side (reflection), for another purpose, or
+with another claim. The port protects an honest connector from a relay. A stranger on a dead
+process's port could forward nonces and proofs to an acceptor elsewhere, but each side proves the
+port that it sees, and these differ.
 
-On a loopback address that is enough: nobody but the kernel is between two ends that proved
-themselves. Where packets leave the host, every record carries a tag of the session as well
-(`Seal`), so that nobody on the way can change, repeat, drop or reorder one unnoticed. Nobody is
-kept from reading them: that is for TLS, whose place is where a `Seal` is made (`Handshake.seal`).
+On a loopback address that is enough: only the kernel is between two ends that proved themselves. If
+packets leave the host, every record also carries a tag of the session (`Seal`), so that a record
+changed, repeated, dropped or reordered on the way is detected. Records can still be read on the
+way; preventing that is for TLS, which would belong where a `Seal` is made (`Handshake.seal`).
 
-Sans-IO: nonces come from the caller, who has the operating system's generator.
+Sans-IO: the caller supplies nonces from the operating system's generator.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ TAG_BYTES = 16
 
 
 def is_near(address: str) -> bool:
-    """Whether packets to this address stay on this host, where nobody but the kernel is between two
-    ends.
-    """
+    """Return True if packets to this address stay on this host, with only the kernel between the two ends."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -47,17 +45,15 @@ def is_near(address: str) -> bool:
 
 
 def key_of(secret: bytes, purpose: str) -> bytes:
-    """The 32 bytes under which processes that share `secret` prove themselves when they speak of
-    `purpose`.
-    """
+    """Return the 32-byte key with which processes that share `secret` prove themselves for one `purpose`."""
     return mac(secret, b"purpose", purpose.encode())
 
 
 class Handshake:
-    """One side of one connection. `port` is the one that was connected to; `nonce` is fresh and
+    """One side of one connection. `port` is the port that was connected to; `nonce` is fresh and
     random.
 
-    `is_sealed` says whether this side takes the other to be on another host: the two must agree.
+    `is_sealed`: True if this side takes the other to be on another host; the two sides must agree.
     """
 
     def __init__(
@@ -76,29 +72,29 @@ class Handshake:
 
     @property
     def is_challenged(self) -> bool:
-        """The other side's nonce is here, so proofs can be made."""
+        """True once the other side's nonce has arrived, so that proofs can be made."""
         return bool(self._peer_nonce)
 
     def challenged(self, nonce: bytes) -> None:
-        """Take in the other side's nonce. Raises ValueError if it is none, is our own, or is the
-        second one.
+        """Accept the other side's nonce. Raises ValueError if it has another length, equals our
+        own, or is a second one.
         """
         if len(nonce) != NONCE_BYTES or nonce == self.nonce or self._peer_nonce:
             raise ValueError("it does not challenge as this protocol does")
         self._peer_nonce = nonce
 
     def proof(self, *claims: bytes) -> bytes:
-        """What shows that this side holds the key, and says `claims`."""
+        """Return the proof that this side holds the key and makes these `claims`."""
         return self._proof(self._is_connector, claims)
 
     def is_proof(self, proof: bytes, *claims: bytes) -> bool:
-        """Whether `proof` shows that the other side holds the key, and says `claims`."""
+        """Return True if `proof` shows that the other side holds the key and makes these `claims`."""
         return self.is_challenged and hmac.compare_digest(
             proof, self._proof(not self._is_connector, claims)
         )
 
     def seal(self, *, is_outgoing: bool) -> Seal | None:
-        """What tags the records of one direction; None where the other side is on this host."""
+        """Return the Seal for the records of one direction; None if the other side is on this host."""
         if not self.is_sealed:
             return None
         is_by_connector = self._is_connector == is_outgoing
@@ -123,22 +119,20 @@ class Handshake:
 
 
 class Seal:
-    """Tags of the records that go one way, in order: the n-th tag is right for the n-th record and
-    for no other.
-    """
+    """Tags of the records of one direction, in order: the n-th tag is valid for the n-th record only."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._count = 0
 
     def begin(self) -> hashlib.blake2b:
-        """What takes in the bytes of the next record; its digest is the tag."""
+        """Return a hash that must be fed the next record's bytes; its digest is the tag."""
         digest = hashlib.blake2b(U64.pack(self._count), digest_size=TAG_BYTES, key=self._key)
         self._count += 1
         return digest
 
     def tag(self, pieces: Iterable[memoryview | bytes]) -> bytes:
-        """The tag of the next record, whose bytes are `pieces` in order."""
+        """Return the tag of the next record, made of the bytes of `pieces` in order."""
         digest = self.begin()
         for piece in pieces:
             digest.update(piece)
@@ -146,5 +140,5 @@ class Seal:
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over parts that cannot run into each other."""
+    """Return the HMAC-SHA256 over parts, each with its length so that they cannot run into each other."""
     return hmac.digest(key, b"".join(delimited(*parts)), "sha256")

@@ -16,8 +16,8 @@ def check_object(
 ) -> None:
     """Check each key of an object inside config.json against its table.
 
-    Raises CheckpointError: no object, a key that is missing, unknown and not accepted, or FIXED
-    with a value that is not served.
+    Raises CheckpointError if `found` is not an object, or if a key is missing, unknown and not
+    accepted, or FIXED with an unsupported value.
     """
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source}: {path} is {shown(found)}; an object is needed.")
@@ -36,12 +36,12 @@ def check_object(
 def check_fixed(
     fields: Mapping[str, Any], key: str, row: ConfigKey, source: str, name: str
 ) -> None:
-    """Raise CheckpointError where a FIXED key is missing or has a value that is not served."""
+    """Raise CheckpointError if a FIXED key is missing or has an unsupported value."""
     value = fields.get(key, row.default)
     if value is model_keys.REQUIRED:
         raise CheckpointError(f"{source}: {name} is missing; {row.allowed[0]!r} is needed.")
     if key in fields and not model_keys.is_allowed(row, value):
-        # 1.0 and 1 are one value.
+        # 1.0 and 1 are equal, so only one is shown.
         served = list(dict.fromkeys(one for one in row.allowed if one is not None))
         needed = " or ".join(map(repr, served)) or "nothing"
         raise CheckpointError(

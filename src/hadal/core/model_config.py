@@ -1,9 +1,9 @@
 """The shape of a model of DeepSeek-V3's architecture, read from a Hugging Face `config.json` and
 checked key by key.
 
-Knows nothing of tensors. Every name is the checkpoint's own, so that a reader can put the two side
-by side. Source of the fields: DeepSeek-V3 technical report (arXiv 2412.19437), section 2 and 4.2,
-and the released config.json. `model_keys` says of each key what it does; `families` names the models.
+Does not depend on tensors. Field names are the checkpoint's own, so that a reader can compare the
+two. Source of the fields: DeepSeek-V3 technical report (arXiv 2412.19437), sections 2 and 4.2, and
+the released config.json. `model_keys` explains each key; `families` names the models.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hadal.core.model_keys import Use
 from hadal.core.quantization import parse_quantization
 from hadal.core.rope import RopeScaling, Theta, Tokens, parse_rope
 
-# What a field may be at most is 10 to 100 times DeepSeek-V3's: beyond it a file is damaged or means
-# harm, and loops and tables as long as it says would take all time and memory.
+# Maxima are 10 to 100 times DeepSeek-V3's values. A file beyond them is damaged or malicious, and
+# its loops and tables would take all time and memory.
 Layers = Annotated[int, Meta(ge=0, le=1 << 10)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
 FfnWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -36,16 +36,16 @@ Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 22)]
 SCALE_BLOCK = (128, 128)
 """Rows and columns of a matrix that share a scale in every checkpoint DeepSeek released (arXiv
-2412.19437, 3.3.2). Kernels take no others: a matrix with other blocks is held in FP32.
+2412.19437, 3.3.2). Kernels accept no other size: a matrix with other blocks is held in FP32.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one model. `q_lora_rank` None: queries are projected at once."""
+    """Shape of one model. `q_lora_rank` None: queries are projected in one step, without a latent."""
 
     model_type: str = "deepseek_v3"
-    """Which of FAMILY it is."""
+    """Key of FAMILY."""
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 22)]
     hidden_size: Width
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 10)]
@@ -66,24 +66,26 @@ class ModelConfig:
     qk_rope_head_dim: HeadWidth
     v_head_dim: HeadWidth
     index_n_heads: Annotated[int, Meta(ge=1, le=1 << 12)] | None = None
-    """Heads of the indexer, which chooses the positions that a token attends to (DeepSeek-V3.2);
-    None, like the next two: there is none, and a token attends to all.
+    """Heads of the indexer, which chooses the positions that a token attends to (DeepSeek-V3.2).
+    None, also for the next two fields: no indexer, and a token attends to all positions.
     """
     index_head_dim: HeadWidth | None = None
     index_topk: Tokens | None = None
-    """Positions that a token attends to at most."""
+    """Most positions that a token attends to."""
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     rope_theta: Theta = 10000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: Tokens = 4096
     num_nextn_predict_layers: Layers = 0
     mtp_is_moe: bool = True
-    """Whether an MTP layer, which stands behind the last layer, has experts."""
+    """True if MTP layers, which follow the last layer, have experts."""
     eos_token_ids: tuple[TokenId, ...] = (1,)
     weight_block_size: tuple[int, int] | None = None
-    """Blocks of the FP8 scales (`quantization_config`); None where the weights are plain."""
+    """Rows and columns of a block with one FP8 scale (`quantization_config`); None if the weights
+    are not quantised.
+    """
     scale_names: tuple[str, ...] = ("weight_scale_inv",)
-    """Names that the scales of `X.weight` may have, each behind `X.`."""
+    """Names that the scales of `X.weight` may have, each after the prefix `X.`."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -98,8 +100,8 @@ class ModelConfig:
 
     @property
     def entry_dim(self) -> int:
-        """Values cached per token and layer: what attention reads, then the indexer's key where
-        there is one (704 for V3.2).
+        """Values cached per token and layer: attention's values, then the indexer's key if there is
+        one (704 for V3.2).
         """
         return self.latent_dim + (self.index_head_dim or 0)
 
@@ -111,9 +113,9 @@ class ModelConfig:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj, and the indexer's, where
-        there is one: its queries are made of the query latent, its key and its heads' weights of the
-        hidden state.
+        """Number of weights of one layer's attention: q_a, q_b, kv_a, kv_b, o_proj, and the
+        indexer's if there is one. The indexer projects its queries from the query latent, and its
+        key and head weights from the hidden state.
         """
         heads, hidden, rank = self.num_attention_heads, self.hidden_size, self.q_lora_rank
         index_heads, index_dim = self.index_n_heads or 0, self.index_head_dim or 0
@@ -140,8 +142,8 @@ _GENERATION = "generation_config.json"
 def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConfig:
     """Read and check `folder/config.json`, and the keys of `generation_config.json` beside it.
 
-    `accepted`: unknown keys that are passed over, by the names that a refusal gives them
-    (`--accept-config`). Raises CheckpointError naming the file and the key.
+    `accepted`: unknown keys to ignore, by the names that a refusal gives (`--accept-config`).
+    Raises CheckpointError naming the file and the key.
     """
     fields = _read_fields(folder)
     config = parse_model_config(fields, str(folder / _CONFIG), accepted)
@@ -150,8 +152,8 @@ def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConf
 
 
 def unknown_keys(folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the keys at the top of both files that the table does not have: Hadal passes them over.
-    Raises CheckpointError as `read_model_config`.
+    """Return the top-level keys of both files that are not in the table, and that Hadal therefore
+    ignores. Raises CheckpointError as `read_model_config`.
     """
     fields = as_v32(_read_fields(folder))
     member_of(fields, str(folder / _CONFIG))
@@ -184,8 +186,8 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collection[str]) -> None:
-    """Raise CheckpointError for a key that changes a draw or the end of a text, is not served and
-    not accepted.
+    """Raise CheckpointError for a key that would change sampling or the end of a text, is not
+    supported and not accepted.
     """
     for key, row in model_keys.GENERATION.items():
         name = f"generation_config.{key}"
@@ -200,8 +202,8 @@ def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collecti
 
 
 def check_accepted(accepted: Collection[str]) -> None:
-    """Raise ConfigError for a name of --accept-config that Hadal knows: accepting it would pass over a
-    key that decides tokens.
+    """Raise ConfigError for a name of --accept-config that Hadal reads: accepting it would ignore a
+    key that affects tokens.
     """
     known = {key for table in model_keys.CONFIG.values() for key in table}
     for name, table in (
@@ -231,7 +233,7 @@ def parse_model_config(
     keys = _TopKeys(fields, model_keys.CONFIG[fields["model_type"]], source)
     quantization = parse_quantization(keys.value("quantization_config"), source, accepted)
     keys.check_fixed()
-    # Rotation comes last: an object's own values go before the top's.
+    # Rotation is parsed last: values in its own object take precedence over top-level ones.
     later = {"model_type", "rope_theta", "rope_scaling"}
     values = {
         name: keys.value(name)
@@ -266,7 +268,7 @@ def parse_model_config(
 
 @dataclass(frozen=True)
 class _TopKeys:
-    """The keys at the top of one config.json, read as the table says."""
+    """Top-level keys of one config.json, read by the rules of the table."""
 
     fields: Mapping[str, Any]
     table: model_keys.Table
@@ -298,7 +300,7 @@ class _TopKeys:
                 check_fixed(self.fields, key, row, self.source, key)
 
     def check_restatements(self, config: ModelConfig) -> None:
-        """Raise CheckpointError where a SAME key states another value than the key it restates."""
+        """Raise CheckpointError if a SAME key states a value other than the key it restates."""
         for key, row in self.table.items():
             if row.use is not Use.SAME or self.fields.get(key) is None:
                 continue
@@ -353,7 +355,7 @@ class _TopKeys:
 
 
 def _check(config: ModelConfig, source: str) -> None:
-    """Raise CheckpointError for fields that do not go together."""
+    """Raise CheckpointError for fields that contradict each other."""
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(
             f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; rotation needs pairs."
@@ -379,7 +381,7 @@ def _check(config: ModelConfig, source: str) -> None:
 
 
 def _check_indexer(config: ModelConfig, source: str) -> None:
-    """Raise CheckpointError for an indexer that cannot be, or that is not known."""
+    """Raise CheckpointError for an indexer with missing or impossible fields."""
     if config.model_type != "deepseek_v32":
         return
     for name in ("index_n_heads", "index_head_dim", "index_topk"):

@@ -1,11 +1,12 @@
-"""The table of every key of config.json and generation_config.json that Hadal knows, by family.
+"""Table of every key of config.json and generation_config.json that Hadal knows, by family.
 
-A key is used, fixed, a restatement, or inert. A key that the table does not have is unknown: the
-reader refuses it inside an object that shapes the computation, and lists it at the top of a file.
+A key is used, fixed, an alias, a restatement, a selector, or inert. A key that is not in the table
+is unknown: the reader refuses it inside an object that shapes the computation, and lists it if it
+is a top-level key.
 
 Sources: the configuration classes of transformers 5.23 (`models/*/configuration_*.py`), its rope
-functions (`modeling_rope_utils.py`) and its quantisation classes (`utils/quantization_config.py`);
-for families without a class there, the table has no default.
+functions (`modeling_rope_utils.py`) and its quantisation classes (`utils/quantization_config.py`).
+For families without a class there, the table has no default.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any, Final
 
 
 class Use(StrEnum):
-    """What a key does here."""
+    """Effect of a key in Hadal."""
 
     USED = "used"
     """Its value shapes the computation, the context or the end of a text."""
     FIXED = "fixed"
     """Only the values in `allowed` are served; any other is refused."""
     ALIAS = "alias"
-    """Another name of the key `of`: its value is used where that key is absent."""
+    """Another name of the key `of`: its value is used if that key is absent."""
     SAME = "same"
-    """A restatement of the key `of`: refused where the two differ, never used."""
+    """A restatement of the key `of`: refused if the two differ, never used."""
     SELECTS = "selects"
-    """It selects the rows that hold for other keys: it names the family or the format."""
+    """It names the family or the format, and so selects the table that applies to other keys."""
     INERT = "inert"
-    """Its value changes no token here; `source` says why."""
+    """Its value does not affect tokens; `source` says why."""
 
 
 REQUIRED: Final = "required"
@@ -43,13 +44,13 @@ class ConfigKey:
 
     use: Use
     source: str
-    """Where the default or the meaning is from."""
+    """Origin of the default or of the meaning."""
     default: Any = None
-    """Value of an absent key; REQUIRED: the file is refused without it."""
+    """Value used if the key is absent; REQUIRED: the file is refused without it."""
     allowed: tuple[Any, ...] = ()
-    """Values of a FIXED key that are served. Of a list, each entry must be one of them."""
+    """Supported values of a FIXED key. If the value is a list, every entry must be one of them."""
     of: str = ""
-    """Key that an ALIAS or a SAME key states."""
+    """Key that an ALIAS or a SAME key stands for."""
 
 
 Table = dict[str, ConfigKey]
@@ -109,7 +110,7 @@ _ABSENT: Table = {
         Use.ALIAS, "attribute_map of all classes", of="n_routed_experts"
     ),
 }
-"""Keys of every family that may be absent."""
+"""Optional keys of every family."""
 
 _V3_CODE = "the architecture: DeepSeek's modeling_deepseek.py raises for others or never reads it"
 _NO_BIAS = "tensors of biases are not read"
@@ -224,7 +225,7 @@ _INERT: dict[str, tuple[str, ...]] = {
         "num_return_sequences",
     ),
 }
-"""Reason -> keys at the top of config.json that change no token."""
+"""Reason -> top-level keys of config.json that do not affect tokens."""
 
 
 def _common() -> Table:
@@ -301,11 +302,11 @@ CONFIG: dict[str, Table] = {
     KIMI: _without_class(),
     JOYAI: {
         **_without_class(),
-        # SGLang's models/joyai_llm_flash_nextn.py; of drafts alone.
+        # Affects drafts only.
         "mtp_is_moe": ConfigKey(Use.USED, "SGLang's joyai_llm_flash_nextn.py", False),
     },
 }
-"""Family (`model_type`) -> key at the top of config.json -> row."""
+"""Family (`model_type`) -> top-level key of config.json -> row."""
 
 _YARN = "_compute_yarn_parameters"
 ROPE: Table = {
@@ -324,8 +325,8 @@ ROPE: Table = {
     "mscale_all_dim": ConfigKey(Use.USED, f"{_YARN}; yarn_apply_mscale"),
     "truncate": ConfigKey(Use.USED, _YARN, True),
 }
-"""Key of `rope_parameters` or `rope_scaling` -> row, for all families. Behind `partial_rotary_factor`
-all are YaRN's; transformers reads none of them for another type.
+"""Key of `rope_parameters` or `rope_scaling` -> row, for all families. The rows after
+`partial_rotary_factor` are YaRN's; transformers reads them for no other type.
 """
 
 _TENSORS_SAY = "the files say the type of each tensor"
@@ -334,7 +335,7 @@ FP8: Table = {
     "quant_method": ConfigKey(Use.SELECTS, "FineGrainedFP8Config", REQUIRED),
     "weight_block_size": ConfigKey(Use.USED, "default of FineGrainedFP8Config", (128, 128)),
     "fmt": ConfigKey(Use.FIXED, "DeepSeek-V3's file", "e4m3", ("e4m3",)),
-    # Scales of ue8m0 are powers of two: they are read as the numbers they are.
+    # Scales of ue8m0 are powers of two, read like any other numbers.
     "scale_fmt": ConfigKey(Use.FIXED, "FineGrainedFP8Config", "float", ("float", "ue8m0", None)),
     "expert_dtype": ConfigKey(Use.FIXED, "FineGrainedFP8Config", "fp8", ("fp8", None)),
     "activation_scheme": ConfigKey(Use.FIXED, _COMPUTE_SAYS, "dynamic", ("dynamic", "static")),
@@ -485,9 +486,9 @@ GENERATION: Table = {
 
 
 def is_allowed(row: ConfigKey, value: Any) -> bool:
-    """Return whether a FIXED key may have the value; of a list, whether each entry may be."""
+    """Return True if a FIXED key may have the value; for a list, if each entry may."""
     if value in ([], {}) and None in row.allowed:
-        return True  # As good as absent.
+        return True  # Counts as absent.
     if isinstance(value, list) and value:
         return all(is_allowed(row, one) for one in value)
     return any(
@@ -496,5 +497,5 @@ def is_allowed(row: ConfigKey, value: Any) -> bool:
 
 
 def unknown(fields: Mapping[str, Any], table: Table) -> list[str]:
-    """Return the keys that the table does not have, in the file's order."""
+    """Return the keys that are not in the table, in the file's order."""
     return [key for key in fields if key not in table]

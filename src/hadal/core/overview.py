@@ -1,10 +1,10 @@
-"""What an operator is shown of a deployment: values that a live server and a simulated one say alike.
+"""Operator's view of a deployment: values that a live server and a simulated one report alike.
 
     GET /status          Overview, made by the gateway with the front
     fleet.json           FleetSeen, written by the supervisor into its run folder
 
-As JSON, every field by its name, but for UnitReport within the snapshot, which is as messages have
-it.
+As JSON, every field is written by its name, except for UnitReport within the snapshot, which is an
+array as in messages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hadal.core.messages.snapshot import FrontSnapshot
 
 
 class Buckets(msgspec.Struct, frozen=True):
-    """A histogram since the server began: `counts[i]` values were at most `bounds[i]`; the last
-    bound is infinite and left out.
+    """Histogram since the server began: `counts[i]` values were at most `bounds[i]`. The last bound
+    is infinite and left out.
     """
 
     bounds: tuple[float, ...]
@@ -24,17 +24,17 @@ class Buckets(msgspec.Struct, frozen=True):
 
 
 class LayerMove(msgspec.Struct, frozen=True):
-    """A layer's experts were placed or split anew. Balance is mean over maximum of the ranks' load:
-    what each of both would make of the tokens counted lately.
+    """New placement or token split of a layer's experts. Balance is the mean over the maximum of
+    the ranks' load, computed for both placements from recently counted tokens.
     """
 
     number: int
-    """Of all of this unit, from 0."""
+    """Number of the move among all of this unit, from 0."""
     step_id: int
     layer: int
-    """Of the MoE layers, from 0."""
+    """Index among the MoE layers, from 0."""
     num_moved: int
-    """Replicas whose weights travelled; 0: only tokens were split anew."""
+    """Replicas with weights sent to another rank; 0: only the split of tokens changed."""
     before: tuple[tuple[int, ...], ...]
     """Expert in each slot of each rank, -1: none."""
     after: tuple[tuple[int, ...], ...]
@@ -43,29 +43,29 @@ class LayerMove(msgspec.Struct, frozen=True):
 
 
 EXPERTS_MAX = 4
-"""Units whose experts are told at once."""
+"""Most units for which expert loads are returned at once."""
 
 
 class UnitExperts(msgspec.Struct, frozen=True):
-    """Where a unit's experts lie and what they bear."""
+    """Placement of a unit's experts and their load."""
 
     rank_loads: tuple[tuple[float, ...], ...]
-    """Tokens counted lately, by MoE layer and rank; 1 is the layer's mean."""
+    """Recently counted tokens, by MoE layer and rank; 1 is the layer's mean."""
     expert_loads: tuple[tuple[float, ...], ...]
-    """The same by MoE layer and expert."""
+    """Recently counted tokens, by MoE layer and expert; 1 is the layer's mean."""
     num_replicas: tuple[tuple[int, ...], ...]
     """Copies of each expert, by MoE layer and expert."""
     moves: tuple[LayerMove, ...] = ()
-    """The last ones, the latest last."""
+    """Most recent moves, the latest last."""
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """The deployment at one instant."""
+    """State of the deployment at one instant."""
 
     unix_s: float
     model: str
     status: str
-    """As /health has it."""
+    """Status as reported by /health."""
     missing: tuple[str, ...]
     units_wanted: dict[str, int]
     ranks_wanted: dict[str, int]
@@ -74,12 +74,12 @@ class Overview(msgspec.Struct, frozen=True):
     latency: dict[str, Buckets] = {}
     """"first_token" and "per_token", in seconds."""
     experts: dict[str, UnitExperts] = {}
-    """Of the units that were asked for."""
+    """Experts of the units that were requested."""
     ranks_per_node: dict[str, int] = {}
-    """By role, as the deployment has it."""
+    """Role -> ranks per node, from the deployment."""
     cores: dict[str, tuple[int, ...]] = {}
-    """Process -> logical cores that its computing threads take, one each, while nobody else wants
-    them; without those that take none.
+    """Process -> logical cores for its computing threads, one each, unless other programs need
+    them. Processes without such threads are left out.
     """
 
 
@@ -95,11 +95,11 @@ class RoleSeen(msgspec.Struct, frozen=True):
     """Seconds from now."""
     forecast: tuple[float, ...]
     unit_rate: float
-    """What a unit can be asked for; 0: not known yet."""
+    """Rate that one unit can serve; 0: not known yet."""
 
 
 class FleetChange(msgspec.Struct, frozen=True):
-    """A decision that changed how many units are wanted."""
+    """Decision that changed the number of wanted units."""
 
     at_s: float
     prefill: int
@@ -108,12 +108,14 @@ class FleetChange(msgspec.Struct, frozen=True):
 
 
 class FleetSeen(msgspec.Struct, frozen=True):
-    """The fleet at one instant. Times are by the clock of the day: unix seconds where it is live."""
+    """State of the fleet at one instant. Times are on the clock of the demand: unix seconds in a
+    live server.
+    """
 
     now_s: float
     num_nodes: int
     num_nodes_max: int
     why: str
-    """Of the last decision, whether it changed anything or not."""
+    """Reason of the last decision, whether or not it changed anything."""
     roles: dict[str, RoleSeen]
     changes: tuple[FleetChange, ...] = ()

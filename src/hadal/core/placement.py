@@ -1,8 +1,8 @@
-"""Which expert replica lies in which expert slot of which rank, as one frozen value per unit.
+"""Expert placement of a unit as one frozen value: the replica in each expert slot of each rank.
 
-Knows no loads and no tensors: `spread` is the even start, a balancer may make another. Logical
-experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview: 256 + 32 replicas);
-an expert slot, or slot for short, holds one replica or none.
+Independent of loads and tensors: `spread` is the even start, and a balancer may make another
+placement. Logical experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview:
+256 + 32 replicas). An expert slot, or slot for short, holds one replica or none.
 
 Shapes: L MoE layers, R ranks of the deployment, S expert slots of a rank, E logical experts, M most
 replicas of an expert.
@@ -20,14 +20,15 @@ from hadal.core.arrays import Floats, Ints
 from hadal.core.plans import LayerFlip
 
 EMPTY = -1
-"""What stands in an expert slot without a replica."""
+"""Value of an expert slot without a replica."""
 SPLIT_PARTS = 16
-"""Parts in which an expert's tokens are dealt out to its replicas."""
+"""Number of equal parts in which an expert's tokens are divided among its replicas."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """`slot_to_expert_LRS[l, r, s]` is the expert in slot s of rank r in MoE layer l, or EMPTY.
+    """Placement of experts: `slot_to_expert_LRS[l, r, s]` is the expert in slot s of rank r in MoE
+    layer l, or EMPTY.
 
     A dead rank's slots are all empty. An expert slot's id in the whole unit is r * S + s.
     """
@@ -35,8 +36,8 @@ class Placement:
     num_experts: int
     slot_to_expert_LRS: NDArray[np.int16]
     weights_LRS: NDArray[np.uint8] | None = None
-    """How many of SPLIT_PARTS parts of its expert's tokens an expert slot takes; they add up to
-    SPLIT_PARTS, or are all 1 where replicas take equal parts. None: equal parts everywhere.
+    """Parts of its expert's tokens that an expert slot takes. They add up to SPLIT_PARTS per
+    expert, or are all 1 if replicas take equal parts. None: equal parts everywhere.
     """
 
     @property
@@ -52,11 +53,11 @@ class Placement:
         return int(self.slot_to_expert_LRS.shape[2])
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
-        """Return (the ids of the expert slots [E, M] that an expert's tokens take in turn, padded
-        with its first; how many of them [E]).
+        """Return (ids of the expert slots [E, M] that take an expert's tokens in turn, padded with
+        its first slot; number of valid ids [E]).
 
-        With equal parts these are its replicas in ascending order. Otherwise each stands there as
-        often as it takes parts, spread evenly, so that few tokens already come close to the split.
+        With equal parts these are its replicas in ascending order. Otherwise each slot is repeated
+        once per part, evenly spread, so that even few tokens are divided close to the split.
         """
         if self.weights_LRS is not None:
             return self._in_turn(layer, self.weights_LRS[layer])
@@ -75,8 +76,7 @@ class Placement:
         experts, weights = self.slot_to_expert_LRS[layer].reshape(-1), weights_RS.reshape(-1)
         slots = np.repeat(np.arange(experts.size), np.where(experts == EMPTY, 0, weights))
         counts = np.bincount(experts[slots], minlength=self.num_experts)
-        # An expert slot's k-th of n parts stands (k + 1/2) / n of the way through its expert's
-        # turns.
+        # An expert slot's k-th of n parts is placed at (k + 1/2) / n of its expert's turns.
         number = np.arange(slots.size) - np.searchsorted(slots, slots)
         way = (number + 0.5) / weights[slots]
         in_turn = slots[np.lexsort((slots, way, experts[slots]))]
@@ -91,9 +91,7 @@ class Placement:
         )
 
     def by_expert(self, amounts_LRS: Floats) -> Floats:
-        """What the expert slots of each expert have together [L, E]; amounts of empty ones do not
-        count.
-        """
+        """Return the sum over each expert's slots [L, E]; amounts of empty slots are ignored."""
         sizes = (self.num_layers, self.num_experts)
         slots = self.slot_to_expert_LRS.astype(np.int64)
         at = (
@@ -110,8 +108,8 @@ class Placement:
     def with_layer(
         self, layer: int, slot_to_expert_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
     ) -> Placement:
-        """The placement after a flip of this layer. Raises ValueError if the layer has another
-        number of ranks or of expert slots.
+        """Return the placement after a flip of this layer. Raises ValueError if the new layer has
+        another number of ranks or of expert slots.
         """
         if slot_to_expert_RS.shape != self.slot_to_expert_LRS.shape[1:]:
             raise ValueError(
@@ -126,20 +124,18 @@ class Placement:
         return replace(self, slot_to_expert_LRS=slots, weights_LRS=weights)
 
     def of_layer(self, layer: int) -> Placement:
-        """The placement of this layer alone."""
+        """Return the placement of this layer alone."""
         one = slice(layer, layer + 1)
         weights = None if self.weights_LRS is None else self.weights_LRS[one]
         return replace(self, slot_to_expert_LRS=self.slot_to_expert_LRS[one], weights_LRS=weights)
 
     def missing(self) -> list[set[int]]:
-        """Experts without a replica, by layer."""
+        """Return the experts without a replica, per layer."""
         everyone = set(range(self.num_experts))
         return [everyone - set(np.unique(layer).tolist()) for layer in self.slot_to_expert_LRS]
 
     def check(self) -> list[str]:
-        """Problems; empty when every expert has a replica in every layer and no rank holds one
-        twice.
-        """
+        """Return problems; empty if every expert has a replica in every layer and no rank holds one twice."""
         problems = []
         for layer, experts in enumerate(self.missing()):
             if experts:
@@ -160,7 +156,7 @@ class Placement:
         return np.ascontiguousarray(self.slot_to_expert_LRS, np.int16).tobytes()
 
     def weights_bytes(self) -> bytes:
-        """The weights' bytes; empty where replicas take equal parts."""
+        """Return the weights' bytes; empty if replicas take equal parts."""
         return (
             b""
             if self.weights_LRS is None
@@ -176,7 +172,9 @@ class Placement:
         num_expert_slots: int,
         weights: bytes = b"",
     ) -> Placement:
-        """What `to_bytes` and `weights_bytes` wrote. Raises ValueError if the sizes do not fit."""
+        """Return the placement that `to_bytes` and `weights_bytes` wrote. Raises ValueError if the
+        sizes do not fit.
+        """
         shape = (-1, num_ranks, num_expert_slots)
         weights_LRS = np.frombuffer(weights, np.uint8).reshape(shape) if weights else None
         return cls(num_experts, np.frombuffer(data, np.int16).reshape(shape), weights_LRS)
@@ -186,7 +184,7 @@ def flip_arrays(
     flip: LayerFlip, num_expert_slots: int
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
     """Return the expert in each expert slot [R, S] after a flip, and the weights [R, S] (None:
-    equal parts). Raises ValueError if they do not fit.
+    equal parts). Raises ValueError if the sizes do not fit.
     """
     if not num_expert_slots:
         raise ValueError("a layer without slots cannot flip.")
@@ -201,11 +199,11 @@ def flip_arrays(
 def parts_of(
     slot_to_expert_RS: NDArray[np.int16], split_RS: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
-    """Turn a layer's split [R, S], fractions of each expert's tokens, into parts of SPLIT_PARTS, by
-    largest remainder.
+    """Convert a layer's split [R, S], fractions of each expert's tokens, into parts of SPLIT_PARTS,
+    by largest remainder.
 
-    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty
-    expert slots get 0.
+    If all replicas of an expert get the same number of parts, each gets 1, which keeps the list of
+    turns short. Empty expert slots get 0.
     """
     slots, split = slot_to_expert_RS.reshape(-1), split_RS.reshape(-1)
     parts = np.zeros(slots.shape, np.uint8)
@@ -223,8 +221,8 @@ def parts_of(
 
 
 def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-    """Experts in order over the ranks, then the replicas, evenly chosen, so that no rank holds an
-    expert twice.
+    """Place experts in order over the ranks, then evenly chosen redundant replicas, so that no rank
+    holds an expert twice.
 
     Raises ValueError if experts and replicas do not divide evenly by the ranks, or if a rank would
     hold one twice.
@@ -242,12 +240,12 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
         )
     slots = np.empty((num_layers, num_ranks, num_expert_slots), np.int16)
     for layer in range(num_layers):
-        # In each layer other experts are doubled: nobody knows yet which ones are hot.
+        # Each layer duplicates other experts, because it is not known yet which ones are hot.
         extra = (
             np.arange(num_redundant) * num_experts // max(num_redundant, 1) + layer
         ) % num_experts
-        # In a row of experts repeated by num_redundant / num_experts, equal ones are num_experts
-        # apart at least.
+        # In a row of experts repeated by num_redundant / num_experts, equal ones are at least
+        # num_experts apart.
         row = np.concatenate((np.arange(num_experts), extra))
         slots[layer] = row.reshape(num_expert_slots, num_ranks).T
     return Placement(num_experts, _without_doubles(slots))
@@ -256,12 +254,12 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 def spread_by_node(
     num_layers: int, num_experts: int, num_ranks: int, num_redundant: int, num_nodes: int
 ) -> Placement:
-    """`spread` within each node of its part of the experts: neighbours, such as a gate's group, are
-    on one node.
+    """Apply `spread` within each node to its part of the experts: neighbouring experts, such as a
+    gate's group, are on one node.
 
-    So a token that is limited to a few groups goes to few nodes (DeepSeek-V3, arXiv 2412.19437,
-    2.1.2). Raises ValueError as `spread` does, or if something does not divide evenly over the
-    nodes.
+    A token that is limited to a few groups therefore goes to few nodes (DeepSeek-V3, arXiv
+    2412.19437, 2.1.2). Raises ValueError as `spread` does, or if something does not divide evenly
+    over the nodes.
     """
     if (
         num_nodes < 1
@@ -283,12 +281,11 @@ def spread_by_node(
 
 
 def without(placement: Placement, lost: Collection[int]) -> Placement:
-    """The placement when ranks are lost: what they held alone goes to the survivors with the fewest
-    replicas.
+    """Return the placement after ranks are lost: experts held only by them go to the survivors with
+    the fewest replicas.
 
-    Survivors keep what they have; expert slots are added where they need more. All replicas take
-    equal parts, since a split is made for those that are there. Raises ValueError if nobody
-    survives.
+    Survivors keep their experts; expert slots are added if needed. All replicas take equal parts,
+    because the old split was made for the lost replicas too. Raises ValueError if no rank survives.
     """
     survivors = [rank for rank in range(placement.num_ranks) if rank not in lost]
     if not survivors:
@@ -321,7 +318,7 @@ def without(placement: Placement, lost: Collection[int]) -> Placement:
 
 
 def _without_doubles(slot_to_expert_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Swap a redundant replica with a later rank's where a rank would hold an expert twice."""
+    """Swap a redundant replica with a later rank's if a rank would hold an expert twice."""
     for layer in slot_to_expert_LRS:
         for rank in range(len(layer)):
             for slot in range(layer.shape[1]):
@@ -333,7 +330,9 @@ def _without_doubles(slot_to_expert_LRS: NDArray[np.int16]) -> NDArray[np.int16]
 
 
 def _swap_partner(layer: NDArray[np.int16], rank: int, slot: int) -> tuple[int, int]:
-    """An expert slot elsewhere whose expert is not here and whose rank does not hold ours."""
+    """Return (rank, slot) of an expert to swap with: it is not on this rank, and its rank does not
+    hold ours.
+    """
     ours = layer[rank, slot]
     for other in range(len(layer)):
         if other == rank or ours in layer[other]:

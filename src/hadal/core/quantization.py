@@ -1,6 +1,6 @@
-"""The quantization_config of a config.json: which numbers are read, and under which names.
+"""The quantization_config of a config.json: number formats of weights and names of their scales.
 
-Read are E4M3 codes with a scale per block of a matrix: as DeepSeek writes them (`quant_method`
+Supported are E4M3 codes with a scale per block of a matrix: as DeepSeek writes them (`quant_method`
 "fp8", transformers' FineGrainedFP8Config) and as compressed-tensors does ("float-quantized",
 strategy "block"). Both mean code * scale.
 """
@@ -55,23 +55,23 @@ _READ = (
 
 @dataclass(frozen=True)
 class Quantization:
-    """How FP8 matrices are stored."""
+    """Storage format of FP8 matrices."""
 
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     scale_names: tuple[str, ...]
-    """Names that the scales of `X.weight` may have, each behind `X.`."""
+    """Names that the scales of `X.weight` may have, each after the prefix `X.`."""
 
 
 _NAMES_OF_FP8 = ("weight_scale_inv", "scale", "qscale_weight")
-"""FineGrainedFP8HfQuantizer reads the last two as the first."""
+"""FineGrainedFP8HfQuantizer reads the last two like the first."""
 
 
 def parse_quantization(
     found: Any, source: str, accepted: Collection[str] = ()
 ) -> Quantization | None:
-    """Return how FP8 matrices are stored, of a file's quantization_config; None where all weights
-    are plain. Raises CheckpointError that names the key, and what to take instead.
+    """Return the storage format of FP8 matrices from a file's quantization_config; None if all
+    weights are unquantised. Raises CheckpointError that names the key, and what to use instead.
     """
     if found is None:
         return None
@@ -85,7 +85,7 @@ def parse_quantization(
     if method == "compressed-tensors" and found.get("format") == "float-quantized":
         return Quantization(reader.block_of_groups(found), ("weight_scale",))
     if method is None and "bits" in found:
-        method = "mlx"  # It names no method.
+        method = "mlx"  # MLX's config has no quant_method.
     what = f" ({_METHODS[method]})" if isinstance(method, str) and method in _METHODS else ""
     key, value = ("quant_method", method)
     if method == "compressed-tensors":
@@ -97,15 +97,13 @@ def parse_quantization(
 
 @dataclass(frozen=True)
 class _FormatReader:
-    """Checks objects of one file against their tables."""
+    """Checker of the objects of one file against their tables."""
 
     source: str
     accepted: Collection[str]
 
     def check(self, found: Any, path: str, table: Table) -> None:
-        """Raise CheckpointError for a key that the table does not have or whose value is not
-        served.
-        """
+        """Raise CheckpointError for an unknown key or an unsupported value."""
         check_object(found, path, table, self.source, self.accepted)
 
     def used(self, found: Mapping[str, Any], path: str, table: Table, key: str) -> Any:
@@ -117,7 +115,7 @@ class _FormatReader:
 
     def block(self, value: Any, key: str) -> tuple[int, int]:
         path = f"quantization_config.{key}"
-        if isinstance(value, str):  # compressed-tensors wrote "128x128" once.
+        if isinstance(value, str):  # An early compressed-tensors wrote "128x128".
             sides = value.split("x")
             value = [int(side) for side in sides] if all(map(str.isdecimal, sides)) else value
         return converted(value, tuple[_Side, _Side], self.source, path, error=CheckpointError)

@@ -1,6 +1,7 @@
-"""A request's life as a table: (state, move) -> state, and which resources each state owns.
+"""A request's life as a table: (state, transition) -> state, and the resources that each state
+owns.
 
-The front walks it for every request; a pair that is not in the table is a bug and raises.
+The front applies it to every request; a pair that is not in the table is a bug and raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
-    """What happens to a request."""
+    """Event in a request's life."""
 
     PLACE = "place"
     FIRST_TOKEN = "first_token"
@@ -67,7 +68,7 @@ _NEXT: dict[tuple[State, Transition], State] = {
 
 
 def next_state(state: State, move: Transition) -> State:
-    """Return the state after `move`. Raises InvariantError for a pair that cannot happen."""
+    """Return the state after `move`. Raises InvariantError for a pair that is not in the table."""
     try:
         return _NEXT[state, move]
     except KeyError:

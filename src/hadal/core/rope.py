@@ -1,7 +1,7 @@
-"""Rotary positions as a config.json states them: theta, and YaRN's stretched frequencies.
+"""Rotary positions as stated in a config.json: theta, and YaRN's stretched frequencies.
 
-Source: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071; where a file may be read in two ways,
-transformers' `modeling_rope_utils` decides.
+Source: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071. Ambiguous files are read as transformers'
+`modeling_rope_utils` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Mscale = Annotated[float, Meta(ge=0, le=1e3)]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN as DeepSeek-V3 uses it; lengths in tokens."""
+    """Parameters of YaRN as DeepSeek-V3 uses it; lengths in tokens."""
 
     factor: _Factor
     original_max_position_embeddings: Tokens
@@ -36,13 +36,13 @@ class RopeScaling:
     mscale: _Mscale | None = None
     mscale_all_dim: _Mscale | None = None
     attention_factor: _Mscale | None = None
-    """Factor on cos and sin; None: made of the two mscales, or of `factor` alone."""
+    """Factor on cos and sin. None: derived from the two mscales, or from `factor` alone."""
     truncate: bool = True
-    """Whether the ends of the ramp between fast and slow pairs are whole numbers."""
+    """True if the ends of the ramp between fast and slow pairs are rounded to whole numbers."""
 
     @property
     def temperature(self) -> float:
-        """The factor on cos and sin. 1 for V3, whose two mscales are equal."""
+        """Factor on cos and sin; 1 for V3, in which the two mscales are equal."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -51,7 +51,7 @@ class RopeScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """The factor on the softmax's scale: the temperature squared, as mscale_all_dim states it."""
+        """Factor on the softmax's scale: the temperature squared, as mscale_all_dim states it."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _mscale(self, weight: float) -> float:
@@ -68,15 +68,15 @@ def parse_rope(
 ) -> tuple[float, RopeScaling | None]:
     """Return theta and YaRN's parameters; None: plain rotation.
 
-    `objects`: what a file has as "rope_scaling" and "rope_parameters"; the first goes before the
-    second. `own_theta` gives rope_theta of the file's top, or its default; an object's goes before.
-    `own_length`: original_max_position_embeddings of the top, which goes before an object's;
-    `context`: max_position_embeddings. Raises CheckpointError that names the key.
+    `objects`: the file's "rope_scaling" and "rope_parameters"; the first takes precedence.
+    `own_theta` returns the top-level rope_theta or its default; an object's value takes precedence.
+    `own_length`: top-level original_max_position_embeddings, which takes precedence over an
+    object's. `context`: max_position_embeddings. Raises CheckpointError that names the key.
     """
     objects = {name: found for name, found in objects.items() if found is not None}
     for name, found in objects.items():
         check_object(found, name, model_keys.ROPE, source, accepted)
-    # An empty object is as good as none.
+    # An empty object counts as a missing one.
     name = next((name for name, found in objects.items() if found), "rope_parameters")
     reader = _RopeObject(objects.get(name) or {}, name, source)
     kind = reader.value("rope_type")
@@ -103,7 +103,7 @@ def parse_rope(
     length = "original_max_position_embeddings"
     stated = reader.value(length) if reader.states(length) else context
     values[length] = stated if own_length is None else own_length
-    # transformers takes 0 and null as "not stated".
+    # transformers reads 0 and null as "not stated".
     for key in ("beta_fast", "beta_slow"):
         values[key] = values[key] or model_keys.ROPE[key].default
     if values["truncate"] is None:
@@ -121,7 +121,7 @@ class _RopeObject:
         return key in self.found and model_keys.ROPE[key].use is not Use.INERT
 
     def value(self, key: str) -> Any:
-        """The key's value, that of its alias, or its default."""
+        """Return the key's value, that of its alias, or its default."""
         aliases = [
             other
             for other, row in model_keys.ROPE.items()

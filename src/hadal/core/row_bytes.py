@@ -1,6 +1,4 @@
-"""Bytes of a row that travels between ranks, by format: for plans, and for the codec itself
-(reference/codec).
-"""
+"""Bytes of a row sent between ranks, by format: for plans and for the codec (reference/codec)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ SCALE_GROUP = 128
 
 
 def row_bytes(hidden_size: int, row_format: str) -> int:
-    """Bytes of a row of `hidden_size` values. Raises ValueError on an unknown format."""
+    """Return the bytes of a row of `hidden_size` values. Raises ValueError for an unknown format."""
     match row_format:
         case "fp32":
             return 4 * hidden_size
@@ -21,7 +19,7 @@ def row_bytes(hidden_size: int, row_format: str) -> int:
 
 
 def codes_bytes(hidden_size: int) -> int:
-    """Bytes of an FP8 row's codes: the scales behind them are read as FP32, so they begin at a
-    multiple of four.
+    """Return the bytes of an FP8 row's codes, padded to a multiple of four: the scales after them
+    are read as FP32.
     """
     return -(-hidden_size // 4) * 4

@@ -1,13 +1,13 @@
-"""The seams between what can be replayed and what cannot: the effects a role asks for, and the
-Protocols of Clock and Runner.
+"""The seams between code that can be replayed and code that cannot: the effects that a role
+requests, the events that it receives, and the Protocols of Clock and Runner.
 
-The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/transfer/kv), the Disk
-seam ReadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the event DiskNews (live:
-runtime/store/view).
+The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/transfer/kv). The Disk
+seam is ReadBlocks and StoreBlocks (live: runtime/store/disk), UsedBlocks and the event DiskNews
+(live: runtime/store/view).
 
-Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a
-host (live: runtime/host and gateway/desk/host) applies the effects through the seams and feeds back what
-comes of them.
+Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`. A
+host (live: runtime/host and gateway/desk/host) applies the effects through the seams and passes the
+results back as events.
 """
 
 from __future__ import annotations
@@ -39,50 +39,48 @@ from hadal.core.plans import (
 )
 
 MAX_STEPS_IN_FLIGHT = 2
-"""One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of
-date.
+"""One step runs and one is queued: the Runner never waits for a plan, and a queued plan is at most
+one step out of date.
 """
 
 
 # ---- effects: what a role asks its host to do ----
 class Send(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Put `message` on the wire to the process named `to` ("front", "prefill-0", "decode-0",
-    "supervisor").
-    """
+    """Send `message` to the process named `to` ("front", "prefill-0", "decode-0", "supervisor")."""
 
     to: str
     message: AnyMessage
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT of them under way; they
+    """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT steps in flight; they
     run in order.
 
-    A dead rank's plan is empty and is sent nowhere. In a rank's own process the tuple has the one
-    plan of that rank.
+    A dead rank's plan is empty and is not sent. In a rank's own process the tuple holds only that
+    rank's plan.
     """
 
     plans: tuple[StepPlan, ...]
 
 
 class Form(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Break off whatever the Runner does, then let it execute the FormPlan. A rank's own process
-    asks for it.
+    """Abort what the Runner does now, then have it execute the FormPlan. Requested by a rank in its
+    own process.
     """
 
     plan: FormPlan
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Have the plan's experts in memory, beside the steps that run, and answer with Staged. A
-    rank's own process asks for it.
+    """Load the plan's experts into memory while steps run, and answer with Staged. Requested by a
+    rank in its own process.
     """
 
     plan: StagePlan
 
 
 class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A prompt used these blocks, out of memory or disk: whoever keeps them there wants to know."""
+    """A prompt used these blocks, from memory or disk: the disk store updates its order of eviction."""
 
     locations: tuple[DiskLocation, ...]
 
@@ -96,8 +94,8 @@ class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: start this unit on free nodes, and say UnitUp when it works, or UnitDown if it
-    does not.
+    """Fleet only: start this unit on free nodes. The answer is UnitUp when it works, or UnitDown if
+    the start fails.
     """
 
     unit: str
@@ -105,28 +103,30 @@ class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StopUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: end this unit, which nobody needs any more, and say UnitDown when its nodes are
-    free.
+    """Fleet only: end this unit, which is no longer needed. The answer is UnitDown when its nodes
+    are free.
     """
 
     unit: str
 
 
 class OfferNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: these nodes are free for other work until they are withdrawn."""
+    """Fleet only: offer these free nodes for other work until they are withdrawn."""
 
     num_nodes: int
 
 
 class WithdrawNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: other work has to leave these nodes. What is started on them waits for that."""
+    """Fleet only: take these nodes back from other work. Units that start on them wait until that
+    work has left.
+    """
 
     num_nodes: int
 
 
 FleetEffect = Send | StartUnit | StopUnit | OfferNodes | WithdrawNodes | WakeAt
-"""What roles/fleet asks for. Nodes are those of this deployment's units, by number and not by
-name.
+"""Effects that roles/fleet requests. Nodes are those of this deployment's units, given by number
+and not by name.
 """
 
 Effect = (
@@ -151,19 +151,21 @@ class Tick(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What can be found on disk changed, by whomever; a leader hears it. The first one says all
-    there is.
+    """Change in the blocks available on disk, made by any process; sent to a leader. The first one
+    lists all blocks.
     """
 
     added: bytes
     locations: tuple[DiskLocation, ...]
-    """Locations of `added`, name by name. A name that is known already has another location now."""
+    """Locations of `added`, name by name. A name that was known before has moved to the location
+    given here.
+    """
     dropped: bytes = b""
 
 
 class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The unit formed anew, says the membership of its ranks (roles/ranks) to its leader; steps in flight
-    will not be done.
+    """The unit has a new formation: sent by the membership of its ranks (roles/ranks) to its
+    leader. Steps in flight will not complete.
 
     Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank
     in `fresh` has just (re)joined with an empty pool.
@@ -172,12 +174,11 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lost: tuple[int, ...]
     fresh: tuple[int, ...]
     pools: tuple[str, ...] = ()
-    """Address of each rank's KV pool, "" where the rank is dead. Empty: addresses stay as they are.
-    """
+    """Address of each rank's KV pool, "" for a dead rank. Empty: addresses are unchanged."""
     formation: int = 0
     """Number of the unit's formation from now on."""
     held: dict[int, Held] = {}
-    """What the pools of fresh ranks hold that an earlier leader led, by rank."""
+    """Rank -> KV that the pool of a fresh rank still holds from an earlier leader."""
 
 
 Event = (
@@ -201,14 +202,14 @@ class Clock(Protocol):
 
 
 class Runner(Protocol):
-    """Executes one rank's plans in the order given, one at a time. Completion comes back as an
-    event.
+    """Executor of one rank's plans, one at a time in the order given. Its results return to the
+    role as events.
     """
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed: ...
 
     def abort(self) -> None:
-        """Make the running step fail soon, if it waits for peers. From any thread."""
+        """Make the running step fail soon if it waits for peers. May be called from any thread."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which tokens end the request in a slot."""
+"""Stop tokens: token ids that end the request in a slot."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hadal.core.arrays import Ints
 
 
 class StopIds:
-    """Stop ids by slot. A leader and its ranks ask the same: a rank computes no more of a request that
-    drew one, and its leader knows that.
+    """Stop ids by slot. A leader and its ranks evaluate the same ids: a rank stops computing a
+    request that drew one, and its leader predicts that.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._ids: Ints = np.full((num_slots, 1), -1, np.int64)
-        """[slots, most ids of one]; -1 is no token."""
+        """[slots, most stop ids of a request]; -1 is padding and matches no token."""
 
     def set(self, slot: int, stop_ids: Sequence[int]) -> None:
         missing = len(stop_ids) - self._ids.shape[1]
@@ -27,12 +27,12 @@ class StopIds:
         self._ids[slot, : len(stop_ids)] = stop_ids
 
     def copy(self, source: int, target: int) -> None:
-        """Let a slot have another's."""
+        """Copy a slot's stop ids to another slot."""
         self._ids[target] = self._ids[source]
 
     def are_drawn(self, slots_N: Ints, tokens_N: Ints) -> NDArray[np.bool_]:
-        """Return which of these slots drew a stop id of theirs, [N]. A column at a time: most requests
-        have one or two.
+        """Return which of these slots drew one of their stop ids, [N]. Loops over columns, because
+        most requests have only one or two.
         """
         found_N: NDArray[np.bool_] = np.zeros(slots_N.size, np.bool_)
         for ids_S in self._ids.T:

@@ -1,1 +1,1 @@
-"""Messages between processes, a file for each conversation; `every` has the union of all of them."""
+"""Messages between processes, one file per conversation; `every` has the union of all of them."""

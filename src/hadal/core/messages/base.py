@@ -1,4 +1,4 @@
-"""Base of all messages, and the names of the processes that every conversation knows."""
+"""Base class of all messages, and the names of processes used in every conversation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import msgspec
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
 SCRATCH_BLOCK = 0
-"""Padded rows of a batch write there, so nobody ever owns it."""
+"""Block to which padded rows of a batch write; it is never leased or owned."""
 SUPERVISOR = "supervisor"
 """Name of the supervisor on the wire."""
 LENDER = "ray"
-"""Name of the process that has nodes from Ray."""
+"""Name of the node provider's process, which acquires nodes from Ray."""
 FRONT = "front"
-"""Name on the wire of the gateway that holds the front."""
+"""Name on the wire of the gateway that runs the front (router)."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

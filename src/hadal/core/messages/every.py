@@ -1,8 +1,8 @@
-"""What processes say to each other, as frozen values.
+"""Messages between processes, as frozen values.
 
-They travel on the Wire between gateways, front, leaders, ranks, supervisor and fleet. A step's
-plans and results, which leaders and ranks exchange in them, are in core/plans. Token ids are tuples
-here: short, hashable and cheap to encode.
+Sent on the Wire between gateways, front, leaders, ranks, supervisor and fleet. A step's plans and
+results, which messages between leaders and ranks contain, are in core/plans. Token ids are tuples:
+short, hashable and cheap to encode.
 """
 
 from __future__ import annotations
@@ -129,4 +129,4 @@ AnyMessage = (
     | ExpertsRequest
     | ExpertsAnswer
 )
-"""Every message there is: what a process expects to read."""
+"""Union of all messages: the type that a process decodes."""

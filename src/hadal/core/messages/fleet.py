@@ -1,7 +1,7 @@
-"""Messages between the front and the fleet, which lives beside the supervisor.
+"""Messages between the front and the fleet, which runs in the supervisor's process.
 
-Each may be lost, late or doubled: every heartbeat sends Demand again, whole, and the fleet repeats a
-request until a Demand shows that the front has it.
+Each may be lost, late or duplicated: every heartbeat sends the whole Demand again, and the fleet
+repeats a request until a Demand shows that the front has it.
 """
 
 from __future__ import annotations
@@ -13,76 +13,68 @@ from hadal.core.messages.base import Message
 
 # ---- fleet -> front ----
 class DrainUnit(Message, frozen=True):
-    """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is
-    tried elsewhere.
+    """Send no new requests to this unit. Its requests continue there; after `timeout_s` the rest is
+    retried on other units.
 
-    Said again, with this number or another, it leaves the deadline as it is.
+    A repeat, with this number or another, does not change the deadline.
     """
 
     unit: str
     timeout_s: float
     number: int
-    """The drain's number, never 0 and never used twice: it tells what was counted in this drain
-    from what was counted before.
+    """The drain's number, never 0 and never reused: it separates requests counted in this drain
+    from earlier counts.
     """
 
 
 class KeepUnit(Message, frozen=True):
-    """The unit is wanted after all: it takes new requests again."""
+    """The unit is wanted after all: it accepts new requests again."""
 
     unit: str
 
 
 class UnitsFound(Message, frozen=True):
-    """Supervisor -> fleet, first of all: these units run since before the fleet was there."""
+    """Supervisor -> fleet, as its first message: these units were running before the fleet started."""
 
     units: tuple[str, ...]
 
 
 # ---- operator -> fleet ----
 class Rollout(Message, frozen=True):
-    """Replace every unit, one after the other, by one that is started anew (`hadal rollout`)."""
+    """Replace every unit, one after the other, by a newly started one (`hadal rollout`)."""
 
     model: str = ""
-    """Folder of the checkpoint that the new ones serve; empty: the one that they serve now."""
+    """Folder of the checkpoint for the new units; empty: the current one."""
     model_digest: str = ""
-    """Of its config.json and weights (runtime/fingerprint)."""
+    """Digest of its config.json and weights (runtime/fingerprint)."""
     fingerprint: str = ""
-    """Of what its KV depends on (runtime/fingerprint)."""
+    """Digest of everything that its KV depends on (runtime/fingerprint)."""
 
 
 # ---- front -> fleet ----
 class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
-    """A unit that is up, as the front counts it."""
+    """State of a unit that is up, as counted by the front."""
 
     unit: str
     role: str
     num_requests: int
-    """Requests that would lose something with the unit, prompts whose KV lies there included."""
+    """Requests that would lose work with the unit, including prompts with KV there."""
     drain_number: int
-    """0: it does not drain."""
+    """Number of the current drain; 0: the unit is not draining."""
     tokens_per_s_max: float = 0.0
-    """What it would do if it were full, as far as it has measured itself; 0: not known."""
+    """Measured throughput at full load; 0: not known."""
 
 
 class Demand(Message, frozen=True):
-    """What is asked of the fleet. Counters grow from the front's start on, so that a lost message
-    loses no tokens.
-    """
+    """Load on the fleet. Counters grow from the front's start on, so that a lost message loses no tokens."""
 
     epoch: str
-    """The front's: another one counts from 0."""
+    """Epoch of the front: a new epoch counts from 0."""
     tokens_in: int
-    """Prompt tokens of the requests that came, those that were refused for want of room among
-    them.
-    """
+    """Prompt tokens of all arrivals, including requests rejected for lack of capacity."""
     tokens_out: int
     tokens_waiting: int
-    """Prompt tokens that are not prefilled yet, be they queued or sent to a unit: a backlog of
-    prefill.
-    """
+    """Prompt tokens not prefilled yet, whether queued or sent to a unit: the backlog of prefill."""
     outputs_waiting: int
-    """Output tokens that queued requests will ask of decode, at what requests have brought on
-    average.
-    """
+    """Expected output tokens of queued requests, from the average per request: the backlog of decode."""
     units: tuple[UnitFacts, ...]

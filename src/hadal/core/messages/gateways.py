@@ -1,10 +1,11 @@
-"""Messages of gateways to the supervisor and, where there are several, to the one with the front.
+"""Messages of gateways to the supervisor and, if there are several gateways, to the one with the
+front.
 
     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
     front's gateway --FrontHeartbeat--> another gateway    a new epoch: it is another front
 
-An Open that a front does not live to answer is sent again to the next front, with the tokens delivered
-so far.
+If a front dies before it has answered an Open, the Open is sent again to the next front, with the
+tokens delivered until then.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from hadal.core.messages.snapshot import FrontSnapshot
 
 # ---- gateway -> supervisor, and the others' to the front's ----
 class GatewayHeartbeat(Message, frozen=True):
-    """The event loop of a gateway, or of the console, turns, and its port is served. The first one
-    says that it is ready.
+    """Heartbeat of the event loop of a gateway, or of the console, while its port is served. The
+    first one marks it as ready.
     """
 
     gateway: str
     pid: int
     units: tuple[str, ...] = ()
-    """Those that the front here heard to be up."""
+    """Units reported up to the front in this gateway."""
 
 
 # ---- another gateway -> front's gateway ----
 class Open(Message, frozen=True):
-    """Generations of one HTTP request. Each is answered by Delivered, its last delivery being
-    final; one that is open already is not begun twice.
+    """Generations of one HTTP request. Each is answered by Delivered with a final delivery at the
+    end. A generation that is already open is not started twice.
     """
 
     gateway: str
     generations: tuple[Generation, ...]
     ticket: Ticket = Ticket()
     log_id: str = ""
-    """The HTTP request's id, by which logs name it."""
+    """Id of the HTTP request in logs."""
 
 
 class Leave(Message, frozen=True):
-    """Nobody waits for these generations any more: stop them. Their last deliveries say where they
-    were worked on.
+    """The client of these generations has gone: stop them. Their last deliveries name the units
+    that worked on them.
     """
 
     gateway: str
@@ -51,23 +52,23 @@ class Leave(Message, frozen=True):
 
 # ---- front's gateway -> another ----
 class FrontHeartbeat(Message, frozen=True):
-    """The front lives."""
+    """The front is alive."""
 
     epoch: str
     snapshot: FrontSnapshot
     gateways: tuple[str, ...] = ()
-    """Names of the gateways that are there."""
+    """Names of the gateways that are up."""
 
 
 class Delivered(Message, frozen=True):
-    """What a batch of messages brought the generations of one gateway."""
+    """Deliveries of a batch of messages to the generations of one gateway."""
 
     delivers: tuple[Deliver, ...]
 
 
 # ---- either way ----
 class Query(Message, frozen=True):
-    """What does the other process have under this path, such as "/audit"?"""
+    """Request for the other process's answer under this path, such as "/audit"."""
 
     gateway: str
     reply_id: int
@@ -76,7 +77,7 @@ class Query(Message, frozen=True):
 
 
 class QueryReply(Message, frozen=True):
-    """The answer as HTTP has it."""
+    """Answer as an HTTP status and body."""
 
     gateway: str
     reply_id: int

@@ -1,4 +1,4 @@
-"""One generation, its tokens and its deliveries: the values that all conversations about requests carry."""
+"""One generation, its tokens and its deliveries: values used in all conversations about requests."""
 
 from __future__ import annotations
 
@@ -11,52 +11,50 @@ from hadal.core.plans import Sampling, Score
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
-    """One generation as the units see it. `output` is non-empty after a retry: what was already
-    streamed.
+    """One generation as units receive it. After a retry `output` is not empty: it has the tokens
+    already streamed.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     max_tokens: int
-    """Total output tokens, `output` included."""
+    """Most output tokens in total, `output` included."""
     stop_ids: tuple[int, ...]
     min_tokens: int
     """Stop ids are forbidden before this many output tokens."""
     sampling: Sampling
     attempt: int
-    """Counts retries. A reply about an older attempt is stale and is dropped."""
+    """Number of the attempt, raised by each retry. A reply about an older attempt is stale and is dropped."""
     priority: int = 0
-    """Larger is sooner. Worth a bounded time of waiting, so nobody starves."""
+    """Larger runs sooner. Worth a bounded waiting time, so that no request starves."""
     arrived_s: float = 0.0
-    """When it came to the front, by the front's clock: for the order among those that wait."""
+    """Arrival time on the front's clock, which orders the queue."""
     salt: bytes = b""
-    """The tenant's: KV is shared only under the same salt."""
+    """Salt of the tenant: KV is shared only under the same salt."""
     num_public: int = 0
     """Number of first tokens that are shared under kv/names.PUBLIC instead, as far as they fill
-    blocks.
+    whole blocks.
     """
     chain: bytes = b""
-    """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing
-    is to be cached.
+    """Names of the full blocks of prompt + output, filled in by the front; empty if nothing is to
+    be cached.
     """
     attempt_id: int = 0
-    """The front gives it with Decode. By this number it knows the attempt's tokens again, and no
-    other front does.
+    """Id assigned by the front with Decode. It identifies the attempt's tokens, and is unique among
+    fronts.
     """
     tenant: str = ""
-    """The tenant's name, whatever its salt: what is scarce is shared among tenants."""
+    """Name of the tenant, independent of its salt: scarce resources are shared among tenants."""
     fingerprint: str = ""
-    """Of the KV that this attempt is made of (UnitUp), under which `chain` names its blocks. Empty:
-    any.
-    """
+    """Fingerprint of the KV for this attempt (UnitUp), under which `chain` names its blocks. Empty: any."""
     weight: float = 1.0
-    """The tenant's, by which what is scarce is shared (policy/fairness)."""
+    """Weight of the tenant when scarce resources are shared (policy/fairness)."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One new token of one request. `index` says how many came before it, so a duplicate or a gap
-    is noticed.
+    """One new token of one request. `index` is the number of tokens before it, so that a duplicate
+    or a gap is detected.
     """
 
     request_id: str
@@ -64,64 +62,64 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     index: int
     token: int
     finish: str | None = None
-    """None while it goes on; "stop" (a stop id) or "length"."""
+    """None while the request continues; "stop" (a stop id) or "length"."""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request was worked on, for the ledger."""
+    """Units that worked on a request, for the ledger."""
 
     prefill_unit: str
-    """Prefill unit of its last attempt, as `decode_unit`; empty: it got to none."""
+    """Prefill unit of its last attempt; empty: no prefill unit had it. `decode_unit` likewise."""
     decode_unit: str
     num_retries: int
 
 
 class RateLimits(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a tenant's quota, as a reply's headers say it. None: there is no such limit."""
+    """Rest of a tenant's quota, for a reply's headers. None: there is no such limit."""
 
     requests: int | None = None
-    """At once."""
+    """Most requests at once."""
     requests_left: int = 0
     tokens: int | None = None
-    """A minute."""
+    """Most tokens per minute."""
     tokens_left: int = 0
     requests_reset_s: float = 0.0
-    """When all of it can be had again, as far as that is known."""
+    """Seconds until the whole quota is available again, as far as known."""
     tokens_reset_s: float = 0.0
 
 
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request
-    is `final`. An effect (core/seams), and sent on where the stream is in another process.
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one delivery of a
+    request is `final`. An effect (core/seams), forwarded if the stream is in another process.
     """
 
     request_id: str
     tokens: tuple[Token, ...]
     final: bool = False
     error: str | None = None
-    """Why a final delivery ended it without finishing."""
+    """Reason for which a final delivery ended the request without finishing it."""
     error_status: int = 500
     retry_after_s: float | None = None
-    """When to try again; it comes with 429 and 503."""
+    """Seconds until a retry makes sense; set with 429 and 503."""
     num_cached: int = 0
-    """Prompt tokens that were not computed; they come with the first token."""
+    """Prompt tokens that were not computed; sent with the first token."""
     closing: Closing | None = None
-    """Where it was worked on; it comes with the final delivery of a request that was let in."""
+    """Units that worked on it; sent with the final delivery of an admitted request."""
     limits: RateLimits | None = None
-    """Of a tenant with a quota: with the first delivery, which has no token if it was let in."""
-    error_code: str = ""
-    """For programs; empty: the status says it."""
-    scores: tuple[Score, ...] = ()
-    """Of the prompt's tokens from the second on; they come with the first token, where they were
-    asked for.
+    """Limits of a tenant with a quota; sent with the first delivery, which has no token if the
+    request was admitted.
     """
+    error_code: str = ""
+    """Error code for programs; empty: the status suffices."""
+    scores: tuple[Score, ...] = ()
+    """Scores of the prompt's tokens from the second on; sent with the first token, if requested."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
-    """Prompt and output. Where nobody reads the text, as in a simulation, the prompt is a range and
-    so is this: only its length means something.
+    """Return prompt and output. In simulations the prompt is a range, and so is the result: only
+    its length is meaningful.
     """
     prompt: Sequence[int] = generation.prompt
     if isinstance(prompt, range):
@@ -130,4 +128,4 @@ def text_of(generation: Generation) -> tuple[int, ...]:
 
 
 Key = tuple[str, int]
-"""An attempt: its request's id and its number."""
+"""Attempt of a request: (request id, attempt number)."""

@@ -11,93 +11,95 @@ from hadal.core.messages.base import Message
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens for those of other hosts, in the process of `epoch_number`."""
+    """Address of a process for other hosts, valid for the process of `epoch_number`."""
 
     epoch_number: int
     endpoint: Annotated[str, Meta(pattern="^tcp://")]
-    """As zmq writes it: tcp://10.0.0.1:40001."""
+    """Address in zmq's form: tcp://10.0.0.1:40001."""
 
 
 class KeepNodes(Message, frozen=True):
-    """Supervisor -> lender, again and again: have an agent on every node of these groups, and on no
-    other. The nodes of a group are had together or not at all.
+    """Supervisor -> lender, repeatedly: run an agent on every node of these groups, and on no
+    other. The nodes of a group are acquired together or not at all.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
 
 class NodesKept(Message, frozen=True):
-    """Lender -> supervisor, again and again: it looks after the nodes."""
+    """Lender -> supervisor, repeatedly: state of the nodes it provides."""
 
     complaint: str
-    """Why nodes that are wanted are not found; empty while they are, or may soon be."""
+    """Reason for which wanted nodes are not found; empty if they are found, or may be soon."""
     found: tuple[tuple[int, ...], ...] = ()
-    """Groups whose nodes were found, so that an agent may be expected on each."""
+    """Groups with all nodes found; an agent is expected on each node."""
     is_superseded: bool = False
-    """Another supervisor has taken the run over."""
+    """True if another supervisor has taken over the run."""
 
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,40}(\.[0-9]{1,6})?\Z")]
-"""Of a process, where it becomes part of a file's name."""
+"""Name of a process, safe as a part of file names."""
 NodeNumber = Annotated[int, Meta(ge=0)]
-"""Of the nodes that a deployment takes, from 0 on."""
+"""Index of a node among those of a deployment, from 0."""
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
-    """A process that a node is to run."""
+    """Process that a node must run."""
 
     name: Name
     epoch_number: int
     arguments: tuple[str, ...]
-    """A module, and what it is given besides its folder and its epoch number."""
+    """Module and its arguments, without folder and epoch number."""
     threads: int
     signal: Annotated[int, Meta(ge=0, le=64)] = 0
-    """The last that it is to get; 0: none."""
+    """Last signal to send to it; 0: none."""
 
 
 class NodeOrders(Message, frozen=True):
-    """All that a node is to run, at every change and every beat: what runs and is not named is
-    killed. So a node that was given up and comes back ends what others do by now.
+    """Complete list of a node's processes, sent at every change and heartbeat. A running process
+    that is not listed is killed, so a node that was given up and returns ends processes that have
+    been replaced elsewhere.
     """
 
     processes: tuple[ProcessOrder, ...]
     addresses: dict[Name, Address] | None = None
-    """Of all processes elsewhere that its own may speak to; None: as it was said last."""
+    """Addresses of all processes on other nodes that its own may contact; None: unchanged."""
     is_over: bool = False
-    """The run ends, or another agent has taken this one's place: it is to end all and leave."""
+    """True if the run ends, or if another agent has replaced this one: end all processes and exit.
+    """
     num_rollouts: int = 0
-    """At another number than before, what is started runs the code that is installed by then."""
+    """Number of rollouts. After a change, new processes run the code that is installed at that time."""
 
 
 class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
-    """How a process of a node fares."""
+    """State of a process on a node."""
 
     name: Name
     epoch_number: int
     pid: int
     code: int | None = None
-    """Its exit code, negative: by that signal; None while it runs."""
+    """Exit code, negative for a signal; None while it runs."""
     waited_s: float = 0.0
-    """How long its threads were ready to run and had no processor."""
+    """Seconds in which its threads were ready to run without a processor."""
     address: Address | None = None
-    """Of the name that it has on the wire; None while it does not listen."""
+    """Address under its name on the wire; None while it does not listen."""
 
 
 class NodeNews(Message, frozen=True):
-    """How a node fares: its agent says it every AGENT_BEAT_S, and at once when something changed."""
+    """State of a node, sent by its agent every AGENT_BEAT_S, and at once after a change."""
 
     node: NodeNumber
     boot: Name
-    """Drawn by the agent's process when it starts."""
+    """Random name drawn by the agent's process at its start."""
     agent: Address
     host: str
-    """The node's name."""
+    """Host name of the node."""
     processes: tuple[ProcessNews, ...]
     versions: dict[str, str]
 
 
 class Printed(Message, frozen=True):
-    """Lines that a process of a node has printed."""
+    """Lines printed by a process of a node."""
 
     node: NodeNumber
     process: Name

@@ -1,6 +1,6 @@
 """Effects on one rank's KV pool; the other effects are in core/seams.
 
-The leader of a unit asks for them; where the rank is another process they travel to it.
+Requested by the leader of a unit. If the rank is another process, they are sent to it.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from hadal.core.plans import NamedBlocks
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy the leased blocks into own blocks `into`, verify, and answer with KvPulled."""
+    """Copy the leased blocks into own blocks `into`, verify them, and answer with KvPulled."""
 
     request_id: str
     attempt: int
     lease: KvLease
     into: tuple[int, ...]
     rank: int = 0
-    """Whose blocks `into` are."""
+    """Rank that owns the blocks `into`."""
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Read blocks of the disk cache into own blocks `into`, verify them, and answer with
-    BlocksRead. Until then `into` must be nobody else's.
+    BlocksRead. Until then `into` must not be used otherwise.
     """
 
     read_id: int
-    """Never used twice by a leader."""
+    """Id that a leader never uses twice."""
     names: bytes
     locations: tuple[DiskLocation, ...]
     into: tuple[int, ...]
     rank: int = 0
-    """Whose blocks `into` are."""
+    """Rank that owns the blocks `into`."""
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until
-    then they must stay as they are.
+    then their contents must not change.
     """
 
     store_id: int
-    """Never used twice by a leader."""
+    """Id that a leader never uses twice."""
     names: bytes
     positions: tuple[int, ...]
-    """Index of each block among its text's blocks: the first is 0."""
+    """Index of each block among its text's blocks, from 0."""
     block_ids: tuple[int, ...]
     rank: int = 0
 
 
 class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank can be found by name from now on, until they are freed. It tells
-    another leader, should the unit get one.
+    """Notice that these blocks of a rank can be found by name from now on, until they are freed.
+    The rank's host remembers them for the unit's next leader.
     """
 
     named: NamedBlocks
     rank: int
     are_all: bool = False
-    """What could be found before can be found no more."""
+    """True if these replace all blocks that could be found before."""
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank's pool were freed: raise their version before they are used again
-    (see KvLease).
+    """Notice that these blocks of a rank's pool were freed: raise their versions before they are
+    used again (see KvLease).
     """
 
     block_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Questions of an operator to units and their answers: audits, experts, traces."""
+"""Requests of an operator to units and their answers: audits, experts, traces."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from hadal.core.plans import NO_LINK_BYTES, LinkBytes, TraceEvent
 
 
 class AuditRequest(Message, frozen=True):
-    """Ask a leader to run `check()` on every ledger it keeps and answer with Audit. For tests and
-    operators.
-    """
+    """Ask a leader to run `check()` on all its ledgers and answer with Audit. For tests and operators."""
 
     reply_id: int
 
 
 class Audit(Message, frozen=True):
-    """The ledgers' answer. `problems` is empty when everything adds up."""
+    """Result of an AuditRequest. `problems` is empty if all ledgers add up."""
 
     unit: str
     reply_id: int
@@ -27,23 +25,23 @@ class Audit(Message, frozen=True):
 
 
 class ExpertsRequest(Message, frozen=True):
-    """The front asks a unit of many ranks where its experts lie and what they bear."""
+    """Request of the front to a unit of several ranks for the placement and load of its experts."""
 
     reply_id: int
 
 
 class ExpertsAnswer(Message, frozen=True):
-    """The answer."""
+    """Result of an ExpertsRequest."""
 
     unit: str
     reply_id: int
     body: bytes
-    """A UnitExperts (core/overview) as JSON: whoever hands it on need not read it."""
+    """A UnitExperts (core/overview) as JSON, so that it can be forwarded without decoding."""
 
 
 class TraceRequest(Message, frozen=True):
-    """Ask a leader to trace its next `num_steps` steps and answer with Trace. Who asks waits
-    `wait_s`.
+    """Ask a leader to trace its next `num_steps` steps and answer with Trace. The sender waits
+    `wait_s` seconds.
     """
 
     reply_id: int
@@ -52,7 +50,7 @@ class TraceRequest(Message, frozen=True):
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step that was recorded while it ran, of all its ranks."""
+    """Recording of a step on all its ranks."""
 
     step_id: int
     schedule: str
@@ -62,27 +60,27 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
     balance: dict[str, float] = {}
     """Objective (core/balance) -> mean over maximum of the ranks in this step."""
     link_bytes: LinkBytes = NO_LINK_BYTES
-    """Bytes between its ranks."""
+    """Bytes sent between the unit's ranks."""
 
 
 class HostClock(msgspec.Struct, frozen=True):
-    """What is known of a host's clock, against that of the unit's leader."""
+    """Offset of a host's clock against that of the unit's leader."""
 
     host: str
-    """Its address."""
+    """Address of the host."""
     ranks: tuple[int, ...]
-    """Ranks that were traced there."""
+    """Traced ranks on this host."""
     offset_s: float
-    """What its clock is ahead: times of its events are lessened by that."""
+    """Seconds that its clock is ahead; they are subtracted from the times of its events."""
     error_s: float
-    """What the offset may be wrong by, either way."""
+    """Largest error of the offset in either direction, seconds."""
 
 
 class Trace(Message, frozen=True):
-    """The traced steps."""
+    """Result of a TraceRequest."""
 
     unit: str
     reply_id: int
     steps: tuple[TracedStep, ...]
     clocks: tuple[HostClock, ...] = ()
-    """Where there are ranks on several hosts, whose times are the leader's clock's here."""
+    """Clocks of the hosts if ranks are on several of them. Times in `steps` are on the leader's clock."""

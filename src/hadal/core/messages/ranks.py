@@ -1,4 +1,4 @@
-"""Messages between the leader of a unit of many ranks and those ranks."""
+"""Messages between the leader of a unit of several ranks and those ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hadal.core.plans import (
 )
 
 
-# ---- rank -> leader, where they are apart ----
+# ---- rank -> leader, if they are separate processes ----
 class RankUp(Message, frozen=True):
-    """A rank's process is ready to be a member. Repeated until a FormPlan names it."""
+    """A rank's process is ready to be a member. Repeated until a FormPlan includes it."""
 
     unit: str
     rank: int
@@ -30,22 +30,22 @@ class RankUp(Message, frozen=True):
     pool: str
     """Address of its KV pool: the source of its leases."""
     expert_port: int = 0
-    """Where other ranks get the weights of experts that it holds; 0: nowhere."""
+    """Port from which other ranks load the weights of its experts; 0: none."""
 
 
 class RankDone(Message, frozen=True):
-    """The rank's part of a step."""
+    """Result of the rank's part of a step."""
 
     rank: int
     epoch: str
     formation: int
     done: StepDone
     lost: tuple[int, ...] = ()
-    """Peers that the rank holds responsible for the error."""
+    """Peers to which the rank attributes the error."""
     taken_s: float = 0.0
-    """When the rank heard of the step, by its host's clock, which is not its leader's ..."""
+    """Time at which the rank received the step, on its own host's clock, not its leader's."""
     said_s: float = 0.0
-    """... and when it says this."""
+    """Time at which the rank sends this message, on the same clock as `taken_s`."""
 
 
 class RankFormed(Message, frozen=True):
@@ -55,7 +55,7 @@ class RankFormed(Message, frozen=True):
 
 
 class RankAnswered(Message, frozen=True):
-    """What came of a RankDo that is a Pull, a ReadBlocks or a StoreBlocks."""
+    """Result of a RankDo that is a Pull, a ReadBlocks or a StoreBlocks."""
 
     rank: int
     epoch: str
@@ -75,30 +75,32 @@ class RankHeartbeat(Message, frozen=True):
     epoch: str
     formation: int
     num_ops: int
-    """Ops begun since the process started: the thread moves as long as this does."""
+    """Ops begun since the process started: while it grows, the thread makes progress."""
     is_computing: bool
-    """A step runs and does not wait for a peer: `num_ops` must move."""
+    """True if a step runs and does not wait for a peer: then `num_ops` must grow."""
     lost: tuple[int, ...] = ()
-    """Peers of this formation whose connection broke."""
+    """Peers of this formation to which the connection broke."""
 
 
 class RankHeld(Message, frozen=True):
-    """The answer to RankWho of a rank that was led before. Nothing that an earlier leader asked for
-    writes into its pool any more, but for a step, which the next RankForm breaks off.
+    """Answer to RankWho of a rank that had an earlier leader. No operation of that leader writes
+    into its pool any more, except for a step, which the next RankForm aborts.
     """
 
     up: RankUp
     plan: FormPlan
-    """The newest plan that it has taken, with the placement that it has now."""
+    """Newest plan that it has taken, with its current placement."""
     held: Held
 
 
 # ---- leader -> rank ----
 class RankWho(Message, frozen=True):
-    """A rank sends heartbeats, and its leader does not know it: a new leader took the unit over."""
+    """Leader -> rank: your heartbeats arrive from an unregistered rank, because a new leader took
+    over the unit. The answer is RankHeld or RankUp.
+    """
 
     epoch: str
-    """The epoch that its heartbeat named."""
+    """Epoch named in the rank's heartbeat."""
 
 
 class RankForm(Message, frozen=True):
@@ -115,8 +117,8 @@ class RankStage(Message, frozen=True):
 
 
 class RankDo(Message, frozen=True):
-    """What the unit's leader asks of one rank's pool or disk, to be done by the rank's host. It
-    belongs to no formation, for KV outlives them.
+    """Effect on one rank's pool or disk requested by the unit's leader and applied by the rank's
+    host. It belongs to no formation, because KV outlives formations.
     """
 
     effect: PoolEffect

@@ -1,6 +1,6 @@
 """A gateway's messages to its front: new generations, refusals, quotas and charges.
 
-Gateway and front share a process, but the messages are the same as between two.
+Gateway and front share a process, but the messages are the same as between two processes.
 """
 
 from __future__ import annotations
@@ -29,43 +29,41 @@ class Submit(Message, frozen=True):
 
     generation: Generation
     is_admitted: bool = False
-    """As its ticket has it."""
+    """True if its ticket (Ticket) is admitted."""
     most_pico_usd: int = 0
-    """Highest cost, reserved from the tenant's budget."""
+    """Highest cost in 10^-12 dollars, reserved from the tenant's budget."""
 
 
 class TurnedAway(Message, frozen=True):
-    """Generations were refused before they were submitted, as the front would have refused them: it
-    counts them, for the fleet grows with all that is asked for.
+    """Generations rejected before they were submitted, by the front's own rules. The front counts
+    them, because the fleet scales with all demand.
     """
 
     num_generations: int
     num_tokens: int = 0
-    """Tokens of their prompts. 0: nobody has read them."""
+    """Tokens of their prompts. 0: the prompts were not tokenized."""
 
 
 class Quota(msgspec.Struct, frozen=True, array_like=True):
-    """What a tenant may have at most. 0: as much as there is."""
+    """Limits of a tenant. 0: no limit."""
 
     tenant: str
     tokens_per_minute: int = 0
     requests: int = 0
-    """Generations at once, those that wait included."""
+    """Most generations at once, queued ones included."""
     day_pico_usd: int = 0
-    """To be charged in a day of UTC, in 10^-12 dollars."""
+    """Most that is charged per UTC day, in 10^-12 dollars."""
 
 
 class Quotas(Message, frozen=True):
-    """The tenants that have quotas, all of them, and the time of day."""
+    """Current time, and all tenants with quotas."""
 
     unix_s: float
     quotas: tuple[Quota, ...]
 
 
 class Charged(Message, frozen=True):
-    """A generation has ended, and a gateway wrote down what it was charged. Said again, it counts
-    once.
-    """
+    """Charge of an ended generation, recorded by a gateway. A repeat counts once."""
 
     request_id: str
     tenant: str
@@ -75,7 +73,7 @@ class Charged(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """Tokens of a prompt that a tenant had counted, without a generation. They are drawn from its
+    """Tokens of a prompt that a tenant had counted without a generation. They count against its
     tokens per minute.
     """
 
@@ -84,10 +82,10 @@ class Counted(Message, frozen=True):
 
 
 class Spent(Message, frozen=True):
-    """What the ledger and its outbox hold of a day, read at one instant."""
+    """Charges of a day in the ledger and its outbox, read at one instant."""
 
     day: int
     tenant_to_pico_usd: dict[str, int]
-    """Of tenants that were asked for; those with nothing are in it as well."""
+    """Charges of the requested tenants, including those with nothing charged."""
     request_ids: tuple[str, ...]
-    """Of those facts that are not old: a gateway may say them again."""
+    """Requests with recent facts: a gateway may send their Charged again."""

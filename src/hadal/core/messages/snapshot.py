@@ -1,4 +1,4 @@
-"""The front at one instant, for /metrics and /health. Values only."""
+"""State of the front at one instant, for /metrics and /health. Values only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hadal.core.messages.units import UnitReport
 
 
 class Totals(msgspec.Struct):
-    """Counted since the start."""
+    """Counters since the start."""
 
     submitted: int = 0
     finished: int = 0
@@ -17,48 +17,44 @@ class Totals(msgspec.Struct):
     failed: int = 0
     refused: int = 0
     tokens_in: int = 0
-    """Prompt tokens of requests let in."""
+    """Prompt tokens of admitted requests."""
     tokens_refused: int = 0
-    """Prompt tokens of requests that there was no room for (429)."""
+    """Prompt tokens of requests rejected for lack of capacity (429)."""
     tokens_out: int = 0
-    """Tokens that units have drawn for requests. Replies count what they give out of it
+    """Tokens that units have drawn for requests. Tokens delivered in replies are counted separately
     (gateway/desk/metrics).
     """
     tokens_hit: int = 0
-    """Prompt tokens of answered requests that a cache had, as the unit said that drew the first
-    token.
-    """
+    """Prompt tokens of answered requests found in a cache, as reported with the first token."""
     tokens_miss: int = 0
-    """The rest of those prompts."""
+    """Prompt tokens of answered requests that were computed."""
     retries: int = 0
-    """Attempts that ended before their request did, preemptions among them, those that gave way
-    apart.
+    """Attempts that ended before their request did, including preemptions, but not those counted in
+    `gave_way`.
     """
     preemptions: int = 0
     gave_way: int = 0
-    """Attempts put back so that others' requests have their room: of batches, or of tenants that
-    had more.
+    """Attempts preempted and requeued to make room for other requests: those of batches, or of
+    tenants above their share.
     """
 
 
 class FrontSnapshot(msgspec.Struct, frozen=True):
-    """Cheap to make: no request is looked at."""
+    """State of the front. Cheap to make: it does not iterate over requests."""
 
     is_draining: bool
     state_to_count: dict[str, int]
     unit_to_report: dict[str, UnitReport]
     """Units that are up and have reported."""
     role_to_units: dict[str, dict[str, int]]
-    """Units that are up, and how many ranks of each live."""
+    """Role -> units that are up -> number of living ranks."""
     totals: Totals
     unit_to_fingerprint: dict[str, str] = {}
-    """Of the KV of those units: two, while others with new weights take their places one by one."""
+    """Unit -> fingerprint of its KV. Two values during a rollout of new weights."""
     fingerprint: str = ""
-    """Under which the front would place a prompt that comes now."""
+    """Fingerprint under which the front would place a new prompt."""
 
     @property
     def can_serve(self) -> bool:
-        """A request can be answered from end to end: each role has a unit with a rank that
-        lives.
-        """
+        """True if a request can be answered from end to end: each role has a unit with a living rank."""
         return all(any(self.role_to_units.get(role, {}).values()) for role in ROLES)
