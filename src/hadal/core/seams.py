@@ -80,7 +80,9 @@ class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A prompt used these blocks, from memory or disk: the disk store updates its order of eviction."""
+    """A prompt used these blocks, from memory or disk: the use is reported to the disk store, which
+    evicts by use.
+    """
 
     locations: tuple[DiskLocation, ...]
 

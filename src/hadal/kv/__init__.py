@@ -1,1 +1,1 @@
-"""KV blocks as counts: who holds which, and until when. Bytes move elsewhere."""
+"""Bookkeeping of KV blocks: owners, leases, names, free space. The bytes are moved by other packages."""

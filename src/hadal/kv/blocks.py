@@ -1,19 +1,19 @@
-"""The blocks of one rank's KV pool: which are free, who owns the others, what is in them, how often
-each was freed.
+"""The blocks of one rank's KV pool: free blocks, owners, names of contents, and the version of each
+block.
 
     free -- allocate --> owned -- name --> owned and named <-- acquire -- cached
       ^                    |                      |                         ^ |
       +------- free -------+                      +--- free by the last ----+ |
       +--------------------------- evicted, for allocate ---------------------+
 
-A named block is complete and is never written again; any number of owners may read it. When the
-last one lets go it is cached: found by its name until its room is needed (policy/eviction says
-whose). A block can be found only behind those before it in its text, so a cached block goes only
-when no named block follows it.
+A named block is complete and is never written again; any number of owners may read it. When its
+last owner frees it, it is cached: it can be found by its name until it is evicted (policy/eviction
+chooses). A lookup reaches a block only through the blocks before it in its text, so cached blocks
+are evicted only if no named block follows them.
 
-Block 0 is scratch: padded rows of a batch write there, so it is never handed out.
+Block 0 is scratch: padded rows of a batch write there, so it is never allocated.
 
-Prefilled blocks that wait for a decode rank to copy them are under a lease (`Leases`).
+Prefilled blocks that wait to be copied by a decode rank are under a lease (`Leases`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hadal.policy.eviction import Arc, Lru
 
 
 class _Owners(dict[Hashable, None]):
-    """Several owners of a block, in the order in which they came. A class of its own: no owner is
-    one.
+    """Several owners of a block, in the order of their arrival. A class of its own, to tell it from
+    any single owner.
     """
 
 
@@ -42,25 +42,25 @@ Counts = TypeVar("Counts", int, NDArray[np.int64])
 
 
 def blocks_for(num_tokens: Counts) -> Counts:
-    """Blocks that hold `num_tokens` tokens of KV; of an array, one by one."""
+    """Return the number of blocks for `num_tokens` tokens of KV, elementwise for an array."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def _nobody() -> None:
-    """Nobody wants to know."""
+    """Do nothing: default of `touched`."""
 
 
 @lru_cache(maxsize=8)
 def _all_blocks(num_blocks: int) -> tuple[int, ...]:
-    """Block 1 is the last. One tuple for all pools of a size: a fleet in one process has millions
-    of blocks.
+    """Return all usable blocks in descending order, so that block 1 is allocated first. One tuple
+    is shared by all pools of a size, because a fleet in one process has millions of blocks.
     """
     return tuple(range(num_blocks - 1, SCRATCH_BLOCK, -1))
 
 
 class BlockAllocator:
-    """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be
-    in a cache).
+    """Allocator of blocks 1 .. num_blocks-1, most recently freed first (it is the likeliest to be
+    in a processor's cache).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BlockAllocator:
         eviction: type[Arc | Lru] = Arc,
         touched: Callable[[], object] = _nobody,
     ) -> None:
-        """`touched` is called whenever owners or names may have changed."""
+        """Make a pool of free blocks. `touched` is called whenever owners or names may have changed."""
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch."
@@ -78,49 +78,52 @@ class BlockAllocator:
         self._free = list(_all_blocks(num_blocks))
         self._version = array("i", bytes(4 * num_blocks))
         self._owners: list[Hashable | _Owners] = [None] * num_blocks
-        """Each block's owners; None: nobody. Nearly all have one."""
+        """Owners of each block; None if it has none. A single owner is stored directly, because
+        nearly all blocks have one.
+        """
         self._num_owned = 0
         self._name_to_block: dict[bytes, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
-        """Its own and that of the block before it in the text, empty at position 0."""
+        """Block -> (its name, name of the block before it in the text; empty at position 0)."""
         self._num_next: dict[bytes, int] = {}
-        """How many named blocks follow a name; absent: none. Kept by name: the one before may go
-        and come again.
+        """Name -> number of named blocks that follow it; absent if none. Kept by name, because the
+        block before may be evicted and return.
         """
         self._blocked: dict[int, None] = {}
-        """Cached blocks that named ones follow."""
+        """Cached blocks that are followed by named ones, and so cannot be evicted normally."""
         self._eviction = eviction(self.num_usable)
         self._changes: dict[bytes, bool] = {}
-        """Names that came (True) or went (False) since `take_changes`."""
+        """Names that were added (True) or removed (False) since `take_changes`."""
         self._evicted: list[int] = []
         self._touched = touched
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be owned: all but the scratch block."""
+        """Number of blocks that can be owned: all but the scratch block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: free ones and cached ones."""
+        """Number of blocks that can be allocated: free ones and cached ones."""
         return self.num_usable - self._num_owned
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody owns."""
+        """Number of blocks with an owner."""
         return self._num_owned
 
     def num_owned(self, blocks: Sequence[int]) -> int:
-        """How many of these somebody owns."""
+        """Return the number of these blocks that have an owner."""
         return sum(self._owners[block] is not None for block in blocks)
 
     @property
     def num_named(self) -> int:
-        """Blocks that can be found, owned or cached."""
+        """Number of blocks that can be found by name, owned or cached."""
         return len(self._name_to_block)
 
     def allocate(self, count: int, owner: Hashable) -> tuple[int, ...] | None:
-        """Take `count` blocks for `owner`, or None if there are not as many: never some of them.
+        """Return `count` blocks, now owned by `owner`, or None if fewer are free: never a part of
+        them.
 
         Cached blocks that are evicted for it are among the next `take_changes`.
         """
@@ -129,7 +132,9 @@ class BlockAllocator:
         if count > self.num_free:
             return None
         self._touched()
-        if count == 1 and self._free:  # As nearly always: a request grows.
+        if (
+            count == 1 and self._free
+        ):  # The fast path, nearly always taken: a request grows by one block.
             block = self._free.pop()
             self._owners[block] = owner
             self._num_owned += 1
@@ -149,13 +154,13 @@ class BlockAllocator:
         owner_to_blocks: Mapping[Hashable, Sequence[int]],
         block_to_name: Mapping[int, tuple[bytes, bytes]] = {},
     ) -> tuple[int, ...]:
-        """Begin where another ledger of these blocks ended: how often each was freed, who owns
-        which now, and what is named and nobody's: (its name, that of the block before it or
+        """Continue from an earlier ledger of these blocks: the times each was freed, current
+        owners, and named blocks without an owner, as (its name, name of the block before it or
         nothing).
 
-        All others are free, and freed once more: whoever reads one under that ledger's lease finds
-        it void. Returns them. Raises InvariantError if two own a block, or if anything is owned
-        already.
+        All other blocks become free and get a new version, so that a read under a lease of that
+        ledger is found void. Returns the free blocks. Raises InvariantError if two owners have one
+        block, or if this ledger is in use.
         """
         if self._num_owned or self._block_to_name:
             raise InvariantError("a ledger that is in use cannot take another one over.")
@@ -182,7 +187,7 @@ class BlockAllocator:
         return tuple(self._free)
 
     def _take_names_over(self, block_to_name: Mapping[int, tuple[bytes, bytes]]) -> None:
-        """Let nobody's blocks be found again, each behind those before it."""
+        """Re-register the names of unowned cached blocks, each at its position in its text."""
         positions = _positions(dict(block_to_name.values()))
         for block, (name, before) in block_to_name.items():
             if self._owners[block] is not None or name in self._name_to_block:
@@ -197,10 +202,10 @@ class BlockAllocator:
             self._cache(block)
 
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
-        """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when
-        room is needed.
+        """Add `owner` as an owner of blocks that are named or owned. `is_use`: count it as a use
+        for eviction.
 
-        Raises InvariantError if one of them is nobody's and has no name, or is his already.
+        Raises InvariantError if one of them is free, or if `owner` owns it already.
         """
         if owner is None:
             raise ValueError("nobody cannot acquire blocks.")
@@ -229,8 +234,8 @@ class BlockAllocator:
                 self._eviction.use(names[0])
 
     def free(self, blocks: Sequence[int], owner: Hashable) -> tuple[int, ...]:
-        """Let `owner` go of blocks. Return those whose content is gone with it: nobody else's, and
-        without a name.
+        """Remove `owner` from blocks. Return the blocks that thereby became free: without another
+        owner and without a name.
 
         Their versions are raised. Raises InvariantError unless `owner` owns every one of them.
         """
@@ -242,7 +247,7 @@ class BlockAllocator:
         all_owners, named, version = self._owners, self._block_to_name, self._version
         for block in blocks:
             owners = all_owners[block]
-            # Not `!=` alone: a dataclass takes long to find out that it is no tuple.
+            # Not `!=` alone: comparing a dataclass with a tuple is slow.
             if owners is not owner and (type(owners) is not type(owner) or owners != owner):
                 self._leave(block, owner)
                 continue
@@ -269,11 +274,11 @@ class BlockAllocator:
         return tuple(owners) if isinstance(owners, _Owners) else (owners,)
 
     def _leave(self, block: int, owner: Hashable) -> None:
-        """Let one of several owners go."""
+        """Remove one of a block's several owners."""
         left = self._owners[block]
         if isinstance(left, _Owners) and len(left) == 2:
             first, second = left
-            if second is owner:  # Of two, the first is the only owner again.
+            if second is owner:  # With two owners left, the first becomes the single owner again.
                 self._owners[block] = first
                 return
         if not isinstance(left, _Owners) or owner not in left:
@@ -283,10 +288,10 @@ class BlockAllocator:
             (self._owners[block],) = left
 
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
-        """Say that `blocks` are complete and hold the blocks of `chain` from number `first` on.
+        """Name complete blocks: they hold the blocks of `chain` from index `first` on.
 
-        A name that another block has stays with that one. Raises InvariantError if a block is
-        nobody's or is named otherwise, ValueError if the chain is too short.
+        If another block has a name already, it keeps it. Raises InvariantError if a block has no
+        owner or another name, ValueError if the chain is too short.
         """
         if first < 0 or first + len(blocks) > num_names(chain):
             raise ValueError(
@@ -311,18 +316,18 @@ class BlockAllocator:
             elif other != block:
                 self._eviction.use(
                     name
-                )  # Computed twice at once: whoever came second would have used it.
+                )  # Computed twice at once: counted as a use, because the later request would have used it.
             before = name
 
     def named_as(self, names: Iterable[bytes]) -> dict[int, tuple[bytes, bytes]]:
-        """block -> (its name, that of the block before it or nothing), of those that can be found
+        """Return block -> (its name, name of the block before it or nothing), for the blocks found
         by these names.
         """
         blocks = (self._name_to_block.get(name) for name in names)
         return {block: self._block_to_name[block] for block in blocks if block is not None}
 
     def lookup(self, chain: bytes) -> tuple[int, ...]:
-        """The blocks that hold the longest prefix of the chain that is here, in order."""
+        """Return the blocks of the longest prefix of the chain that is in the pool, in order."""
         blocks = []
         for name in split(chain):
             block = self._name_to_block.get(name)
@@ -332,11 +337,10 @@ class BlockAllocator:
         return tuple(blocks)
 
     def take_changes(self) -> tuple[bytes, bytes, tuple[int, ...]]:
-        """Names that can be found since the last call, names that no longer can, and the blocks
-        that were evicted.
+        """Return the names added since the last call, the names removed, and the blocks evicted.
 
-        The versions of the evicted were raised here; whoever keeps versions elsewhere must
-        hear of them before anything may write them.
+        The versions of evicted blocks were raised here. Copies of the versions elsewhere must be
+        updated before anything writes to these blocks.
         """
         if not self._changes and not self._evicted:
             return b"", b"", ()
@@ -348,7 +352,7 @@ class BlockAllocator:
         return added, dropped, evicted
 
     def forget_names(self) -> None:
-        """Let no block be found any more, and free the cached ones."""
+        """Remove all names, and free the cached blocks."""
         self._touched()
         for block in [block for block in self._block_to_name if self._owners[block] is None]:
             self._version[block] += 1
@@ -361,8 +365,8 @@ class BlockAllocator:
         self._eviction = type(self._eviction)(self.num_usable)
 
     def versions(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """How often each block's content was given up so far: a lease names these, a changed one
-        voids the copy.
+        """Return each block's version: how often its content was given up. A lease records the
+        versions, and a changed one voids the copy.
         """
         return tuple(self._version[block] for block in blocks)
 
@@ -370,7 +374,7 @@ class BlockAllocator:
         return len(self._owners_of(block))
 
     def owners(self) -> dict[int, tuple[Hashable, ...]]:
-        """Every owned block and its owners."""
+        """Return every owned block with its owners."""
         return {
             block: self._owners_of(block)
             for block, owners in enumerate(self._owners)
@@ -378,7 +382,9 @@ class BlockAllocator:
         }
 
     def is_owned_as(self, holders: Sequence[tuple[Hashable, Sequence[int]]]) -> bool:
-        """Whether these, each once, own these blocks, each block once, and nobody owns more."""
+        """Return True if the blocks' owners are exactly `holders`: distinct owners with distinct
+        blocks each, and no others.
+        """
         owners, num_held = self._owners, sum(len(blocks) for _, blocks in holders)
         num_more = sum([len(some) - 1 for some in owners if type(some) is _Owners])
         if num_held != self._num_owned + num_more or len({owner for owner, _ in holders}) < len(
@@ -388,7 +394,7 @@ class BlockAllocator:
         for owner, blocks in holders:
             if len(set(blocks)) < len(blocks):
                 return False
-            # Counted in one go: nearly all have one owner.
+            # Counted at once, because nearly all blocks have one owner.
             if [owners[block] for block in blocks].count(owner) < len(blocks) and not all(
                 owner in self._owners_of(block) for block in blocks
             ):
@@ -396,8 +402,8 @@ class BlockAllocator:
         return True
 
     def check(self) -> list[str]:
-        """Problems of the ledger; empty when free, cached and owned blocks are apart and together
-        all there are.
+        """Return problems of the ledger; empty if free, cached and owned blocks are disjoint and
+        together all blocks.
         """
         problems = []
         free, named = set(self._free), self._block_to_name.keys()
@@ -439,7 +445,9 @@ class BlockAllocator:
         return problems
 
     def _cache(self, block: int) -> None:
-        """A named block has lost its last owner, or the last block that followed it."""
+        """Update a named block without owners, after its last owner or the last block that followed
+        it was removed.
+        """
         name = self._block_to_name[block][0]
         if name in self._num_next:
             self._blocked[block] = None
@@ -448,7 +456,7 @@ class BlockAllocator:
             self._eviction.offer(name)
 
     def _follow(self, before: bytes) -> None:
-        """A named block follows `before` from now on."""
+        """Record that one more named block follows `before`."""
         self._num_next[before] = self._num_next.get(before, 0) + 1
         block = self._name_to_block.get(before)
         if block is not None and self._owners[block] is None:
@@ -456,11 +464,12 @@ class BlockAllocator:
             self._blocked[block] = None
 
     def _evict(self) -> int:
-        """Take a cached block's name away and return it. There must be one."""
+        """Evict a cached block, free its name and return the block. There must be one."""
         name = self._eviction.victim()
         if name is None:
-            # What is left is followed by owned blocks, which were computed beside it. They keep
-            # their names: these say what is in them, and are found again once the one before is.
+            # All cached blocks left are followed by owned blocks, which were computed at the same
+            # time. Those keep their names, which still describe their contents, and can be found
+            # again once the block before them is back.
             name = self._block_to_name[next(reversed(self._blocked))][0]
             self._eviction.remove(name)
         block = self._name_to_block.pop(name)
@@ -482,7 +491,7 @@ class BlockAllocator:
                 self._cache(block)
 
     def _change(self, name: bytes, is_here: bool) -> None:
-        # Coming and going between two calls is no change.
+        # A name added and removed between two calls is no change.
         if self._changes.get(name, is_here) == is_here:
             self._changes[name] = is_here
         else:
@@ -490,8 +499,8 @@ class BlockAllocator:
 
 
 def _positions(name_to_before: Mapping[bytes, bytes]) -> dict[bytes, int]:
-    """How many of the names stand before each in its chain, without a gap. Every name is looked at
-    once.
+    """Return each name's position in its chain: the number of given names before it without a gap.
+    Visits every name once.
     """
     positions: dict[bytes, int] = {}
     for name in name_to_before:

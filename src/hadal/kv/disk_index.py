@@ -1,8 +1,8 @@
-"""What a leader can find on disk: names of blocks to their locations, as runtime/store/view reports
-them.
+"""Blocks that a leader can find on disk: block name -> location, as reported by runtime/store/view.
 
 A name and its location take about 180 bytes (LOG.md), so millions of blocks fit beside the leader's
-other state. Knows nothing of files. A location may hold another block by now: readers verify it.
+other state. Does not depend on files. A location may contain another block by now, so readers
+verify it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hadal.core.cache import DiskLocation, location_of, num_names, number_of, sp
 
 
 class BlockIndex(Protocol):
-    """What a leader asks of an index of the blocks on disk. DiskIndex is the one that serves; a
-    simulated world knows without names what its disk has (lab/sim/world/disk).
+    """Index of the blocks on disk, as used by a leader. DiskIndex is the live one; a simulated
+    world answers without names, from its own disk (lab/sim/world/disk).
     """
 
     def __len__(self) -> int: ...
@@ -34,7 +34,7 @@ class BlockIndex(Protocol):
 
 
 class DiskIndex:
-    """Locations are kept as numbers: a DiskLocation is made when somebody asks."""
+    """Index of blocks on disk. Locations are stored as numbers, and a DiskLocation is made per query."""
 
     def __init__(self) -> None:
         self._name_to_number: dict[bytes, int] = {}
@@ -46,9 +46,7 @@ class DiskIndex:
         return name in self._name_to_number
 
     def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
-        """These blocks can be found; a name that is known already is somewhere else now. None: that
-        one cannot.
-        """
+        """Add or move these blocks. A location of None is skipped: that block was not written."""
         if num_names(names) != len(locations):
             raise ValueError(f"{len(locations)} locations for {num_names(names)} names.")
         for name, location in zip(split(names), locations, strict=True):
@@ -56,21 +54,21 @@ class DiskIndex:
                 self._name_to_number[name] = number_of(location.segment, location.disk_slot)
 
     def drop(self, names: bytes) -> None:
-        """These cannot be found any more; unknown names are passed over."""
+        """Remove these blocks; unknown names are ignored."""
         for name in split(names):
             self._name_to_number.pop(name, None)
 
     def find(self, name: bytes) -> DiskLocation | None:
-        """Where a block is."""
+        """Return the location of a block, or None if it is not in the index."""
         number = self._name_to_number.get(name)
         return None if number is None else location_of(number)
 
     def found(self, names: bytes) -> tuple[DiskLocation, ...]:
-        """Where those of these blocks are that are here."""
+        """Return the locations of those of these blocks that are in the index."""
         return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
-        """How many of the chain's first blocks are here, up to one that is not."""
+        """Return the length of the longest prefix of the chain that is in the index, in blocks."""
         num = 0
         for name in split(chain):
             if name not in self._name_to_number:
@@ -79,7 +77,7 @@ class DiskIndex:
         return num
 
     def lookup(self, chain: bytes) -> tuple[DiskLocation, ...]:
-        """The locations of the longest prefix of the chain that is here."""
+        """Return the locations of the longest prefix of the chain that is in the index."""
         locations = []
         for name in split(chain):
             number = self._name_to_number.get(name)

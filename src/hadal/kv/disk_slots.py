@@ -1,14 +1,14 @@
-"""A writer's disk slots: which are free, which block is where, and which block makes room
+"""Disk slots of one writer: free slots, the block in each other slot, and evictions
 (policy/eviction).
 
     free -- take --> being written -- wrote --> kept -- take, for others --> being written
       ^                   |                       |
       +-------------------+-------- drop ---------+
 
-Blocks that are written together get adjacent disk slots where there are any. What is used is seen
-late and by others: their counts are polled. Knows nothing of files, and nothing of other writers'
-blocks: unlike kv/blocks it cannot tell what follows a block, so the deepest goes first among those
-that were used together, and that is all.
+Blocks that are written together get adjacent disk slots if there are any. Uses are counted by other
+processes and polled, so they arrive late. Does not depend on files or on other writers' blocks.
+Unlike kv/blocks, it does not know the block that follows another, so among blocks used together it
+evicts the deepest first.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hadal.kv.free_runs import FreeRuns
 from hadal.policy.eviction import Arc, Lru
 
 MAX_SEGMENT_SLOTS = 1 << 31
-"""Most disk slots of a segment: so few that the numbers of two segments' slots never touch."""
+"""Most disk slots of a segment: small enough that the numbers of two segments' slots are never adjacent."""
 
 
 class DiskSlots:
-    """Segments can be added at any time: the budget is what their disk slots come to."""
+    """Disk slots of one writer. Segments can be added at any time; the capacity is the sum of their slots."""
 
     def __init__(self, eviction: type[Arc | Lru] = Arc) -> None:
         self._segment_to_names: dict[int, list[bytes | None]] = {}
-        """Names of a segment's blocks, by disk slot."""
+        """Segment -> names of its blocks, by disk slot."""
         self._name_to_number: dict[bytes, int] = {}
         self._free = FreeRuns()
         self._writing: set[bytes] = set()
         self._eviction = eviction(0)
 
     def __len__(self) -> int:
-        """Blocks that have a disk slot."""
+        """Return the number of blocks with a disk slot."""
         return len(self._name_to_number)
 
     @property
@@ -48,12 +48,12 @@ class DiskSlots:
         return len(self._free)
 
     def find(self, name: bytes) -> DiskLocation | None:
-        """Where a block is or is being written."""
+        """Return the location of a block that is, or is being, written; None if it has no slot."""
         number = self._name_to_number.get(name)
         return None if number is None else location_of(number)
 
     def add_segment(self, segment: int, num_disk_slots: int) -> None:
-        """Have more disk slots, all free."""
+        """Add a segment of free disk slots."""
         if segment in self._segment_to_names or not 0 < num_disk_slots <= MAX_SEGMENT_SLOTS:
             raise ValueError(f"cannot add segment {segment} of {num_disk_slots} slots.")
         self._segment_to_names[segment] = [None] * num_disk_slots
@@ -61,7 +61,7 @@ class DiskSlots:
         self._eviction.capacity += num_disk_slots
 
     def remove_segment(self, segment: int) -> None:
-        """Forget its disk slots and what is in them."""
+        """Remove a segment, its disk slots and their blocks."""
         names = self._segment_to_names[segment]
         self.drop([name for name in names if name is not None])
         self._free.remove(lambda number: location_of(number).segment == segment)
@@ -76,10 +76,9 @@ class DiskSlots:
         positions: Sequence[int],
         uses: Sequence[int] = (),
     ) -> None:
-        """Take in what an added segment held when it was found, `uses` how often each was used if
-        that is known.
+        """Register the blocks found in an added segment. `uses`: number of uses of each, if known.
 
-        A name that is somewhere already is passed over; its disk slot is free.
+        A name that has a slot already is ignored, and its disk slot here is free.
         """
         row = self._segment_to_names[segment]
         if any(name is not None for name in row):
@@ -103,10 +102,11 @@ class DiskSlots:
     def take(
         self, names: Sequence[bytes], positions: Sequence[int]
     ) -> tuple[list[DiskLocation | None], bytes]:
-        """Give new blocks disk slots, to be written now. `positions`: of each in its text.
+        """Assign disk slots to new blocks, which are to be written now. `positions`: index of each
+        block in its text.
 
-        Returns a location for each, None for the last ones if too many disk slots are being
-        written, and the names that made room: they are not to be found any more. Raises
+        Returns a location for each block, None for the last ones if too many disk slots are being
+        written; and the names of evicted blocks, which must no longer be found. Raises
         InvariantError if a name has a disk slot already.
         """
         if len(set(names)) != len(names) or any(name in self._name_to_number for name in names):
@@ -132,18 +132,14 @@ class DiskSlots:
         return locations + [None] * (len(names) - len(locations)), bytes(dropped)
 
     def wrote(self, names: Sequence[bytes]) -> None:
-        """These blocks are on disk: from now on they may make room. Names without a disk slot are
-        passed over.
-        """
+        """Mark blocks as written: from now on they may be evicted. Names without a disk slot are ignored."""
         for name in names:
             if name in self._writing:
                 self._writing.discard(name)
                 self._eviction.offer(name)
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """These blocks are not on disk, or not as they should be; names that have no disk slot are
-        passed over.
-        """
+        """Remove blocks that are missing or damaged on disk; names without a disk slot are ignored."""
         for name in names:
             if name in self._name_to_number:
                 self._writing.discard(name)
@@ -151,24 +147,24 @@ class DiskSlots:
                 self._give_back(name)
 
     def drop_at(self, segment: int, disk_slots: Sequence[int]) -> None:
-        """What is in these disk slots is not as it should be; free ones are passed over."""
+        """Remove the blocks in these disk slots, which are damaged; free slots are ignored."""
         row = self._segment_to_names[segment]
         self.drop([name for slot in disk_slots if (name := row[slot]) is not None])
 
     def used(self, segment: int, disk_slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Blocks of a segment were used, so many times each since this was said last."""
+        """Count uses of a segment's blocks: `counts[i]` uses of `disk_slots[i]` since the last report."""
         self._eviction.tick()
         row = self._segment_to_names[segment]
         for slot, count in zip(disk_slots, counts, strict=True):
             name = row[slot]
             if (
                 count and name is not None and name not in self._writing
-            ):  # What is being written was not used yet.
+            ):  # Counts of a slot being written belong to its previous block.
                 self._eviction.use(name)
 
     def check(self) -> list[str]:
-        """Problems; empty when every disk slot is free or has one block, and eviction knows what
-        may go.
+        """Return problems; empty if every disk slot is free or has one block, and the eviction
+        policy has exactly the written blocks as candidates.
         """
         problems = self._free.check()
         held = {

@@ -1,8 +1,6 @@
-"""Free disk slots as runs of adjacent ones, so that blocks which are written together come to lie
-together.
+"""Free disk slots as runs of adjacent slots, so that blocks written together are placed together.
 
-A disk slot is a number; numbers that follow one another are adjacent. Knows nothing of what the
-disk slots are for.
+A disk slot is a number; consecutive numbers are adjacent. Independent of the use of the disk slots.
 """
 
 from __future__ import annotations
@@ -12,21 +10,21 @@ from itertools import pairwise
 
 
 class FreeRuns:
-    """Runs that touch are always one run."""
+    """Set of free runs. Adjacent runs are always merged."""
 
     def __init__(self) -> None:
         self._first_to_count: dict[int, int] = {}
         self._end_to_first: dict[int, int] = {}
-        """First disk slot of a run, by the number behind its last."""
+        """Number after the last disk slot of a run -> its first."""
         self._count_to_firsts: dict[int, dict[int, None]] = {}
         self._num = 0
 
     def __len__(self) -> int:
-        """Free disk slots in all."""
+        """Return the number of free disk slots."""
         return self._num
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The runs: first disk slot and how many."""
+        """Iterate over the runs: (first disk slot, number of slots)."""
         return iter(self._first_to_count.items())
 
     def add(self, first: int, count: int = 1) -> None:
@@ -41,10 +39,10 @@ class FreeRuns:
         self._put(first, count)
 
     def take(self, count: int) -> tuple[int, int] | None:
-        """Take up to `count` adjacent disk slots: the shortest run that has as many, or the
-        longest. None if none is free.
+        """Take up to `count` adjacent disk slots: from the shortest run that has `count`, else all
+        of the longest run.
 
-        Returns the first disk slot and how many.
+        Returns (first disk slot, number of slots), or None if none is free.
         """
         if not self._num or count < 1:
             return None
@@ -62,12 +60,12 @@ class FreeRuns:
         return first, taken
 
     def remove(self, is_gone: Callable[[int], bool]) -> None:
-        """Let no run be free whose first disk slot `is_gone`."""
+        """Remove every run with a first disk slot for which `is_gone` is true."""
         for first in [first for first in self._first_to_count if is_gone(first)]:
             self._num -= self._drop(first)
 
     def check(self) -> list[str]:
-        """Problems; empty when runs are apart and counted right."""
+        """Return problems; empty if runs are apart and counts are right."""
         problems = []
         runs = sorted(self._first_to_count.items())
         if any(first + count >= after for (first, count), (after, _) in pairwise(runs)):

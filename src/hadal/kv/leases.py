@@ -1,5 +1,5 @@
-"""Leases on prefilled KV, each with an owner and a deadline. Knows no clock and frees nothing: it
-says which leases ended, and the prefill leader gives the blocks back.
+"""Leases on prefilled KV, each with an owner and a deadline. Does not depend on a clock and frees
+no blocks: it returns the ended leases, and the prefill leader frees their blocks.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from hadal.core.messages.generation import Key
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """Blocks that stay as they are until `deadline_s` unless released."""
+    """Lease on blocks, which do not change until `deadline_s` unless released."""
 
     request_id: str
     attempt: int
     block_ids: tuple[int, ...]
     deadline_s: float
     rank: int = 0
-    """Whose blocks they are."""
+    """Rank that owns the blocks."""
 
 
 class Leases:
-    """The leases of one prefill unit. All last equally long, so the order of opening is the order
-    of deadlines.
+    """Leases of one prefill unit. All have the same duration, so they are opened in the order of
+    their deadlines.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Leases:
         self._leases[key] = lease
 
     def release(self, request_id: str, attempt: int) -> HeldLease | None:
-        """End a lease. None if there is none: it expired, or was released before."""
+        """End a lease and return it; None if there is none, because it expired or was released before."""
         return self._leases.pop((request_id, attempt), None)
 
     def expired(self, now_s: float) -> list[HeldLease]:
-        """End every lease whose deadline has passed and return them, the oldest first."""
+        """End every lease with a passed deadline and return them, the oldest first."""
         ended = []
         for lease in self._leases.values():
             if lease.deadline_s > now_s:
@@ -80,15 +80,13 @@ class Leases:
         return ended
 
     def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
-        """Return what is leased of a rank, by attempt. A block may be under several leases: they
-        only read it.
+        """Return the leases on a rank's blocks, by attempt. A block may be under several leases,
+        because they only read it.
         """
         return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 
     def check(self) -> list[str]:
-        """Problems of the leases; empty when no lease has a block twice and deadlines are in
-        order.
-        """
+        """Return problems; empty if no lease has a block twice and deadlines are in order."""
         problems = []
         leases = list(self._leases.values())
         if any(len(set(lease.block_ids)) != len(lease.block_ids) for lease in leases):

@@ -1,14 +1,14 @@
-"""Names of KV blocks by what they contain: a hash chain, so equal names mean equal text from the
+"""Names of KV blocks from their contents: a hash chain, so equal names mean equal text from the
 first token on.
 
     root    = H(version, fingerprint)
     name[0] = H(root,    tokens 0..63;   key = salt)
     name[i] = H(name[i-1], its 64 tokens; key = salt)
 
-The fingerprint stands for all that KV depends on besides the text: model, layout, dtype, precision.
-The salt is the key of every hash, so that nobody can name a block, or look for one, of a tenant
-whose salt he does not know. H is BLAKE2b with NAME_BYTES of output. Only full blocks have names.
-Knows nothing of where blocks lie.
+The fingerprint is a digest of everything that KV depends on besides the text: model, layout, dtype,
+precision. The salt is the key of every hash, so that only holders of a tenant's salt can name, or
+look for, its blocks. H is BLAKE2b with NAME_BYTES of output. Only full blocks have names. Does not
+depend on the locations of blocks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.messages.base import BLOCK_TOKENS
 
 VERSION = b"hadal-kv-1"
-"""Raised whenever the same text, model and precision may leave other bytes in a block."""
+"""Version of the KV format. Raise it whenever the same text, model and precision may give other
+bytes in a block.
+"""
 PUBLIC = b"public"
-"""The salt of what all tenants share. No tenant's salt is this: theirs are hashes."""
+"""Salt of text shared by all tenants. It differs from every tenant's salt, because those are hashes."""
 
 
 def root_of(fingerprint: bytes) -> bytes:
-    """What chains under a fingerprint begin with."""
+    """Return the root of all chains under a fingerprint."""
     return blake2b(fingerprint, digest_size=NAME_BYTES, key=VERSION).digest()
 
 
 def extend(
     root: bytes, chain: bytes, tokens: Sequence[int], salt: bytes, num_public: int = 0
 ) -> bytes:
-    """Return the names of all full blocks of `tokens`, of which `chain` has the first ones already.
+    """Return the names of all full blocks of `tokens`; `chain` already has the names of the first
+    ones.
 
     Blocks wholly within the first `num_public` tokens are named under PUBLIC. `salt`: at most 64
     bytes.

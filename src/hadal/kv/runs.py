@@ -1,4 +1,4 @@
-"""Stretches of blocks that lie side by side, so that each is moved at once."""
+"""Runs of adjacent blocks, so that each run is moved in one operation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 
 
 def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut rows of equal length where one of them does not go on with the next number: (index of the
-    first, how many).
+    """Yield (index of the first, number) of each run: stretches in which every row continues with
+    consecutive numbers. Rows have equal length.
 
     Raises ValueError if their lengths differ.
     """
