@@ -1,1 +1,1 @@
-"""Room results: result files of commands, read, drawn and shown as pages."""
+"""Result files of commands: reading them, charts, and pages."""

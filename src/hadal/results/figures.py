@@ -13,7 +13,7 @@ Figure = dict[str, Any]
 
 
 def figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure:
-    """`label` says what the chart shows to who cannot see it."""
+    """Return a chart. `label` describes it to readers who cannot see it."""
     return {
         "label": label,
         "data": data,
@@ -26,7 +26,7 @@ def figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure
             "hoverlabel": {"bgcolor": "--card", "bordercolor": "--rule"},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "--soft", "activecolor": "--ink"},
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
-            "uirevision": "as zoomed",  # Drawn anew in other colours, a chart stays where it was.
+            "uirevision": "as zoomed",  # Constant, so that a redraw in other colours keeps the zoom.
             **layout,
         },
     }

@@ -1,4 +1,4 @@
-"""The folder that a command writes its results to."""
+"""Folder to which a command writes its results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError if plans could not be written there; makes nothing."""
+    """Raise ValueError if results could not be written to the folder; creates nothing."""
     try:
         there = next(
             path
@@ -16,8 +16,7 @@ def check_folder(folder: Path) -> None:
         )
         if not there.is_dir():
             raise ValueError(f"--out {folder} cannot be written: {there} is not a folder.")
-        # Root may write where the bits say nobody may; a file system that is mounted to be read
-        # says no to all.
+        # For root, permission bits do not matter; access() also detects a read-only file system.
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(f"--out {folder} cannot be written: nothing can be made in {there}.")
     except OSError as error:

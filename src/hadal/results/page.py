@@ -22,8 +22,8 @@ from hadal.results.values import (
 
 @dataclass(frozen=True)
 class Table:
-    """Names in the first column, figures right-aligned in the others. `groups` are heads over
-    three columns each, to the right.
+    """Table with names in the first column, and right-aligned figures in the others. Headings in
+    `groups` span three columns each, at the right.
     """
 
     heads: Sequence[str]
@@ -34,7 +34,7 @@ class Table:
 
 @cache
 def page_template(name: str) -> Template:
-    """A page of templates/, with the filters that write numbers."""
+    """Return a page of templates/, with the filters that format numbers."""
     environment = Environment(
         loader=PackageLoader("hadal.results"),
         autoescape=True,

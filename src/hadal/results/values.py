@@ -1,6 +1,6 @@
-"""What the report of a day reads out of `result.json`, and how it writes numbers.
+"""Reading values from `result.json` for the report of a day, and formatting of numbers.
 
-Anything may be missing or null there (no window ran, nothing is published): a number is then None,
+Any value may be missing or null there (no window ran, no published value): a number is then None,
 written as a dash.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 NOTHING = "–"
 LARGEST = 1e300
-"""What is larger is no number of anything, and sums of it would not be finite."""
+"""Largest valid number; sums of larger ones might not be finite."""
 UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def number(source: Mapping[str, Any], *path: str) -> float | None:
-    """The finite number at a path of keys; None if there is none."""
+    """Return the finite number at a path of keys; None if there is none."""
     found: Any = source
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -24,7 +24,7 @@ def number(source: Mapping[str, Any], *path: str) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Any value as a number within LARGEST, else None."""
+    """Return any value as a number within LARGEST, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -35,7 +35,7 @@ def as_number(value: Any) -> float | None:
 
 
 def numbers(source: Mapping[str, Any], *path: str) -> list[float | None]:
-    """The list at a path of keys, empty if there is none."""
+    """Return the list at a path of keys, empty if there is none."""
     found: Any = source
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -43,18 +43,18 @@ def numbers(source: Mapping[str, Any], *path: str) -> list[float | None]:
 
 
 def present(values: Sequence[float | None]) -> list[float]:
-    """Those that are numbers."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
 def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object at a key, empty if there is none."""
+    """Return the object at a key, empty if there is none."""
     found = source.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
 def rows(source: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The list of objects at a key; what in it is no object is left out."""
+    """Return the objects in the list at a key; other entries are left out."""
     found = source.get(key)
     return (
         [row for row in found if isinstance(row, Mapping)]
@@ -64,12 +64,12 @@ def rows(source: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where one is missing, the divisor is 0 or nothing finite comes of it."""
+    """Return the quotient; None if a value is missing, the divisor is 0 or the result is not finite."""
     return None if above is None or not below else as_number(above / below)
 
 
 def plain(value: float | None, decimals: int = 1) -> str:
-    """The number with thousands separated; decimals fall away from 1,000 on."""
+    """Return the number with thousands separated; from 1,000 on without decimals."""
     if value is None:
         return NOTHING
     if abs(value) >= 1e15:
@@ -78,7 +78,7 @@ def plain(value: float | None, decimals: int = 1) -> str:
 
 
 def compact(value: float | None, digits: int = 3) -> str:
-    """The number with so many significant digits and a unit: 608 B, 73.7 k, 0.56."""
+    """Return the number with `digits` significant digits and a unit: 608 B, 73.7 k, 0.56."""
     if value is None:
         return NOTHING
     if abs(value) >= 1e18:
@@ -98,7 +98,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """Whole dollars from 1,000 on, cents below, a unit from ten millions on."""
+    """Return dollars: with cents below 1,000, whole from 1,000 on, with a unit from ten millions on."""
     if value is None:
         return NOTHING
     sign = "−" if value < 0 else ""
@@ -109,12 +109,12 @@ def dollars(value: float | None) -> str:
 
 
 def percent(value: float | None, decimals: int = 1) -> str:
-    """A value that is in percent already, with its sign."""
+    """Return a value that is in percent already, with its sign."""
     return NOTHING if value is None else f"{plain(value, decimals)} %"
 
 
 def signed_percent(value: float | None, decimals: int = 1) -> str:
-    """A relative difference, 0.01 being +1.0 %."""
+    """Return a relative difference in percent: 0.01 gives +1.0 %."""
     if value is None:
         return NOTHING
     text = plain(100 * value, decimals)
@@ -122,7 +122,7 @@ def signed_percent(value: float | None, decimals: int = 1) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Milliseconds below a second, then seconds."""
+    """Return a duration: in milliseconds below a second, else in seconds."""
     if seconds is None:
         return NOTHING
     return (

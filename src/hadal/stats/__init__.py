@@ -1,1 +1,1 @@
-"""The ledger: facts in, tables out. Exact integers, no clock."""
+"""Statistics: facts of the ledger in, tables out. Exact integers; independent of a clock."""

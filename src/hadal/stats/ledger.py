@@ -1,10 +1,9 @@
-"""The ledger's tables and what is asked of them, on a connection that is given in: SQLite or
-PostgreSQL.
+"""Tables of the ledger and queries on them, over a given connection to SQLite or PostgreSQL.
 
-A request's row is written once: the same fact again changes nothing, another fact under the same id
-is refused and counted, whichever process writes it and whenever. Times are whole microseconds,
-money whole pico-dollars. Engines, files and threads are runtime/ledger/store's business; every
-function here runs in the caller's transaction.
+A request's row is written once: a repeated fact changes nothing. A different fact under the same id
+is refused and counted, regardless of the writing process and time. Times are whole microseconds,
+money whole pico-dollars. runtime/ledger/store manages engines, files and threads; every function
+here runs in the caller's transaction.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hadal.stats.tally import COUNTERS, Counts, Key, Tally
 from hadal.stats.usage import WorkSpan
 
 SCHEMA = 1
-"""Raised whenever a table changes; a ledger of another schema is not touched."""
+"""Version of the tables, raised whenever a table changes. A ledger of another version is not touched."""
 MAX_ROWS = 500
 """Most rows of one statement."""
 _LOCK = 0x4841444C
-"""PostgreSQL's advisory lock while the tables are made ("HADL")."""
+"""PostgreSQL's advisory lock during creation of the tables ("HADL")."""
 
 metadata = sa.MetaData()
 _schema = sa.Table("hadal_schema", metadata, sa.Column("version", sa.Integer, primary_key=True))
@@ -89,25 +88,25 @@ _tallies = sa.Table(
 
 
 class LedgerError(ConfigError):
-    """A database that cannot be this ledger. Says what to do."""
+    """The database cannot be used as this ledger; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of request facts."""
+    """Result of writing request facts."""
 
     num_new: int = 0
     num_same: int = 0
-    """Known already, word for word."""
+    """Facts that were already recorded with equal values."""
     refused_ids: tuple[str, ...] = ()
-    """Another fact was there under the same id; it stays."""
+    """Ids already recorded with different values; the first record is kept."""
 
 
 def prepare(connection: sa.Connection) -> None:
-    """Make the tables where there are none. Raises LedgerError for a ledger of another schema."""
+    """Create the tables if they do not exist. Raises LedgerError for a ledger of another schema."""
     if (
         connection.dialect.name == "postgresql"
-    ):  # SQLite's transaction holds the only lock there is.
+    ):  # SQLite's transaction already locks the whole database.
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
     if not sa.inspect(connection).has_table(_schema.name):
         metadata.create_all(connection)
@@ -116,7 +115,7 @@ def prepare(connection: sa.Connection) -> None:
 
 
 def check_schema(connection: sa.Connection) -> None:
-    """Raises LedgerError unless the database holds a ledger of this schema."""
+    """Raise LedgerError unless the database has a ledger of this schema."""
     if not sa.inspect(connection).has_table(_schema.name):
         raise LedgerError("it holds no ledger.")
     versions = [version for (version,) in connection.execute(sa.select(_schema.c.version))]
@@ -129,7 +128,7 @@ def check_schema(connection: sa.Connection) -> None:
 
 
 def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> Written:
-    """Write facts, each once however often it is given."""
+    """Write facts, each once, even if it is given repeatedly."""
     id_to_row: dict[str, dict[str, Any]] = {}
     num_same, refused = 0, []
     for fact in facts:
@@ -138,7 +137,7 @@ def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> W
             num_same += first == row
             refused += [fact.request_id] * (first != row)
     num_new = 0
-    # In one order everywhere, so that two writers never wait for each other in a circle.
+    # Sorted ids give all writers the same lock order, so that they cannot deadlock.
     ids = sorted(id_to_row)
     for start in range(0, len(ids), MAX_ROWS):
         rows = [id_to_row[one] for one in ids[start : start + MAX_ROWS]]
@@ -159,7 +158,7 @@ def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> W
 
 
 def write_nodes(connection: sa.Connection, facts: Iterable[NodesFact]) -> None:
-    """Write intervals; one that is known grows to hold the new one as well."""
+    """Write intervals; a known interval is extended to include the new one."""
     for fact in sorted(facts, key=lambda fact: (fact.unit, fact.epoch)):
         insert = _insert(connection, _nodes).values(_nodes_row(fact))
         to_us, from_us = insert.excluded.to_us, insert.excluded.from_us
@@ -177,10 +176,9 @@ def write_nodes(connection: sa.Connection, facts: Iterable[NodesFact]) -> None:
 
 
 def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
-    """Add counters of facts that have no row of their own; a batch that is known already is not
-    added again.
+    """Add counters of facts without rows of their own; a known batch is not added again.
 
-    Returns how many keys were new. A batch is written whole, in one call.
+    Returns the number of new keys. A batch must be written in one call.
     """
     known = sa.select(_tallies.c.batch_id).where(_tallies.c.batch_id == batch_id).limit(1)
     if connection.execute(known).first() is not None:
@@ -199,7 +197,9 @@ def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
 
 
 def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
-    """What completed in [from_us, to_us). Of batches, the quarter hours that begin in it."""
+    """Return the sums of generations completed in [from_us, to_us). Batches count with the quarter
+    hours that begin in it.
+    """
     tally = Tally()
     of = _requests.c
     bucket = (of.completed_us // BUCKET_US).label("bucket")
@@ -235,8 +235,8 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
 def read_details(
     connection: sa.Connection, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
 ) -> Details:
-    """Quantiles and errors of what completed in [from_us, to_us) and has a row: batches have sums
-    only.
+    """Return quantiles and errors of generations completed in [from_us, to_us) that have rows;
+    batches have sums only.
 
     Raises ValueError for an unknown `by`.
     """
@@ -285,7 +285,7 @@ def _quantiles(
     value: sa.ColumnElement[int],
     within: sa.ColumnElement[bool],
 ) -> dict[Any, tuple[int, ...]]:
-    """Key -> nearest-rank QUANTILES of the values that are there: the p-th of N is the ceil(p N /
+    """Return key -> nearest-rank QUANTILES of the existing values: the p-th of N is the ceil(p N /
     100)-th smallest.
     """
     rows = sa.select(key.label("key"), value.label("value")).where(within).subquery()
@@ -312,8 +312,8 @@ def _quantiles(
 
 
 def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[WorkSpan]:
-    """The time of generations on units, of those that ended after `from_us` and came before
-    `to_us`, whole.
+    """Return the time of generations on units, uncut, for generations that ended after `from_us`
+    and arrived before `to_us`.
     """
     of = _requests.c
     spans = []
@@ -340,14 +340,16 @@ def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[Work
             of.tokens_out,
         ).where(of.completed_us > from_us, of.received_us < to_us, of.first_token_us.is_not(None))
     ):
-        model = model.removesuffix(BATCH_MODEL)  # Units know no batches.
+        model = model.removesuffix(
+            BATCH_MODEL
+        )  # Units serve batches and other requests under one model name.
         spans.append(WorkSpan(prefill, model, tenant, received_us, first_us, miss))
         spans.append(WorkSpan(decode, model, tenant, first_us, last_us, out))
     return spans
 
 
 def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:
-    """Intervals that touch [from_us, to_us), whole."""
+    """Return the intervals that overlap [from_us, to_us), uncut."""
     rows = connection.execute(
         sa.select(_nodes)
         .where(_nodes.c.to_us > from_us, _nodes.c.from_us < to_us)
@@ -368,8 +370,8 @@ def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[Node
 def read_spent(
     connection: sa.Connection, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
 ) -> tuple[dict[str, int], list[str], set[str]]:
-    """What tenants were charged in a day of UTC, 0 for those that were not; ids of their requests
-    that completed since a time; and which of some ids are there.
+    """Return (charges of the tenants in a UTC day, 0 for none; ids of their requests completed
+    since `recent_us`; those of `ids` that are recorded).
     """
     of, day_us = _requests.c, DAY_S * 1_000_000
     its = of.tenant.in_(sorted(tenants))
@@ -388,14 +390,14 @@ def read_spent(
 
 
 def last_completed_us(connection: sa.Connection) -> int | None:
-    """When the last request completed; None where there is none."""
+    """Return the completion time of the last request; None if there is none."""
     newest = connection.execute(sa.select(sa.func.max(_requests.c.completed_us))).scalar()
     return None if newest is None else int(newest)
 
 
 def _add_rows(tally: Tally, rows: Iterable[Sequence[Any]]) -> None:
     for bucket, model, tenant, *values in rows:
-        # PostgreSQL sums big integers as decimals.
+        # PostgreSQL returns sums of big integers as decimals.
         counters = {name: int(value) for name, value in zip(COUNTERS, values, strict=True)}
         tally.add_counts(Key(int(bucket), model, tenant), Counts(**counters))
 
@@ -412,7 +414,7 @@ def _rows_by_id(connection: sa.Connection, ids: list[str]) -> dict[str, dict[str
 
 
 def _insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
-    """The two dialects spell "on conflict" alike."""
+    """Return the dialect's insert; both dialects spell "on conflict" alike."""
     return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
 
 

@@ -1,13 +1,13 @@
-"""What tokens and GPU-hours cost, in integers.
+"""Prices of tokens and GPU-hours, in integers.
 
 A price is whole micro-dollars per million tokens, so price times tokens is whole pico-dollars
 (10^-12): sums of money are exact and are rounded once, to micro-dollars, when shown. A GPU-hour's
-price is whole micro-dollars; an interval's cost is a fraction, kept as one until it is shown.
+price is whole micro-dollars. An interval's cost is a fraction, stored as such until it is shown.
 
 Source: DeepSeek's pricing page of February 2025, with the discount that began on 2025-02-26. "The
 completion timestamp of each request determines its pricing tier." The page gives off-peak prices
-beside their percentages (V3 50 %, R1 75 %); the prices are rounded (R1: .135, not .1375), and
-prices are what is charged.
+beside their percentages (V3 50 %, R1 75 %). The prices are rounded (R1: 0.135, not 0.1375), and the
+prices, not the percentages, are charged.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 BUCKET_S = 900
-"""Counters are kept by quarter hours: tiers of prices begin on one, and so do the hours of every
-time zone.
+"""Width of a counter's interval, a quarter hour: price tiers begin on one, and so do the hours of
+every time zone.
 """
 BUCKET_US = BUCKET_S * 1_000_000
 DAY_S = 86_400
 HOUR_S = 3_600
 PICO_PER_MICRO = 1_000_000
 H800_HOUR_MICRO_USD = 2_000_000
-"""The rent that DeepSeek's overview of its inference system assumes."""
+"""Rent assumed by DeepSeek's overview of its inference system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Micro-dollars per million tokens: of a prompt found in the cache, of one computed, and of
-    output.
+    """Micro-dollars per million tokens: prompt tokens found in the cache, prompt tokens computed,
+    output tokens.
     """
 
     hit: int
@@ -40,26 +40,26 @@ class Rates:
     out: int
 
     def charge(self, tokens_hit: int, tokens_miss: int, tokens_out: int) -> int:
-        """Pico-dollars, exactly."""
+        """Return the charge in pico-dollars, exactly."""
         return self.hit * tokens_hit + self.miss * tokens_miss + self.out * tokens_out
 
     def halved(self) -> Rates:
-        """Half of it, rounded up."""
+        """Return half of each price, rounded up."""
         return Rates(-(-self.hit // 2), -(-self.miss // 2), -(-self.out // 2))
 
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """Prices of one model, with the hours of the UTC day in which others hold. Raises ValueError at
-    birth.
+    """Prices of one model, with the hours of the UTC day in which off-peak prices apply. Raises
+    ValueError when made.
     """
 
     name: str
     standard: Rates
     off_peak: Rates | None = None
     off_peak_from_s: int = 16 * HOUR_S + 1800
-    """Seconds of the UTC day, a whole quarter hour. The time until `off_peak_to_s` may pass
-    midnight.
+    """Begin of off-peak in seconds of the UTC day, a whole quarter hour. The interval up to
+    `off_peak_to_s` may cross midnight.
     """
     off_peak_to_s: int = 1800
 
@@ -75,7 +75,7 @@ class PriceList:
                 )
 
     def rates_at(self, completed_us: int) -> Rates:
-        """What holds for a request that is completed at this time (unix microseconds)."""
+        """Return the prices for a request that completes at this time (unix microseconds)."""
         if self.off_peak is None:
             return self.standard
         time_s = completed_us // 1_000_000 % DAY_S
@@ -84,14 +84,14 @@ class PriceList:
         return self.off_peak if is_off_peak else self.standard
 
     def charge(self, completed_us: int, tokens_hit: int, tokens_miss: int, tokens_out: int) -> int:
-        """Pico-dollars for tokens of requests completed at this time, or in the quarter hour that
-        begins at it.
+        """Return the pico-dollars for tokens of requests completed at this time, or in the quarter
+        hour that begins at it.
         """
         return self.rates_at(completed_us).charge(tokens_hit, tokens_miss, tokens_out)
 
     def most(self, num_prompt: int, num_output: int) -> int:
-        """Pico-dollars that a generation of these lengths can cost at most, whenever it ends and
-        whatever is found of its prompt.
+        """Return the most pico-dollars that a generation of these lengths can cost, at any time and
+        with any number of cache hits.
         """
         return max(
             max(rates.hit, rates.miss) * num_prompt + rates.out * num_output
@@ -99,16 +99,14 @@ class PriceList:
         )
 
     def halved(self) -> PriceList:
-        """Half of every price, whole micro-dollars, rounded up: what batches cost where nothing else
-        is said.
-        """
+        """Return half of every price, in whole micro-dollars, rounded up: the default prices of batches."""
         off_peak = None if self.off_peak is None else self.off_peak.halved()
         name = f"{self.name}, batch"
         return replace(self, name=name, standard=self.standard.halved(), off_peak=off_peak)
 
     def flat(self) -> PriceList:
-        """The same without a discount: DeepSeek's "theoretical income" is R1's, flat, for all
-        tokens.
+        """Return the prices without discount: DeepSeek's "theoretical income" is R1's flat prices
+        for all tokens.
         """
         return replace(self, name=f"{self.name}, flat", off_peak=None)
 
@@ -126,8 +124,8 @@ _LISTS: dict[str, PriceList] = {
 
 
 def price_list(text: str) -> PriceList:
-    """A known list by its name, or one written as "HIT/MISS/OUT" in dollars per million tokens.
-    Raises ValueError.
+    """Return a known list by its name, or one written as "HIT/MISS/OUT" in dollars per million
+    tokens. Raises ValueError.
     """
     if text in _LISTS:
         return _LISTS[text]
@@ -144,7 +142,7 @@ def price_list(text: str) -> PriceList:
 
 
 def micro_usd(dollars: str | float) -> int:
-    """Dollars, written with at most 6 decimals, as micro-dollars. Raises ValueError."""
+    """Return dollars, written with at most 6 decimals, as micro-dollars. Raises ValueError."""
     try:
         micro = Decimal(str(dollars).strip()).scaleb(6)
     except InvalidOperation:
@@ -156,7 +154,7 @@ def micro_usd(dollars: str | float) -> int:
 
 @dataclass(frozen=True)
 class ModelPrices:
-    """Which model is sold at which prices."""
+    """Price list of each model."""
 
     default: PriceList = R1
     model_to_list: Mapping[str, PriceList] = field(default_factory=dict)
@@ -166,12 +164,12 @@ class ModelPrices:
 
 
 def rent_pico_usd(rank_us: int, gpu_hour_micro_usd: int) -> Fraction:
-    """Cost of so many rank-microseconds. An hour has 3.6e9 of them and a micro-dollar 1e6
-    pico-dollars.
+    """Return the cost of `rank_us` rank-microseconds. An hour has 3.6e9 of them, and a micro-dollar
+    is 1e6 pico-dollars.
     """
     return Fraction(rank_us * gpu_hour_micro_usd, HOUR_S)
 
 
 def to_micro_usd(pico_usd: int | Fraction) -> int:
-    """Rounded, halves to even: the one rounding that money sees."""
+    """Return whole micro-dollars, halves rounded to even. Money is rounded only here."""
     return round(Fraction(pico_usd) / PICO_PER_MICRO)

@@ -1,21 +1,20 @@
-"""The table DeepSeek published of a day, from counters and node intervals: a pure function of what
-the ledger holds.
+"""DeepSeek's published table of a day, computed from counters and node intervals: a pure function
+of the ledger's contents.
 
-The same for what was really served and for what was simulated. Sources of the definitions:
-DeepSeek's overview of its inference system (2025-02-27), whose figures come out of them to all
-digits printed:
+The code is the same for real and simulated service. The definitions are from DeepSeek's overview of
+its inference system (2025-02-27), and reproduce its figures to all digits printed:
 
-- nodes: ranks over ranks per node, while the unit is up; the mean is over the whole window, idle or
-  not.
-- tokens/s per node: tokens of the window over the node-seconds of that role. Prefill counts prompt
-  tokens found in the cache as well, decode counts output.
-- tokens/s per user: output tokens after each generation's first, over the time from first to last
-  token, both added up.
-- KV length: the mean over output tokens of the positions each was drawn over.
-- margin: income less cost, over cost.
+    - nodes: ranks over ranks per node, while the unit is up; the mean is over the whole window,
+      idle or not.
+    - tokens/s per node: tokens of the window over the node-seconds of that role. Prefill includes
+      prompt tokens found in the cache, decode counts output.
+    - tokens/s per user: output tokens after each generation's first, over the time from first to
+      last token, both summed.
+    - KV length: the mean over output tokens of the positions each was drawn over.
+    - margin: income less cost, over cost.
 
-Beyond that table: quantiles of times and errors by kind, which are read from single rows and not
-added up (`Detail`).
+In addition to that table: quantiles of times, and errors by kind, which are read from single rows
+and not summed (`Detail`).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from hadal.stats.usage import TenantUse, WorkSpan, uses_of
 
 HOUR, MODEL, TENANT, TOTAL = "hour", "model", "tenant", "total"
 BY = (HOUR, MODEL, TENANT)
-"""What a report can be broken down by."""
+"""Allowed breakdowns of a report."""
 QUANTILES = (50, 99)
-"""Quantiles of times that a report has, in percent."""
+"""Quantiles of times in a report, in percent."""
 SHARED = "(shared)"
 """Label of nodes that serve several models."""
 _HOUR_US = HOUR_S * 1_000_000
@@ -44,12 +43,12 @@ _HOUR_US = HOUR_S * 1_000_000
 
 @dataclass(frozen=True)
 class NodeUse:
-    """Nodes over a stretch of time."""
+    """Nodes in use over an interval."""
 
     window_us: int
     role_to_node_us: dict[str, Fraction] = field(default_factory=dict)
     peak: Fraction = Fraction(0)
-    """Most at any one time, all roles together."""
+    """Most nodes at any one time, all roles together."""
     cost_pico_usd: Fraction = Fraction(0)
 
     @property
@@ -57,13 +56,13 @@ class NodeUse:
         return float(sum(self.role_to_node_us.values(), Fraction(0)) / self.window_us)
 
     def hours(self, role: str) -> float:
-        """Node-hours of a role."""
+        """Return the node-hours of a role."""
         return float(self.role_to_node_us.get(role, Fraction(0)) / _HOUR_US)
 
 
 def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
-    """What intervals add up to between two times. A unit that ends in the instant another begins is
-    not both.
+    """Return the sums of node intervals between two times. A unit that ends at the instant at which
+    another begins is not counted together with it in the peak.
     """
     role_to_node_us: dict[str, Fraction] = {}
     cost = Fraction(0)
@@ -79,7 +78,7 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
         cost += rent_pico_usd(fact.num_ranks * (last - first), fact.gpu_hour_micro_usd)
         changes += [(first, size), (last, -size)]
     now = peak = Fraction(0)
-    for _, change in sorted(changes):  # At one time, those that end come first.
+    for _, change in sorted(changes):  # At equal times, ends sort before begins.
         now += change
         peak = max(peak, now)
     return NodeUse(to_us - from_us, role_to_node_us, peak, cost)
@@ -87,21 +86,21 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
 
 @dataclass(frozen=True)
 class Detail:
-    """What single generations show and sums do not. Quantiles are nearest-rank, by QUANTILES;
-    empty: of nothing.
+    """Values from single generations that sums do not have. Quantiles are nearest-rank, by
+    QUANTILES; empty if there are no values.
     """
 
     ttft_us: tuple[int, ...] = ()
     """Time from the receipt of a request to its first token, waiting included."""
     tpot_ns: tuple[int, ...] = ()
-    """Time from the first token to the last, over the tokens after the first, of generations with
-    at least two.
+    """Time from the first token to the last, over the number of tokens after the first; only of
+    generations with at least two tokens.
     """
     error_to_num: Mapping[str, int] = field(default_factory=dict)
-    """HTTP status -> generations that ended with it, refused or failed."""
+    """HTTP status -> generations that ended with it, rejected or failed."""
 
     def as_json(self) -> dict[str, Any]:
-        """Flat, null for quantiles of nothing."""
+        """Return flat fields, null for quantiles without values."""
         found: dict[str, Any] = {}
         for name, values, divisor in (
             ("ttft_ms", self.ttft_us, 1e3),
@@ -114,9 +113,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Details:
-    """Details of a whole window, and of each model, tenant, or hour since 1970 in the report's time
-    zone.
-    """
+    """Details of a whole window, and per model, tenant, or hour since 1970 in the report's time zone."""
 
     total: Detail
     key_to_detail: Mapping[Any, Detail]
@@ -124,17 +121,17 @@ class Details:
 
 @dataclass(frozen=True)
 class Line:
-    """One row: counters and nodes, and what follows from them. None where nothing can be said."""
+    """One row: counters, nodes and values derived from them. None if a value is undefined."""
 
     label: str
     counts: Counts
     nodes: NodeUse
     start_s: int | None = None
-    """When the hour begins, in unix seconds; None: the row is no hour's."""
+    """Begin of the hour in unix seconds; None: the row is not an hour."""
     detail: Detail | None = None
-    """None where there are sums only, as of a simulated day."""
+    """None if there are sums only, as for a simulated day."""
     use: TenantUse | None = None
-    """GPU time, where it was asked who used it."""
+    """GPU time per tenant, if requested."""
 
     @property
     def hit_percent(self) -> float | None:
@@ -174,7 +171,9 @@ class Line:
         return float(num_tokens * 1_000_000 / node_us) if node_us else None
 
     def as_json(self) -> dict[str, Any]:
-        """Flat, units last. Money twice: whole micro-dollars, and dollars to read."""
+        """Return flat fields, units last. Money is given twice: in whole micro-dollars, and in
+        dollars for reading.
+        """
         counts = self.counts
         return {
             "nodes_mean": self.nodes.mean,
@@ -216,10 +215,10 @@ class Report:
     total: Line
     lines: tuple[Line, ...]
     utc_offset_s: int = 0
-    """Offset of the hours and times shown."""
+    """UTC offset of the hours and times shown."""
 
     def as_json(self) -> dict[str, Any]:
-        """The total's fields, the window, and a list "hours", "models" or "tenants"."""
+        """Return the total's fields, the window, and a list "hours", "models" or "tenants"."""
         return {
             **self.total.as_json(),
             "from": iso(self.from_us, self.utc_offset_s),
@@ -229,7 +228,7 @@ class Report:
 
 
 def check_by(by: str) -> None:
-    """Raise ValueError for what a report cannot be broken down by."""
+    """Raise ValueError for an unknown breakdown."""
     if by not in BY:
         raise ValueError(f"a report is by {', '.join(BY)}, not by {by!r}.")
 
@@ -245,13 +244,13 @@ def report(
     details: Details | None = None,
     spans: Sequence[WorkSpan] | None = None,
 ) -> Report:
-    """Make the tables of the time from `from_us` up to `to_us` (unix microseconds).
+    """Compute the report of the time from `from_us` up to `to_us` (unix microseconds).
 
-    `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing:
-    28,800). `details` of the same window, `by` and offset; None where there are sums only. With
-    `spans`, lines by tenant say what of the GPUs' time was theirs (stats/usage). Raises
-    ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter
-    hour.
+    `tally` has the generations that completed in that time. `utc_offset_s` sets the time zone of
+    the hours (Beijing: 28,800). `details` have the same window, `by` and offset; None if there are
+    sums only. With `spans`, lines by tenant have their share of GPU time (stats/usage). Raises
+    ValueError for an empty window, an unknown `by`, or an offset that is not a multiple of a
+    quarter hour.
     """
     if to_us <= from_us:
         raise ValueError("a report needs a window that ends after it begins.")
@@ -268,7 +267,7 @@ def report(
     elif by == MODEL:
         lines = _by_model(tally, nodes, from_us, to_us)
     else:
-        # A node works for several tenants at once: it is none's.
+        # A node serves several tenants at once, so nodes are not assigned to tenants.
         none = NodeUse(to_us - from_us)
         tenants = _sum(tally, lambda key: key.tenant)
         lines = [Line(tenant, counts, none) for tenant, counts in sorted(tenants.items())]
@@ -283,7 +282,7 @@ def report(
 def _with_uses(
     total: Line, lines: list[Line], uses: tuple[Mapping[str, TenantUse], TenantUse]
 ) -> tuple[Line, list[Line]]:
-    """One that used something and completed nothing in the window has a line as well."""
+    """Add GPU use to the lines. A tenant that used something but completed nothing gets a line too."""
     tenant_to_use, of_all = uses
     absent = tenant_to_use.keys() - {line.label for line in lines}
     lines = [*lines, *(Line(tenant, Counts(), NodeUse(total.nodes.window_us)) for tenant in absent)]
@@ -301,12 +300,12 @@ def _with_detail(line: Line, details: Details, utc_offset_s: int) -> Line:
 def _by_hour(
     tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, utc_offset_s: int
 ) -> list[Line]:
-    """Every hour of the window, the empty ones too; the first and the last only as far as they lie
-    in it.
+    """Return a line per hour of the window, including empty ones; the first and last hour are cut
+    to the window.
     """
     offset_us = utc_offset_s * 1_000_000
     hours = _sum(tally, lambda key: (key.bucket * BUCKET_US + offset_us) // _HOUR_US)
-    # Each hour looks at the units it had, not at all of a year.
+    # Each hour iterates over its own units only, not over those of a whole year.
     hour_to_nodes: dict[int, list[NodesFact]] = {}
     for fact in nodes:
         first, last = max(from_us, micros(fact.from_s)), min(to_us, micros(fact.to_s))
@@ -325,7 +324,7 @@ def _by_hour(
 
 
 def _by_model(tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int) -> list[Line]:
-    """Nodes that serve several models are a line of their own."""
+    """Return a line per model; nodes that serve several models have a line of their own."""
     counts = _sum(tally, lambda key: key.model)
     model_to_nodes: dict[str, list[NodesFact]] = {}
     for fact in nodes:
@@ -346,7 +345,7 @@ def _sum(tally: Tally, group: Callable[[Key], Any]) -> dict[Any, Counts]:
 
 
 def iso(time_us: int, utc_offset_s: int) -> str:
-    """A time as ISO 8601 has it, to the second."""
+    """Return a time in ISO 8601, to the second."""
     zone = timezone(timedelta(seconds=utc_offset_s))
     return datetime.fromtimestamp(time_us // 1_000_000, zone).isoformat()
 

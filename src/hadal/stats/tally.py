@@ -1,9 +1,8 @@
-"""Counters by quarter hour, model and tenant: what facts add up to. One way in for one fact, for
-columns of millions and for counters that were added up elsewhere, so that the live ledger and a
-simulated day are counted by the same code.
+"""Counters by quarter hour, model and tenant: sums of facts. Single facts, columns of millions of
+facts, and counters summed elsewhere all pass through the same code, so that the live ledger and a
+simulated day are counted alike.
 
-All counters are integers and only ever added: the order and the grouping of what comes in change
-nothing.
+All counters are integers and only ever added, so the order and grouping of the input do not matter.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from hadal.stats.prices import BUCKET_US, ModelPrices
 
 
 class Key(NamedTuple):
-    """Under which facts are added up."""
+    """Group under which facts are summed."""
 
     bucket: int
-    """Quarter hours since 1970 at completion."""
+    """Quarter hours since 1970, at completion."""
     model: str
     tenant: str
 
@@ -36,18 +35,18 @@ class Counts:
     num_finished: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
-    """Not let in: overloaded, or about to stop."""
+    """Generations rejected because of overload or shutdown."""
     num_failed: int = 0
     num_retries: int = 0
     tokens_hit: int = 0
     tokens_miss: int = 0
     tokens_out: int = 0
     kv_tokens: int = 0
-    """KV length added up over output tokens."""
+    """Sum of KV lengths over output tokens."""
     tokens_after_first: int = 0
-    """Output tokens but the first of each generation: those made in `stream_us`."""
+    """Output tokens after the first of each generation: those made in `stream_us`."""
     stream_us: int = 0
-    """Time from first to last token, added up."""
+    """Sum of the times from first to last token."""
     income_pico_usd: int = 0
 
     @property
@@ -55,7 +54,7 @@ class Counts:
         return self.tokens_hit + self.tokens_miss
 
     def add(self, other: Counts) -> None:
-        """Add every counter."""
+        """Add every counter of `other`."""
         for name in COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -64,7 +63,7 @@ COUNTERS: tuple[str, ...] = tuple(one.name for one in fields(Counts))
 
 
 def counts_of(fact: RequestFact) -> Counts:
-    """One fact as counters."""
+    """Return one fact as counters."""
     stream_us = 0
     if fact.first_token_s is not None and fact.last_token_s is not None:
         stream_us = micros(fact.last_token_s) - micros(fact.first_token_s)
@@ -88,22 +87,22 @@ def counts_of(fact: RequestFact) -> Counts:
 
 @dataclass(frozen=True)
 class Columns:
-    """Many generations that finished, an entry of each array for each: shape [N], whole numbers.
+    """Finished generations as columns, one entry per generation in each array: shape [N], int64.
 
-    Raises ValueError at birth for arrays of different lengths.
+    Raises ValueError when made with arrays of different lengths.
     """
 
     completed_us: Ints
-    """Unix microseconds, as the others."""
+    """Completion time, unix microseconds. The other two times are too."""
     first_token_us: Ints
     last_token_us: Ints
     tokens_hit: Ints
     tokens_miss: Ints
     tokens_out: Ints
-    """1 at least."""
+    """Output tokens, at least 1."""
     kv_tokens: Ints
     model_index: Ints
-    """Into `models`."""
+    """Index into `models`."""
     tenant_index: Ints
     models: Sequence[str] = ("",)
     tenants: Sequence[str] = ("",)
@@ -123,7 +122,7 @@ class Columns:
 
 
 class Tally:
-    """Counters by key, with nothing in them to begin with."""
+    """Counters by key, initially empty."""
 
     def __init__(self) -> None:
         self.key_to_counts: dict[Key, Counts] = {}
@@ -137,7 +136,7 @@ class Tally:
     __hash__ = None  # type: ignore[assignment]  # It changes.
 
     def add(self, fact: RequestFact) -> None:
-        """One fact, under the time of its completion."""
+        """Add one fact, under the time of its completion."""
         self.add_counts(
             Key(micros(fact.completed_s) // BUCKET_US, fact.model, fact.tenant), counts_of(fact)
         )
@@ -147,21 +146,19 @@ class Tally:
             self.add(fact)
 
     def add_counts(self, key: Key, counts: Counts) -> None:
-        """Counters that were added up elsewhere; they are copied."""
+        """Add counters that were summed elsewhere; they are copied."""
         mine = self.key_to_counts.get(key)
         if mine is None:
             mine = self.key_to_counts[key] = Counts()
         mine.add(counts)
 
     def merge(self, other: Tally) -> None:
-        """All of another's."""
+        """Add all counters of another tally."""
         for key, counts in other.key_to_counts.items():
             self.add_counts(key, counts)
 
     def add_columns(self, columns: Columns) -> None:
-        """The same as adding a fact for each entry, finished at its first attempt and not charged;
-        see `priced`.
-        """
+        """Add a fact for each entry, finished at its first attempt and not charged; see `priced`."""
         if not len(columns.completed_us):
             return
         buckets = columns.completed_us // BUCKET_US
@@ -189,7 +186,7 @@ class Tally:
             )
 
     def times(self, factor: int) -> Tally:
-        """A copy with every counter so many times: what a sample stands for."""
+        """Return a copy with every counter multiplied by `factor`, to scale up a sample."""
         tally = Tally()
         for key, counts in self.key_to_counts.items():
             tally.key_to_counts[key] = Counts(
@@ -198,8 +195,8 @@ class Tally:
         return tally
 
     def priced(self, model_prices: ModelPrices) -> Tally:
-        """A copy with everything charged by these prices: a tier begins on a quarter hour, so this
-        is exact.
+        """Return a copy with everything charged by these prices. Exact, because price tiers begin
+        on quarter hours.
         """
         tally = Tally()
         for key, counts in self.key_to_counts.items():

@@ -1,7 +1,7 @@
 """Published request traces, read row by row: Mooncake's JSON lines and Azure's CSV.
 
-Text comes in as lines; the caller opens the files. Missing facts are not invented: Azure's rows have no
-parts, so none is a prefix of another. Knows no workloads and no plans.
+The caller opens the files and passes lines of text. Missing facts are not invented: Azure's rows
+have no parts, so their requests share no prefixes. Does not depend on workloads and plans.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIME = re.compile(
     r" T][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?)(?:Z|\+00:00)?\s*"
 )
 _MOST_TOKENS, _MOST_S = 1 << 30, 1e10
-"""Most tokens of a request, and most seconds of a trace: 300 years. More is a damaged file."""
+"""Limits of a valid file: tokens of a request, and seconds of a trace (300 years)."""
 
 
 class TraceRow(NamedTuple):
@@ -32,14 +32,14 @@ class TraceRow(NamedTuple):
     tokens_in: int
     tokens_out: int
     parts: tuple[int, ...] = ()
-    """Numbers of its 512-token parts, the last one perhaps not full; equal numbers: equal text from
-    the first token. Empty: the trace does not say.
+    """Numbers of its 512-token parts; the last part may be incomplete. Equal numbers: equal text
+    from the first token on. Empty: unknown.
     """
 
 
 def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    """Mooncake's JSON lines (FAST'25 release), one by one. Raises ValueError naming the line and
-    what is wrong in it: a field, or that it has fewer parts than its length.
+    """Yield the rows of Mooncake's JSON lines (FAST'25 release). Raises ValueError naming the line
+    and its mistake: a field, or fewer parts than its length needs.
     """
     for number, line in enumerate(lines, 1):
         where = f"line {number}"
@@ -69,8 +69,8 @@ def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
 
 
 def azure_rows(lines: Iterable[str]) -> list[TraceRow]:
-    """Return the rows of Azure's LLM inference traces in the order of their arrivals: CSV with
-    TIMESTAMP, ContextTokens, GeneratedTokens. Second 0 is the first arrival. Raises ConfigError.
+    """Return the rows of Azure's LLM inference traces in order of arrival: CSV with TIMESTAMP,
+    ContextTokens, GeneratedTokens. Second 0 is the first arrival. Raises ConfigError.
     """
     try:
         rows = list(csv.DictReader(lines))
@@ -93,7 +93,7 @@ def azure_rows(lines: Iterable[str]) -> list[TraceRow]:
 
 
 def _count(value: Any, what: str) -> int:
-    """Tokens, as a number or as its digits. Raises ConfigError."""
+    """Return a number of tokens, given as an integer or as digits. Raises ConfigError."""
     if isinstance(value, str) and re.fullmatch(r" *[0-9]{1,10} *", value):
         value = int(value)
     if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
@@ -104,12 +104,12 @@ def _count(value: Any, what: str) -> int:
 
 
 def _time(value: Any, where: str) -> np.datetime64:
-    """A time of UTC from 1970 to 2200: what 64 bits of nanoseconds hold. Raises ConfigError."""
+    """Return a UTC time from 1970 to 2200, the range of 64-bit nanoseconds. Raises ConfigError."""
     found = _TIME.fullmatch(value) if isinstance(value, str) else None
     if found is not None and "1970" <= found[1] < "2200":
         try:
             return np.datetime64(found[1], "ns")
-        except ValueError:  # The 31st of February.
+        except ValueError:  # For example February 31.
             pass
     raise ConfigError(
         f"{where}: TIMESTAMP is {shown(value)}; a time such as 2023-11-16 18:15:46.6805900 is"

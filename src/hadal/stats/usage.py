@@ -1,15 +1,15 @@
-"""Who used what was paid for: a unit's time, shared among the tenants whose work it did.
+"""Use of paid GPU time: a unit's time, divided among the tenants that it worked for.
 
     time of a unit   |--used--|    idle    |------used------|  idle |
     tenant a          ========              ====
     tenant b             =====                ==============
 
-A unit is used while a generation is there: on its prefill unit from the receipt of its request to
-its first token, on its decode unit from then to its last. Each moment of that is shared in
-proportion to how fast the generations that are there go: tokens computed of a prompt, or drawn,
-over the time that they took. What nobody used is each tenant's in proportion to what it used. So
-the sums are what was paid for, to the last GPU-second; how a step's time divides over its requests
-is assumed, and a prompt that waits counts as work. Values in, values out.
+A unit is in use while it has a generation. A generation is on its prefill unit from the receipt of
+its request to its first token, and on its decode unit from then to its last. Each moment is divided
+among the present generations in proportion to their rates: tokens computed of a prompt, or drawn,
+over the time that they took. Idle time is divided among tenants in proportion to their use. So the
+sums equal the paid time, to the last GPU-second. Two assumptions: this division of a step's time
+over its requests, and that a waiting prompt counts as work. Pure functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOUR_US = HOUR_S * 1_000_000
 
 
 class WorkSpan(NamedTuple):
-    """A generation's time on a unit."""
+    """Time of a generation on a unit."""
 
     unit: str
     model: str
@@ -48,7 +48,7 @@ class TenantUse:
     idle_micro_usd: float = 0.0
 
     def as_json(self) -> dict[str, float]:
-        """Flat, units last."""
+        """Return flat fields, units last."""
         return {
             "gpu_hours_used": self.used_rank_us / _HOUR_US,
             "gpu_hours_idle": self.idle_rank_us / _HOUR_US,
@@ -60,8 +60,8 @@ class TenantUse:
 def uses_of(
     nodes: Iterable[NodesFact], spans: Sequence[WorkSpan], from_us: int, to_us: int
 ) -> tuple[dict[str, TenantUse], TenantUse]:
-    """What tenants used between two times, by name, and all of it. Where nobody used anything, all
-    is idle and nobody's.
+    """Return (tenant -> use between two times, sum of all uses). If no tenant used anything, all
+    time is idle and belongs to no tenant.
     """
     unit_to_spans: dict[tuple[str, str], list[WorkSpan]] = {}
     for span in spans:
@@ -108,7 +108,9 @@ def _with_idle(
 
 
 def _shares(spans: Sequence[WorkSpan], first_us: int, last_us: int) -> dict[str, float]:
-    """Tenant -> microseconds of a unit between two times; together, those in which any span is."""
+    """Return tenant -> microseconds of a unit between two times. Their sum is the time covered by
+    any span.
+    """
     spans = [span for span in spans if span.from_us < last_us and span.to_us > first_us]
     if not spans:
         return {}
@@ -124,10 +126,10 @@ def _shares(spans: Sequence[WorkSpan], first_us: int, last_us: int) -> dict[str,
     for at, sign in ((at_begin, 1), (at_end, -1)):
         np.add.at(num_changes, at, sign)
         np.add.at(rate_changes, at, sign * rates)
-    # Whole numbers say where nobody is: rates that cancel leave a rest.
+    # Integer counts mark the idle moments, because summed rates leave a rounding error.
     is_used = np.cumsum(num_changes)[:-1] > 0
     rate = np.maximum(np.cumsum(rate_changes)[:-1], rates.min())
-    # What a rate of 1 gets from the beginning up to each time.
+    # Microseconds that a rate of 1 receives from the beginning up to each time.
     got = np.concatenate([[0.0], np.cumsum(np.where(is_used, np.diff(times) / rate, 0.0))])
     shares: dict[str, float] = {}
     for span, share in zip(spans, (rates * (got[at_end] - got[at_begin])).tolist(), strict=True):
