@@ -1,1 +1,1 @@
-"""A model's tokens: their bytes, and which of them may come next where a grammar says so."""
+"""A model's tokens: their bytes, and the tokens allowed next by a grammar."""

@@ -1,11 +1,12 @@
 """The added tokens of a model's folder: texts, ids and flags, as transformers 5 loads them.
 
-`tokenizer.json` lists added tokens. `tokenizer_config.json`, and the older `special_tokens_map.json`
-and `added_tokens.json`, add more and change flags. transformers 5 applies them in a fixed order, and
-the `tokenizers` library gives every text an id: the one that the vocabulary has for it, else the next
-free one. An id that a file lists beside a text is ignored. Source: transformers 5.23,
-`PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__`; tokenizers 0.23,
-`AddedVocabulary::add_tokens`. tests/unit/gateway/test_same_tokens.py compares both with this file.
+`tokenizer.json` lists added tokens. `tokenizer_config.json`, and the older
+`special_tokens_map.json` and `added_tokens.json`, add more and change flags. transformers 5 applies
+them in a fixed order, and the `tokenizers` library gives every text an id: the one that the
+vocabulary has for it, else the next free one. An id that a file states for a text is ignored.
+Source: transformers 5.23, `PreTrainedTokenizerBase._from_pretrained` and
+`TokenizersBackend.__init__`; tokenizers 0.23, `AddedVocabulary::add_tokens`.
+tests/unit/gateway/test_same_tokens.py compares both with this file.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from hadal.core.errors import CheckpointError
 
 CONFIG = "tokenizer_config.json"
 IGNORED = frozenset({"model_max_length", "max_len"})
-"""Fields of tokenizer_config.json that change no id. transformers writes 10**30 there for "no limit"."""
+"""Fields of tokenizer_config.json that do not affect ids. transformers writes 10**30 there for "no limit"."""
 _NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
-"""Names that every tokenizer of transformers may have."""
+"""Names of special tokens that every tokenizer of transformers may have."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_ID_DIGITS = 9
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A text that is one token wherever it stands."""
+    """Text that is always one token."""
 
     content: str
     single_word: bool = False
-    """The token matches only where no word character stands before or behind it."""
+    """The token matches only if no word character is directly before or after it."""
     lstrip: bool = False
     """The token includes the white space before it."""
     rstrip: bool = False
-    """The token includes the white space behind it."""
+    """The token includes the white space after it."""
     normalized: bool = False
-    """The token is looked for in the normalised text, by its own normalised form."""
+    """The token is searched in the normalised text, by its own normalised form."""
     special: bool = False
-    """The token steers the model and has no text of its own in an answer."""
+    """The token controls the model and has no text of its own in an answer."""
 
 
 def load_added_tokens(folder: Path, fields: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-    """Return entries of `added_tokens`, by ascending id, for a folder with a tokenizer.json; `fields`
-    is its content, `source` its name for errors. Raises CheckpointError.
+    """Return the entries of `added_tokens`, by ascending id, for a folder with a tokenizer.json.
+    `fields` is its content, `source` its name for errors. Raises CheckpointError.
     """
     listed = [
         _token(each, f"{source}: added_tokens[{index}]")
@@ -64,16 +65,14 @@ def load_added_tokens(folder: Path, fields: Mapping[str, Any], source: str) -> l
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Return the texts of a folder's special tokens by name ("bos_token"), as chat templates receive
-    them. Raises CheckpointError.
+    """Return name ("bos_token") -> text of a folder's special tokens, for chat templates. Raises
+    CheckpointError.
     """
     return _OtherFiles.read(folder, [], {}).texts()
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """Return the content of one of the tokenizer's files, which may be absent. Raises
-    CheckpointError.
-    """
+    """Return the content of one of the tokenizer's files, empty if it is absent. Raises CheckpointError."""
     path = folder / name
     if not path.exists():
         return {}
@@ -87,13 +86,13 @@ class _OtherFiles:
     decoder: list[AddedToken]
     """Tokens of `added_tokens_decoder`, by ascending key."""
     names: dict[str, AddedToken | str]
-    """Special tokens by name. A text has no flags of its own."""
+    """Special tokens by name. A value that is only a text has no flags of its own."""
     extra: list[AddedToken | str]
     """Special tokens without a name."""
 
     @staticmethod
     def read(folder: Path, listed: list[AddedToken], fields: Mapping[str, Any]) -> _OtherFiles:
-        """Read the files. `listed`: tokens of tokenizer.json, whose content `fields` is."""
+        """Read the files. `listed`: tokens of tokenizer.json, with the content `fields`."""
         path, config = folder / CONFIG, read_config(folder)
         if config.get("additional_special_tokens") and not config.get("extra_special_tokens"):
             config["extra_special_tokens"] = config["additional_special_tokens"]
@@ -128,7 +127,7 @@ class _OtherFiles:
         return {name: _text(value) for name, value in self.names.items()}
 
     def to_add(self, known: set[str]) -> list[AddedToken]:
-        """Return the tokens to add behind those of tokenizer.json, whose texts are `known`."""
+        """Return the tokens to add after those of tokenizer.json; `known` are the texts of those."""
         found: list[AddedToken | str] = list(self.decoder)
         known = known | {token.content for token in self.decoder}
         for value in (*self.names.values(), *self.extra):
@@ -160,7 +159,7 @@ def _add(
 
 
 def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToken | str]:
-    """Return the named special tokens, in the order in which transformers holds them."""
+    """Return the named special tokens, in transformers' order."""
     extra = config.get("extra_special_tokens")
     given = {name: value for name, value in config.items() if name.endswith("_token")}
     for name in _NAMES:
@@ -169,7 +168,7 @@ def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToke
                 f"{path}: {name} is {given[name]!r}; a text or an object with its content is needed."
             )
     own = {name: value for name, value in given.items() if isinstance(value, str | dict)}
-    # Objects come before texts, and tokens by name of extra_special_tokens are last.
+    # Objects precede texts, and named tokens of extra_special_tokens are last.
     others = [name for name in own if name not in _NAMES]
     others.sort(key=lambda name: isinstance(own[name], str))
     if isinstance(extra, dict):

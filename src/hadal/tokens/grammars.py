@@ -1,12 +1,12 @@
-"""Texts that must follow a grammar: what of a JSON schema can be followed, and which tokens may
-come next in each text. The work is llguidance's (github.com/guidance-ai/llguidance), and nobody else
-imports it.
+"""Structured output: the supported part of JSON schemas, and the tokens allowed next in each text.
+A wrapper of llguidance (github.com/guidance-ai/llguidance); no other module imports it.
 
-A schema, or a list of calls with a schema for each, becomes a grammar's text at the gateway, which
-also finds out what cannot be done with it, with a vocabulary of single bytes; each rank follows that
-text token by token. All limits are counts. Texts of one grammar share automata, which are slow to
-make and have a limit together; one that comes to it is followed by new ones, so what breaks a limit
-is a text and never its neighbours. Knows no requests, slots, threads or tensors.
+The gateway turns a schema, or a list of calls with a schema for each, into the text of a grammar.
+It also checks that the grammar is supported, with a vocabulary of single bytes. Each rank then
+follows the grammar token by token. All limits are counts. Texts of one grammar share automata,
+which are slow to make and have a common limit. Automata that reach the limit are replaced by new
+ones, so that only the text that causes it can fail, and never its neighbours. Independent of
+requests, slots, threads and tensors.
 """
 
 from __future__ import annotations
@@ -26,72 +26,72 @@ from hadal.core.plans import Grammar
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
-    import numpy as np  # The gateway looks at grammars in a process that counts its memory.
+    import numpy as np  # Not imported at run time: the gateway checks grammars in a process with limited memory.
 
 _LIMITS: dict[str, Any] = {
-    # The library's own, which are about 20 ms of a core for each of the first three; less memory.
+    # The library's defaults, about 20 ms of a core for each of the first three; less memory.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 50_000,  # An object of some hundred optional properties has thousands.
+    "max_items_in_row": 50_000,  # An object with a few hundred optional properties has thousands.
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
-    "verbose_errors": False,  # They would quote the schema and the text.
+    "verbose_errors": False,  # Verbose errors would quote the schema and the text.
 }
 _KEPT = 16
-"""Grammars whose automata are kept for the next request with the same: some hundred KiB each, and
+"""Grammars with automata kept for later requests with the same grammar: a few hundred KiB each, and
 tens of MiB at their limit.
 """
 _SILENT = 0
 _NUM_WALKED = 16
 _WALKED = (*b'"a0', *range(33, 127))
-"""Bytes in the order in which they are tried where a grammar is walked into."""
+"""Bytes in the order in which `_walk` tries them."""
 _OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
     "whitespace_pattern": r"[ \t]{1,20}|[ \t]?(\r?\n){1,2}[ \t]{0,20}",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Nothing of a schema is left out or taken for something like it. Between what means something there
-may be two line breaks and the indentation of five levels: a model that knows no JSON draws all the
-blanks it may, until no token is left for its answer. A letter is not written as \\u and its number:
-so written, the name of a property is taken for that of another, and what it holds is not checked.
+"""Options of JSON grammars: no part of a schema is ignored or approximated. White space is at most
+two line breaks and an indentation of five levels, because a model that was not taught JSON draws
+blanks until no tokens are left for its answer. Letters are not written as \\u escapes: an escaped
+property name would be taken for another one, and its value would not be checked.
 """
 ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256
 MARK_IDS = range(257, 265)
-"""What stands for marks where a grammar is looked at that has some."""
+"""Token ids that stand for marks (special tokens) when a grammar is checked."""
 _NOT_KNOWN = "Unimplemented keys: "
 _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
-"""Behind an error: the grammar's lines around it."""
+"""End of an error message: the lines of the grammar around the error."""
 
 
 @dataclass(frozen=True)
 class CallRule:
-    """How one tool is called: texts, patterns and marks (by their ids) around its arguments."""
+    """Format of a call of one tool: texts, patterns and marks (by their ids) around its arguments."""
 
     before: tuple[str | re.Pattern[str] | int, ...]
     arguments: dict[str, Any]
-    """Their schema."""
+    """JSON schema of the arguments."""
     behind: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class CallList:
-    """How calls stand one after the other, between two marks."""
+    """Format of consecutive calls between two marks."""
 
     begin: int
     end: int
     gap: str
-    """What may stand between two calls; "" is nothing."""
+    """Optional text between two calls; "": none."""
     calls: tuple[CallRule, ...]
     is_single: bool
-    """One call is all."""
+    """True: only one call is allowed."""
 
 
 def grammar_text(schema: dict[str, Any] | None, *, follows_reasoning: bool) -> str:
-    """A grammar of the JSON texts that the schema allows; None: of all JSON objects. Behind a
-    reasoning a few line breaks may come first, as models are taught.
+    """Return a grammar of the JSON texts that the schema allows; None: of all JSON objects. After
+    reasoning the text may begin with a few line breaks, as models are trained to write them.
     """
     rules = [_content_rule(ANY_JSON_OBJECT if schema is None else schema)]
     return _text("content", rules, follows_reasoning)
@@ -104,8 +104,9 @@ def calls_text(
     follows_reasoning: bool = False,
     is_opened: bool = False,
 ) -> str:
-    """A grammar of these calls, or else of JSON texts that the schema `content` allows. `is_opened`:
-    it begins with the list's mark, or with a call if that is left out, wherever in a reply it is.
+    """Return a grammar of these calls, or else of JSON texts that the schema `content` allows.
+    `is_opened`: the grammar begins with the list's mark, or with a call if the mark is left out,
+    anywhere in a reply.
     """
     start, rules = "calls", _call_rules(calls, is_opened)
     if content is not None:
@@ -116,8 +117,8 @@ def calls_text(
 def _text(start: str, rules: Sequence[str], follows_reasoning: bool) -> str:
     if follows_reasoning:
         start, rules = f"BREAKS ({start})", ["BREAKS: /[\\n ]{0,4}/", *rules]
-    # Without "no_forcing" only the encoder's own tokens of what must come would be allowed, and a
-    # model that writes the same text in others would be led astray.
+    # Without "no_forcing" only the encoder's own tokens of a forced text would be allowed, and a
+    # model that splits the same text otherwise would be led astray.
     return "\n".join(('%llguidance {"no_forcing": true}', f"start: {start}", *rules))
 
 
@@ -133,7 +134,7 @@ def _call_rules(calls: CallList, is_opened: bool) -> list[str]:
         f"calls: {begin} call{more} {_part(calls.end)}",
         "call: " + " | ".join(f"call_{at}" for at in range(len(calls.calls))),
     ]
-    # Arguments that may be the same are one rule, which the follower's automata share.
+    # Calls with equal argument schemas share a rule, and so automata.
     schema_to_rule: dict[str, str] = {}
     for at, call in enumerate(calls.calls):
         rule = schema_to_rule.setdefault(_json_of(call.arguments), f"arguments_{at}")
@@ -153,9 +154,8 @@ def _json_of(schema: dict[str, Any]) -> str:
 
 
 def complaint(text: str, prefix: str = "") -> str | None:
-    """Why this grammar cannot be followed, its marks being MARK_IDS and its text beginning with
-    `prefix`; None if it can. May take as long as the limits let it, and more for schemas that are
-    made for it.
+    """Return why this grammar is not supported, or None if it is. Its marks are MARK_IDS, and its
+    text begins with `prefix`. Takes as long as the limits allow, and longer for malicious schemas.
     """
     limits = LLParserLimits(**_LIMITS)
     is_error, said = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
@@ -174,7 +174,7 @@ def complaint(text: str, prefix: str = "") -> str | None:
 
 
 def _walk(matcher: LLMatcher) -> None:
-    """Go on for a few bytes: many a limit is only come to behind the first bracket or quote."""
+    """Advance by a few bytes, because many limits are reached only after the first bracket or quote."""
     for _ in range(_NUM_WALKED):
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         allowed = [byte for byte in _WALKED if mask and mask[byte // 8] >> byte % 8 & 1]
@@ -201,7 +201,7 @@ def _in_our_words(said: str) -> str:
 
 
 class _AsWrapped:
-    """What llguidance asks of a tokenizer. It encodes nothing, as no text is forced."""
+    """Interface that llguidance needs of a tokenizer. It need not encode, because no text is forced."""
 
     bos_token_id = None
 
@@ -222,52 +222,52 @@ def _byte_tokenizer() -> LLTokenizer:
 
 
 class Place(Enum):
-    """Where in its reply a text is."""
+    """Position of a text within its reply."""
 
     START = auto()
-    """Before the first token, which begins a reasoning or the text."""
+    """Before the first token, which begins the reasoning or the text."""
     REASONING = auto()
     FREE = auto()
-    """Between stretches: any token may come."""
+    """Between constrained stretches: any token is allowed."""
     HELD = auto()
     ENDED = auto()
 
 
 _REASONED = (Place.START, Place.REASONING)
-"""Places before or within a reasoning."""
+"""Places before or within the reasoning."""
 
 
 class Follower:
-    """How far one text is in its grammar."""
+    """State of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """`tokens` are there already. Costs nothing before the first mask is wanted."""
+        """Start after `tokens`. Costs nothing until the first mask is needed."""
         self.error: str | None = None
-        """Why it cannot be followed any further; nothing is allowed then."""
+        """Reason for which the text cannot be followed any further; no token is allowed then."""
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
-        """The matcher of the present stretch; None outside of one."""
+        """Matcher of the current constrained stretch; None outside of one."""
         self._stretch: list[int] = []
-        """Tokens of that stretch, which the matcher has consumed."""
+        """Tokens of the current stretch that the matcher has consumed."""
         self._unread = list(tokens)
         self._num_reasoned = 0
-        """Tokens of the reasoning so far."""
+        """Number of reasoning tokens so far."""
         self._behind = Place.HELD if grammar.text and not grammar.opens else Place.FREE
-        """Place behind the reasoning."""
+        """Place after the reasoning."""
         self._at = self._behind
         if grammar.begins_after >= 0:
             self._at = Place.REASONING if grammar.begins_with < 0 else Place.START
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were drawn."""
+        """Append drawn tokens."""
         self._unread.extend(tokens)
 
     def _is_text(self, at: Place) -> bool:
-        """Return whether the next token at this place may be one of the text."""
+        """Return True if the next token at this place may belong to the constrained text."""
         return at is Place.HELD or (at is Place.START and self._behind is Place.HELD)
 
     def _next(self, at: Place, token: int) -> Place:
-        """Where it is behind this token."""
+        """Return the place after this token."""
         grammar = self._grammar
         if at is Place.START:
             if token == grammar.begins_with:
@@ -284,7 +284,7 @@ class Follower:
         return Place.FREE if token == grammar.closes else at
 
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
-        """Take in what was drawn."""
+        """Process the tokens drawn since the last call."""
         if not self._unread and self._matcher is not None:
             return
         tokens, self._unread = self._unread, []
@@ -295,7 +295,7 @@ class Follower:
                 self._stretch.append(token)
                 return
         held: list[int] = []
-        """Not consumed yet."""
+        """Tokens that the matcher has not consumed yet."""
         for token in tokens:
             before, self._at = self._at, self._next(self._at, token)
             self._num_reasoned += before is self._at is Place.REASONING
@@ -311,12 +311,12 @@ class Follower:
                 self._stretch += held
 
     def _ends_reasoning(self, before: Place, token: int) -> bool:
-        """Return whether a token that led to the text is the mark that ends the reasoning."""
+        """Return True if a token that led to the text is the mark that ends the reasoning."""
         return before is Place.REASONING and token not in self._grammar.opens
 
     def _reasoning(self, drafts: Sequence[int]) -> tuple[slice, slice]:
-        """Return the rows within a reasoning, and those of them in which the reasoning must end. Row 0 is
-        the next token; one row more follows each draft.
+        """Return (rows within the reasoning, rows of them in which the reasoning must end). Row 0
+        is the next token; each draft adds one row.
         """
         none = slice(0)
         if self._at not in _REASONED:
@@ -333,8 +333,9 @@ class Follower:
     def _write_reasoning(
         self, drafts: Sequence[int], bits_RW: np.ndarray, has_mask_R: np.ndarray
     ) -> None:
-        """Write what may be drawn in the rows of a reasoning: nothing that ends the reply, if a text
-        must follow, and behind its budget the mark that ends it alone.
+        """Write the masks of rows within the reasoning. If a constrained text must follow, tokens
+        that end the reply are not allowed. After the budget only the mark that ends the reasoning
+        is allowed.
         """
         rows, over = self._reasoning(drafts)
         grammar = self._grammar
@@ -349,18 +350,18 @@ class Follower:
             bits_RW[over, grammar.begins_after // 32] = 1 << grammar.begins_after % 32
 
     def _is_lost(self) -> bool:
-        """Whether its automata came to a limit, or what was drawn is not allowed."""
+        """Return True if the automata reached a limit, or a drawn token is not allowed."""
         return self._matcher is not None and self._matcher.is_error()
 
     def _fail(self, matcher: LLMatcher) -> None:
-        """Even automata of its own cannot follow it."""
+        """Record an error: even new automata of its own cannot follow the text."""
         self.error = self.error or _in_our_words(matcher.get_error())
 
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
     ) -> Iterator[_HeldRows]:
-        """Yield each stretch. Row i is what comes behind `drafts[:i]`. What is drawn behind an end,
-        before it is known to be one, is for nobody.
+        """Yield each constrained stretch. Row i follows `drafts[:i]`. Tokens drawn after an end
+        token are discarded later.
         """
         if not drafts:
             if self._is_text(self._at):
@@ -387,35 +388,34 @@ class Follower:
 
 
 class _HeldRows(NamedTuple):
-    """Rows of a text that are held to its grammar."""
+    """Rows of a text that are constrained by its grammar."""
 
     matcher: LLMatcher
-    """It stands at row `row`; each of the drafts takes it one row further."""
+    """Matcher in the state of row `row`; each draft advances it by one row."""
     row: int
     drafts: list[int]
     first: int
-    """The first row that is held to it."""
+    """First constrained row."""
 
 
 class TextRows(NamedTuple):
-    """Rows that a text draws from, one after the other as long as what is drawn is what was
-    drafted.
-    """
+    """Consecutive rows from which a text draws, as long as the drawn tokens equal the drafts."""
 
     follower: Follower
     first: int
-    """Number of the first row; the others follow."""
+    """Index of the first row; the others follow it."""
     drafts: Sequence[int]
-    """What the second row was fed, the third, and so on."""
+    """Drafts (speculative tokens): the inputs of the second row, the third, and so on."""
 
 
 def _write(matcher: LLMatcher, drafts: Sequence[int], at: int, num_bytes: int) -> None:
-    """Write the masks of a stretch's rows, each of `num_bytes`, side by side from the address `at` on.
-    The matcher stays where it is.
+    """Write the masks of a stretch's rows, each of `num_bytes`, consecutively from the address `at`
+    on. The matcher's state is unchanged afterwards.
     """
     matcher.unsafe_compute_mask_ptr(at, num_bytes)
     num = 0
-    # A draft that is not allowed is not drawn: the rows behind it stay without any token.
+    # A draft that is not allowed is never drawn, so the rows after it may stay without allowed
+    # tokens.
     while num < len(drafts) and matcher.try_consume_tokens([drafts[num]]):
         num += 1
         matcher.unsafe_compute_mask_ptr(at + num * num_bytes, num_bytes)
@@ -424,31 +424,31 @@ def _write(matcher: LLMatcher, drafts: Sequence[int], at: int, num_bytes: int) -
 
 
 class Grammars:
-    """Grammars over the tokens of one model. One thread at a time."""
+    """Grammars over the tokens of one model. For one thread at a time."""
 
     def __init__(self, read: Callable[[], TokenTable], vocab_size: int) -> None:
-        """`read` gives the tokens, of which the model has `vocab_size`, when the first grammar
-        comes.
+        """Set up without reading tokens: `read` returns them when the first grammar is used.
+        `vocab_size`: the model's number of tokens.
         """
         self._read = read
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
-        """By the tokens that end a text: a model has one such list."""
+        """Tokens that end a text -> tokenizer; a model has only one such list."""
         self._matchers: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @property
     def num_words(self) -> int:
-        """Words of 32 bits of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self._vocab_size // 32)
 
     def allow(
         self, all_rows: Sequence[TextRows], bits_RW: np.ndarray, has_mask_R: np.ndarray
     ) -> None:
-        """Write what each row may draw into `bits_RW`, uint32, all zero before; and to
-        `has_mask_R`, bool, which rows do not draw as they like. The texts stay where they are.
+        """Write the tokens allowed in each row into `bits_RW` (uint32, zero before), and the
+        constrained rows into `has_mask_R` (bool). The states of the texts do not change.
         """
-        # Text by text: the library's calls for many texts wake a thread of its own, which takes
-        # several times as long as the masks.
+        # One text at a time: the library's calls for many texts wake a thread of its own, which
+        # takes several times as long as the masks.
         assert bits_RW.shape[1:] == (self.num_words,)
         assert bits_RW.dtype.itemsize == 4
         assert bits_RW.flags.c_contiguous
@@ -461,7 +461,8 @@ class Grammars:
                 self._renew(follower, renewed)
             matcher = follower._matcher
             if not drafts and follower._at is Place.HELD and follower.error is None:
-                # Most texts of most steps: what follows gives the same, more slowly.
+                # Fast path for most texts of most steps; the general code below gives the same
+                # result.
                 assert matcher is not None
                 has_mask_R[first] = True
                 matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)
@@ -491,8 +492,8 @@ class Grammars:
         bits_RW: np.ndarray,
         renewed: set[Grammar],
     ) -> None:
-        """Write the masks of rows whose automata came to a limit, each by new ones where it has to
-        be: drafts are no reason to fail, nor are other texts.
+        """Write the masks of rows for which the automata reached a limit, with new automata if
+        needed: neither drafts nor other texts may make a text fail.
         """
         matcher, row, drafts, begin = stretch
         bits_RW[first + begin : first + row + len(drafts) + 1] = 0
@@ -510,7 +511,7 @@ class Grammars:
                 matcher = self._anew(follower._grammar, here, renewed)
                 matcher.unsafe_compute_mask_ptr(at, num_bytes)
             if matcher.is_error():
-                # Behind a draft that is not allowed, or where this text comes to a limit by itself.
+                # After a draft that is not allowed, or the text reaches a limit by itself.
                 bits_RW[first + row + number] = 0
                 if is_own and not number:
                     follower._fail(matcher)
@@ -519,14 +520,15 @@ class Grammars:
             self._renew(follower, renewed)
 
     def _renew(self, follower: Follower, renewed: set[Grammar]) -> None:
-        """Give a text automata that have not come to a limit; they may fail all the same."""
+        """Give a text new automata; it fails if these reach a limit too."""
         follower._matcher = self._anew(follower._grammar, follower._stretch, renewed)
         if follower._matcher.is_error():
             follower._fail(follower._matcher)
 
     def _anew(self, grammar: Grammar, tokens: list[int], renewed: set[Grammar]) -> LLMatcher:
-        """A matcher at these tokens of a stretch whose automata are new, or were made anew for
-        another text: `renewed` are the grammars of which that was tried.
+        """Return a matcher after these tokens of a stretch, with automata that are new or were
+        already renewed for another text. `renewed`: grammars with automata renewed in this call of
+        `allow`.
         """
         if grammar in renewed and not (matcher := self._at(grammar, tokens)).is_error():
             return matcher
@@ -541,7 +543,9 @@ class Grammars:
         return matcher
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """One at its beginning, which shares what was found out with the others of its grammar."""
+        """Return a matcher at the beginning of the grammar, which shares its automata with the
+        grammar's others.
+        """
         matcher = self._matchers.pop(grammar, None)
         if matcher is None:
             limits = LLParserLimits(**_LIMITS)

@@ -1,7 +1,9 @@
-"""Refusals of tokenizer files whose ids Hadal would not reproduce. Each names the file and the field.
+"""Refusals of tokenizer files for which Hadal would produce other ids than transformers. Each names
+the file and the field.
 
-Everything that transformers 5 reads is followed (tokens/added, gateway/text/vocabulary), or refused here,
-or changes no id of a single text: lengths, sides and padding, names of inputs, decoding.
+Everything that transformers 5 reads is implemented (tokens/added, gateway/text/vocabulary), or
+refused here, or does not change the ids of a single text: lengths, sides and padding, names of
+inputs, decoding.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ OWN_PIPELINES = frozenset({
     "XLM", "XLMRoberta", "XLNet",
 })
 # fmt: on
-"""Classes `<name>Tokenizer` of transformers 5.23 that build a tokenizer of their own beside
-tokenizer.json. LlamaTokenizer is one too; transformers takes tokenizer.json instead where that is
-byte-level, and others are not served.
+"""Classes `<name>Tokenizer` of transformers 5.23 that build their own tokenizer and ignore
+tokenizer.json. LlamaTokenizer does so too, but for a byte-level tokenizer.json transformers uses
+that file, and others are not supported.
 """
 _BY_MODEL_TYPE = frozenset({"glm4_moe_lite"})
-"""Model types for which transformers 5.23 takes tokenizer.json whatever `tokenizer_class` is
+"""Model types for which transformers 5.23 uses tokenizer.json for any `tokenizer_class`
 (TOKENIZER_MAPPING_NAMES).
 """
 
 
 def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError for a folder whose tokenizer's ids are not reproduced. `fields`: content of
-    its tokenizer.json; `source` names that file.
+    """Raise CheckpointError for a folder with a tokenizer that cannot be reproduced. `fields`:
+    content of its tokenizer.json; `source` names that file.
     """
     config = read_config(folder)
     path = folder / CONFIG
@@ -81,7 +83,7 @@ def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
 def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
     auto_map = config.get("auto_map")
     if isinstance(auto_map, list) or (isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")):
-        return  # Code that comes with the model decides; tokenizer.json is what its makers say of it.
+        return  # Code that comes with the model decides; tokenizer.json is its makers' version of it.
     model = read_config(folder, "config.json")
     kind, source = config.get("tokenizer_class"), folder / CONFIG
     if not kind:
@@ -98,7 +100,7 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _parts(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a part of the pipeline and, if it is a sequence, its parts, which stand under `name`."""
+    """Yield a part of the pipeline and, if it is a sequence, its parts, which it lists under `name`."""
     queue = [part]
     while queue:
         each = queue.pop()

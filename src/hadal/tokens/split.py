@@ -1,7 +1,8 @@
 """Added tokens in a text, found as the tokenizers library finds them.
 
-The leftmost match counts, and of those the longest. A match that its flags rule out is passed over
-whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Knows neither files nor ids' meaning.
+The leftmost match counts, and among matches there, the longest. A match that its flags exclude is
+skipped as a whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Does not depend on
+files or on the meaning of ids.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _SPACE = frozenset(
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""Unicode's White_Space, which is `\\s` of Rust's regex. Python's has four characters more."""
+"""Unicode's White_Space, which is `\\s` of Rust's regex. Python's `\\s` has four more characters.
+"""
 _WORD_CATEGORIES = frozenset({"Nd", "Nl", "Pc"})
 _WORD_SIGNS = (
     range(0x24B6, 0x24EA),
@@ -26,8 +28,8 @@ _WORD_SIGNS = (
     range(0x1F170, 0x1F18A),
     range(0x200C, 0x200E),
 )
-"""Signs that are alphabetic by Unicode, and joiners: with letters, marks and digits they are `\\w` of
-Rust's regex.
+"""Signs that are alphabetic by Unicode, and joiners. Together with letters, marks and digits they
+are `\\w` of Rust's regex.
 """
 
 
@@ -40,8 +42,8 @@ class Splitter:
         self._any = re.compile(any_of(self._tokens)) if self._tokens else None
 
     def split(self, text: str, shield: str = "") -> list[str | int]:
-        """Return stretches of text between tokens, and the tokens' ids. A token of one character stays
-        text where `shield` follows it.
+        """Return the pieces of text between tokens, and the tokens' ids. A token of one character
+        stays text if `shield` follows it.
         """
         if self._any is None or not text:
             return [text]
@@ -59,15 +61,15 @@ class Splitter:
                     start -= 1
                 start = max(start, at)
             if token.rstrip:
-                stop = max(stop, space_end)  # One run of spaces is walked once.
+                stop = max(stop, space_end)  # Runs of spaces are scanned only once.
                 while stop < len(text) and text[stop] in _SPACE:
                     stop += 1
                 space_end = stop
             if at < start:
                 pieces.append(text[at:start])
             if start < stop:
-                # A token within the white space of the one before it counts too, as in the
-                # library. With `lstrip` nothing is left of it.
+                # A token within the white space that the previous one absorbed counts too, as in
+                # the library. With `lstrip` it leaves no text.
                 pieces.append(each)
             at = stop
         if at != len(text):
@@ -77,7 +79,7 @@ class Splitter:
 
 def any_of(texts: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of these texts. It is a tree of common
-    beginnings: the time for each character of a text does not grow with the number of texts.
+    prefixes, so that the time per character of a text does not grow with the number of texts.
     """
     root: dict[str, Any] = {}
     for text in texts:

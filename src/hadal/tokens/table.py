@@ -1,6 +1,6 @@
-"""A model's tokens as its files say: the bytes that each id stands for, and which of them steer.
+"""A model's tokens from its files: the bytes of each id, and the ids of control tokens.
 
-Knows files, and neither how a text becomes tokens nor chats: gateway/text/vocabulary encodes.
+Reads files, but does not depend on encoding or chats: gateway/text/vocabulary encodes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from hadal.tokens.refused import check_files
 from hadal.tokens.tiktoken import byte_of_char
 
 _MARK = re.compile(r"<.+>|\[.+\]")
-"""How added tokens look that steer and are not flagged as special: "<think>", "<｜User｜>",
-"[INST]".
-"""
+"""Pattern of control tokens that are not flagged as special: "<think>", "<｜User｜>", "[INST]"."""
 
 MAX_ID = (1 << 22) - 1
-"""Highest id of a token; DeepSeek-V3 has 129,280 of them."""
+"""Highest id of a token. DeepSeek-V3 has 129,280 tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +30,23 @@ class TokenTable:
     """All tokens of one model."""
 
     token_bytes: list[bytes]
-    """Index is id. Ids that no token has stand for nothing."""
+    """Bytes of each token; the index is its id. Unused ids have no bytes."""
     control_ids: dict[str, int]
-    """The added tokens, by their text."""
+    """Text -> id of the added tokens."""
     hidden_ids: frozenset[int]
-    """Special tokens: they steer and have no text. Other added tokens, such as "<think>", have."""
+    """Ids of special tokens, which control the model and have no text. Other added tokens, such as
+    "<think>", have text.
+    """
     marks: frozenset[str]
-    """Texts of the tokens that steer a chat. Other added tokens, such as a run of spaces, are
+    """Texts of the tokens that control a chat. Other added tokens, such as a run of spaces, are
     ordinary text.
     """
     mark_ids: frozenset[int]
 
 
 def token_table(fields: dict[str, Any], source: str) -> TokenTable:
-    """`fields` is the content of a tokenizer.json; `source` names it in errors. Raises
-    CheckpointError.
+    """Return the tokens of a tokenizer.json with the content `fields`; `source` names it in errors.
+    Raises CheckpointError.
     """
     _check_fields(fields, source)
     added = fields.get("added_tokens") or []
@@ -56,7 +56,7 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
     hidden_ids = frozenset(token["id"] for token in special)
     try:
         token_bytes = _byte_table(fields["model"]["vocab"], added)
-    except UnicodeEncodeError as error:  # Half of a surrogate pair is no character.
+    except UnicodeEncodeError as error:  # Half of a surrogate pair is not a character.
         raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
     return TokenTable(
         token_bytes,
@@ -68,9 +68,9 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
 
 
 def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, Any], str]:
-    """Read `folder/tokenizer.json`, or `tiktoken.model` where there is none; also return the name
-    of that file. Its added tokens are those that all files of the folder make together. Without
-    merges the fields have all tokens and encode nothing. Raises CheckpointError.
+    """Read `folder/tokenizer.json`, or `tiktoken.model` if there is none, and return its fields and
+    its file name. Its added tokens are merged from all files of the folder. Without merges the
+    fields have all tokens but cannot encode. Raises CheckpointError.
     """
     path, other = folder / "tokenizer.json", folder / tiktoken.FILE
     if other.exists() and not path.exists():
@@ -82,7 +82,7 @@ def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, An
 
 
 def read_token_table(folder: Path) -> TokenTable:
-    """The tokens of a model's folder. Raises CheckpointError."""
+    """Return the tokens of a model's folder. Raises CheckpointError."""
     return token_table(*read_fields(folder, with_merges=False))
 
 
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: dict[str, Any], source: str) -> None:
-    """Raise CheckpointError for a tokenizer of another kind, and for one that is none."""
+    """Raise CheckpointError for a tokenizer of another kind, or for invalid fields."""
     decoder = fields.get("decoder")
     parts = (
         decoder.get("decoders")
@@ -116,8 +116,8 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         )
     assert isinstance(model, dict)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        # A byte-level token is its bytes alone; and where one cuts what is no prefix, the
-        # tokenizers library aborts.
+        # A byte-level token is exactly its bytes. The tokenizers library aborts if it must cut a
+        # prefix that is missing.
         if model.get(name):
             raise CheckpointError(
                 f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers are"
@@ -142,9 +142,7 @@ def _is_id(value: object) -> bool:
 
 
 def _byte_table(vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
-    """Index is id. Ids that no token has, as padding of the vocabulary leaves them, stand for
-    nothing.
-    """
+    """Return the bytes of each token by id. Unused ids, such as padding of the vocabulary, have no bytes."""
     char_to_byte = byte_of_char()
     size = 1 + max([*vocab.values(), *(token["id"] for token in added)])
     table = [b""] * size

@@ -1,13 +1,15 @@
-"""A `tiktoken.model` as a tokenizer.json: how Kimi-K2 and Moonlight write their vocabulary.
+"""Conversion of a `tiktoken.model`, the vocabulary format of Kimi-K2 and Moonlight, to a
+tokenizer.json.
 
-A line of the file is a token's bytes in base64 and its rank, which is its id. tiktoken joins, of
-all neighbours in a word whose bytes together are a token, those of the lowest rank; so a merge for
-every way in which a token is two others, in the order of ranks, gives the same tokens. (Of these
-ways only one is ever met: when two neighbours are joined to a token, all joins of lower rank within
-its bytes have been made.) A word that is a token is taken whole, as `ignore_merges` has it.
+A line of the file is a token's bytes in base64 and its rank, which is its id. Among all neighbours
+in a word with joint bytes that are a token, tiktoken joins those of the lowest rank. So the same
+tokens result from one merge for every split of a token into two others, in the order of ranks.
+(Only one of these splits can ever occur: when two neighbours are joined to a token, all joins of
+lower rank within its bytes have been made.) A word that is a token is taken whole, as with
+`ignore_merges`.
 
-The file knows neither where a text is cut into words nor the tokens that steer a chat. The pattern
-stands in the code that comes with the model and is repeated here; the others stand in
+The file has neither the pattern that cuts a text into words nor the control tokens of chats. The
+pattern is in the code that comes with the model, and is repeated here; the control tokens are in
 tokenizer_config.json.
 """
 
@@ -24,8 +26,8 @@ from hadal.tokens.added import IGNORED
 
 FILE = "tiktoken.model"
 _PATTERNS = {
-    # tokenization_kimi.py (Kimi-K2) and tokenization_moonshot.py (Moonlight), the same in both:
-    # Han characters by themselves, words without them, numbers of up to three digits, signs, space.
+    # tokenization_kimi.py (Kimi-K2) and tokenization_moonshot.py (Moonlight) have the same pattern:
+    # runs of Han characters, words without them, numbers of up to three digits, signs, space.
     "TikTokenTokenizer": "|".join(
         (
             r"[\p{Han}]+",
@@ -41,13 +43,13 @@ _PATTERNS = {
         )
     )
 }
-"""Where a text is cut into words, by `tokenizer_class`."""
+"""`tokenizer_class` -> pattern that cuts a text into words."""
 _MAX_ID_DIGITS = 9
 
 
 def byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable bytes stand for themselves, the others for
-    U+0100 and on.
+    """Return the alphabet of byte-level BPE (GPT-2): printable bytes map to themselves, the others
+    to U+0100 and on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -57,8 +59,8 @@ def byte_of_char() -> dict[str, int]:
 
 
 def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any]:
-    """The content of a tokenizer.json with the same tokens. Raises CheckpointError that names the
-    file. About 1.5 s for Kimi's 163,584 tokens, most of it for the merges.
+    """Return the content of a tokenizer.json with the same tokens. Raises CheckpointError that
+    names the file. Takes about 1.5 s for Kimi's 163,584 tokens, mostly for the merges.
     """
     config_path = folder / "tokenizer_config.json"
     config = read_json(
@@ -118,7 +120,7 @@ def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any
 
 
 def _read_tokens(path: Path) -> list[bytes]:
-    """The bytes of every token; index is rank."""
+    """Return the bytes of every token; the index is the rank."""
     text = read_text(path, "vocabulary", error=CheckpointError)
     tokens: list[bytes] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -127,7 +129,7 @@ def _read_tokens(path: Path) -> list[bytes]:
         encoded, _, rank = line.partition(" ")
         try:
             token = binascii.a2b_base64(encoded, strict_mode=True)
-        except ValueError:  # Also of text that is not ASCII.
+        except ValueError:  # Also raised for text that is not ASCII.
             token = b""
         if not token or rank.strip() != str(len(tokens)):
             raise CheckpointError(
@@ -146,7 +148,7 @@ def _read_tokens(path: Path) -> list[bytes]:
 
 
 def _merges(vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Every way in which a token is two others; `vocab` is in the order of ranks."""
+    """Yield every split of a token into two other tokens; `vocab` is in the order of ranks."""
     for token in vocab:
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
@@ -155,7 +157,7 @@ def _merges(vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """The tokens that steer a chat, behind the vocabulary's. Ids without a name stay unused."""
+    """Yield the control tokens of chats, with ids after the vocabulary's. Ids without a name stay unused."""
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, dict):
         raise CheckpointError(
@@ -163,7 +165,7 @@ def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterat
         )
     for key, token in added.items():
         content = token.get("content") if isinstance(token, dict) else None
-        # As text first: a number of five thousand digits is none to Python.
+        # Checked as text: Python refuses to convert a number of five thousand digits.
         is_id = key.isascii() and key.isdecimal() and len(key) < _MAX_ID_DIGITS
         if not isinstance(content, str) or not content or not is_id or int(key) < num_tokens:
             raise CheckpointError(
