@@ -1,4 +1,4 @@
-"""`hadal`: the commands. Each loads what it needs when it is called, so that `--help` is quick."""
+"""`hadal`: the commands. Each imports its modules when it is called, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 
 COMPLETE_VARIABLE = "_HADAL_COMPLETE"
-"""Set by a shell that asks how a line goes on; Typer answers."""
+"""Set by a shell that requests a completion; Typer answers."""
 
 
-# Typer's own options for it would stand in every help; `hadal completion` prints the same.
+# Typer's own completion options would appear in every help; `hadal completion` prints the same.
 completion_init()
 app = typer.Typer(
     cls=Commands,
@@ -160,8 +160,8 @@ def report(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """What was served and what it earned: nodes, tokens, cache hits, throughput, cost, income, out
-    of the ledger.
+    """Report requests served and money earned, from the ledger: nodes, tokens, cache hits,
+    throughput, cost, income.
     """
     from hadal.commands.report import run
 
@@ -204,8 +204,8 @@ def trace(
     ] = 30.0,
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
 ) -> None:
-    """Trace live steps of a running server's unit: what was computed, what travelled, how much of
-    that was hidden.
+    """Trace live steps of a running server's unit: compute, transfers, and the share of transfers
+    hidden behind compute.
     """
     from hadal.gateway.desk.trace import describe, fetch, write
     from hadal.progress import Bar
@@ -234,9 +234,7 @@ def status(
     run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Say what runs on this host: units and where they lie, who is ready, what was started again
-    and why, what is wrong.
-    """
+    """Show this host's units, their state, restarts with reasons, and current problems."""
     from hadal.commands.status import find, print_status
 
     found = find(run_folder)
@@ -297,7 +295,7 @@ def logs(
     ] = False,
     run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
 ) -> None:
-    """Print what a running server's processes wrote last."""
+    """Print the latest output of a running server's processes."""
     from hadal.commands.logs import print_logs
     from hadal.commands.status import find
 
@@ -321,7 +319,7 @@ app.command(epilog=BALANCE_EPILOG)(balance)
     )
 )
 def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
-    """Print what makes a shell complete hadal's commands and options."""
+    """Print a script with which a shell completes hadal's commands and options."""
     typer.echo(
         get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value)
     )
@@ -348,7 +346,7 @@ app.command(epilog=PLAN_EPILOG)(plan)
 
 
 def _unbroken(commands: typer.Typer) -> None:
-    """Help is broken where a terminal ends, not where a line of a docstring does."""
+    """Join the lines of each command's docstring, so that help wraps at the terminal's width."""
     for command in commands.registered_commands:
         command.help = " ".join((command.callback.__doc__ or "").split())
 

@@ -1,8 +1,6 @@
-"""How far a piece of work is, for those who wait for it: a bar at the foot of a terminal, elsewhere
-a line every 10 s.
+"""Progress of a piece of work: a bar at the foot of a terminal, elsewhere a line every 10 s.
 
-It is shown on stderr, so that what a command prints stays what programs read. Knows nothing of the
-work.
+Written to stderr, so that a command's stdout can be read by programs. Independent of the work.
 """
 
 from __future__ import annotations
@@ -22,11 +20,13 @@ from rich.progress import (
 from rich.text import Text
 
 PERIOD_S = 10.0
-"""Time between two lines, where there is no terminal."""
+"""Time between two lines if there is no terminal."""
 
 
 class Bar:
-    """One piece of work. Use as a context manager; `update` from any thread."""
+    """Progress display of one piece of work. Use as a context manager; `update` may be called from
+    any thread.
+    """
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Bar:
         console: Console | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
-        """`total`: what `done` will be at the end; None: nobody knows. `console`: other than
-        stderr.
+        """Make a display. `total`: value of `done` at the end; None: unknown. `console`: used
+        instead of stderr.
         """
         self.console = console or Console(stderr=True)
         self._name = name
@@ -75,13 +75,13 @@ class Bar:
             self._teller.join()
 
     def update(self, what: str = "", *, done: float | None = None, advance: float = 0.0) -> None:
-        """`what` is being done now ("": as before), and how much of the total that makes."""
+        """Show the current activity `what` ("": unchanged) and the progress: `done`, plus `advance`."""
         self._what = what or self._what
         self._done = (self._done if done is None else done) + advance
         self._bar.update(self._task, description=self._what or self._name, completed=self._done)
 
     def print_above(self, line: bytes) -> None:
-        """Print a line that is none of the bar's, without tearing it."""
+        """Print a line of other output above the bar, without breaking the bar."""
         self.console.print(Text(line.decode("utf-8", "replace").rstrip("\n")), soft_wrap=True)
 
     def _tell(self) -> None:
