@@ -107,8 +107,8 @@ def chat(
         int | None, typer.Option(help="Longest answer, thinking included.")
     ] = None,
 ) -> None:
-    """Chat in the terminal with a running server: thinking behind a bar, tokens per second after
-    each answer.
+    """Chat in the terminal with a running server: thinking is marked by a bar, tokens per second
+    follow each answer.
     """
     from hadal.apps.terminal.chat import chat as talk
 

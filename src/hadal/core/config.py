@@ -113,8 +113,8 @@ class UnitsConfig(ConfigTable, frozen=True):
     (fixed buffers). Empty: normal in prefill, low-latency in decode.
     """
     expert_balance: Switch = AUTO
-    """"auto": experts are replicated and moved anew during service when that pays; "off": replicas
-    stay as first placed.
+    """"auto": replicas of experts move, and their shares of tokens change, during service when that
+    pays; "off": they stay as first placed.
     """
     request_balance: Annotated[str, _one_of(AUTO, NO_MOVES, OFF, TURNS)] = AUTO
     """Balancing of requests over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by
@@ -183,7 +183,7 @@ class CacheConfig(ConfigTable, frozen=True):
     no KV on disk.
     """
     disk_mb: Positive = 4096
-    """Most MB that this deployment stores in `folder`."""
+    """Most MiB that this deployment stores in `folder`."""
     recompute: Switch = AUTO
     """"auto": blocks on disk that are cheaper to compute than to read, by measured times, are
     computed; "off": they are read.
@@ -220,9 +220,9 @@ class BatchesConfig(ConfigTable, frozen=True):
     "auto": beside the ledger.
     """
     max_file_mb: Annotated[int, Meta(ge=1, le=1024)] = 100
-    """Largest size of one file."""
+    """Largest size of one file, MiB."""
     max_tenant_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
-    """Largest total size of a tenant's files."""
+    """Largest total size of a tenant's files, MiB."""
     max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
     """Most requests in one batch."""
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64

@@ -7,8 +7,8 @@
 
 Blocks that are written together get adjacent disk slots if there are any. Uses are counted by other
 processes and polled, so they arrive late. Does not depend on files or on other writers' blocks.
-Unlike kv/blocks, it does not know the block that follows another, so among blocks used together it
-evicts the deepest first.
+Unlike kv/blocks, it has no record of the block that follows another, so among blocks used together
+it evicts the deepest first.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class RankHeld(Message, frozen=True):
 
 # ---- leader -> rank ----
 class RankWho(Message, frozen=True):
-    """Leader -> rank: your heartbeats arrive from an unregistered rank, because a new leader took
-    over the unit. The answer is RankHeld or RankUp.
+    """Leader -> rank, when it receives heartbeats of a rank that it has not registered: a new
+    leader took over the unit. The answer is RankHeld.
     """
 
     epoch: str
