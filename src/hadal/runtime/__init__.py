@@ -1,3 +1,3 @@
-"""Connects: processes, sockets, shared memory, real time. Hosts the roles, applies their effects,
-decides nothing.
+"""Connections to the real world: processes, sockets, shared memory and real time. Hosts the roles
+and applies their effects; makes no decisions.
 """

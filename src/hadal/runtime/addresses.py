@@ -1,6 +1,6 @@
-"""Addresses in a run's folder: where each process listens, for those of its host and for other hosts.
+"""Addresses in a run's folder: where each process listens, for its own host and for other hosts.
 
-Knows no socket: runtime/wire_sockets listens and connects.
+Opens no sockets: runtime/wire_sockets listens and connects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Identity = tuple[int, int]
 
 
 def socket_path(folder: Path, name: str) -> Path:
-    """Where `name` listens. Raises ConfigError if a Unix socket's address cannot hold the path."""
+    """Return the path of the Unix socket of `name`. Raises ConfigError if it is too long for a Unix
+    socket's address.
+    """
     path = folder / f"{name}.sock"
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(
@@ -31,19 +33,19 @@ def socket_path(folder: Path, name: str) -> Path:
 
 
 def address_path(folder: Path, name: str) -> Path:
-    """Where it is written down at which port of which node `name` listens."""
+    """Return the path of the file that holds the node address and port of `name`."""
     return folder / f"{name}.at"
 
 
 def write_address(folder: Path, name: str, address: Address) -> None:
-    """Replace what is known of where `name` listens, at once."""
+    """Replace the address of `name` atomically."""
     unborn = folder / f"{name}.at.new"
     unborn.write_bytes(msgspec.json.encode(address))
     unborn.rename(address_path(folder, name))
 
 
 def read_address(path: Path) -> Address:
-    """Raises OSError if it is not there, or none of ours."""
+    """Read an address file. Raises OSError if it is missing or is not an address file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Address)
     except msgspec.MsgspecError as error:
@@ -51,6 +53,8 @@ def read_address(path: Path) -> Address:
 
 
 def identity_of(path: Path) -> Identity:
-    """Return what tells this file from a later one of its name. Raises OSError."""
-    found = os.stat(path)  # The inode alone may be used again.
+    """Return the identity of this file, which differs for a later file of the same name. Raises
+    OSError.
+    """
+    found = os.stat(path)  # An inode number alone may be reused.
     return found.st_ino, found.st_ctime_ns

@@ -1,12 +1,12 @@
-"""The agent of a node: starts, watches and ends what the supervisor, on another host, says that the
-node is to run.
+"""Agent of a node: starts, watches and ends the processes that the supervisor, on another host,
+orders for the node.
 
-It is given its joining as a line of JSON on standard input, since the deployment's secret is in it,
-and another line when another supervisor has taken the run over. It makes a run folder of its own: to
-the processes that it starts, it is what the supervisor is to those of its own host. Every order names
-all that is to run, so nothing that got lost matters for long (roles/nodes). It ends with all that it
-runs when the run ends, when another agent has taken its place, or when it has heard nothing for the
-deployment's `cluster.lease_s`.
+The agent reads its joining as one JSON line on standard input, because it contains the deployment's
+secret. It reads another line when another supervisor has taken the run over. It makes its own run
+folder: for the processes that it starts, the agent plays the part of the supervisor on their host.
+Every order names all processes that should run, so a lost order does no lasting harm (roles/nodes).
+The agent ends, with all its processes, when the run ends, when another agent has replaced it, or
+when it has received nothing for the deployment's `cluster.lease_s`.
 
     python -m hadal.runtime.agent < joining.json
 """
@@ -80,37 +80,41 @@ from hadal.runtime.wire_sockets import Network
 log = logging.getLogger("hadal.agent")
 
 MAX_LINES = 10_000
-"""Lines of a process that came since it was last looked at; more drop the oldest."""
+"""Unsent output lines kept per process; further lines drop the oldest."""
 MAX_LINE_BYTES = 1 << 14
-"""What is longer is cut."""
+"""Longest output line kept; the rest is cut off."""
 MAX_LINES_SENT = 200
-"""Of one process in one message."""
+"""Largest number of lines of one process in one message."""
 _QUICK_S = 0.02
-"""How often it looks while a process comes up, which says by a file that it listens."""
+"""Time between polls while a process starts; its address file shows that it listens."""
 _LAST_WORDS_S = 0.2
-"""How long the output of an ended process may stay open, as when a child of its own holds it."""
+"""Time that the output of an ended process may stay open, e.g. because a child of its own holds it.
+"""
 _KILL_S = 5.0
-"""How long a killed process may take to be gone."""
+"""Time that a killed process may take to disappear."""
 _NICE = -10
-"""Ahead of all that was not made more urgent."""
+"""Niceness of the agent: it runs ahead of all processes of default priority."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Joining:
-    """What an agent is told when it is started."""
+    """Input of an agent at its start."""
 
     node: int
-    """Which node of the deployment it is to be."""
+    """Number of the node in the deployment."""
     address: str
-    """Where other hosts reach this one. Nothing listens anywhere else."""
+    """Address of this host as other hosts see it. The processes listen for other hosts only there.
+    """
     supervisor: Address
-    """Its epoch number is the run's term."""
+    """Address of the supervisor; its epoch number is the run's term."""
     run: Run
     api_keys: str = ""
-    """What gateways are told, as the supervisor's own; empty on a node that has none."""
+    """API keys for the gateways, as the supervisor has them; empty on a node without gateways."""
     api_keys_file: str = ""
-    """Where the gateway with the front has more of them, which tells the others."""
+    """File with more API keys. The gateway with the front reads it and sends the keys to the
+    others.
+    """
 
 
 @dataclass
@@ -125,10 +129,10 @@ class _NodeProcess:
     lines: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
     reader: threading.Thread | None = None
     ended_s: float | None = None
-    """When it was seen to have ended; its exit code is told behind its last line."""
+    """Time at which its end was noticed. Its exit code is reported after its last output line."""
 
     def news(self) -> ProcessNews:
-        """But for how long it waited, which takes a look at it."""
+        """Return the process's state except `waited_s`, which has to be measured (look_at)."""
         return ProcessNews(
             self.order.name,
             self.order.epoch_number,
@@ -139,17 +143,18 @@ class _NodeProcess:
 
 
 class _CodeForks:
-    """The fork server that a node's processes are started from; it has the code of one rollout."""
+    """Fork server for a node's processes; it has imported the code of one rollout."""
 
     def __init__(self, forks: Forks, folder: Path, niceness: int) -> None:
         self._forks = forks
         self._niceness = niceness
         """Niceness of forked processes; the agent's own is lower."""
-        # Pools go with the next run here: others of this one may share the host.
+        # Its cleanup names the folder only, no pools: other agents of this run may share the host,
+        # and the next run here removes stale pools.
         self._left = Left([], [str(folder)])
         self._environment = environment()
         self._num_rollouts: int | None = None
-        """As it was ordered last."""
+        """Number of rollouts in the last order."""
         forks.clear_after(self._left)
 
     @property
@@ -161,17 +166,17 @@ class _CodeForks:
         return self._forks.pid
 
     def renew(self, num_rollouts: int) -> None:
-        """Fork from one that has imported the code that is installed now, if there was a rollout."""
+        """After a rollout, replace the fork server by one that imports the code installed now."""
         if self._num_rollouts not in (None, num_rollouts):
             self._forks.close()
             self._forks = _agent_forks()
-            if self._forks.pid:  # It would go ahead as this process does, with all that it forks.
+            if self._forks.pid:  # It would inherit the agent's priority.
                 os.setpriority(os.PRIO_PROCESS, self._forks.pid, self._niceness)
             self._forks.clear_after(self._left)
         self._num_rollouts = num_rollouts
 
     def start(self, name: str, arguments: list[str], told: dict[str, str]) -> Started:
-        """Start a process; `told` is its environment beside the agent's own."""
+        """Start a process; `told` is added to the agent's own environment."""
         return start_here(name, arguments, {**self._environment, **told}, forks=self._forks)
 
     def close(self) -> None:
@@ -179,21 +184,21 @@ class _CodeForks:
 
 
 class _Mirror:
-    """Addresses of names elsewhere, in the node's folder, where its processes find them."""
+    """Address files, in the node's folder, of processes that run elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._names: set[str] = set()
         self._unwritten: dict[str, Address] | None = None
-        """Addresses that are not in the folder yet."""
+        """Addresses not written to the folder yet."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def write(self, addresses: dict[str, Address] | None) -> None:
-        """Make the names elsewhere known to this node's processes; None: those that could not be
-        written before. A process that is about to end here may be among them: its successor is
-        there. Raises OSError.
+        """Write the addresses of processes elsewhere for this node's processes. None: retry the
+        addresses whose writing failed before. They may include a process that is about to end here,
+        if its successor runs elsewhere. Raises OSError.
         """
         if addresses is not None:
             self._unwritten = addresses
@@ -206,20 +211,20 @@ class _Mirror:
         self._names, self._unwritten = set(self._unwritten), None
 
     def drop(self, name: str) -> None:
-        """Remove a name that a process of this node has from now on."""
+        """Remove the address of a name that a process of this node has from now on."""
         address_path(self._folder, name).unlink(missing_ok=True)
         self._names.discard(name)
 
 
 class Agent:
-    """One node's processes, its run folder and its wire."""
+    """Supervision of one node: its processes, its run folder and its wire."""
 
     def __init__(self, joining: Joining, folder: Path, forks: Forks, niceness: int = 0) -> None:
         self._joining = joining
         self._folder = folder
         self._running: dict[str, _NodeProcess] = {}
         self._ending: dict[str, _NodeProcess] = {}
-        """Killed, and not gone yet."""
+        """Killed processes that have not ended yet, by name."""
         self._mirror = _Mirror(folder)
         self._heard_s = time.monotonic()
         self._is_over = False
@@ -230,7 +235,7 @@ class Agent:
         self._forks = _CodeForks(forks, folder, niceness)
         is_gateways = joining.node in gateway_nodes(run.deployment)
         self._may_start = ((GATEWAY_MODULE if is_gateways else UNIT_MODULE,),)
-        """Modules that an order may name."""
+        """Modules that an order may start."""
         self._renewed: deque[Joining] = deque()
         write_address(folder, SUPERVISOR, joining.supervisor)
         self._boot = secrets.token_hex(4)
@@ -244,7 +249,7 @@ class Agent:
         self._said: tuple[ProcessNews, ...] | None = None
 
     def run(self, signals_fd: int) -> int:
-        """Serve until the run ends, or the lease. Returns the exit code."""
+        """Serve until the run ends or the lease expires. Return the exit code."""
         self._wire.wake_on(signals_fd)
         while not self._is_over:
             self._join_successor()
@@ -252,7 +257,7 @@ class Agent:
                 if isinstance(message, NodeOrders):
                     try:
                         self._ordered(message)
-                    except OSError as error:  # No room for a file or a process: it is said again.
+                    except OSError as error:  # E.g. a full disk; orders are repeated.
                         log.error("what was ordered could not be done: %s", error)
                 elif isinstance(message, Suspect):
                     self._see(message.process)
@@ -271,23 +276,23 @@ class Agent:
         return 0
 
     def renew(self, joining: Joining) -> None:
-        """From a thread: another supervisor may have taken the run over."""
+        """Pass on a joining, which may name a new supervisor. Called from another thread."""
         self._renewed.append(joining)
 
     def _join_successor(self) -> None:
-        """Have a new supervisor heard in the place of the one before it: its epoch is a later one."""
+        """Switch to a new supervisor, which has a later epoch than the one before it."""
         joining = self._renewed.popleft() if self._renewed else self._joining
         if joining.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
             return
         log.info("another supervisor has taken over, at %s", joining.supervisor.endpoint)
         self._joining = joining
-        write_run(self._folder, joining.run)  # A rollout may have gone over to other weights.
+        write_run(self._folder, joining.run)  # A rollout may have changed the weights.
         write_address(self._folder, SUPERVISOR, joining.supervisor)
         self._wire.expect(SUPERVISOR, joining.supervisor.epoch_number)
         self._heard_s, self._said = time.monotonic(), None
 
     def close(self) -> None:
-        """Kill what still runs, and remove what it leaves."""
+        """Kill the processes that still run, and remove their shared memory."""
         there = {**self._ending, **self._running}
         for running in (*self._running.values(), *self._ending.values()):
             running.process.kill()
@@ -297,7 +302,7 @@ class Agent:
                 running.process.wait(max(0.0, until_s - time.monotonic()))
         self._forks.close()
         self._wire.close()
-        for name in there:  # Others of this run may share the host.
+        for name in there:  # Other agents of this run may share the host.
             remove_shared_memory(self._joining.run.run_id, name)
 
     def _ordered(self, orders: NodeOrders) -> None:
@@ -314,17 +319,17 @@ class Agent:
                 running.process.send_signal(signal.Signals(order.signal))
         self._forks.renew(orders.num_rollouts)
         if self._forks.is_warming:
-            return  # The next beat comes soon.
+            return  # The loop returns soon: while the fork server warms, `_wait_s` is _QUICK_S.
         for order in wanted.values():
-            # Whoever holds the secret can give orders, and every process holds it: units, or on a
-            # gateway's node gateways, are all that they can start.
+            # Every process of the deployment has the secret and could forge orders. So an order may
+            # start only units or, on a gateway's node, only gateways.
             is_there = order.name in self._running or order.name in self._ending
             if not is_there and order.arguments[:1] in self._may_start:
                 self._start(order)
 
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
-        # Where a process of this name listened elsewhere.
+        # The address at which a process of this name listened elsewhere.
         self._mirror.drop(order.name)
         arguments = [*order.arguments, *epoch_arguments(self._folder, order.epoch_number)]
         told = {"OMP_NUM_THREADS": str(order.threads)}
@@ -342,8 +347,8 @@ class Agent:
         running.reader.start()
 
     def _end(self, name: str, running: _NodeProcess) -> None:
-        """Kill a process that is not wanted any more, if it runs. No other starts under its name
-        until it is gone, which is not waited for: freeing much memory takes a while.
+        """Kill a process that is no longer wanted, if it runs. No other process starts under its
+        name until it has ended. This does not wait for that: freeing much memory takes a while.
         """
         del self._running[name]
         if running.code is None:
@@ -352,9 +357,9 @@ class Agent:
             self._ending[name] = running
 
     def _clear_after(self, name: str) -> None:
-        """Remove what a dead process cannot."""
+        """Remove what a dead process left: its socket file, address and shared memory."""
         socket_path(self._folder, name).unlink(missing_ok=True)
-        if name not in self._mirror:  # Else it says where its successor listens.
+        if name not in self._mirror:  # Otherwise the file has its successor's address.
             address_path(self._folder, name).unlink(missing_ok=True)
             self._wire.forget(name)
         if not any(other.startswith(f"{name}.") for other in self._running):
@@ -383,7 +388,7 @@ class Agent:
                 running.code = code
 
     def _address_of(self, running: _NodeProcess) -> Address | None:
-        """Where a process listens, once it does."""
+        """Return the address at which a process listens; None if it does not listen yet."""
         try:
             address = read_address(address_path(self._folder, running.order.name))
         except OSError:
@@ -391,8 +396,8 @@ class Agent:
         return address if address.epoch_number == running.order.epoch_number else None
 
     def _speak(self, now_s: float) -> None:
-        """Say how the processes fare, if it is time or something changed; and what they printed."""
-        if self._said is None:  # Nobody knows yet what lines are of.
+        """Send new output lines, and the processes' state if it changed or the beat is due."""
+        if self._said is None:  # The supervisor must know the processes before it gets their lines.
             self._say_news(now_s, self._facts())
         for name, running in self._running.items():
             while running.lines:
@@ -424,7 +429,7 @@ class Agent:
         self._wire.send(SUPERVISOR, news)
 
     def _see(self, name: str) -> None:
-        """Tell a judge how one of its processes fares."""
+        """Report one process's state to its judge (failure detector)."""
         running = self._running.get(name)
         if running is not None and running.code is None:
             state = look_at(running.process.pid)
@@ -441,7 +446,7 @@ class Agent:
 
 
 def _agent_forks() -> Forks:
-    # Nothing is left to be imported when nobody waits.
+    # The last module is repeated, so that no import is left for the time without fork requests.
     return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
 
 
@@ -456,9 +461,9 @@ def _hear_successors(agent: Agent, told: FileIO) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the agent; return the exit code."""
     try:
-        # Without a buffer, whose lock a thread that waits for a line would hold when this ends.
+        # Unbuffered: a thread waiting for a line would hold a buffer's lock when this process ends.
         told = FileIO(0, closefd=False)
         joining = msgspec.json.decode(told.readline(), type=Joining)
     except msgspec.MsgspecError as error:
@@ -467,8 +472,9 @@ def main() -> int:
     start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
     raise_descriptor_limit()
     forks, niceness = _agent_forks(), os.getpriority(os.PRIO_PROCESS, 0)
-    # By its beats the supervisor knows that the node is there: they go ahead of what the node
-    # computes, where that is allowed. What it starts comes from the fork server, as it was before.
+    # The supervisor detects a live node by its beats, so the agent runs ahead of the node's
+    # computation where that is permitted. Its processes come from the fork server, which keeps the
+    # old priority.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))

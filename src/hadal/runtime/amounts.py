@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def gb(number: int) -> str:
-    """Bytes as people compare them with a GPU's memory: 10^9."""
+    """Return bytes as text in units of 10^9 (or 10^6), like a GPU's memory."""
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 

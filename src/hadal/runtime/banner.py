@@ -1,6 +1,6 @@
-"""The start-up banner of `hadal serve`: model, processes, memory, address, and a command to try.
+"""Start-up banner of `hadal serve`: model, processes, memory, address, and a command to try.
 
-Formats values; looks at nothing itself.
+Formats values that it is given; inspects nothing itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPEN_TO_ALL = "no API keys: whoever reaches it may ask it and operate it (--api-
 
 
 class Banner:
-    """Prints the plan when the processes are started, and one line when all are ready."""
+    """Printer of the plan when the processes are started, and of one line when all are ready."""
 
     def __init__(self, resolved: Resolved, *, needs_key: bool) -> None:
         self._resolved = resolved
@@ -60,7 +60,7 @@ class Banner:
         self._console.print(Text(f"\n{self.curl(status.url)}\n", style="cyan"))
 
     def rows(self, status: Status) -> list[Row]:
-        """(what, how much) of the plan."""
+        """Return the rows of the plan as (what, how much)."""
         resolved = self._resolved
         deployment, memory = resolved.deployment, resolved.memory
         rows = named("model", model_texts(resolved))
@@ -97,7 +97,7 @@ class Banner:
                     yield name, "rests until the fleet needs it"
                 continue
             if name == CONSOLE:
-                continue  # It starts when the others are ready; its address is what people need.
+                continue  # It starts when the others are ready; people need its address.
             text = f"pid {process.pid}" if process.pid else "when its node is there"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)
@@ -113,7 +113,7 @@ class Banner:
                 yield name, text
 
     def curl(self, url: str) -> str:
-        """A command that asks the model something."""
+        """Return a command that sends the model a request."""
         body = {
             "model": self._resolved.deployment.model_name,
             "messages": [{"role": "user", "content": "What is 12 + 30?"}],
@@ -127,7 +127,7 @@ class Banner:
 
 
 def log_status(status: Status) -> None:
-    """Log the status where programs read the log: two lines with what a person would look for."""
+    """Log the status as two structured lines, for logs that programs read."""
     known = fields(
         url=status.url, pids={name: process.pid for name, process in status.processes.items()}
     )

@@ -1,16 +1,15 @@
-"""Files and batches of tenants, in SQLite or PostgreSQL: what a batch asks, line by line, and what was
-answered.
+"""Files and batches of tenants, in SQLite or PostgreSQL: the lines of each batch, and their answers.
 
     validating --begin: a row for each line--> in_progress --all answered--> finalizing --> completed
         └──> failed                                 ├──> cancelling ──> cancelled
                                                     └──> expired
 
-A line's answer is written once and stays: whoever writes it again changes nothing, so that each
-custom_id stands in the output once, whatever process died when. What it cost is written with it, and
-dropped once the ledger has it. A batch ends in one transaction, which makes its output files, says so
-and drops its lines. Contents lie in the database in pieces: every gateway sees them, also on another
-host. Connects, and makes the tables, when it is first used. Knows no HTTP and no model; one thread at
-a time.
+A line's answer is written once; a second write changes nothing. So each custom_id is in the output
+once, whichever process died when. The line's cost is written in the same transaction, and dropped
+once the ledger has it. A batch ends in one transaction, which makes its output files, sets its
+status and drops its lines. Contents are stored in the database in pieces, so that gateways on every
+host can read them. The store connects, and makes the tables, at its first use. Does not depend on
+HTTP or the model. Not thread-safe: one thread at a time.
 """
 
 from __future__ import annotations
@@ -48,17 +47,19 @@ _FROM = {
     COMPLETED: (FINALIZING,),
     EXPIRED: (VALIDATING, IN_PROGRESS),
 }
-"""Status -> those that it may follow."""
+"""Status -> statuses that it may follow."""
 _LOCK = 0x48414442
-"""The first half of PostgreSQL's advisory locks here ("HADB")."""
+"""First half of PostgreSQL's advisory lock keys here ("HADB")."""
 MAX_CHARGES = 4096
-"""What lines cost is read so many facts at a time."""
+"""Number of charges (costs of written lines) read at once."""
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 """Purposes of files."""
 
 
 class _Name(sa.TypeDecorator[str]):
-    """A text that clients give: PostgreSQL takes no null in one, and nothing is called so."""
+    """Text column for names that clients choose. PostgreSQL rejects null characters in a text; they
+    are replaced, and no stored name has one.
+    """
 
     impl = sa.String
     cache_ok = True
@@ -129,7 +130,7 @@ _decode_fact = msgspec.msgpack.Decoder(RequestFact).decode
 
 
 class BatchesDown(HadalError):
-    """The database cannot be had now. Later it may."""
+    """The database is unavailable now; a later retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A batch as it stands."""
+    """Current state of a batch."""
 
     id: str
     tenant: str
@@ -157,7 +158,7 @@ class BatchRow:
     created_s: int
     expires_s: int
     times: dict[str, int]
-    """Status -> when it came to that, in unix seconds."""
+    """Status -> time at which the batch reached it, in unix seconds."""
     errors: list[dict[str, Any]]
     output_file_id: str | None
     error_file_id: str | None
@@ -176,11 +177,12 @@ class BatchLine:
 
 
 def batches_url(asked: str, ledger: str, port: int) -> str:
-    """Where batches are kept, as ledger_url says it; "auto" is beside the ledger: a file of its own
-    in the same folder, or the same database of a server. "": nowhere. Raises LedgerError.
+    """Return the database URL of batches. `asked` is a URL as in ledger_url; "auto" means beside
+    the ledger: an own file in the same folder, or the same database of a server. "": no batches.
+    Raises LedgerError.
 
-    Servers may share a ledger, but not batches: another one does not have their tenants and models.
-    So the file is that of the server on this `port`.
+    Servers may share a ledger, but not batches: another server has other tenants and models. So the
+    file name contains this server's `port`.
     """
     if asked not in ("", "auto"):
         return ledger_url(asked)
@@ -198,24 +200,24 @@ class BatchStore:
         self._is_prepared = False
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close the connections."""
         self._engine.dispose()
 
     # ---- files ----
     def add_file(self, row: FileRow, contents: Iterable[bytes], most_bytes: int) -> FileRow | None:
-        """Keep a file; `num_bytes` is counted here. None, and nothing is kept, if its tenant's files
-        had more than `most_bytes` then.
+        """Store a file; `num_bytes` is counted here. Return None, and store nothing, if the
+        tenant's files would have more than `most_bytes` together.
         """
         with self._begin() as connection:
             kept = _add_file(connection, row, contents)
-            _lock(connection, row.tenant)  # Else two uploads at once count without each other.
+            _lock(connection, row.tenant)  # Two concurrent uploads must count each other.
             if _num_bytes(connection, row.tenant) <= most_bytes:
                 return kept
             connection.rollback()
             return None
 
     def file(self, tenant: str, file_id: str) -> FileRow | None:
-        """A tenant's file; None if it has none with this id."""
+        """Return a tenant's file; None if the tenant has none with this id."""
         chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
         with self._begin(is_reading=True) as connection:
             found = connection.execute(sa.select(_files).where(chosen)).one_or_none()
@@ -224,8 +226,8 @@ class BatchStore:
     def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, is_ascending: bool
     ) -> list[FileRow] | None:
-        """A page of a tenant's files, the latest first unless `is_ascending`; None: it has no file
-        `after`.
+        """Return a page of a tenant's files, newest first unless `is_ascending`; None if the tenant
+        has no file `after`.
         """
         chosen = _files.c.tenant == tenant
         if purpose:
@@ -234,12 +236,12 @@ class BatchStore:
         return None if rows is None else [_file_of(row) for row in rows]
 
     def num_bytes(self, tenant: str) -> int:
-        """Of all of a tenant's files."""
+        """Return the bytes of all of a tenant's files."""
         with self._begin(is_reading=True) as connection:
             return _num_bytes(connection, tenant)
 
     def contents(self, file_id: str) -> Iterator[bytes]:
-        """A file's pieces, in order."""
+        """Yield a file's pieces, in order."""
         number = 0
         while True:
             chosen = (_pieces.c.file_id == file_id) & (_pieces.c.number == number)
@@ -251,8 +253,8 @@ class BatchStore:
             number += 1
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Forget a tenant's file; False if it has none with this id. A batch that has begun needs
-        its input no more.
+        """Delete a tenant's file; False if the tenant has none with this id. A batch that has begun
+        does not need its input file any more.
         """
         with self._begin() as connection:
             chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
@@ -263,31 +265,35 @@ class BatchStore:
 
     # ---- batches ----
     def add_batch(self, row: BatchRow) -> None:
-        """Keep a new batch."""
+        """Store a new batch."""
         with self._begin() as connection:
             connection.execute(sa.insert(_batches), _values_of(row))
 
     def batch(self, tenant: str, batch_id: str) -> BatchRow | None:
-        """A tenant's batch; None if it has none with this id."""
+        """Return a tenant's batch; None if the tenant has none with this id."""
         chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
         with self._begin(is_reading=True) as connection:
             found = connection.execute(sa.select(_batches).where(chosen)).one_or_none()
         return None if found is None else _batch_of(found)
 
     def batches(self, tenant: str, after: str, limit: int) -> list[BatchRow] | None:
-        """A page of a tenant's batches, the latest first; None: it has no batch `after`."""
+        """Return a page of a tenant's batches, newest first; None if the tenant has no batch
+        `after`.
+        """
         chosen = _batches.c.tenant == tenant
         rows = self._page(_batches, tenant, chosen, after, limit, is_ascending=False)
         return None if rows is None else [_batch_of(row) for row in rows]
 
     def open_batches(self) -> list[BatchRow]:
-        """Batches of all tenants that have not ended, the oldest first."""
+        """Return the batches of all tenants that have not ended, oldest first."""
         chosen = sa.select(_batches).where(_batches.c.status.in_(OPEN)).order_by(_batches.c.number)
         with self._begin(is_reading=True) as connection:
             return [_batch_of(row) for row in connection.execute(chosen)]
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRow | None:
-        """Begin no more lines of a batch that is open; None if the tenant has none with this id."""
+        """Cancel an open batch: no more of its lines begin. None if the tenant has none with this
+        id.
+        """
         with self._begin() as connection:
             chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
             if connection.execute(sa.select(_batches.c.id).where(chosen)).scalar() is None:
@@ -296,12 +302,12 @@ class BatchStore:
         return self.batch(tenant, batch_id)
 
     def fail(self, batch: BatchRow, errors: list[dict[str, Any]], now_s: int) -> None:
-        """A batch whose input cannot be taken."""
+        """Mark a batch as failed because its input is invalid."""
         with self._begin() as connection:
             _move(connection, batch.id, FAILED, now_s, errors=_text(errors))
 
     def begin(self, batch: BatchRow, lines: Iterable[BatchLine], now_s: int) -> None:
-        """A batch's input was read: its lines are to be answered from now on."""
+        """Store the lines of a validated batch, to be answered from now on."""
         rows = [
             {
                 "batch_id": batch.id,
@@ -313,12 +319,12 @@ class BatchStore:
             for line in lines
         ]
         with self._begin() as connection:
-            # Else it was cancelled meanwhile.
+            # False if the batch was cancelled meanwhile.
             if _move(connection, batch.id, IN_PROGRESS, now_s, num_total=len(rows)):
                 connection.execute(sa.insert(_lines), rows)
 
     def waiting(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
-        """Lines behind number `after` that have no answer, in order."""
+        """Return lines after number `after` that have no answer, in order."""
         chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number > after)
         chosen &= _lines.c.answer.is_(None)
         columns = (_lines.c.number, _lines.c.custom_id, _lines.c.body)
@@ -335,15 +341,15 @@ class BatchStore:
         is_error: bool,
         facts: Sequence[RequestFact] = (),
     ) -> bool:
-        """Write a line's answer down with what it cost, durably; False: it has one, or its batch
-        has ended. After BatchesDown it may be written all the same.
+        """Write a line's answer and its cost durably. Return False if it has an answer already or
+        its batch has ended. After BatchesDown the write may have succeeded all the same.
         """
         mine = _batches.c.id == batch_id
         chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number == number)
         values = {"answer": answer, "is_error": is_error}
         count = _batches.c.num_failed if is_error else _batches.c.num_completed
         with self._begin() as connection:
-            # The batch's row first, as whoever ends it does: nobody waits in a circle.
+            # Lock the batch's row first, as `end` does, so that transactions cannot deadlock.
             held = sa.select(_batches.c.status).where(mine).with_for_update()
             if connection.execute(held).scalar() not in OPEN:
                 return False
@@ -357,13 +363,13 @@ class BatchStore:
             return True
 
     def charges(self) -> list[RequestFact]:
-        """What written lines cost and the ledger is not known to have, the oldest MAX_CHARGES."""
+        """Return the costs of written lines that the ledger may still lack, the oldest MAX_CHARGES."""
         chosen = sa.select(_charges.c.fact).order_by(_charges.c.number).limit(MAX_CHARGES)
         with self._begin(is_reading=True) as connection:
             return [_decode_fact(fact) for fact in connection.execute(chosen).scalars()]
 
     def drop_charges(self, request_ids: Collection[str]) -> None:
-        """The ledger has these."""
+        """Drop charges that the ledger has recorded."""
         ids = [{"its_id": request_id} for request_id in request_ids]
         known = sa.delete(_charges).where(_charges.c.request_id == sa.bindparam("its_id"))
         if ids:
@@ -371,16 +377,16 @@ class BatchStore:
                 connection.execute(known, ids)
 
     def finalize(self, batch: BatchRow, now_s: int) -> None:
-        """All lines have answers: what is left is to make files of them."""
+        """Mark a batch as answered: only its files remain to be made."""
         with self._begin() as connection:
             _move(connection, batch.id, FINALIZING, now_s)
 
     def end(
         self, batch: BatchRow, status: str, now_s: int, file_ids: tuple[str, str], expired: bytes
     ) -> BatchRow | None:
-        """End a batch with what was answered, and return it; None if its status may not be followed
-        by this one. `file_ids` are of its output and its errors, made where there are any.
-        `expired` is the answer that lines without one get; b"" leaves them out.
+        """End a batch with the answers so far, and return it; None if its status does not permit
+        this one. `file_ids` are the ids of its output and error files, made only if they have
+        lines. `expired` is the answer for lines without one; b"" leaves such lines out.
         """
         mine = _batches.c.id == batch.id
         with self._begin() as connection:
@@ -409,12 +415,12 @@ class BatchStore:
         return self.batch(batch.tenant, batch.id)
 
     def forget(self, before_s: int) -> None:
-        """Drop files, and batches that have ended, from before a time."""
+        """Delete files, and ended batches, created before a time."""
         self._forget(_files.c.created_s < before_s, _batches.c.created_s < before_s)
 
     def forget_tenant(self, tenant: str) -> tuple[int, int, int]:
-        """Delete a tenant's files and ended batches. Return the number of files, of batches, and of its
-        batches that have not ended.
+        """Delete a tenant's files and ended batches. Return the number of deleted files, of deleted
+        batches, and of the tenant's batches that have not ended.
         """
         num_files, num_batches = self._forget(
             _files.c.tenant == tenant, _batches.c.tenant == tenant
@@ -457,7 +463,7 @@ class BatchStore:
             return list(connection.execute(query))
 
     def _prepare(self) -> None:
-        """Make file and tables where there are none."""
+        """Make the file and the tables if they are missing."""
         if self._path is not None:
             _make_private(self._path)
         with self._engine.begin() as connection:
@@ -478,15 +484,15 @@ class BatchStore:
 
 
 def _make_private(path: Path) -> None:
-    """What tenants ask is its owner's alone."""
+    """Make the file readable for its owner only: it holds tenants' requests."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         os.close(open_private(path, os.O_WRONLY | os.O_EXCL))
 
 
 def _lock(connection: sa.Connection, name: str) -> None:
-    """Let nobody else pass here with this name until the transaction's end."""
-    if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock.
+    """Hold a lock of this name until the transaction's end."""
+    if connection.dialect.name == "postgresql":  # SQLite's transaction is exclusive already.
         asked = sa.text("SELECT pg_advisory_xact_lock(:key, hashtext(:name))")
         connection.execute(asked, {"key": _LOCK, "name": name})
 
@@ -519,7 +525,9 @@ def _in_pieces(contents: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _answers(connection: sa.Connection, batch_id: str, *, is_error: bool) -> Iterator[bytes]:
-    """Lines of an output file, read a few at a time. An answer is what follows the custom_id."""
+    """Yield the lines of an output file, reading a few rows at a time. Each answer is stored as the
+    text after the custom_id.
+    """
     after = -1
     while True:
         chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number > after)
@@ -536,14 +544,14 @@ def _answers(connection: sa.Connection, batch_id: str, *, is_error: bool) -> Ite
 
 
 def _move(connection: sa.Connection, batch_id: str, status: str, now_s: int, **values: Any) -> bool:
-    """Take a batch to a status, and hold its row until the transaction's end. False: its status may
-    not be followed by this one.
+    """Change a batch's status, and lock its row until the transaction's end. False if its current
+    status does not permit the new one.
     """
     chosen = _batches.c.id == batch_id
     query = sa.select(_batches.c.status, _batches.c.times).where(chosen)
     while (found := connection.execute(query).one_or_none()) and found.status in _FROM[status]:
         times = {**msgspec.json.decode(found.times), status: now_s}
-        # Only if it is still what was read: another gateway may have moved it meanwhile.
+        # Only if the status is still the one read: another gateway may have changed it meanwhile.
         moved = sa.update(_batches).where(chosen & (_batches.c.status == found.status))
         moved = moved.values(status=status, times=_text(times), **values)
         if connection.execute(moved).rowcount:

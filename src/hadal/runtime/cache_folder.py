@@ -1,7 +1,7 @@
-"""The folder of a deployment's disk cache: its whole path, its making, and what is wrong with it.
+"""Folder of a deployment's disk cache: its full path, its creation and its problems.
 
-A plan looks at the folder's file system and makes nothing; a start makes the folder, and ends
-where nothing can be kept in it. A folder that fails later costs hits and nothing else.
+A plan inspects the folder's file system and creates nothing. A start makes the folder, and fails if
+it cannot be used. If the folder fails later, the only loss is cache hits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hadal.runtime.amounts import gb
 from hadal.runtime.memory import MemoryPlan
 
 _FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a folder that is of use all the same: it may have room later, or something to find."""
+"""Errors after which the folder is still of use: it may have space later, or blocks to read."""
 
 
 def absolute_folder(folder: str) -> str:
-    """The folder as every process finds it, wherever it runs; empty stays empty. Raises
-    ConfigError.
+    """Return the absolute path of the folder, the same in every working directory; empty stays
+    empty. Raises ConfigError.
     """
     if not folder:
         return ""
@@ -41,7 +41,7 @@ def absolute_folder(folder: str) -> str:
         ) from None
     if os.path.exists(path) and not os.path.isdir(
         path
-    ):  # Neither raises where the folder cannot be looked at.
+    ):  # Neither call raises if the folder is inaccessible.
         raise ConfigError(
             f"cache.folder is {path}, which is no folder. Name one; it is made where it is missing."
         )
@@ -49,7 +49,7 @@ def absolute_folder(folder: str) -> str:
 
 
 def make_cache_folder(folder: str) -> None:
-    """Make it, for its owner alone, and see that it is of use. Raises ConfigError."""
+    """Make the folder, for its owner only, and check that it is writable. Raises ConfigError."""
     if not folder:
         return
     path = Path(folder)
@@ -68,7 +68,7 @@ def make_cache_folder(folder: str) -> None:
 
 
 def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
-    """What will keep the disk cache from holding what it is given, one sentence each."""
+    """Return what will limit or prevent disk caching, one sentence each."""
     cache = deployment.cache
     if not cache.folder:
         return []
@@ -86,8 +86,8 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
         status = os.statvfs(there)
         free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
         found = folder.stat() if there == folder else None
-        # Of ours it is taken from the others when the first process enters it
-        # (runtime/store/owned_segments).
+        # A folder that this user may chmod is made private when the first process opens it
+        # (runtime/store/owned_segments), so only other open folders are reported.
         is_ours = (
             found is not None
             and os.geteuid() in (0, found.st_uid)
@@ -105,8 +105,7 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
             " room for."
         )
     if is_open:
-        # Sums find damage, not intent; and names are anybody's guess where no API keys are asked
-        # for.
+        # Checksums detect damage, not intent; and without API keys cache names can be guessed.
         warnings.append(
             f"cache.folder {folder} can be written to by every user here, who could put false KV in"
             " it: name a folder of your own."
@@ -115,7 +114,7 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
 
 
 def _held_bytes(folder: Path) -> int:
-    """What lies there already: it is written over, not added to."""
+    """Return the bytes that the folder's files occupy; they are overwritten, not added to."""
     held_bytes = 0
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # Another deployment removed it meanwhile.

@@ -1,14 +1,14 @@
-"""The thread a unit computes in: plans in, results out, in order; it knows how long it stood idle
-for want of a plan.
+"""Computing thread of a unit: takes plans and returns results, in order. Measures its idle time, in
+which it lacked a plan.
 
-While it computes, the host's thread receives messages, plans the next step and sends tokens. Knows
-no roles.
+While it computes, the host's thread receives messages, plans the next step and sends tokens. Does
+not depend on roles.
 
     plan 1 |#### step 1 ####|      |#### step 2 ####|#### step 3 ####|
                              ^ idle ^ counts only if step 2 was asked for because of, or before the
                              end of, step 1
 
-A FormPlan voids what was queued before it: steps of the old formation are answered with an error
+A FormPlan voids the plans queued before it: steps of the old formation are answered with an error
 and never run.
 """
 
@@ -25,41 +25,41 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 from hadal.runtime.worker import Worker
 
 MAX_FORMS_IN_FLIGHT = 16
-"""A unit forms again when a rank is lost while it forms. A leader that asks for more is broken."""
+"""Most FormPlans in flight. A unit forms again when a rank is lost during forming; a leader that
+asks for more than this is broken.
+"""
 FOLLOWS_S = 0.05
-"""The message that brings a rank's next step does not say whether it answers the last one: it is
-taken to, if it comes so soon after that one's end.
+"""A rank's step plan does not state whether it follows the last step. It is taken to follow if it
+arrives within this time of that step's end.
 """
 IDLE = "idle"
-"""Name of the op time that says how long a rank stood idle before the step, for planning and
-messages.
-"""
+"""Name of the op time of a rank's idle time before the step, spent on planning and messages."""
 _SMOOTHING = 0.1
 
 
 class Compute:
-    """Runs plans one at a time in a thread of its own. All methods are called from the host's
+    """Runner of plans, one at a time, in its own thread. All methods are called from the host's
     thread.
     """
 
     def __init__(
         self, runner: Runner, wake: Callable[[], None], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """`wake` is called, from the computing thread, whenever a result is ready to be taken;
-        `begin` once, before all else.
+        """`wake` is called, from the computing thread, whenever a result is ready. `begin` is
+        called once in that thread, before the first plan.
         """
         self.overhead_ms = 0.0
-        """Smoothed time per step that the runner stood idle though work was there."""
+        """Smoothed idle time of the runner per step while there was work."""
         self._runner = runner
         self._num_in_flight = 0
         self._num_forms = 0
         self._formation = 0
-        """Number of the newest FormPlan that was queued: what was queued before it is void."""
+        """Number of the newest queued FormPlan; plans queued before it are void."""
         self._running_formation: int | None = None
-        """Formation of the plan that runs; None if none does."""
+        """Formation of the running plan; None if none runs."""
         self._busy_since_s: float | None = None
         self._ended_s = time.monotonic()
-        """When the last plan ended."""
+        """End time of the last plan."""
         self._worker: Worker[tuple[StepPlan | FormPlan, bool, int], StepDone | Formed] = Worker(
             "compute", self._run, wake, begin=begin
         )
@@ -70,8 +70,8 @@ class Compute:
         return self._num_in_flight
 
     def submit(self, plan: StepPlan, *, follows: bool) -> None:
-        """Queue a plan. `follows`: it answers a finished step, so the time since that step's end is
-        overhead.
+        """Queue a plan. `follows`: the plan follows a finished step, so the time since that step's
+        end is overhead.
         """
         if self._num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(
@@ -83,8 +83,8 @@ class Compute:
         self._worker.submit((plan, follows, self._formation))
 
     def form(self, plan: FormPlan) -> None:
-        """Break off what runs, void what waits, and form the formation. Needs a runner that can be
-        aborted.
+        """Abort the running plan, void the queued ones, and form the formation. Needs a runner with
+        `abort`.
         """
         if self._num_forms >= MAX_FORMS_IN_FLIGHT:
             raise InvariantError(
@@ -96,15 +96,13 @@ class Compute:
         self._worker.submit((plan, False, plan.formation))
 
     def abort_void(self) -> None:
-        """Break off a plan that was void when it began: it was taken in the instant a FormPlan was
-        queued.
-        """
+        """Abort a running plan that is void: it began at the moment a FormPlan was queued."""
         running = self._running_formation
         if running is not None and running < self._formation:
             self._runner.abort()
 
     def take(self) -> list[StepDone | Formed]:
-        """Return the results that are ready. Raises what the runner raised, if it did."""
+        """Return the finished results. Raises the runner's exception, if there was one."""
         done = self._worker.take()
         for result in done:
             if isinstance(result, Formed):
@@ -114,12 +112,12 @@ class Compute:
         return done
 
     def busy_s(self) -> float:
-        """How long the running step has been running; 0 if none is."""
+        """Return how long the running step has been running; 0 if none is."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the running step finish and end the thread. False if it has not within
+        """Let the running step finish and end the thread. False if it did not end within
         `timeout_s`.
         """
         return self._worker.stop(timeout_s)
@@ -133,7 +131,7 @@ class Compute:
         self._busy_since_s = started_s
         self._running_formation = formation
         try:
-            # A runner answers with its errors; one that raises is broken, and the host ends.
+            # A runner reports errors in its result; if it raises, it is broken, and the host ends.
             return self._execute(plan, formation, idle_s)
         finally:
             self._ended_s = time.monotonic()

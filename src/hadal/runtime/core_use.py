@@ -1,9 +1,10 @@
-"""How busy other processes keep some cores, as Linux counts it.
+"""Load of other processes on some cores, as Linux counts it.
 
     core 0    | own thread ##########| other process ####|  idle  |
     core 1    | own thread ##############|       idle             |      others: a seventh of both
 
-What a core did is in `/proc/stat`, what a thread did and where it ran last in `/proc/self/task` (proc(5)).
+`/proc/stat` has the time that a core was busy; `/proc/self/task` has the time that a thread ran, and
+the core it ran on last (proc(5)).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class CoreUse:
-    """Looks from time to time; each answer is about the time since the last."""
+    """Sampler of core use; each answer covers the time since the last call."""
 
     def __init__(self) -> None:
         self._seen_s = 0.0
         self._busy_s: dict[int, float] = {}
-        """How long each core was busy, at the last look."""
+        """Core -> busy seconds, at the last call."""
         self._ran_s: dict[int, float] = {}
-        """How long each thread of this process had run."""
+        """Thread of this process -> seconds that it had run, at the last call."""
 
     def by_others(self, now_s: float, cores: Sequence[int]) -> float | None:
-        """Return the share of the cores' time that other processes used, 0 to 1; 0 at first, None where
-        it is not counted.
+        """Return the share of the cores' time that other processes used, 0 to 1. The first call
+        returns 0; None if the system does not count it.
         """
         try:
             busy_s, ran = core_seconds(_STAT), thread_seconds(_TASKS)
@@ -49,7 +50,7 @@ class CoreUse:
 
 
 def core_seconds(stat: Path) -> dict[int, float]:
-    """Return how long each core was busy since the host started. Raises OSError and ValueError."""
+    """Return core -> busy seconds since the host started. Raises OSError and ValueError."""
     busy_s = {}
     for line in stat.read_text().splitlines():
         name, *fields = line.split()
@@ -60,15 +61,15 @@ def core_seconds(stat: Path) -> dict[int, float]:
 
 
 def thread_seconds(tasks: Path) -> dict[int, tuple[int, float]]:
-    """Return, for each thread of a process, the core that it ran on last and how long it has run.
-    Raises OSError, ValueError and IndexError.
+    """Return thread -> (core that it ran on last, seconds that it has run) for a process. Raises
+    OSError, ValueError and IndexError.
     """
     found = {}
     for name in os.listdir(tasks):
         try:
             text = (tasks / name / "stat").read_text()
         except FileNotFoundError:
-            continue  # It ended meanwhile.
+            continue  # The thread ended meanwhile.
         fields = text[text.rindex(")") + 2 :].split()
         found[int(name)] = int(fields[36]), _TICK_S * (int(fields[11]) + int(fields[12]))
     return found

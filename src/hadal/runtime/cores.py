@@ -1,11 +1,11 @@
-"""Which cores of its host a rank's computing threads take (runtime/pinning binds them).
+"""Choice of the cores of a host for a rank's computing threads (runtime/pinning binds them).
 
     2 threads a rank, 4 cores    prefill-0    cores 0 1
                                  decode-0     cores 2 3
-                                 decode-1     cores 0 1      begins anew where there are no more
+                                 decode-1     cores 0 1      wraps around at the last core
 
-The kernel of the system places the threads of a rank that takes none: it has one thread, more
-threads than there are cores, a GPU, or none of our kernels. Linux alone tells what this needs.
+A rank gets no cores if it has one thread, more threads than cores, a GPU, or none of our kernels.
+The operating system then places its threads. The needed data are available on Linux only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def allowed_cores(thread: int = 0) -> tuple[int, ...]:
-    """Return the logical cores that a thread may use, of each physical core one first; empty if
-    unknown. `thread`: its number (proc(5)); 0: the calling one.
+    """Return the logical cores that a thread may use: first one of each physical core, then their
+    siblings; empty if unknown. `thread`: its id (proc(5)); 0: the calling thread.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -45,10 +45,10 @@ def _in_order(cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def cores_of(deployment: Deployment, process: str, allowed: Sequence[int]) -> tuple[int, ...]:
-    """Return the cores of a rank's computing threads, one each; empty for a process that takes none.
+    """Return the cores of a rank's computing threads, one each; empty if the process gets none.
 
-    `process` is its name at the supervisor. The cores are those behind the cores of the ranks before
-    it on its host, prefill's first.
+    `process` is its name at the supervisor. Its cores follow those of the earlier ranks on its
+    host, with prefill ranks first.
     """
     unit, rank = unit_and_rank(process)
     role, _, number = unit.rpartition("-")
@@ -64,6 +64,6 @@ def cores_of(deployment: Deployment, process: str, allowed: Sequence[int]) -> tu
 
 
 def _num_threads(deployment: Deployment, role: str, num_units: int) -> int:
-    """Threads that so many units of a role have on one host."""
+    """Return the threads of the first `num_units` units of a role on one host."""
     units = units_of(deployment, role)
     return num_units * min(units.ranks, units.ranks_per_node) * units.threads

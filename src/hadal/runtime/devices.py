@@ -1,7 +1,7 @@
-"""The accelerators of this machine, asked without loading torch: the supervisor decides with it,
-ranks use them.
+"""Accelerators of this machine, found without loading torch. The supervisor decides with this, and
+ranks use it.
 
-Knows NVIDIA's tools only. A machine without them, or a torch without CUDA, has no GPUs.
+Supports NVIDIA's tools only. A machine without them, or a torch without CUDA, has no GPUs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import subprocess
 from pathlib import Path
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Of x86 processors, those by which kernels differ, and with them the last bits of what they
-compute.
-"""
+"""x86 features by which kernels differ, and with them the last bits of their results."""
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _TIMEOUT_S = 10.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus() -> tuple[int, ...]:
-    """Memory in bytes of each GPU that torch here could use; empty if there is none."""
+    """Return the memory in bytes of each GPU that torch could use here; empty if there is none."""
     if not Path("/dev/nvidiactl").exists() or not torch_has_cuda():
         return ()
     try:
@@ -39,7 +37,9 @@ def gpus() -> tuple[int, ...]:
 
 
 def cpu_kind() -> str:
-    """What this machine's kernels are made of; two machines with the same compute the same bits."""
+    """Return the CPU properties that select kernels; two machines with equal text compute equal
+    bits.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -50,10 +50,10 @@ def cpu_kind() -> str:
 
 
 def take_gpu(index: int) -> None:
-    """Make the index-th GPU, counted round, the only one this process sees. Before its first call
-    to CUDA.
+    """Make the index-th GPU, modulo their number, the only one visible to this process. Must be
+    called before the first CUDA call.
 
-    Whatever a thread or a library then takes for the present device is the rank's own.
+    Every thread or library that uses the current device then uses the rank's own.
     """
     visible = os.environ.get(VISIBLE)
     names = [str(number) for number in range(len(gpus()))]
@@ -64,7 +64,7 @@ def take_gpu(index: int) -> None:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the torch that is installed was built for CUDA, by its libraries."""
+    """Return whether the installed torch was built for CUDA, by its library files."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False

@@ -1,11 +1,10 @@
-"""The fingerprint of KV: what it depends on besides its text, in one word: the model's files, the
-layout of a block, the precision.
+"""Fingerprint of KV: a hash of what KV depends on besides its text, such as the model's files, the
+block layout and the precision.
 
-Equal fingerprints mean that a block of one deployment may be used by the other. Of a large
-checkpoint a page out of every tensor is read, and one of every PIECE_BYTES of a large tensor, so
-a fine-tune of equal shapes has another fingerprint even if it trained one tensor alone, and 700
-GB take seconds. A few rows changed by hand may pass: rename the file. A file up to WHOLE_BYTES is
-read whole.
+Deployments with equal fingerprints may use each other's blocks. In a large checkpoint one page of
+every tensor is read, and one of every PIECE_BYTES of a large tensor. So a fine-tune with equal
+shapes gets another fingerprint even if it trained one tensor only, and 700 GB take seconds. A few
+rows changed by hand may go unnoticed: rename the file. A file up to WHOLE_BYTES is read whole.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from hadal.runtime.headers import MAX_HEADER_BYTES, weight_files
 FINGERPRINT_BYTES = 16
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
-"""Samples that are taken of a larger file, at least: over all of it where it has fewer tensors."""
+"""Minimum number of samples of a larger file; spread over the file if it has fewer tensor pieces.
+"""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16
-"""They wait for reads: a disk answers as many at once, and one over a network takes a millisecond
-for each.
+"""Concurrent reads. A disk serves as many at once, and a network disk takes a millisecond for each.
 """
 
 
 def fingerprint_of(
     deployment: Deployment, config: ModelConfig, dtype: str, model_digest: str
 ) -> str:
-    """Hex digits. `dtype`: of the pools."""
+    """Return the KV fingerprint as hex digits. `dtype` is that of the pools."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     layout = BLOCK_TOKENS, num_cache_layers(deployment, config), config.entry_dim
     _add(
@@ -62,7 +61,9 @@ def fingerprint_of(
 
 
 def digest_of_model(folder: Path) -> str:
-    """Hex digits of config.json and the weights. Raises CheckpointError if a file cannot be read."""
+    """Return a digest of config.json and the weights as hex digits. Raises CheckpointError if a
+    file cannot be read.
+    """
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     try:
         _add(digest, (folder / "config.json").read_bytes())
@@ -77,7 +78,7 @@ def digest_of_model(folder: Path) -> str:
 
 
 def _add(digest: blake2b, *parts: bytes) -> None:
-    """Add parts that cannot run into each other."""
+    """Add parts, delimited so that no two different lists of parts hash equal."""
     for piece in delimited(*parts):
         digest.update(piece)
 
@@ -100,13 +101,14 @@ def _digest_of(path: Path) -> bytes:
 
 
 def _sample_offsets(header: bytes, size: int) -> list[int]:
-    """Where to look: in the middle of every piece of every tensor, and over the file where there
-    are few of them.
+    """Return the offsets to sample: the middle of every piece of every tensor, and further offsets
+    spread over the file if those are few.
     """
     data_at = 8 + len(header)
     spans: list[tuple[int, int]] = []
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-        # Where it is no header, the model's loader will say so, and samples over the whole do.
+        # If the header is invalid, the model's loader will report it; samples over the whole file
+        # suffice here.
         spans = [
             (data_at + begin, min(data_at + end, size))
             for entry in json.loads(header).values()

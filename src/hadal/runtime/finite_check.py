@@ -31,7 +31,8 @@ PAUSE_S = 0.02
 """Seconds of a pause after each PIECE_BYTES: at most 200 MB/s."""
 _LOWEST_PRIORITY = 19
 """Largest nice value of Linux."""
-# A value is infinite or no number if all its exponent's bits are set; FP8 E4M3 has no infinities.
+# A value is infinite or NaN if all its exponent bits are set; in FP8 E4M3 all bits but the sign,
+# because it has no infinities.
 _BITS: dict[str, tuple[np.dtype[Any], int]] = {
     "BF16": (np.dtype("<u2"), 0x7F80),
     "F16": (np.dtype("<u2"), 0x7C00),
@@ -49,8 +50,8 @@ def watch_matrices(
     with_mtp: bool,
     end: Callable[[str], None] = end_process,
 ) -> threading.Thread:
-    """Check this rank's part of the matrices in a thread, which is returned. It calls `end` with file
-    and tensor at the first value that is not finite.
+    """Check this rank's part of the matrices in a thread, which is returned. The thread calls `end`
+    with a message that names file and tensor at the first value that is not finite.
     """
 
     def look() -> None:
@@ -58,7 +59,7 @@ def watch_matrices(
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
             why = first_not_finite(folder, names, lambda: time.sleep(PAUSE_S))
-        except (CheckpointError, OSError) as error:  # The files changed; watch_model says so.
+        except (CheckpointError, OSError) as error:  # The files changed; watch_model reports that.
             return log.warning("the model's matrices were not looked at: %s", error)
         if why:
             end(why)
@@ -73,9 +74,9 @@ def watch_matrices(
 
 
 def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], None]) -> str:
-    """Return a sentence that names the first of these tensors with a value that is not finite; empty:
-    none has one. `pause` is called between pieces. Raises CheckpointError or OSError where the files
-    cannot be read.
+    """Return a sentence that names the first of these tensors with a non-finite value; empty if all
+    are finite. `pause` is called between pieces. Raises CheckpointError or OSError if a file cannot
+    be read.
     """
     name_to_file = read_index(folder)
     bases: dict[Path, tuple[int, dict[str, TensorEntry]]] = {}
@@ -84,7 +85,7 @@ def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], Non
         path = folder / name_to_file[name]
         if path not in bases:
             header = read_header(path)
-            # The data are the end of the file, as read_header has checked.
+            # The data are at the end of the file, as read_header has checked.
             num_bytes = max(each.data_offsets[1] for each in header.values())
             bases[path] = path.stat().st_size - num_bytes, header
         base, header = bases[path]

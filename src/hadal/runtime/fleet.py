@@ -1,7 +1,7 @@
-"""The fleet role at work: units are processes that the supervisor starts and stops, here or on nodes.
+"""Executor of the fleet role: starts and stops units' processes, here or on nodes, as the role
+decides.
 
-The role decides; this file only moves. A process that is not wanted rests: its child is there and
-does not run.
+Makes no decisions. A process that is not wanted rests: its child exists and does not run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hadal.runtime.topology import unit_and_rank
 log = logging.getLogger("hadal.fleet")
 
 STOP_S = 10.0
-"""Time from SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
-disk.
+"""Time from SIGTERM to SIGKILL, seconds. The unit is drained by then; only its last writes to disk
+remain.
 """
 
 
 class FleetExecutor:
-    """All children but the gateway are units' processes. `send` puts a message on the wire. Of
-    units that run already the role hears first.
+    """Link between the fleet role and the processes of units. `send` puts a message on the wire.
+    The role first receives the units that run already.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class FleetExecutor:
         send: Callable[[str, AnyMessage], None],
         now_s: float,
     ) -> None:
-        """`calls`: what is called instead of the role, as runtime/recorder has it."""
+        """`calls` is called instead of the role, and may record the calls (runtime/recorder)."""
         self._role = role
         self._calls = calls
         self._send = send
         self._more_arguments: tuple[str, ...] = ()
-        """Of what is started from now on."""
+        """Further arguments of processes started from now on."""
         self._unit_to_children: dict[str, list[Child]] = {}
         for child in children.values():
             unit = unit_and_rank(child.name)[0]
@@ -70,45 +70,45 @@ class FleetExecutor:
         )
         for unit, of_unit in self._unit_to_children.items():
             for child in of_unit if unit not in running else ():
-                child.dismiss()  # Until the role asks for it.
+                child.dismiss()  # Rest until the role asks for it.
         self._kill_at_s: dict[str, float] = {}
         self._wake_s = math.inf
         self._gone: list[str] = []
-        """Units that were to be stopped and did not run."""
+        """Units that were asked to stop but did not run."""
         self._apply(
             now_s, calls.handle(now_s, UnitsFound(running)) if running else calls.start(now_s)
         )
         for child in children.values():
             if child.is_adopted and not child.is_wanted:
-                child.replace()  # A rank whose leader is gone, of a unit that is not asked for.
+                child.replace()  # Rank of an unwanted unit without leader.
 
     @property
     def units(self) -> Collection[str]:
-        """All there may be."""
+        """Names of all units that may run."""
         return self._unit_to_children.keys()
 
     def tell(self, now_s: float, event: Event) -> None:
-        """Something happened that the role is to hear."""
+        """Pass an event to the role and apply its effects."""
         self._apply(now_s, self._calls.handle(now_s, event))
 
     def roll_out(self, now_s: float, message: Rollout, more_arguments: tuple[str, ...]) -> None:
-        """Have each unit replaced by one whose processes are given these arguments, too."""
+        """Replace each unit by one that gets these additional arguments."""
         self._more_arguments = more_arguments
         self.tell(now_s, message)
 
     @property
     def num_unreplaced(self) -> int:
-        """Units that the last rollout has still to replace; 0: it is over."""
+        """Units that the last rollout still has to replace; 0 when it is complete."""
         return self._role.num_unreplaced
 
     @property
     def num_failed(self) -> int:
-        """Starts in a row that came to nothing."""
+        """Number of failed starts in a row."""
         return self._role.num_failed
 
     def ended(self, now_s: float, unit: str, reason: str) -> bool:
-        """A unit's first process has ended. Whether it runs again is the role's to say; True if it
-        was asked to end.
+        """Handle the end of a unit's first process; the role decides whether it runs again. Return
+        True if the process was asked to end.
         """
         was_asked = self._kill_at_s.pop(unit, None) is not None
         for child in self._unit_to_children[unit]:
@@ -117,7 +117,7 @@ class FleetExecutor:
         return was_asked
 
     def tick(self, now_s: float) -> None:
-        """Time passed: to be called every half second or so."""
+        """Kill units past their deadline and wake the role if due. Call about twice a second."""
         for unit, kill_at_s in list(self._kill_at_s.items()):
             if now_s >= kill_at_s:
                 log.warning("%s does not end; it is killed", unit)
@@ -134,15 +134,17 @@ class FleetExecutor:
 
     @property
     def num_reviews(self) -> int:
-        """Decisions that the role has made."""
+        """Number of decisions that the role has made."""
         return self._role.need.num_reviews
 
     def seen(self, now_s: float) -> FleetSeen:
-        """The fleet as people are shown it."""
+        """Return the fleet's state for display."""
         return self._role.seen(now_s)
 
     def has_other(self, unit: str) -> bool:
-        """Whether another unit of its role works, so that it can be done without for a while."""
+        """Return whether another unit of its role is ready, so that this one may be missing for a
+        while.
+        """
         role = self._role.table.by_name[unit].role
         return any(
             children[0].phase is ProcessPhase.READY
@@ -163,7 +165,7 @@ class FleetExecutor:
                 case WakeAt(time_s):
                     self._wake_s = time_s
                 case OfferNodes() | WithdrawNodes():
-                    # LiveNodes.keep asks for nodes by what is to run, and gives them back with it.
+                    # LiveNodes.keep requests and releases nodes, by the processes that are to run.
                     log.debug("%s", effect)
 
     def _start(self, now_s: float, unit: str) -> None:
@@ -184,14 +186,14 @@ class FleetExecutor:
                 log.info("keeping %s", unit)
 
     def _why(self, step: str) -> str:
-        """What led to it, if the last decision was such a step; units that died are replaced
-        without one.
+        """Return the reason of the last decision as text, if it was such a step; else empty. Units
+        that died are replaced without a decision.
         """
         decision = self._role.need.decision
         return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
 
     def _stop(self, now_s: float, unit: str) -> None:
-        """The first process ends by itself, and the ranks of a unit are ended when it has."""
+        """Stop a unit: its first process is asked to end, and the ranks are ended after it."""
         if unit in self._kill_at_s:
             return
         first, *ranks = self._unit_to_children[unit]
@@ -205,4 +207,4 @@ class FleetExecutor:
         else:
             self._gone.append(unit)
             for rank in ranks:
-                rank.replace()  # It may have started before the leader that it waits for.
+                rank.replace()  # It may run already and wait for its leader.

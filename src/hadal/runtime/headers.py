@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's *.safetensors files: which tensors they hold, in which dtype, of which size.
+"""Headers of a checkpoint's *.safetensors files: names, dtypes and sizes of their tensors.
 
 Reads no weights and loads no torch.
 """
@@ -17,12 +17,12 @@ from hadal.core.errors import CheckpointError
 from hadal.core.framing import U64
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit (safetensors)."""
+"""Largest header that the safetensors format allows."""
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A checkpoint's weights as its files hold them, by their headers alone."""
+    """Size and dtypes of a checkpoint's weights, from its files' headers."""
 
     num_files: int
     dtype_to_bytes: dict[str, int]
@@ -33,12 +33,12 @@ class StoredWeights:
 
     @property
     def precision(self) -> str:
-        """The dtype most bytes are in."""
+        """Return the dtype with the most bytes."""
         return max(self.dtype_to_bytes, key=self.dtype_to_bytes.__getitem__, default="empty")
 
 
 def stored_weights(folder: Path) -> StoredWeights | None:
-    """Sum up the headers of all *.safetensors; None where there are none. Raises CheckpointError
+    """Sum up the headers of all *.safetensors files; None if there are none. Raises CheckpointError
     naming the file.
     """
     paths = weight_files(folder)

@@ -1,10 +1,10 @@
-"""A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies
-what it asks for.
+"""Host of a leader (scheduler) or a rank: passes messages, results and time to one sans-IO role,
+and applies the role's effects.
 
-One thread receives, decides and sends. Steps are computed in a second; long copies, layers that are
-staged and the disk cache have threads of their own. The thread sleeps in one place only,
-until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
-ranks has neither runner nor pool, and only a rank of many has a stager.
+One thread receives, decides and sends. A second thread computes steps; long copies, layers being
+staged and the disk cache have their own threads. The host's thread sleeps in one place only, until
+a message, a result, a timer or a signal arrives. It treats all roles alike. The leader of several
+ranks has neither runner nor pool, and only a rank of several has a stager.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger(__name__)
 
 STEP_DEADLINE_S = 120.0
-"""What a step may take. Its leader is not silent while it runs, so nobody else would end one that
-never ends.
+"""Time limit of a step. The leader keeps sending while a step runs, so no failure detector would
+end a process whose step hangs.
 """
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several
+"""Time that a thread may hold the interpreter while another wants it. The default is 5 ms, several
 decode steps.
 """
 _MAX_WAIT_S = 0.5
 _TELL_REFUSED_S = 2.0
 _TELL_AGAIN_S = 20.0
-"""Gateways come and go: a new one is told what the last one knew."""
+"""Time between repeated reports: a restarted gateway gets them too."""
 _STOP_S = 2.0
 
 
 class Leader(Protocol):
-    """The part of a leader role that a host needs."""
+    """Part of a leader role that a host needs."""
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
 
 class _RefusalReports:
-    """Reports of refused connections: new ones soon, the rest now and then."""
+    """Reporter of refused connections: new ones soon, known ones periodically."""
 
     def __init__(self, wire: ZmqWire) -> None:
         self._wire = wire
@@ -60,7 +60,7 @@ class _RefusalReports:
         self._sent: dict[str, int] = {}
 
     def send_if_due(self, now_s: float) -> None:
-        """Tell what this process refused, if it listens at all."""
+        """Report the connections that this process refused, if there are any and a report is due."""
         kind_to_num = refused_here()
         wait_s = _TELL_AGAIN_S if kind_to_num == self._sent else _TELL_REFUSED_S
         if kind_to_num and now_s - self._sent_s >= wait_s:
@@ -69,9 +69,7 @@ class _RefusalReports:
 
 
 class UnitHost:
-    """One role with what is its own from now on: wire, and unless it leads ranks elsewhere, runner
-    and KV pool.
-    """
+    """One role with its wire and, unless its ranks are elsewhere, its runner and KV pool."""
 
     def __init__(
         self,
@@ -85,12 +83,11 @@ class UnitHost:
         news: Callable[[float], list[Effect]] = lambda now_s: [],
         pinned_team: PinnedTeam | None = None,
     ) -> None:
-        """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
-        starts another.
+        """`step_deadline_s`: a longer step ends the process, so that the supervisor starts another.
 
-        `news` feeds the role, before every tick and after every wake, what only the process can
-        see: a rank's progress. `pinned_team` places the threads that compute; None: the kernel
-        does.
+        `news` feeds the role with information that only the process has, such as a rank's progress.
+        It is called before every tick and after every wake. `pinned_team` places the computing
+        threads; None: the kernel places them.
         """
         self._leader = leader
         self._runner = runner
@@ -107,7 +104,7 @@ class UnitHost:
         self._refusal_reports = _RefusalReports(wire)
         self._wake_at_s: float | None = None
         self._step_ended = False
-        """A step's end is among the events being handled: a plan made now follows it."""
+        """True if a step's end is among the current events, so that a plan made now follows it."""
         self._stopping = False
 
     @property
@@ -115,23 +112,23 @@ class UnitHost:
         return self._stopping
 
     def wake(self) -> None:
-        """End the host's sleep. From any thread or signal handler."""
+        """Wake the host's thread. May be called from any thread or signal handler."""
         os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
-        """Leave the loop soon. From any thread or signal handler."""
+        """Leave the loop soon. May be called from any thread or signal handler."""
         self._stopping = True
         self.wake()
 
     def run(self, first: Sequence[Effect] = ()) -> None:
-        """Apply `first`, then serve until `stop`. Whatever a leader, runner or effect raises is
-        raised.
+        """Apply `first`, then serve until `stop`. Exceptions of the leader, the runner and effects
+        are passed on.
         """
         self._apply(first)
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
             if self._clear_wake():
-                self._take_news()  # Before a failed step: it tells whose fault it was.
+                self._take_news()  # Before a failed step: the news names the rank at fault.
             results = self._compute.take() if self._compute else []
             beside = self._side_work.take()
             self._step_ended = bool(results)
@@ -147,7 +144,7 @@ class UnitHost:
                 self._end_if_stuck(self._compute.busy_s())
 
     def close(self) -> None:
-        """Free the name, the shared-memory file and the threads."""
+        """Release the name, the shared-memory file and the threads."""
         if self._runner is not None:
             self._runner.abort()  # Its peers may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
@@ -172,13 +169,13 @@ class UnitHost:
                 self._compute.form(effect.plan)
             elif not self._side_work.begin(effect):
                 raise TypeError(f"this role does not ask for {type(effect).__name__}")
-        for outcome in self._side_work.take_pulled():  # Small pulls are done already.
+        for outcome in self._side_work.take_pulled():  # Small pulls have finished already.
             self._apply(self._leader.handle(self._clock.now(), outcome))
 
     def _send(self, effect: Send) -> None:
         message = effect.message
         if isinstance(message, UnitReport) and self._compute:
-            # Only the host can measure this one.
+            # Only the host can measure the overhead.
             message = with_overhead(message, self._compute.overhead_ms)
         self._wire.send(effect.to, message)
 
@@ -187,8 +184,8 @@ class UnitHost:
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
             self._take_news()
-            # The clock is read again: the role heard the news at a later time than `now_s`, and its
-            # time never goes back.
+            # Read the clock again: the role got the news at a later time than `now_s`, and its time
+            # must never go back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _take_news(self) -> None:
@@ -214,18 +211,17 @@ class UnitHost:
                 self._step_deadline_s,
             )
             faulthandler.dump_traceback(all_threads=True)
-            os._exit(EXIT_STUCK)  # The stuck thread would hold up any other way out.
+            os._exit(EXIT_STUCK)  # Any other exit would wait for the stuck thread.
 
 
 def run_host(make: Callable[[], tuple[UnitHost, Sequence[Effect]]]) -> int:
-    """Make a host with its first effects and let it serve until SIGTERM: the rest of a child
-    process's main.
+    """Make a host with its first effects and let it serve until SIGTERM. This is the rest of a
+    child process's main.
 
-    Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else
-    EXIT_FATAL.
+    Return the exit code: 0 after SIGTERM, EXIT_CONFIG if a restart would not help, else EXIT_FATAL.
     """
     try:
-        host, first = make()  # Until there is a host to stop, SIGTERM ends the process as it is.
+        host, first = make()  # Before there is a host to stop, SIGTERM ends the process.
     except ConfigError as error:
         log.critical("%s", error)
         return EXIT_CONFIG

@@ -1,7 +1,7 @@
-"""Cores and memory that this process may use: the machine's, or fewer where its control groups set a
+"""Cores and memory that this process may use: the machine's, or less if its control groups set a
 limit.
 
-Knows no deployment.
+Does not depend on a deployment.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Control groups, of which a process is in one (version 2) or in one for each controller (version 1)."""
+"""Mount point of control groups, and list of this process's: one group (version 2), or one per
+controller (version 1).
+"""
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, or fewer where its control groups have less time."""
+    """Return the cores this process may use: by its affinity, or fewer if its control groups limit
+    its time.
+    """
     cores = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         for said in _limits("cpu", files):
@@ -27,13 +31,13 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where that is not known."""
+    """Return the memory available without swapping; None if unknown."""
     return _at_most_the_limit(_meminfo("MemAvailable"))
 
 
 def memory_bytes() -> int | None:
-    """All memory of this machine, or as much as the process's control groups may use; None where
-    that is not known.
+    """Return all memory of this machine, or the limit of the process's control groups if lower;
+    None if unknown.
     """
     return _at_most_the_limit(_meminfo("MemTotal"))
 
@@ -47,8 +51,8 @@ def _at_most_the_limit(there: int | None) -> int | None:
 
 
 def _limits(controller: str, names: Sequence[str]) -> Iterator[str]:
-    """What files of these names say, of the process's control group and of those around it. Seen from
-    a container, its own is often the outermost one.
+    """Yield the contents of files of these names, in the process's control group and all groups
+    around it. In a container, its own group often appears as the outermost one.
     """
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
@@ -68,7 +72,7 @@ def _limits(controller: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _meminfo(name: str) -> int | None:
-    """A line of proc(5)'s meminfo, in bytes."""
+    """Return a value of /proc/meminfo (proc(5)), in bytes."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:

@@ -1,7 +1,7 @@
-"""The run that Ray keeps under a name: found by a supervisor that follows another, and compared with
-what it is asked to serve.
+"""Record of a run that Ray keeps under a name. A new supervisor finds it and compares it with the
+deployment that it should serve.
 
-Starts nothing: what runs on the nodes is taken over in runtime/supervisor/adoption.
+Starts nothing: runtime/supervisor/adoption takes over the processes on the nodes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hadal.runtime.agent import Joining
 log = logging.getLogger("hadal.nodes")
 
 _CONNECT_S = 5.0
-"""How long a host may take to say whether a port is closed."""
+"""Time limit for finding out whether a port of a host is open."""
 _FIND_S = 60.0
-"""How long Ray may take to say what is kept of a run."""
+"""Time limit for Ray to return the record of a run."""
 
 
 def kept_run(cluster: ClusterConfig) -> Joining | None:
-    """What Ray keeps of the run that was served under this name last: its supervisor and what it told
-    processes. None: it ended in order, or there was none. Raises ConfigError if that cannot be known,
-    or if its supervisor is there.
+    """Return Ray's record of the last run served under this name: its supervisor and its processes'
+    settings. None: the run ended in order, or there was none. Raises ConfigError if Ray does not
+    answer, or if the run's supervisor still serves.
     """
     command = ["-m", "hadal.runtime.ray_cluster", "--find", cluster.name]
     try:
@@ -56,11 +56,13 @@ def kept_run(cluster: ClusterConfig) -> Joining | None:
 
 
 _MAY_DIFFER = ("model", "model_name", "prefill.threads", "decode.threads")
-"""A rollout changes the first two, and the last two are derived from the cores of a host."""
+"""Fields that may differ: a rollout changes the first two, and the others are derived from the
+cores of a host.
+"""
 
 
 def is_same(found: Deployment, asked: Deployment) -> bool:
-    """Whether what runs is what is asked for, but for what may differ. If not, the log says why."""
+    """Return whether two deployments are equal except for _MAY_DIFFER. Log the differences."""
     differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
     if differences:
         log.warning(
@@ -77,7 +79,7 @@ def is_same(found: Deployment, asked: Deployment) -> bool:
 
 
 def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> list[str]:
-    """Names of fields that are not alike."""
+    """Return the names of fields that differ."""
     names = []
     for name in one.__struct_fields__:
         mine, theirs = getattr(one, name), getattr(other, name)
@@ -89,7 +91,7 @@ def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> 
 
 
 def is_open(endpoint: str) -> bool | None:
-    """Whether somebody listens at "tcp://HOST:PORT"; None: its host does not say."""
+    """Return whether a process listens at "tcp://HOST:PORT"; None if the host does not answer."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((address.strip("[]"), int(port)), _CONNECT_S).close()

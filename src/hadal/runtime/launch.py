@@ -1,7 +1,7 @@
-"""`hadal serve` from its options to a running supervisor: the run folder, the secret, the
-listening sockets, and what another supervisor left on the nodes.
+"""Start of `hadal serve`, from its options to a running supervisor: the run folder, the secret, the
+listening sockets, and processes that another supervisor left on the nodes.
 
-Watches no process: that is the supervisor's (runtime/supervisor).
+Watches no processes: the supervisor does (runtime/supervisor).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(
     announce: Announce,
     forks: Forks,
 ) -> int:
-    """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start.
+    """Run until told to stop. Return the exit code. Raises ConfigError if the start fails.
 
     `forks` was started before, so that it imports torch while the deployment is read.
     """
@@ -81,8 +81,8 @@ def serve(
 
 
 def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
-    """A new run or, where nodes run what a supervisor before this one left, the same again, and what it
-    told them. Raises ConfigError.
+    """Return a new run, or the run that an earlier supervisor left on the nodes together with its
+    record (Joining). Raises ConfigError.
     """
     deployment = resolved.deployment
     address = address_here(deployment.cluster)
@@ -117,8 +117,8 @@ def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
 
 @contextmanager
 def _console_listener(deployment: Deployment) -> Iterator[socket.socket | None]:
-    """Where the pages are served, None without any. A port that is in use never keeps a server from
-    starting: another is taken.
+    """Yield the listening socket for the pages; None if they are off. A port in use never keeps a
+    server from starting: another port is taken.
     """
     if deployment.console.mode == OFF:
         yield None
@@ -134,7 +134,7 @@ def _console_listener(deployment: Deployment) -> Iterator[socket.socket | None]:
 
 
 def _secret(path: Path | None) -> bytes:
-    """The deployment's secret, read or drawn. Raises ConfigError."""
+    """Return the deployment's secret, from its file or random. Raises ConfigError."""
     if path is None:
         return secrets.token_bytes(SECRET_BYTES)
     found = read_private(path, "the secret")

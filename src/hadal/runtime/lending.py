@@ -1,6 +1,7 @@
-"""The nodes that are lent to a run: asks the lender for groups of them, and knows which it found.
+"""Nodes lent to a run: requests groups of nodes from the lender (node provider), and tracks which
+it found.
 
-Knows no process and no agent: what runs on the nodes is in runtime/nodes.
+Independent of processes and agents: runtime/nodes runs processes on the nodes.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.nodes")
 
 _ASK_S = 1.0
-"""How often the lender is told which nodes are wanted."""
+"""Time between repeats of the request to the lender."""
 _SLOW_S = 5.0
-"""A lender that is silent for so long waits for Ray."""
+"""Time without news after which the lender counts as silent: it then waits for Ray."""
 _SILENT = (
     "Ray does not answer: what runs goes on, and nothing is started on another node until it does"
 )
 Group = tuple[int, ...]
-"""Nodes that are lent together."""
+"""Nodes that are lent together or not at all."""
 
 
 class Lending:
-    """Groups of nodes that are wanted, and the lender's news of them."""
+    """Groups of nodes that are wanted, and the state of each as the lender reports it."""
 
     def __init__(self, groups: Sequence[Group], wire: ZmqWire, *, adopts: bool) -> None:
-        """`adopts`: all groups are lent already."""
+        """`adopts`: another supervisor already has all groups."""
         self._groups = groups
         self._wire = wire
         self._kept: frozenset[Group] = frozenset(groups if adopts else ())
         self._found_s: dict[Group, float] = {}
-        """Since when the nodes of a group are found, and an agent is expected on each."""
+        """Group -> time since which its nodes are found; an agent is expected on each."""
         self._complaint = self._told = ""
-        """What is complained of, and of that what was told."""
+        """Current complaint, and the complaint that `complaint` last saw."""
         self._asked_s, self._heard_s = -math.inf, math.inf
         self._is_silent = False
 
@@ -51,19 +52,21 @@ class Lending:
         return _SILENT if self._is_silent else self._complaint
 
     def found(self) -> Iterator[tuple[int, float]]:
-        """Yield each node that is found, and since when."""
+        """Yield each node that is found, with the time since which it is."""
         for group, found_s in self._found_s.items():
             for number in group:
                 yield number, found_s
 
     def hear(self, now_s: float, message: NodesKept) -> None:
-        """Take in the lender's news."""
+        """Apply a report of the lender."""
         self._complaint, self._heard_s = message.complaint, now_s
         before_s = self._found_s
         self._found_s = {group: before_s.get(group, now_s) for group in message.found}
 
     def keep(self, now_s: float, nodes: Collection[int]) -> list[int]:
-        """Have the groups of these nodes, and return the nodes of the groups that are given back."""
+        """Request the groups of these nodes and release all others. Return the nodes of released
+        groups.
+        """
         kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
         if kept == self._kept and now_s - self._asked_s < _ASK_S:
             return []
@@ -75,16 +78,16 @@ class Lending:
         return [number for group in released for number in group]
 
     def tick(self, now_s: float) -> None:
-        """Look whether the lender is silent."""
+        """Check whether the lender is silent."""
         was_silent, self._is_silent = self._is_silent, now_s - self._heard_s > _SLOW_S
         if self._is_silent and not was_silent:
             log.error("%s.", _SILENT)
 
     def complain(self, complaint: str) -> None:
-        """Add a complaint of nodes that are of no use, unless the lender has one."""
+        """Add a complaint about unusable nodes, unless the lender has one."""
         self._complaint = self._complaint or complaint
 
     def complaint(self) -> str:
-        """Why nodes are not there, once when that begins; else empty."""
+        """Return why nodes are missing, once when that begins; else empty."""
         told, self._told = self._told, self._complaint
         return self._complaint if bool(told) != bool(self._complaint) else ""

@@ -1,7 +1,7 @@
-"""The HTTP port: opened by the supervisor, used by the gateway, so that it outlives the gateway.
+"""The HTTP port, opened by the supervisor and used by the gateway, so that it outlives the gateway.
 
-While a crashed gateway is restarted, new connections wait in the socket's backlog instead of
-being refused.
+While a crashed gateway restarts, new connections wait in the socket's backlog instead of being
+refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """What to type to reach it from this machine."""
+    """Return the URL that reaches the listener from this machine."""
     port = listener.getsockname()[1]
     if host in ("", "0.0.0.0", "::"):
         host = "127.0.0.1"

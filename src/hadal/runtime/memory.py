@@ -46,31 +46,33 @@ class RankMemory:
     """Bytes of one rank of a unit."""
 
     num_slots: int
-    """Expert replicas in each MoE layer."""
+    """Expert replicas per MoE layer."""
     fixed_bytes: int
-    """Weights that every rank has: attention, shared expert, dense FFNs, gate, embedding and
-    head.
+    """Bytes of weights that every rank has: attention, shared expert, dense FFNs, gate, embedding
+    and head.
     """
     expert_bytes: int
     kv_blocks: int
-    """The scratch block included."""
+    """Blocks of the KV pool, including the scratch block."""
     kv_bytes: int
     comm_bytes: int
-    """Buffers of dispatch and combine; 0 in a unit of one rank."""
+    """Bytes of the buffers of dispatch and combine; 0 in a unit of one rank."""
     staged_bytes: int = 0
-    """One MoE layer's experts once more: while replicas move, a layer is in memory as it was and as
-    it will be.
+    """Bytes for a second copy of one MoE layer's experts: while replicas move, both the old and the
+    new layer are in memory.
     """
     kept_bytes: int = 0
-    """What each slot keeps of a block for the MTP module, in FP32 (model/drafts)."""
+    """Bytes of hidden states that all slots keep for the MTP module, one block each, in FP32
+    (model/drafts).
+    """
     spare_bytes: int = 0
-    """Room for the experts that a rank takes over when a node of its unit is lost; 0 in a unit of
-    one node, which is lost with it.
+    """Bytes reserved for experts that a rank takes over when a node of its unit is lost; 0 in a
+    unit of one node, which is lost with the node.
     """
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the pool holds."""
+        """Return the tokens that the pool can hold."""
         return (self.kv_blocks - NUM_SCRATCH_BLOCKS) * BLOCK_TOKENS
 
     @property
@@ -85,29 +87,29 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a deployment, worked out from its fields and the model's shape."""
+    """Bytes of a deployment, computed from its fields and the model's shape."""
 
     num_parameters: int
     num_parameters_active: int
-    """Used by one token: all but the experts it is not sent to."""
+    """Parameters used per token: all except the experts that it is not routed to."""
     block_bytes: int
     prefill: RankMemory
     decode: RankMemory
     num_ranks: tuple[int, int]
-    """Ranks of all prefill units together, and of all decode units together."""
+    """Ranks of all prefill units, and of all decode units."""
     warnings: tuple[str, ...]
     mapped_bytes: int | None = None
-    """The model's weights once, where all ranks of a host map the same files. None: every rank has
-    its own.
+    """Bytes of one copy of the model's weights, if all ranks of a host map the same files. None:
+    every rank has its own copy.
     """
 
     def of(self, role: str) -> RankMemory:
-        """Return a rank of the role."""
+        """Return the memory of a rank of this role."""
         return self.prefill if role == PREFILL else self.decode
 
     @property
     def weight_bytes(self) -> int:
-        """Of all ranks together."""
+        """Return the bytes of weights over all ranks."""
         if self.mapped_bytes is not None:
             return self.mapped_bytes
         return (
@@ -117,7 +119,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all pools: on CPUs, what shared memory must hold."""
+        """Return the bytes of all pools; on CPUs, shared memory must hold them."""
         return self.num_ranks[0] * self.prefill.kv_bytes + self.num_ranks[1] * self.decode.kv_bytes
 
     @property
@@ -137,11 +139,11 @@ def plan_memory(
     is_plain: bool = False,
     room: Room | None = None,
 ) -> MemoryPlan:
-    """Choose the blocks of each pool. `deployment.device` is not "auto" any more; `stored`: see
-    `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32. `room`: see
+    """Choose the blocks of each pool. `deployment.device` must be resolved, not "auto"; `stored`:
+    see `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32. `room`: see
     `pool_blocks`.
 
-    Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by
+    Raises ConfigError if a pool could not hold one token's block, if experts do not divide by
     ranks, or if a rank does not fit in `device_memory_gb`.
     """
     is_converted = is_plain or config.weight_block_size not in (None, SCALE_BLOCK)
@@ -189,8 +191,8 @@ def plan_memory(
 def _checked(
     kind: str, rank: RankMemory, deployment: Deployment, config: ModelConfig
 ) -> tuple[RankMemory, list[str]]:
-    """Return the rank with what its device has room for, and warnings. Raises ConfigError if the
-    device has too little for what it serves with.
+    """Return the rank, with `spare_bytes` cut to what its device can hold, and warnings. Raises
+    ConfigError if the rest does not fit on the device.
     """
     warnings = []
     _check_device_memory(kind, rank, deployment)
@@ -216,10 +218,10 @@ def _checked(
 def ranks_in_fp32(
     deployment: Deployment, config: ModelConfig, kv_blocks: int = 0
 ) -> tuple[RankMemory, RankMemory]:
-    """What a prefill and a decode rank hold with plain torch ops, on any device: weights and KV in
-    FP32.
+    """Return the memory of a prefill and a decode rank with plain torch ops, which keep weights and
+    KV in FP32 on any device.
 
-    `kv_blocks`: of each, if the deployment has not got them filled in.
+    `kv_blocks`: blocks of each rank, if the deployment's are not filled in.
     """
     prefill, decode = (
         _rank_memory(kind, deployment, config, Precision(), kv_blocks or units.kv_blocks)
@@ -229,7 +231,7 @@ def ranks_in_fp32(
 
 
 def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
-    """Replicas of a rank in each MoE layer. Raises ConfigError saying which counts would divide
+    """Return the replicas per MoE layer of a rank. Raises ConfigError naming counts that divide
     evenly.
     """
     total = config.n_routed_experts + units.redundant_experts
@@ -251,19 +253,21 @@ def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
 
 
 def max_step_tokens(kind: str, deployment: Deployment, config: ModelConfig) -> int:
-    """Most tokens of a rank in one micro-batch."""
+    """Return the largest number of tokens of a rank in one micro-batch."""
     if kind == PREFILL:
         return deployment.chunk_tokens
     return deployment.decode.max_requests * (1 + num_drafts_max(deployment, config))
 
 
 def mode_of(kind: str, units: UnitsConfig) -> str:
-    """How tokens travel: as the file says, else normal in prefill and low-latency in decode."""
+    """Return the dispatch mode: as the deployment file sets it, else normal in prefill and
+    low-latency in decode.
+    """
     return units.mode or ("normal" if kind == PREFILL else "low_latency")
 
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
-    """The deployment with the plan's blocks written in."""
+    """Return the deployment with the plan's block counts filled in."""
     return msgspec.structs.replace(
         deployment,
         prefill=msgspec.structs.replace(deployment.prefill, kv_blocks=plan.prefill.kv_blocks),
@@ -272,7 +276,7 @@ def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
 
 
 def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
-    """What is too much for a host of this memory, and what would make it fit; empty where it fits."""
+    """Return a sentence with what exceeds a host's memory and how to make it fit; empty if it fits."""
     if plan.total_bytes <= there_bytes:
         return ""
     beside = plan.total_bytes - plan.weight_bytes
@@ -304,7 +308,7 @@ def _rank_memory(
     if num_drafts_max(deployment, config):
         of_module, norms, gates_of_module, num_experts = module_parameters(config)
         others += norms
-        if kind == PREFILL:  # It writes the module's entries, and needs no more of it.
+        if kind == PREFILL:  # It only writes the module's KV entries.
             matrices += config.hidden_size * (2 * config.hidden_size + config.latent_dim)
         else:
             matrices, gates = matrices + of_module, gates + gates_of_module
@@ -313,7 +317,7 @@ def _rank_memory(
     num_layers = num_cache_layers(deployment, config)
     return RankMemory(
         num_slots=slots,
-        # The gate stays FP32 everywhere: a rounded score sends a token elsewhere.
+        # The gate stays FP32 everywhere: a rounded score would route a token to another expert.
         fixed_bytes=int(matrices * precision.matrix) + others * precision.other + 4 * gates,
         expert_bytes=int(replicas * expert * precision.matrix),
         kv_blocks=kv_blocks,
@@ -328,16 +332,16 @@ def _rank_memory(
 
 
 def num_spare_slots(units: UnitsConfig, num_slots: int) -> int:
-    """Expert replicas of a layer that each survivor has to take at most when a node is lost: all that
-    the node's ranks held, if nobody else holds any of them.
+    """Return the replicas per layer that each surviving rank must take at most when a node is lost:
+    all that the node's ranks held, if no other rank holds any of them.
     """
     survivors = units.ranks - units.ranks_per_node
     return math.ceil(units.ranks_per_node * num_slots / survivors) if survivors > 0 else 0
 
 
 def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
-    """Fixed buffers in low-latency mode; in normal mode what two micro-batches hold when choices
-    spread evenly.
+    """Return the bytes of the fixed buffers in low-latency mode; in normal mode, of the messages of
+    two micro-batches with evenly spread routing.
     """
     units: UnitsConfig = getattr(deployment, kind)
     if units.ranks == 1:
@@ -353,26 +357,28 @@ def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
         ).total
     rows = round((units.ranks - 1) * mean_rows(tokens, top_k, units.ranks))
     pairs = tokens * top_k
-    # Out and in, back and forth; and the received rows decoded for the experts.
+    # Rows out and in, for both directions, and the received rows decoded for the experts.
     return (
         2 * rows * layout.row_bytes + 2 * pairs * layout.back_bytes + 4 * rows * config.hidden_size
     )
 
 
 def _device_bytes(deployment: Deployment) -> float:
-    """Of a GPU; without end where there is none or the file does not say."""
+    """Return the memory of a GPU; infinite if there is none or the deployment does not give it."""
     is_known = deployment.device == "cuda" and deployment.device_memory_gb
     return deployment.device_memory_gb * 1e9 if is_known else math.inf
 
 
 def _with_what_fits_of_spare_room(rank: RankMemory, deployment: Deployment) -> RankMemory:
-    """A unit serves without the room, so what a rank needs to serve comes before it."""
+    """Reduce `spare_bytes` to what fits: a unit serves without it, so all other needs take
+    precedence.
+    """
     most = max(0.0, _device_bytes(deployment) - (rank.total_bytes - rank.spare_bytes))
     return dataclasses.replace(rank, spare_bytes=int(min(rank.spare_bytes, most)))
 
 
 def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) -> None:
-    """Raise ConfigError if a rank has no room for what it serves with, `spare_bytes` left out."""
+    """Raise ConfigError if a rank does not fit on its device even without `spare_bytes`."""
     limit_bytes, needed = _device_bytes(deployment), rank.total_bytes - rank.spare_bytes
     if needed <= limit_bytes:
         return

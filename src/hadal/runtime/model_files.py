@@ -1,10 +1,10 @@
-"""The files of the model that a process has mapped: whether they are those that the server was started
-with, and whether they stay as they are.
+"""Checks that the model's mapped files are those that the server was started with, and that they do
+not change.
 
-A page of a file that became shorter cannot be read: the kernel kills whoever tries (SIGBUS, which
-the supervisor says in plain words). One that was written over is another weight. So a process that
-maps the files looks at them every second, and ends with a clear word where they changed; it is
-started again, and works when they are whole.
+Reading a page beyond the end of a shortened file kills the process with SIGBUS (which the
+supervisor explains). An overwritten page silently holds other weights. So a process that maps the
+files checks them every second, and ends with a clear message if they changed. It is started again,
+and works once the files are restored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hadal.runtime.process.process import Run
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Time between two looks: a handful of stat calls."""
+"""Time between two checks, a few stat calls each."""
 
 _State = dict[str, tuple[int, int, int]]
-"""File name -> size, time of its last change, inode."""
+"""File name -> size, time of its last change, inode number."""
 
 
 def check_model(run: Run) -> None:
-    """Raise CheckpointError where the model's files hold something else than when the server was
-    started: another process may compute with what they were.
+    """Raise CheckpointError if the model's files differ from those at the server's start: another
+    process may still use the old contents.
     """
     if run.model_digest and digest_of_model(Path(run.deployment.model)) != run.model_digest:
         raise CheckpointError(
@@ -41,8 +41,8 @@ def check_model(run: Run) -> None:
 
 
 def end_process(reason: str) -> None:
-    """End the process at once, with the reason in the log: to read a page that is gone would kill it
-    without a message.
+    """Log the reason and end the process at once: reading a page that is gone would kill it without
+    a message.
     """
     log.error("%s", reason)
     logging.shutdown()
@@ -50,7 +50,7 @@ def end_process(reason: str) -> None:
 
 
 def watch_model(folder: Path, end: Callable[[str], None] = end_process) -> None:
-    """Look at the files from now on, in a thread of its own; call `end` once when they changed."""
+    """Check the files from now on, in a separate thread; call `end` once if they changed."""
     seen = _state(folder)
 
     def look() -> None:
@@ -70,6 +70,6 @@ def _state(folder: Path) -> _State:
         try:
             status = path.stat()
         except OSError:
-            continue  # It went between the two calls; the next look says so.
+            continue  # The file vanished between the two calls; the next check reports it.
         found[path.name] = status.st_size, status.st_mtime_ns, status.st_ino
     return found

@@ -1,8 +1,8 @@
-"""The nodes of a cluster, as the supervisor uses them: starts processes on them through their
-agents, and makes the addresses of all known where they are needed.
+"""Nodes of a cluster, for the supervisor: starts processes on them through their agents, and
+distributes the processes' addresses.
 
-Which nodes are there and what they are to run is in roles/nodes; how agents got onto them is the
-business of the lender (runtime/lending asks it, runtime/ray_cluster answers).
+roles/nodes tracks which nodes are up and what they should run. The lender (node provider) gets
+agents onto the nodes: runtime/lending sends it requests, runtime/ray_cluster implements it.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.nodes")
 
 _RAY_ADDRESS = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` writes down the head's address."""
+"""File in which `ray start` stores the head's address."""
 _MAX_LINES = 10_000
-"""Lines of a process that wait for whoever writes them down."""
+"""Unread output lines kept per process; further ones are dropped."""
 _PUMP_S = 0.05
-"""How long to wait at once for what an agent says, while the run ends."""
+"""Longest wait for one batch of agents' messages while the run ends."""
 _ADOPT_S = 5.0
-"""How long agents may take to speak to a new supervisor, once they can have heard of it."""
+"""Time that agents have to contact a new supervisor, once they may know of it."""
 
 
 class _RemoteLines:
-    """Lines of a process elsewhere, for a thread that reads them like a pipe."""
+    """Output lines of a remote process, readable by a thread like a pipe."""
 
     def __init__(self) -> None:
         self._is_closed = False
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def put(self, line: bytes) -> None:
-        """The next line. Where the reader is late, as at a terminal that was stopped, it is lost."""
+        """Add the next line; drop it if the reader is far behind, as at a stopped terminal."""
         if self._lines.qsize() < _MAX_LINES:
             self._lines.put(line)
 
     def close(self) -> None:
-        """There are no more. Idempotent."""
+        """End the output. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._lines.put(None)
@@ -82,11 +82,11 @@ class _RemoteLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class Elsewhere:
-    """A process of a node, with as much of `subprocess.Popen` as a Child asks for."""
+    """Process on a node, with the part of `subprocess.Popen` that a Child needs."""
 
     def __init__(self, cluster: LiveNodes, node: int, process: FarProcess) -> None:
         self.stdout = _RemoteLines()
@@ -96,14 +96,16 @@ class Elsewhere:
 
     @property
     def pid(self) -> int:
-        """On its node; 0 until that said it."""
+        """Return the process id on its node; 0 until the node reported it."""
         return self.process.news.pid
 
     def poll(self) -> int | None:
         return self.process.code
 
     def wait(self, timeout: float) -> int:
-        """Hear its node meanwhile: nobody else does while the supervisor waits."""
+        """Wait for the end. Receives the agents' messages meanwhile, because nothing else does
+        while the supervisor waits.
+        """
         until_s = time.monotonic() + timeout
         while self.process.code is None and time.monotonic() < until_s:
             self._cluster.pump(min(_PUMP_S, timeout))
@@ -119,16 +121,16 @@ class Elsewhere:
 
 
 class _Fitness:
-    """Versions of what the nodes compute with: all have to be alike."""
+    """Versions that affect the nodes' results; they must be equal on all nodes."""
 
     def __init__(self, versions: Mapping[str, str]) -> None:
         self._versions = dict(versions)
         self._unfit: dict[int, str] = {}
-        """Nodes that would compute something else, and why."""
+        """Node -> why its results would differ."""
 
     def look(self, news: NodeNews) -> None:
-        """Compare a node with the first one; nothing is started on one that would compute something
-        else.
+        """Compare a node's versions with the first node's. No process is started on a node that
+        differs.
         """
         self._versions.setdefault("cpu", news.versions.get("cpu", ""))
         other = [
@@ -146,26 +148,26 @@ class _Fitness:
 
 
 class _Addresses:
-    """Addresses in the run's folder: those that processes elsewhere and agents listen at."""
+    """Addresses, in the run's folder, of agents and of processes elsewhere."""
 
     def __init__(self, folder: Path, deployment: Deployment) -> None:
         self._folder = folder
         self._lease_s = deployment.cluster.lease_s
         self._names_here = [wire_name(name) for name in gateways_here(deployment)]
         self._agents: dict[str, float] = {}
-        """When agents spoke last, by their names; the earlier ones of a node are told to leave."""
+        """Agent's name -> time of its last message; replaced agents of a node are told to end."""
         self._known: dict[str, Address] = {}
-        """Addresses of processes elsewhere that are in the folder."""
+        """Addresses in the folder of processes elsewhere."""
 
     def agent_spoke(self, now_s: float, agent: str, address: Address) -> None:
-        """Make an agent known to this process."""
+        """Record an agent's address and the time of its message."""
         if agent not in self._agents:
             write_address(self._folder, agent, address)
         self._agents[agent] = now_s
 
     def forget_agents(self, now_s: float, current: Collection[str]) -> list[str]:
-        """Forget agents whose place another took, and return their names: they end within their
-        lease.
+        """Forget agents that were replaced and silent for a lease, and return their names: they
+        have ended by then.
         """
         forgotten = [
             name
@@ -178,7 +180,7 @@ class _Addresses:
         return forgotten
 
     def here(self) -> dict[str, Address]:
-        """Return where the gateways of this host listen."""
+        """Return the addresses of this host's gateways."""
         found = {}
         for name in self._names_here:
             with contextlib.suppress(OSError):
@@ -186,7 +188,7 @@ class _Addresses:
         return found
 
     def write(self, addresses: dict[str, Address]) -> None:
-        """Make what listens elsewhere known to the processes of this host."""
+        """Write the addresses of processes elsewhere for the processes of this host."""
         for name in self._known.keys() - addresses.keys():
             address_path(self._folder, name).unlink(missing_ok=True)
         for name, address in addresses.items():
@@ -196,7 +198,7 @@ class _Addresses:
 
 
 class LiveNodes:
-    """All nodes but the supervisor's own host."""
+    """All nodes except the supervisor's own host."""
 
     def __init__(
         self,
@@ -208,9 +210,11 @@ class LiveNodes:
         *,
         adopts: bool = False,
     ) -> None:
-        """`adopts`: the nodes run what another supervisor left."""
+        """`adopts`: the nodes run processes that another supervisor left."""
         self.is_adopting = adopts
-        """It is not known yet what runs: nothing is started, and no node is given back."""
+        """True while the running processes are unknown: nothing is started, and no node is
+        released.
+        """
         self._adopt_until_s = math.inf
         self._adopted: list[Elsewhere] = []
         groups = node_groups(deployment)
@@ -222,7 +226,7 @@ class LiveNodes:
         self._wire = wire
         self._nodes = Nodes(sum(map(len, groups)), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
-        """By name, the last epoch of each."""
+        """Process name -> its latest epoch."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
 
     @property
@@ -231,18 +235,20 @@ class LiveNodes:
         return self._lending.wrong
 
     def status(self) -> tuple[NodeStatus, ...]:
-        """Which nodes are there."""
+        """Return each node's state."""
         return tuple(
             NodeStatus(node.number, node.phase.value, node.host) for node in self._nodes.nodes
         )
 
     def host_of(self, name: str) -> str:
-        """The host that a process was started on last; empty if on none of the nodes."""
+        """Return the host on which a process was last started; empty if on none of the nodes."""
         elsewhere = self._processes.get(name)
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
     def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
-        """An agent spoke, or the lender. True if something is to be done about it at once."""
+        """Handle a message of an agent or of the lender. Return True if there is something to do at
+        once.
+        """
         if isinstance(message, NodesKept):
             self._lending.hear(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
@@ -261,7 +267,7 @@ class LiveNodes:
         agent = agent_name(message.node, message.boot)
         self._addresses.agent_spoke(now_s, agent, message.agent)
         if message.node not in self._lending:
-            self._wire.send(agent, NodeOrders((), is_over=True))  # Its node was given back.
+            self._wire.send(agent, NodeOrders((), is_over=True))  # Its node was released.
             return False
         node = self._nodes.nodes[message.node]
         was = node.phase
@@ -278,7 +284,7 @@ class LiveNodes:
         return self._nodes.has_moved
 
     def _adopt(self, number: int) -> None:
-        """What a node runs already, which another supervisor had it run."""
+        """Adopt the processes that a node already runs for an earlier supervisor."""
         for name, process in self._nodes.nodes[number].processes.items():
             before = self._processes.get(name)
             if process.code is None and (before is None or before.process is not process):
@@ -288,20 +294,20 @@ class LiveNodes:
                 self._adopted.append(elsewhere)
 
     def take_adopted(self) -> list[Elsewhere]:
-        """Processes that were found running since the last call."""
+        """Return the adopted processes since the last call."""
         adopted, self._adopted = self._adopted, []
         return adopted
 
     def _is_all_heard(self) -> bool:
-        """Whether all agents spoke that there may be."""
+        """Return whether the agents of all found nodes have reported."""
         return all(
             self._nodes.nodes[number].phase is not NodePhase.ABSENT
             for number, _ in self._lending.found()
         )
 
     def tick(self, now_s: float) -> bool:
-        """Time passed: to be called several times a second, once a batch of what was said is heard.
-        True if what `status` or `wrong` says has changed.
+        """Advance the time. Call several times a second, after handling a batch of messages. Return
+        True if `status` or `wrong` changed.
         """
         if self.is_adopting and (
             now_s > self._adopt_until_s or (self._adopt_until_s < math.inf and self._is_all_heard())
@@ -326,26 +332,26 @@ class LiveNodes:
         self._nodes.listen_here(self._addresses.here())
         if self._nodes.has_moved:
             self._addresses.write(self._nodes.addresses())
-        if not self.is_adopting:  # Else they would forget whom they speak to, and nobody told yet.
+        if not self.is_adopting:  # Else agents would drop addresses not reported yet.
             self._nodes.tell_addresses(now_s)
         self._send_what_was_said()
         shown, self._shown = self._shown, (self.wrong, self.status())
         return shown != self._shown
 
     def keep(self, now_s: float, nodes: Collection[int]) -> None:
-        """Have these nodes, and give back all others as far as nobody they come with is needed."""
+        """Request these nodes; release groups that contain none of them."""
         if self.is_adopting:
             return
         for number in self._lending.keep(now_s, nodes):
             self._nodes.release(number)
 
     def complaint(self) -> str:
-        """Why nodes are not there, once when that begins; else empty."""
+        """Return why nodes are missing, once when that begins; else empty."""
         return self._lending.complaint()
 
     def node_for(self, plan: ProcessPlan) -> int | None:
-        """The node that a process is to run on now: its own or, where that is lost, a leader with
-        any of its ranks; None while none of them is there.
+        """Return the node for a process now: its own or, if that is lost and the process is a
+        leader, the node of any of its ranks. None if none of them is up.
         """
         nodes = [self._name_to_node[plan.name]]
         if self._nodes.nodes[nodes[0]].phase is NodePhase.LOST:
@@ -355,7 +361,7 @@ class LiveNodes:
     def start(
         self, plan: ProcessPlan, node: int, arguments: tuple[str, ...], epoch_number: int
     ) -> Elsewhere:
-        """Have a node start a process."""
+        """Start a process on a node."""
         if (before := self._processes.get(plan.name)) is not None:
             before.stdout.close()
         order = ProcessOrder(plan.name, epoch_number, arguments, plan.threads)
@@ -365,32 +371,32 @@ class LiveNodes:
         return elsewhere
 
     def renew_code(self) -> None:
-        """Have what is started from now on run the code that is installed on its node."""
+        """Have processes started from now on run the code installed on their node."""
         self._nodes.num_rollouts += 1
 
     def why_lost(self, name: str) -> str:
-        """Why a process is over, where no exit code says it; empty if one does, or it runs."""
+        """Return why a process is over if no exit code explains it; else empty."""
         elsewhere = self._processes.get(name)
         return elsewhere.process.reason if elsewhere is not None else ""
 
     def waited_s(self, name: str) -> float:
-        """How long the threads of a process were ready to run and had no processor."""
+        """Return how long the threads of a process were ready to run but had no processor."""
         elsewhere = self._processes.get(name)
         return elsewhere.process.news.waited_s if elsewhere is not None else 0.0
 
     def signal(self, elsewhere: Elsewhere, number: signal.Signals) -> None:
-        """Have a process sent a signal, if it runs."""
+        """Send a process a signal, if it runs."""
         self._nodes.signal(time.monotonic(), elsewhere.node, elsewhere.process, number)
         self._send_what_was_said()
 
     def see(self, name: str) -> None:
-        """Have a node tell a judge how a process fares."""
+        """Have a node report a process's state to its judge (failure detector)."""
         elsewhere = self._processes.get(name)
         if elsewhere is not None:
             self._wire.send(self._nodes.nodes[elsewhere.node].agent, Suspect(name))
 
     def pump(self, timeout_s: float) -> None:
-        """Hear the agents alone, as when the run ends."""
+        """Handle only agents' messages, for the end of the run."""
         for message in self._wire.receive(timeout_s):
             if isinstance(message, NodeNews | Printed):
                 self.hear(time.monotonic(), message)
@@ -398,14 +404,14 @@ class LiveNodes:
         self._send_what_was_said()
 
     def close(self) -> None:
-        """Let the agents go."""
+        """Dismiss the agents."""
         self._nodes.dismiss()
         self._send_what_was_said()
         for elsewhere in self._processes.values():
             elsewhere.stdout.close()
 
     def _send_what_was_said(self) -> None:
-        """What is heard and given up is answered at the next look."""
+        """Send the queued orders; those queued while messages are handled go at the next tick."""
         for send in self._nodes.take_sends():
             self._wire.send(send.to, send.message)
 
@@ -415,7 +421,7 @@ class LiveNodes:
         )
 
     def _why_silent(self, now_s: float) -> str:
-        """Why a node that was found is of no use; empty while each is, or may soon be."""
+        """Return why a found node is unusable; empty if each is usable or may soon be."""
         for number, found_s in self._lending.found():
             node = self._nodes.nodes[number]
             if why := self._fitness.why_unfit(number):
@@ -429,8 +435,8 @@ class LiveNodes:
 
 
 def address_here(cluster: ClusterConfig) -> str:
-    """The address of this host at which the nodes reach it: the one that leads to the cluster's.
-    Loopback where there is no cluster. Raises ConfigError.
+    """Return this host's address on the route to the cluster, where the nodes can reach it;
+    loopback without a cluster. Raises ConfigError.
     """
     if not cluster.spans_hosts:
         return Run.address
@@ -440,7 +446,7 @@ def address_here(cluster: ClusterConfig) -> str:
     host, _, port = head.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # Sends nothing.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # Sends nothing (UDP).
             probe.connect((host.strip("[]"), int(port)))
             address = str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
@@ -457,7 +463,7 @@ def address_here(cluster: ClusterConfig) -> str:
 
 
 def _ray_address() -> str:
-    """Of the Ray node on this host."""
+    """Return the address of the Ray node on this host; empty if there is none."""
     with contextlib.suppress(OSError):
         return _RAY_ADDRESS.read_text(encoding="utf-8").strip()
     return ""

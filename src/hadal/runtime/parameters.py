@@ -1,6 +1,6 @@
-"""Counts of a model's parameters and of the bytes that weights and KV take, by config.json alone.
+"""Counts of a model's parameters, and of the bytes of weights and KV, from config.json alone.
 
-Knows no ranks and no deployment's memory.
+Does not depend on ranks or a deployment's memory.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from hadal.core.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a value by what it is."""
+    """Bytes per value, by kind of value."""
 
     matrix: float = 4.0
-    """Projections and experts."""
+    """Bytes per value of projections and experts."""
     other: int = 4
-    """Embedding, head and norms."""
+    """Bytes per value of embedding, head and norms."""
     kv: int = 4
 
 
 def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
-    """What values are held in; `stored`: the dtype of most of the checkpoint, empty where it was
-    not looked at (then FP8 as config.json says, else BF16, as the family is released).
+    """Return the precision of values in memory. `stored`: dtype of most of the checkpoint; if
+    empty, because it was not read, FP8 as config.json says, else BF16, as the model family is
+    released.
 
-    On CPUs weights stay as they are stored where kernels compute from that: FP8 matrices with an
-    FP32 scale a block, beside BF16. On GPUs, an FP8 checkpoint is planned for fused kernels: the
-    same, and KV in BF16. All else is FP32, as it is served; see `ranks_in_fp32`.
+    On CPUs, weights stay as stored if kernels can compute from that: FP8 matrices with an FP32
+    scale per block, and BF16. On GPUs, an FP8 checkpoint is planned for fused kernels: the same
+    weights, and KV in BF16. Everything else is FP32, as it is served; see `ranks_in_fp32`.
     """
     kind = stored or ("F8_E4M3" if config.weight_block_size is not None else "BF16")
     is_fp8 = kind == "F8_E4M3" and config.weight_block_size is not None
@@ -38,7 +39,7 @@ def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
 
 
 def model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) -> int:
-    """All weights of the main model, and of the MTP module where it drafts."""
+    """Return the bytes of all weights of the main model, and of the MTP module if it drafts."""
     matrices, others, gates, expert = parameters(config)
     in_matrices = matrices + num_moe_layers(config) * config.n_routed_experts * expert
     if has_drafts:
@@ -65,7 +66,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def kv_bytes_per_token(
     config: ModelConfig, precision: Precision, num_layers: int | None = None
 ) -> int:
-    """What all layers cache of one token. `num_layers`: the model's if None."""
+    """Return the bytes that all layers cache per token. `num_layers`: the model's if None."""
     return (num_layers or config.num_hidden_layers) * config.entry_dim * precision.kv
 
 
@@ -74,8 +75,8 @@ def num_moe_layers(config: ModelConfig) -> int:
 
 
 def parameters(config: ModelConfig) -> tuple[int, int, int, int]:
-    """(in matrices every rank has, in embedding, head and norms, in gates, in one expert of one
-    layer).
+    """Return the parameters (in matrices that every rank has; in embedding, head and norms; in
+    gates; in one expert of one layer).
     """
     c = config
     dim, num_moe = c.hidden_size, num_moe_layers(c)
@@ -91,8 +92,9 @@ def parameters(config: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def module_parameters(config: ModelConfig) -> tuple[int, int, int, int]:
-    """Of the MTP module (in matrices that every rank has, in norms, in its gate, its routed
-    experts): one layer and a projection of two hidden states; embedding and head are the model's.
+    """Return the MTP module's counts (in matrices that every rank has; in norms; in its gate;
+    routed experts): one layer and a projection of two hidden states. It shares embedding and head
+    with the model.
     """
     c, dim = config, config.hidden_size
     is_moe = c.mtp_is_moe

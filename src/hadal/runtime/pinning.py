@@ -1,12 +1,12 @@
-"""Gives each thread of a kernel team a core of its own, and takes it away where others want it.
+"""Binding of each thread of a kernel team to its own core, except while other processes use the cores.
 
-    team's threads    a core each ------| let go |-- a core each ------------
+    team's threads    a core each ------| unbound |- a core each ------------
     others' work      ..............|####### on these cores #######|.........
 
-A team's threads wait for each other dozens of times in a step (kernels/cpu/team.h). Two of them on one
-core take turns, and the kernel moves neither, as both sleep often: a step then takes twice as long
-beside a core that is idle. But where others work on these cores, a bound thread waits for them. So it
-is let go then, and goes where the kernel puts it, until they work less.
+A team's threads wait for each other dozens of times in a step (kernels/cpu/team.h). If two of them
+share a core, they take turns, and the kernel moves neither, because both sleep often: a step then
+takes twice as long beside an idle core. But if other processes use these cores, a bound thread waits
+for them. So threads are unbound then, and the kernel places them, until the others use less.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hadal.runtime.cores import allowed_cores
 log = logging.getLogger("hadal.pinning")
 
 LOOK_S = 0.5
-"""How often a process looks who uses the cores of its threads."""
+"""Time between two measurements of other processes' use of the threads' cores."""
 TAKEN = 0.4
-"""Share of the cores' time that other processes use, above which threads run anywhere. Of two cores it
-is .15 beside 32 long answers, .5 beside 8 short chats or two spinning processes.
+"""Share of the cores' time, used by other processes, above which threads run unbound. On two cores
+the share is 0.15 beside 32 long answers, and 0.5 beside 8 short chats or two spinning processes.
 """
 _TASKS = Path("/proc/self/task")
 
@@ -45,13 +45,13 @@ class Team(Protocol):
 
 
 class PinnedTeam:
-    """Made by a thread that is never bound, whose cores are those that the process may use."""
+    """Binding of one team. A thread that is never bound must make it: its cores are the process's."""
 
     def __init__(
         self, choose: Callable[[Sequence[int]], Sequence[int]], make_team: Callable[[], Team | None]
     ) -> None:
-        """`choose` picks the cores, one for each thread, out of those that the process may use; it
-        may pick none. `make_team` returns the team of the thread that calls it; None: it has none.
+        """`choose` picks the cores, one per thread, from those that the process may use; it may
+        pick none. `make_team` returns the team of the calling thread, or None if it has none.
         """
         self._choose = choose
         self._make_team = make_team
@@ -59,14 +59,14 @@ class PinnedTeam:
         self._lock = threading.Lock()
         self._team: Team | None = None
         self._threads: tuple[int, ...] = ()
-        """The caller's first; none before `enter`."""
+        """Ids of the team's threads, the caller's first; empty before `enter`."""
         self._allowed: tuple[int, ...] = ()
         self._is_pinned = False
         self._next_s = 0.0
         self._use = CoreUse()
 
     def enter(self, now_s: float) -> None:
-        """The calling thread computes from now on."""
+        """Make the calling thread the team's computing thread."""
         team = self._make_team()
         if team is not None and team.threads:
             with self._lock:
@@ -74,7 +74,7 @@ class PinnedTeam:
                 self._look(now_s)
 
     def look(self, now_s: float) -> None:
-        """Bind the threads or let them go, if it is time to look."""
+        """Bind or unbind the threads, if a measurement is due."""
         if now_s >= self._next_s and self._threads:
             with self._lock:
                 self._look(now_s)
@@ -94,11 +94,11 @@ class PinnedTeam:
             self._free_started()
 
     def _pin(self, cores: Sequence[int]) -> None:
-        """Bind each thread to a core, if the kernel lets it."""
+        """Bind each thread to a core, if the kernel permits it."""
         try:
             for thread, core in zip(self._threads, cores, strict=True):
                 os.sched_setaffinity(thread, {core})
-        except OSError as error:  # Forbidden here, or other cores may be used by now.
+        except OSError as error:  # Forbidden here, or the permitted cores have changed.
             log.debug("threads cannot be bound to cores %s: %s", cores, error)
             self._let_go()
             return
@@ -113,7 +113,7 @@ class PinnedTeam:
         self._tell(False)
 
     def _free_started(self) -> None:
-        """Let those threads run anywhere that a bound one started: they begin on its core."""
+        """Unbind threads that a bound one started: they inherit its core."""
         for name in os.listdir(_TASKS):
             thread = int(name)
             if thread not in self._threads:

@@ -1,8 +1,8 @@
-"""The plan of a deployment as rows of text: topology, memory of a rank, experts, messages, schedule
-and cache.
+"""Plan of a deployment as rows of text: topology, memory per rank, experts, messages, schedule and
+cache.
 
-The start-up banner, `hadal serve --dry-run` and `hadal model` print their rows from here, in colour
-on a terminal and plain elsewhere. Builds the placement and the layouts that ranks would use; starts
+The start-up banner, `hadal serve --dry-run` and `hadal model` print these rows, in colour on a
+terminal and plain elsewhere. Builds the placement and the layouts that ranks would use; starts
 nothing, reads no weights, allocates no buffer.
 """
 
@@ -38,10 +38,10 @@ from hadal.runtime.topology import (
 )
 
 Row = tuple[str, str]
-"""(name, text); a row without a name goes on with the row above it."""
+"""(name, text); a row without a name continues the row above it."""
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 _SHOWN = 8
-"""Units, experts and layers shown one by one; of more, the first ones and how many."""
+"""Units, experts or layers listed one by one; of longer lists, the first ones and a count."""
 
 
 def console_for(file: TextIO) -> Console:
@@ -50,7 +50,7 @@ def console_for(file: TextIO) -> Console:
 
 
 def named(name: str, texts: Sequence[str]) -> list[Row]:
-    """Return rows; the first has the name."""
+    """Return the texts as rows; only the first has the name."""
     return [("" if index else name, text) for index, text in enumerate(texts)]
 
 
@@ -76,7 +76,7 @@ def print_warnings(console: Console, memory: MemoryPlan) -> None:
 
 
 def print_plan(resolved: Resolved, reasons: Sequence[str], console: Console | None = None) -> None:
-    """Print the whole plan; `reasons`: why it cannot be run."""
+    """Print the whole plan; `reasons`: why it cannot run, one sentence each."""
     console = console or console_for(sys.stdout)
     place = "a cluster" if resolved.deployment.cluster.spans_hosts else "this host"
     print_sections(console, sections(resolved))
@@ -200,7 +200,9 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
 
 
 def _ids(experts: Sequence[int]) -> str:
-    """A few one by one, rows of neighbours as ranges, of many the first and how many."""
+    """Return expert ids as text: a run as a range, else the ids; of a long list the first ids and
+    the count.
+    """
     numbers = np.asarray(experts)
     if len(numbers) > 2 and (np.diff(numbers) == 1).all():
         return f"{numbers[0]}-{numbers[-1]}"
@@ -247,7 +249,7 @@ def _schedule(units: UnitsConfig) -> Iterator[Row]:
 
 
 def drafts_text(deployment: Deployment, config: ModelConfig) -> str:
-    """Empty where none are made."""
+    """Return how many drafts (speculative tokens) are made per step; empty if none."""
     most = num_drafts_max(deployment, config)
     if not most:
         return ""
@@ -256,7 +258,7 @@ def drafts_text(deployment: Deployment, config: ModelConfig) -> str:
 
 
 def model_texts(resolved: Resolved) -> list[str]:
-    """Name and size of the model, its shape, and the precision of its weights."""
+    """Return texts with the model's name and size, its shape, and the precision of its weights."""
     config, memory = resolved.config, resolved.memory
     stored = _PRECISIONS.get(resolved.precision, resolved.precision)
     return [
@@ -269,7 +271,7 @@ def model_texts(resolved: Resolved) -> list[str]:
 
 
 def totals_text(memory: MemoryPlan) -> str:
-    """Bytes of all ranks together."""
+    """Return the bytes of all ranks together as text."""
     return (
         f"weights {gb(memory.weight_bytes)}, KV {gb(memory.kv_bytes)} shared by"
         f" {plural(sum(memory.num_ranks), 'rank')}"
@@ -277,7 +279,7 @@ def totals_text(memory: MemoryPlan) -> str:
 
 
 def pools_text(memory: MemoryPlan) -> str:
-    """Blocks and tokens of a rank's pool, by role."""
+    """Return the blocks and tokens of a rank's pool, by role, as text."""
     sizes = (
         f"{role} {memory.of(role).kv_blocks} blocks ({memory.of(role).kv_tokens} tokens)"
         for role in ROLES
@@ -286,7 +288,7 @@ def pools_text(memory: MemoryPlan) -> str:
 
 
 def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[Row]:
-    """(where, what is kept there)."""
+    """Return rows (place, KV kept there)."""
     cache = deployment.cache
     if not cache.is_on:
         return [("off", "every prompt is computed from its first token")]

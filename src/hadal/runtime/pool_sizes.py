@@ -1,7 +1,7 @@
-"""The size of each KV pool: as the deployment names it, else a share of the memory that weights leave.
+"""Size of each KV pool: as the deployment sets it, else a share of the memory left beside weights.
 
-Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment, so that units,
-their restarts and their successors have the same number, whatever memory is free by then.
+Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment. So units,
+their restarts and their successors have equal pools, whatever memory is free by then.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages.base import BLOCK_TOKENS
 
 NUM_SCRATCH_BLOCKS = 1
-"""SCRATCH_BLOCK takes the writes of padding."""
+"""Number of scratch blocks: SCRATCH_BLOCK takes the writes of padding."""
 FIXED_MB = 256
-"""Pool of a rank whose host's memory is not known here. Ranks on other hosts need one size, and a
-supervisor that takes them over must come to the same; a GPU's pool lies in its own memory as well.
+"""Pool of a rank whose host's memory is unknown. Ranks on other hosts need one common size, and a
+new supervisor must compute the same; a GPU's pool occupies the GPU's memory as well.
 """
 MEMORY_PARTS = 4
-"""Pools take one of so many parts of the memory that weights and buffers leave. Processes, the page
+"""Pools take 1/MEMORY_PARTS of the memory left beside weights and buffers. Processes, the page
 cache and other programs have the rest.
 """
 SHM_PARTS = 2
-"""Pools take one of so many parts of /dev/shm: a rank that starts again reserves its pool while
-readers may still map the old one.
+"""Pools take 1/SHM_PARTS of /dev/shm: a restarted rank reserves its pool while readers may still
+map the old one.
 """
 MOST_BYTES = 16 << 30
-"""Largest pool by default. A rank reserves its pool at its start, at 4 GB/s here, so this adds 4 s."""
+"""Largest default pool. A rank reserves its pool at its start, at 4 GB/s here, so this adds 4 s."""
 _KEPT_BITS = 5
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a host before anything of a deployment is loaded."""
+    """Memory of a host before a deployment is loaded."""
 
     free_bytes: int
     """Bytes for weights, buffers and pools together."""
@@ -49,12 +49,12 @@ def pool_blocks(
     beside_bytes: int,
     room: Room | None,
 ) -> dict[str, int]:
-    """Return role -> KV blocks of a rank, the scratch block included.
+    """Return role -> KV blocks of a rank, including the scratch block.
 
-    `beside_bytes`: weights and buffers of all ranks. `room`: of their host; None: not known. A pool
-    holds one whole context or more, unless `kv_blocks` says otherwise. By default it holds a whole
-    context for each of a rank's `max_requests` at most: running requests fill no more of a decode
-    pool, and a prefill pool then caches as many conversations as its rank works on.
+    `beside_bytes`: weights and buffers of all ranks. `room`: memory of their host; None: unknown. A
+    pool holds at least one whole context, unless `kv_blocks` says otherwise. By default it holds at
+    most a whole context for each of a rank's `max_requests`: running requests fill no more of a
+    decode pool, and a prefill pool then caches one conversation per request that its rank can run.
     """
     context_blocks = -(-context_tokens // BLOCK_TOKENS)
     least = NUM_SCRATCH_BLOCKS + context_blocks
@@ -63,7 +63,7 @@ def pool_blocks(
     )
     found: dict[str, int] = {}
     role_to_blocks_max: dict[str, int] = {}
-    role_to_bytes = {}  # Of a block in each pool of the role.
+    role_to_bytes = {}  # Role -> bytes of one block in all of its pools.
     for role in ROLES:
         units = units_of(deployment, role)
         role_to_bytes[role] = block_bytes * deployment.num_units_max(role) * units.ranks
@@ -84,7 +84,7 @@ def pool_blocks(
             (room.shm_bytes - named_bytes) // SHM_PARTS,
         )
     )
-    # The role that can use least comes first, so that the other one has what it leaves.
+    # The role with the smaller maximum comes first, so that the other one can use what it leaves.
     roles = sorted(
         role_to_blocks_max, key=lambda role: role_to_blocks_max[role] * role_to_bytes[role]
     )
@@ -96,16 +96,16 @@ def pool_blocks(
 
 
 def _rounded(num_bytes: int) -> int:
-    """Round down by a sixteenth at most. Free memory is never the same twice, and a plan, a dry run and
-    a start should say the same.
+    """Round down by a sixteenth at most. Free memory always varies a little, but a plan, a dry run
+    and a start should agree.
     """
     shift = max(0, num_bytes.bit_length() - _KEPT_BITS)
     return max(0, num_bytes) >> shift << shift
 
 
 def check_blocks(role: str, deployment: Deployment, context_tokens: int) -> list[str]:
-    """Return a warning where a role's `kv_blocks` hold less than one whole context. Raises
-    ConfigError if they hold nothing.
+    """Return a warning if a role's `kv_blocks` hold less than one whole context. Raises ConfigError
+    if they hold nothing.
     """
     asked = units_of(deployment, role).kv_blocks
     if 0 < asked < NUM_SCRATCH_BLOCKS + 1:

@@ -1,22 +1,20 @@
-"""The lender: asks Ray for nodes, has an agent started on each, and asks for another where a node is
-gone.
+"""The lender (node provider): asks Ray for nodes, starts an agent on each, and replaces lost nodes.
 
-    placement group   the nodes of one unit, or one that small units share: all of it or nothing
-    actor             one in each bundle; it starts the agent as a process of its own and ends with it
-    floor             what the cluster is to have in all, for an autoscaler: groups are asked for one by
-                      one, and their nodes boot together
-    run               what it is to the nodes and who supervises it, in Ray's own store: the next
-                      supervisor takes it over
-    Ray's head        must keep its state on disk or in Redis: else its end is that of every node
+    placement group   nodes of one unit, or one node shared by small units: all of them or none
+    actor             one per bundle; it starts the agent as its own child process and ends with it
+    floor             all nodes the cluster should have, for an autoscaler: groups are requested one
+                      by one, but their nodes boot together
+    run               its settings for the nodes and its supervisor, in Ray's own store: the next
+                      supervisor takes the run over
+    Ray's head        must keep its state on disk or in Redis; otherwise its end is that of every node
 
-Nothing that is said while serving goes through Ray. Ray learns of a dead node after seconds to a
-minute. Hadal gave it up long before (roles/nodes); the lender only replaces it. Groups
-and actors are detached, so this process may end and be started again, as it does with the Ray node
-that it is on: what runs goes on, and is found again by its name. This is the one module that imports
-ray.
+Messages of serving do not go through Ray. Ray notices a dead node after seconds to a minute; Hadal
+has given it up long before (roles/nodes), and the lender only replaces it. Groups and actors are
+detached. So this process may end and restart, e.g. with its Ray node: the run continues, and is
+found again by its name. Only this module imports ray.
 
     python -m hadal.runtime.ray_cluster --folder RUN_FOLDER --epoch-number 1
-    python -m hadal.runtime.ray_cluster --find NAME --address ADDRESS      prints what is kept of a run
+    python -m hadal.runtime.ray_cluster --find NAME --address ADDRESS      prints the record of a run
 """
 
 from __future__ import annotations
@@ -86,46 +84,50 @@ log = logging.getLogger("hadal.ray")
 
 NAMESPACE = "hadal"
 _NAMESPACE = NAMESPACE.encode()
-"""Of what is kept of runs."""
+"""Namespace of the records of runs."""
 _STORAGE_TAG = b"extra_usage_tag_gcs_storage"
-"""Where the head writes down what it keeps its state in, whether or not it tells anybody."""
+"""Key under which the head stores the kind of its storage, even if usage reports are off."""
 _IN_MEMORY = "memory"
 _NODE_ID = "ray.io/node-id"
 """Label of every Ray node."""
 _LOOK_S = 0.1
-"""How often Ray is asked how far it is."""
+"""Time between two requests to Ray for its progress."""
 _TELL_S = 1.0
-"""How often the supervisor is told that nodes are looked after."""
+"""Time between the lender's reports to the supervisor."""
 LEASES_MAX = 10
-"""Of a supervisor that cannot be reached, one after the other, before its nodes are given back."""
+"""Successive leases without contact to the supervisor, after which an unreachable supervisor's
+nodes are released.
+"""
 _FLOOR_S = 30.0
-"""How often the autoscaler is told again what the cluster is to have: whoever else says something of the
-kind takes this word's place, and a head that was started again has forgotten it.
+"""Time between repeats of the floor to the autoscaler: other callers of its API overwrite it, and a
+restarted head has forgotten it.
 """
 _LAST_S = 10.0
-"""How long the supervisor may take to end this, once it was told that another serves."""
+"""Time that the supervisor has to end this process after the report that another supervisor serves.
+"""
 _AGAIN_S = 2.0
-"""Between an agent's end and the next one's start."""
+"""Pause between an agent's end and the start of the next one."""
 
 Group = tuple[int, ...]
-"""Nodes of the deployment that are had together or not at all."""
+"""Nodes of the deployment that are lent together or not at all."""
 
 
 class NodeActor:
-    """Keeps an agent on a node, which ends with this."""
+    """Parent of the agent on a node; the agent ends with it."""
 
     def __init__(self, joining: bytes) -> None:
-        """`joining`: as JSON, but for the address of this node."""
+        """`joining`: a Joining as JSON, without this node's address."""
         self._address = str(get_node_ip_address())  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._agent: subprocess.Popen[bytes] | None = None
         self._joining = self._here(joining)
         self._look_for_successor()
-        # The thread that starts an agent has to outlive it: the kernel ends the agent with it.
+        # The kernel ends the agent when the thread that started it ends, so this thread outlives
+        # the agent.
         threading.Thread(target=self._run, daemon=True).start()
 
     def renew(self, joining: bytes) -> None:
-        """Another supervisor may have taken the run over: tell the agent."""
+        """Send the agent the joining of a new supervisor, if it has a later epoch."""
         told = self._here(joining)
         with self._lock:
             if told.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
@@ -141,7 +143,9 @@ class NodeActor:
         return _told(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
-        """Ray starts this anew with what it was given at first, whoever supervises by now."""
+        """Use the recorded joining if it is newer: Ray restarts this actor with its first
+        arguments.
+        """
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
             told = _told(kept, self._joining.node, self._address)
@@ -150,10 +154,10 @@ class NodeActor:
                     self._joining = told
 
     def _run(self) -> None:
-        """Have an agent until one ends by itself, whereupon Ray starts this anew elsewhere, or here.
-        One that ends for want of a supervisor is followed by another until the supervisor is known
-        to be gone: then the nodes are given back. A closed port says so at once; one that cannot be
-        reached says nothing, and is waited for.
+        """Run agents one after the other. If an agent ends by itself, exit; Ray then restarts this
+        actor, here or elsewhere. An agent that lost its supervisor is followed by another, until
+        the supervisor is known to be gone; then the nodes are released. A closed port proves that
+        at once; an unreachable host is given LEASES_MAX leases.
         """
         lease_s = self._joining.run.deployment.cluster.lease_s
         num_leases = 0
@@ -167,8 +171,8 @@ class NodeActor:
                 num_leases = 1 if has_heard else num_leases + 1
                 if num_leases == LEASES_MAX or is_open(self._joining.supervisor.endpoint) is False:
                     _ask_autoscaler([], "")
-                    remove_placement_group(group)  # And this with it.
-            time.sleep(_AGAIN_S)  # Else both would be started at once, and without a limit.
+                    remove_placement_group(group)  # This actor ends with its group.
+            time.sleep(_AGAIN_S)  # Otherwise restarts would follow each other without a pause.
             if code != EXIT_LEASE:
                 os._exit(1)
 
@@ -188,22 +192,22 @@ class NodeActor:
 
 @dataclass
 class _Lent:
-    """A group of nodes that was asked for."""
+    """A requested group of nodes."""
 
     group: PlacementGroup
     asked_s: float
     has_agents: bool = False
-    """The nodes were found."""
+    """True once the nodes were found."""
 
 
 class RayLender:
-    """Moves Ray nearer to what the supervisor wants, a little at each call."""
+    """Requests to Ray that follow the supervisor's wishes, a little at each call."""
 
     def __init__(
         self, run: Run, supervisor: Address, api_keys: str = "", api_keys_file: str = ""
     ) -> None:
-        """Join the cluster. `api_keys`: for the nodes with gateways. Raises ConfigError if it is not
-        there, or not to be relied upon.
+        """Join the cluster. `api_keys`: for the nodes with gateways. Raises ConfigError if there is
+        no cluster, or if it is not safe to use.
         """
         self._deployment = run.deployment
         self._run_id = run.run_id
@@ -213,11 +217,11 @@ class RayLender:
         self._name = run.deployment.cluster.name
         self._lent: dict[Group, _Lent] = {}
         self._late: dict[Group, str] = {}
-        """Why those that are looked for in vain are not found."""
+        """Group -> why its nodes were not found in time."""
         self._is_kept = False
         self._looked_s = time.monotonic()
         self._floor: list[dict[str, float]] | None = None
-        """What the autoscaler was told last; None: nothing yet."""
+        """Floor last sent to the autoscaler; None before the first."""
         self._floor_s = -math.inf
         _join(run.deployment.cluster.address)
         self._refuse_open_ray()
@@ -229,11 +233,11 @@ class RayLender:
 
     @property
     def found(self) -> tuple[Group, ...]:
-        """Groups whose nodes are there."""
+        """Return the groups with nodes."""
         return tuple(group for group, lent in self._lent.items() if lent.has_agents)
 
     def keep(self, run: Run) -> None:
-        """Have the next supervisor find it."""
+        """Record the run in Ray's store, for the next supervisor."""
         if self._is_kept and run == self._joining.run:
             return
         self._joining, self._is_kept = replace(self._joining, run=run), True
@@ -241,8 +245,8 @@ class RayLender:
         _internal_kv_put(self._name.encode(), packed, namespace=_NAMESPACE)
 
     def _claim(self) -> bool:
-        """Be the one supervisor of its term: of several that start at once the first is. False: another
-        is.
+        """Claim this supervisor's term; of several that start at once, the first succeeds. Return
+        False if another has the term.
         """
         term, claim = self._joining.run.term, self._joining.supervisor.endpoint.encode()
         key = _claim_key(self._name, term)
@@ -254,7 +258,7 @@ class RayLender:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another supervisor serves under this name."""
+        """Return whether another supervisor serves under this name."""
         return not self._is_claimed or self._has_later()
 
     def _has_later(self) -> bool:
@@ -262,7 +266,7 @@ class RayLender:
         return kept is not None and kept.run.term > self._joining.run.term
 
     def end(self) -> None:
-        """Give all back, and leave nothing for a next supervisor."""
+        """Release all nodes and delete the run's record."""
         if not self.is_superseded:
             self.move(())
             _internal_kv_del(self._name.encode(), namespace=_NAMESPACE)
@@ -270,8 +274,8 @@ class RayLender:
             _internal_kv_del(key, namespace=_NAMESPACE)
 
     def _adopt(self) -> None:
-        """Take over what a lender of this run before this one asked for, and tell agents who
-        supervises now.
+        """Take over the groups that an earlier lender of this run requested, and send their agents
+        the new supervisor.
         """
         prefix = f"{self._run_id}-"
         for asked in placement_group_table().values():
@@ -279,15 +283,14 @@ class RayLender:
             if name.startswith(prefix) and asked["state"] != "REMOVED":
                 group = tuple(map(int, name.removeprefix(prefix).split("-")))
                 self._lent[group] = lent = _Lent(get_placement_group(name), time.monotonic())
-                if asked["state"] in ("CREATED", "RESCHEDULING"):  # Of the latter, a node is gone.
+                if asked["state"] in ("CREATED", "RESCHEDULING"):  # RESCHEDULING: a node is lost.
                     self._start_all(group, lent)
 
     def move(self, wanted: Collection[Group]) -> str:
-        """Give back what is not wanted, and come nearer to what is. Returns what there is to
-        complain of.
+        """Release unwanted groups and request missing ones. Return a complaint as text, or "".
 
-        The largest group goes first, one at a time: several small ones could take a place of each
-        large one. What was looked for in vain goes last.
+        Groups are placed one at a time, largest first, because several small ones could block a
+        large one. Groups that were not found in time come last.
         """
         self._set_floor(wanted)
         self._forget_removed()
@@ -306,7 +309,9 @@ class RayLender:
         return group not in self._late, group != self._gateways, len(group)
 
     def _forget_removed(self) -> None:
-        """Groups that their agents gave back, as those do that hear of no supervisor for long."""
+        """Drop groups that their agents released, as agents do that get no supervisor's messages
+        for long.
+        """
         if time.monotonic() - self._looked_s < _FLOOR_S:
             return
         self._looked_s = time.monotonic()
@@ -322,7 +327,7 @@ class RayLender:
         return f"{self._run_id}-{'-'.join(map(str, group))}"
 
     def _set_floor(self, wanted: Collection[Group]) -> None:
-        """Tell an autoscaler, if there is one, which nodes the cluster is to have."""
+        """Send an autoscaler, if there is one, the list of nodes that the cluster should have."""
         floor = [bundle for group in wanted for bundle in self._bundles(group).values()]
         is_due = bool(floor) and time.monotonic() - self._floor_s > _FLOOR_S
         if floor != self._floor or is_due:
@@ -330,7 +335,7 @@ class RayLender:
             _ask_autoscaler(floor, self._deployment.cluster.label)
 
     def _look(self, group: Group, lent: _Lent) -> None:
-        """Start agents if the nodes are found; give up for now if that takes too long."""
+        """Start agents if the nodes were found; give up for now after the time limit."""
         waited_s = time.monotonic() - lent.asked_s
         if placement_group_table(lent.group)["state"] == "CREATED":
             self._late.pop(group, None)
@@ -348,7 +353,7 @@ class RayLender:
     def _start(
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
     ) -> None:
-        """Have an agent on a node; one that is there already hears who supervises now."""
+        """Start an agent on a node; send a running one the current supervisor."""
         joining = msgspec.json.encode(_told(self._joining, node, ""))
         actor: Any = (
             ray.remote(NodeActor)
@@ -369,13 +374,13 @@ class RayLender:
         actor.renew.remote(joining)
 
     def _release(self, group: Group) -> None:
-        """Give a group back, and end its actors: Ray would keep them, to be started again in a group
-        that is not there any more.
+        """Release a group and kill its actors. Otherwise Ray would keep the actors, to restart them
+        in a group that no longer exists.
         """
         log.info("giving %s back to Ray", _nodes(group))
         lent = self._lent.pop(group).group
         for index in range(len(group)):
-            with contextlib.suppress(ValueError):  # There is none yet.
+            with contextlib.suppress(ValueError):  # The actor does not exist yet.
                 ray.kill(ray.get_actor(_actor_name(lent, index)))
         remove_placement_group(lent)
 
@@ -407,7 +412,7 @@ class RayLender:
         log.warning("%s.", text)
 
     def _bundles(self, group: Group) -> dict[int, dict[str, float]]:
-        """What each node must have: its ranks' GPUs or their threads, or a gateway's core."""
+        """Return node -> resources it must have: GPUs or threads of its ranks, or a gateway's core."""
         if group == self._gateways:
             return {node: {"CPU": 1} for node in group}
         needed: dict[int, Counter[str]] = {node: Counter() for node in group}
@@ -415,7 +420,7 @@ class RayLender:
             units = units_of(self._deployment, unit.role)
             num_ranks = min(unit.num_ranks, units.ranks_per_node)
             for node in set(unit.nodes) & needed.keys():
-                # Units on one node take turns on its cores; a GPU is one rank's.
+                # Units on one node share its cores in turn; a GPU belongs to one rank.
                 if self._deployment.device == "cuda":
                     needed[node]["GPU"] += num_ranks
                 else:
@@ -424,7 +429,7 @@ class RayLender:
         return {node: dict(counted) for node, counted in needed.items()}
 
     def _place(self, group: Group) -> PlacementGroup:
-        # The supervisor's gateways have the port on this host already.
+        # The supervisor's gateways already use the port on this host.
         elsewhere = {}
         if group == self._gateways:
             elsewhere = {_NODE_ID: f"!{ray.get_runtime_context().get_node_id()}"}
@@ -462,7 +467,7 @@ class RayLender:
 
 
 def _join(address: str) -> None:
-    """Be a client of the cluster. Raises ConfigError if it is not there."""
+    """Connect to the cluster as a client. Raises ConfigError if there is none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
@@ -476,8 +481,8 @@ def _join(address: str) -> None:
 
 
 def _lets_anybody_in() -> bool:
-    """Return whether the head answers a process without a token. Another process asks, since a process
-    reads Ray's mode once. Raises ConfigError if the head does not answer.
+    """Return whether the head answers a process without a token. A child process asks, because a
+    process reads Ray's mode only once. Raises ConfigError if the head does not answer.
     """
     address = ray.get_runtime_context().gcs_address
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
@@ -492,8 +497,8 @@ def _lets_anybody_in() -> bool:
 
 
 def _actor_name(group: PlacementGroup, index: int) -> str:
-    """Of the actor in a bundle, whichever lender asks. No group's is another's: the name of an actor
-    whose group was removed may be taken for good.
+    """Return the name of the actor in a bundle, the same for every lender. It contains the group's
+    id: the name of an actor whose group was removed may stay taken.
     """
     return f"{group.id.hex()}-{index}"
 
@@ -501,25 +506,25 @@ def _actor_name(group: PlacementGroup, index: int) -> str:
 def _selectors(
     num_bundles: int, label: str, more: Mapping[str, str] | None = None
 ) -> list[dict[str, str]] | None:
-    """The labels that each node of so many must have."""
+    """Return the labels that each of `num_bundles` nodes must have."""
     key, _, value = label.partition("=")
     labels = ({key: value} if key else {}) | dict(more or {})
     return [labels] * num_bundles if labels else None
 
 
 def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
-    """Have the cluster's autoscaler keep nodes for all of these bundles, whoever uses them; a cluster
-    without one keeps the word and does nothing. This is a hint: what it does not bring, the groups
-    that wait for nodes ask for.
+    """Ask the cluster's autoscaler to keep nodes for all of these bundles. A cluster without
+    autoscaler stores the request and does nothing. This is a hint: pending groups request what it
+    does not bring.
     """
     try:
         request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))
-    except RpcError as error:  # The head is away; it is told again.
+    except RpcError as error:  # The head is unreachable; the request is repeated.
         log.warning("the autoscaler was not told which nodes are wanted: %s", error)
 
 
 def _told(asked: Joining, node: int, address: str) -> Joining:
-    """The same for another node, which hears of API keys if it has a gateway."""
+    """Return the joining of another node; it includes API keys only if the node has a gateway."""
     is_gateways = node in gateway_nodes(asked.run.deployment)
     run = replace(asked.run, address=address)
     keys = (asked.api_keys, asked.api_keys_file) if is_gateways else ("", "")
@@ -531,8 +536,8 @@ def _line(joining: Joining) -> bytes:
 
 
 def _kept(name: str) -> Joining | None:
-    """What is kept of the run of this name: its supervisor and what it tells processes. None: it has
-    ended, or there was none.
+    """Return the record of the run of this name: its supervisor and its processes' settings. None:
+    the run has ended, or there was none.
     """
     found = _internal_kv_get(name.encode(), namespace=_NAMESPACE)
     try:
@@ -562,7 +567,7 @@ def _nodes(group: Group) -> str:
 
 
 def _find(name: str, address: str) -> int:
-    """Print what is kept of a run, if anything is."""
+    """Print the record of a run, if there is one."""
     try:
         _join(address)
         kept = _kept(name)
@@ -575,7 +580,7 @@ def _find(name: str, address: str) -> int:
 
 
 def main() -> int:
-    """Lend nodes until told to end; returns the exit code."""
+    """Lend nodes until told to end; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--find")
     parser.add_argument("--address")
@@ -584,7 +589,7 @@ def main() -> int:
     add_epoch_arguments(parser)
     asked = parser.parse_args()
     run = enter_child(LENDER, asked.folder)
-    # Nobody speaks to it but the supervisor, on this host.
+    # Only the supervisor, on this host, sends it messages.
     wire = ZmqWire(LENDER, asked.folder, epoch_number=asked.epoch_number)
     ending = threading.Event()
     try:
@@ -594,7 +599,9 @@ def main() -> int:
         )
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] | None = None
-        """Not known yet: what the lender before had is kept until the supervisor spoke."""
+        """Unknown until the supervisor's first message; until then the earlier lender's groups are
+        kept.
+        """
         complaint = ""
         told_s = -math.inf
         while not ending.is_set():
@@ -604,14 +611,14 @@ def main() -> int:
             is_due = time.monotonic() - told_s >= _TELL_S
             if is_due and lender.is_superseded:
                 wire.send(SUPERVISOR, NodesKept(complaint, is_superseded=True))
-                ending.wait(_LAST_S)  # The supervisor ends it.
+                ending.wait(_LAST_S)  # The supervisor ends this process.
                 return 0
             if wanted is not None:
                 complaint = lender.move(wanted)
             if is_due:
                 told_s = time.monotonic()
                 wire.send(SUPERVISOR, NodesKept(complaint, lender.found))
-                lender.keep(read_run(asked.folder))  # A rollout changes it.
+                lender.keep(read_run(asked.folder))  # A rollout changes the run.
         lender.end()
     except ConfigError as error:
         log.critical("%s", error)

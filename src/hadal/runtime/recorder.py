@@ -1,9 +1,8 @@
-"""Records what roles hear and answer, where HADAL_RECORD names a folder; else nothing is here at
-all.
+"""Recorder of the calls and answers of roles, if HADAL_RECORD names a folder; otherwise inactive.
 
-Every process that hosts a role writes a file of its own, `PROCESS-PID.rec` (format:
-roles/recording), call by call, so that `kill -9` loses at most the call it interrupts. A recording
-holds prompts and answers: it is for its owner alone.
+Every process that hosts a role writes its own file, `PROCESS-PID.rec` (format: roles/recording),
+call by call, so that `kill -9` loses at most the call it interrupts. A recording contains prompts
+and answers, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from hadal.runtime.process.private import open_private
 log = logging.getLogger(__name__)
 
 RECORD = "HADAL_RECORD"
-"""Environment variable: the folder that recordings go to. Empty or unset: none are made."""
+"""Environment variable with the folder for recordings. Empty or unset: no recordings."""
 SUFFIX = ".rec"
 
 
 def recorded(
     role: RecordedRole, process: str, made: Made, run_id: str, deployment: Deployment
 ) -> RecordedRole:
-    """Return what a host calls instead of the role: where recordings are wanted a Recorded, which
-    writes its calls down, else the role itself.
+    """Return the object that a host calls as its role: a Recorded, if recordings are wanted, else
+    the role itself.
 
-    `process`: its name on the wire. Raises ConfigError if the folder cannot be written to.
+    `process`: its name on the wire. Raises ConfigError if the folder is not writable.
     """
     folder = os.environ.get(RECORD, "")
     if not folder:
         return role
-    # Databases' URLs may hold passwords, and no role asks for them.
+    # Databases' URLs may contain passwords, and no role needs them.
     deployment = msgspec.structs.replace(
         deployment,
         ledger=msgspec.structs.replace(deployment.ledger, url=""),
@@ -64,7 +63,7 @@ def recorded(
 
 
 class Recorded:
-    """A role with a recording of its calls. Questions that change nothing go to the role itself."""
+    """Wrapper of a role that records its calls. Queries without effect go to the role directly."""
 
     def __init__(self, role: RecordedRole, tape: Tape) -> None:
         self._role = role
@@ -80,17 +79,15 @@ class Recorded:
 
 
 class Tape:
-    """One process's file. One that cannot be written any more ends the recording, not the
-    process.
-    """
+    """File of recordings of one process. A write error ends the recording, not the process."""
 
     def __init__(self, append: Callable[[bytes], object]) -> None:
-        """`append` puts bytes at the file's end."""
+        """`append` adds bytes at the file's end."""
         self._append: Callable[[bytes], object] | None = append
 
     def note(self, call: Callable[..., list[Any]], now_s: float, *events: Any) -> list[Any]:
-        """Return the answer of `call(now_s, *events)`, and write both down. An error that it raises
-        is written down and raised.
+        """Return the answer of `call(now_s, *events)`, and record both. An exception is recorded
+        and raised.
         """
         try:
             effects = call(now_s, *events)
@@ -118,7 +115,7 @@ def _append(descriptor: int, data: bytes) -> None:
 
 
 def _open(folder: Path, process: str) -> int:
-    """A descriptor that stays open until the process ends."""
+    """Create the file and return its descriptor, which stays open until the process ends."""
     path = folder / f"{process}-{os.getpid()}{SUFFIX}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -132,8 +129,8 @@ def _open(folder: Path, process: str) -> int:
 
 
 def read_recordings(folder: Path) -> list[Recording]:
-    """Read all recordings of one run, by process and time. Raises RecordingError that says what is
-    wrong with which.
+    """Read all recordings of one run, ordered by process and time. Raises RecordingError naming the
+    file and the problem.
     """
     recordings = []
     for path in sorted(folder.glob(f"*{SUFFIX}")) if is_folder(folder) else ():

@@ -1,7 +1,7 @@
-"""Turns what was asked into what will run: every derived field of a deployment filled in, every
-early mistake named.
+"""Resolution of a requested deployment: fills in every derived field, and reports every mistake
+that can be found before the start.
 
-Looks at the model's folder and at this machine; starts nothing and loads no torch.
+Inspects the model's folder and this machine; starts nothing and loads no torch.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from hadal.stats.prices import micro_usd, price_list
 MODEL_VARIABLE = "HADAL_MODEL"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "models" / "hadal-tiny").resolve()
-"""Part of the package, so that a wheel has it; in a checkout a link leads to the folder beside
-src/.
+"""Folder of the shipped model, inside the package, so that a wheel has it. In a checkout it is a
+link to the folder beside src/.
 """
 _CONFIGS = (_PACKAGE / "configs").resolve()
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
-"""A model's folder has one of them, or both; the gateway reads the first that is there."""
+"""Tokenizer files. A model's folder has one or both; the gateway reads the first that exists."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A deployment ready to be started, and what its banner says of it."""
+    """A deployment ready to start, with the facts that its banner shows."""
 
     deployment: Deployment
     config: ModelConfig
     memory: MemoryPlan
     precision: str
-    """Precision of the checkpoint, as its files say; empty where only config.json was read."""
+    """Precision of the checkpoint by its files; empty if only config.json was read."""
     fingerprint: str = ""
-    """What KV depends on besides its text; empty where only config.json was read."""
+    """Fingerprint of KV (runtime/fingerprint); empty if only config.json was read."""
     model_digest: str = ""
-    """Of config.json and the weights; empty where only config.json was read."""
+    """Digest of config.json and the weights; empty if only config.json was read."""
 
 
 def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
-    """Fill in what is left to be derived, from config.json and this machine; needs no weights.
-    `room`: of another machine; None: of this one.
+    """Fill in the derived fields, from config.json and this machine; needs no weights. `room`:
+    memory of another machine; None: of this one.
 
     Raises ConfigError or CheckpointError, one line that says what to change, if the deployment
     cannot work anywhere.
@@ -83,7 +83,7 @@ def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
     folder = model_folder(deployment.model)
     config = read_model_config(folder, deployment.accept_config)
     found = gpus() if deployment.device == "cuda" else ()
-    # Not a GPU that happens to be there: it has no kernels of ours yet, plain torch ops alone.
+    # "auto" never takes a GPU: it has no kernels of ours yet, only plain torch ops.
     device = "cpu" if deployment.device == "auto" else deployment.device
     transport = deployment.transport
     if transport == "auto":
@@ -137,8 +137,8 @@ def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
 
 
 def _with_drafts(deployment: Deployment, config: ModelConfig, why: str) -> Deployment:
-    """Return the deployment without drafts where there is no MTP module to make them; `why`: its
-    tensors cannot be read. Raises ConfigError if drafts are asked for by number.
+    """Return the deployment without drafts if there is no MTP module to make them; `why`: reason
+    its tensors are unreadable. Raises ConfigError if drafts are requested by number.
     """
     drafts = deployment.decode.drafts
     if not drafts or not (why or not config.num_nextn_predict_layers):
@@ -162,7 +162,7 @@ def _drafts_warnings(
 
 
 def unknown_keys_warnings(deployment: Deployment) -> tuple[str, ...]:
-    """Return a sentence that lists the model's unknown keys; nothing where there are none."""
+    """Return a sentence that lists the model's unknown keys; empty if there are none."""
     names = unknown_keys(Path(deployment.model), deployment.accept_config)
     if not names:
         return ()
@@ -174,14 +174,14 @@ def _why_no_module(config: ModelConfig, why: str) -> str:
 
 
 def _named(deployment: Deployment) -> ClusterConfig:
-    """The cluster with its name found out."""
+    """Return the cluster with its name filled in."""
     cluster = deployment.cluster
     name = cluster.name or f"{socket.gethostname()}:{deployment.port}"
     return msgspec.structs.replace(cluster, name=name) if cluster.spans_hosts else cluster
 
 
 def _ledger(deployment: Deployment) -> LedgerConfig:
-    """The ledger with its URL found out and its prices tried. Raises ConfigError."""
+    """Return the ledger with its URL filled in and its prices checked. Raises ConfigError."""
     ledger = deployment.ledger
     try:
         price_list(ledger.prices)
@@ -201,7 +201,7 @@ def _ledger(deployment: Deployment) -> LedgerConfig:
 
 
 def _check_shared(deployment: Deployment, url: str, table: str, what: str) -> None:
-    """Raise ConfigError for a file of this host where gateways on others write as well."""
+    """Raise ConfigError if gateways on other hosts would have to write to a file of this host."""
     if deployment.gateway.nodes and url != OFF and (path := file_of(url)) is not None:
         raise ConfigError(
             f"{what} a file of this host, {path}, and gateways on nodes write to it"
@@ -210,8 +210,8 @@ def _check_shared(deployment: Deployment, url: str, table: str, what: str) -> No
 
 
 def why_not_run(resolved: Resolved) -> list[str]:
-    """Why this host cannot run a sound plan, one sentence each; empty if it can, or other hosts
-    are to.
+    """Return why this host cannot run a valid plan, one sentence each; empty if it can, or if other
+    hosts should.
     """
     deployment, memory = resolved.deployment, resolved.memory
     if deployment.cluster.spans_hosts:
@@ -238,12 +238,12 @@ def why_not_run(resolved: Resolved) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has what it takes to read prompts."""
+    """Return whether a model's folder has a tokenizer file."""
     return any((folder / name).is_file() for name in TOKENIZERS)
 
 
 def _why_not_read(folder: Path) -> str | None:
-    """What is missing of a model's folder to read prompts."""
+    """Return a sentence if a model's folder lacks a tokenizer; else None."""
     if has_tokenizer(folder):
         return None
     return (
@@ -253,13 +253,15 @@ def _why_not_read(folder: Path) -> str | None:
 
 
 def _why_not_here(deployment: Deployment) -> list[str]:
-    """What this host lacks of nodes, cores and GPUs."""
+    """Return the nodes, cores and GPUs that this host lacks, one sentence each."""
     num_gpus = len(gpus()) if deployment.device == "cuda" else 0
     return why_not_here(deployment, num_cores(), num_gpus)
 
 
 def _gpus_of_a_cluster_too_small(resolved: Resolved) -> list[str]:
-    """A rank has a GPU for itself there, of the size that the deployment says."""
+    """Return which ranks exceed a GPU of the cluster, one sentence each. Each rank has its own GPU,
+    of the size that the deployment gives.
+    """
     deployment = resolved.deployment
     there = int(deployment.device_memory_gb * 1e9)
     if deployment.device != "cuda" or not there:
@@ -276,7 +278,9 @@ def _gpus_of_a_cluster_too_small(resolved: Resolved) -> list[str]:
 def _gpus_too_small(
     deployment: Deployment, found: tuple[int, ...], role_to_bytes: dict[str, int]
 ) -> list[str]:
-    """Ranks of all units may lie on one GPU; what they hold together must fit."""
+    """Return which GPUs are too small for the ranks placed on them, one sentence each. One GPU may
+    serve ranks of all units.
+    """
     held = [0] * len(found)
     for process in launch_plan(deployment):
         if process.device is not None:
@@ -294,7 +298,9 @@ def _most_ranks(deployment: Deployment) -> int:
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Plan it, and make sure that this host can start it. Raises ConfigError or CheckpointError."""
+    """Plan the deployment and check that this host can start it. Raises ConfigError or
+    CheckpointError.
+    """
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     is_here = not deployment.cluster.spans_hosts
@@ -322,7 +328,7 @@ def resolve(deployment: Deployment) -> Resolved:
 
 
 def check_complete(resolved: Resolved) -> None:
-    """Raise CheckpointError where a sound plan has no weights or no tokenizer yet."""
+    """Raise CheckpointError if the weights or the tokenizer of a valid plan are missing."""
     folder = Path(resolved.deployment.model)
     if not resolved.precision:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
@@ -331,7 +337,9 @@ def check_complete(resolved: Resolved) -> None:
 
 
 def with_digests(resolved: Resolved) -> Resolved:
-    """The same with what its weights and its KV are known by. Raises CheckpointError."""
+    """Return the plan with the digest of its weights and the fingerprint of its KV. Raises
+    CheckpointError.
+    """
     deployment = resolved.deployment
     digest = digest_of_model(Path(deployment.model))
     return dataclasses.replace(
@@ -342,7 +350,7 @@ def with_digests(resolved: Resolved) -> Resolved:
 
 
 def model_folder(model: str) -> Path:
-    """The folder asked for, else $HADAL_MODEL, else the model that ships with Hadal. Raises
+    """Return the requested folder, else $HADAL_MODEL, else the model that ships with Hadal. Raises
     ConfigError.
     """
     asked = model or os.environ.get(MODEL_VARIABLE, "")
@@ -365,8 +373,8 @@ def model_folder(model: str) -> Path:
 
 
 def deployment_file(asked: Path) -> Path:
-    """The file asked for; a bare name such as laptop_ep is that of a deployment which ships with
-    Hadal.
+    """Return the requested file; a bare name such as laptop_ep is resolved to a deployment that
+    ships with Hadal.
     """
     shipped = _CONFIGS / f"{asked}.toml"
     return (
@@ -375,7 +383,7 @@ def deployment_file(asked: Path) -> Path:
 
 
 def shipped_deployments() -> list[Path]:
-    """The deployment files that ship with Hadal."""
+    """Return the deployment files that ship with Hadal."""
     return sorted(_CONFIGS.glob("*.toml"))
 
 
@@ -385,7 +393,7 @@ def _room_here() -> Room | None:
 
 
 def _with_threads(units: UnitsConfig) -> UnitsConfig:
-    """All cores for the ranks of one unit: units take turns, ranks of a unit work together."""
+    """Give the ranks of one unit all cores: ranks of a unit work at once, units in turn."""
     num_ranks_here = min(units.ranks, units.ranks_per_node)
     return msgspec.structs.replace(
         units, threads=units.threads or max(1, num_cores() // num_ranks_here)

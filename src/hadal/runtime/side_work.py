@@ -1,7 +1,7 @@
-"""Work of a host beside its steps: pulls of KV, layers that are staged, and the disk cache.
+"""Work of a host beside its steps: KV pulls, layers being staged, and the disk cache.
 
-Each has threads of its own; all methods are called from the host's thread. Knows no role and no
-step.
+Each kind has its own threads; all methods are called from the host's thread. Does not depend on
+roles or steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class ExpertStager(Protocol):
-    """The part of runtime/transfer/stager that a host needs; the leader of many ranks is not to
-    load it.
+    """Part of runtime/transfer/stager that a host needs; the leader of several ranks must not
+    import it.
     """
 
     def submit(self, plan: StagePlan) -> None: ...
@@ -37,9 +37,7 @@ class ExpertStager(Protocol):
 
 
 class BlockDisk(Protocol):
-    """The part of runtime/store/disk that a host needs, where it has a pool and there is a disk
-    cache.
-    """
+    """Part of runtime/store/disk that a host with a pool and a disk cache needs."""
 
     def submit(self, effect: ReadBlocks | StoreBlocks) -> None: ...
 
@@ -49,7 +47,7 @@ class BlockDisk(Protocol):
 
 
 class DiskReader(Protocol):
-    """The part of runtime/store/view that a leader's host needs."""
+    """Part of runtime/store/view that a leader's host needs."""
 
     def take(self) -> list[DiskNews]: ...
 
@@ -63,20 +61,20 @@ Wake = Callable[[], None]
 
 @dataclass(frozen=True)
 class SideParts:
-    """Parts that a host works with beside its steps. Each maker is given what wakes the host."""
+    """Parts of a host for work beside its steps. Each maker gets a function that wakes the host."""
 
     pool: KvPool | None = None
-    """None: the host leads ranks elsewhere."""
+    """KV pool; None: the host's ranks are elsewhere."""
     kv_wire: KvWire | None = None
-    """Pulls into the pool; None: from pools of this host alone."""
+    """Pulls into the pool; None: pulls only from pools of this host."""
     make_stager: Callable[[Wake], ExpertStager] | None = None
-    """None: the role never asks for a stage."""
+    """Maker of the stager; None: the role never stages layers."""
     make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None
     make_view: Callable[[Wake], DiskReader | None] = lambda wake: None
 
 
 class SideWork:
-    """Runs a host's effects that concern no step."""
+    """Executor of a host's effects that do not concern steps."""
 
     def __init__(self, parts: SideParts, wake: Wake) -> None:
         self._pool = pool = parts.pool
@@ -91,7 +89,7 @@ class SideWork:
         self._view = parts.make_view(wake)
 
     def begin(self, effect: Effect) -> bool:
-        """Begin what an effect asks for; False if this host has no part for it."""
+        """Start an effect; return False if this host has no part for it."""
         if isinstance(effect, Stage) and self._stager:
             self._stager.submit(effect.plan)
         elif isinstance(effect, ReadBlocks | StoreBlocks) and self._disk:
@@ -107,17 +105,17 @@ class SideWork:
         return True
 
     def void_stages(self, formation: int) -> None:
-        """Break off stages of formations before this one."""
+        """Abort the staging of formations before this one."""
         if self._stager:
             self._stager.void(formation)
 
     def take_pulled(self) -> list[KvPulled]:
-        """Return the outcomes of pulls that are ready."""
+        """Return the outcomes of finished pulls."""
         return self._copier.take() if self._copier else []
 
     def take(self) -> list[Event]:
-        """Return all outcomes that are ready, and the news of the disk. Raises what broke a thread,
-        if anything did.
+        """Return all available outcomes, and the disk's news. Raises the exception of a failed
+        thread, if there is one.
         """
         events: list[Event] = [*self.take_pulled()]
         if self._stager:
@@ -135,12 +133,12 @@ class SideWork:
         if self._stager and not self._stager.stop(timeout_s):
             log.warning("leaving in the middle of a stage")
         if self._disk:
-            self._disk.stop(timeout_s)  # Before the pool goes, which it copies to and from.
+            self._disk.stop(timeout_s)  # Before the pool closes: it copies to and from it.
         if self._view:
             self._view.stop(timeout_s)
 
     def close(self) -> None:
-        """Free the pool and its shared-memory file."""
+        """Release the pool and its shared-memory file."""
         if self._kv_wire:
             self._kv_wire.close()
         if self._pool:

@@ -1,8 +1,8 @@
-"""The launch plan of a deployment: which processes it has, on which nodes they lie, and what each is
-given; whether this host can run them. Pure arithmetic.
+"""Launch plan of a deployment: its processes, their nodes and arguments, and whether this host can
+run them. Pure arithmetic.
 
-A unit that is larger than a node takes nodes of its own. Smaller ones share nodes: GPUs are
-counted, CPU ranks are processes and share one host.
+A unit that is larger than a node gets its own nodes. Smaller ones share nodes: GPUs are counted,
+while CPU ranks are processes that share one host.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
 _LENDER_MODULE = "hadal.runtime.ray_cluster"
 _CONSOLE_MODULE = "hadal.apps.console.process"
 CONSOLE = "console"
-"""Role and name of the process that has the pages for people."""
+"""Role and name of the process that serves the web pages."""
 GATEWAY = "gateway"
-"""Role of every gateway's process, and the name of the one that holds the front."""
+"""Role of every gateway's process, and the name of the one that holds the front (router)."""
 
 
 @dataclass(frozen=True)
 class UnitNodes:
-    """One unit: the nodes its ranks lie on. `first_device`: on the first of them."""
+    """Nodes of one unit's ranks. `first_device`: its first device, on the first node."""
 
     name: str
     role: str
@@ -35,35 +35,35 @@ class UnitNodes:
 
 
 def rank_name(unit: str, rank: int) -> str:
-    """Name of a rank's process on the wire and at the supervisor."""
+    """Return the name of a rank's process on the wire and at the supervisor."""
     return f"{unit}.{rank}"
 
 
 def gateway_names(deployment: Deployment) -> list[str]:
-    """Names of the gateways' processes; the first holds the front."""
+    """Return the names of the gateways' processes; the first holds the front."""
     num_gateways = deployment.gateway.processes + deployment.gateway.nodes
     return [GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, num_gateways))]
 
 
 def gateways_here(deployment: Deployment) -> list[str]:
-    """Those on the supervisor's host, which share a port there."""
+    """Return the names of the gateways on the supervisor's host, which share a port."""
     return gateway_names(deployment)[: deployment.gateway.processes]
 
 
 def unit_and_rank(name: str) -> tuple[str, int | None]:
-    """The unit and the rank that a name means; None if it means the unit's leader."""
+    """Return the unit and the rank of a process's name; rank None: the unit's leader."""
     unit, dot, rank = name.rpartition(".")
     return (unit, int(rank)) if dot else (name, None)
 
 
 def wire_name(process: str) -> str:
-    """Name on the wire of a process, by its name at the supervisor."""
+    """Return a process's name on the wire, from its name at the supervisor."""
     return FRONT if process == GATEWAY else process
 
 
 def judge_of(process: str) -> str:
-    """Who judges on the wire whether a process is frozen: of a unit the front, of a rank its
-    leader.
+    """Return the wire name of the failure detector that decides whether a process is frozen: the
+    front for a unit, its leader for a rank.
     """
     unit, rank = unit_and_rank(process)
     return FRONT if rank is None else unit
@@ -71,25 +71,25 @@ def judge_of(process: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process that `hadal serve` starts, whoever carries it out."""
+    """One process that `hadal serve` starts, here or on a node."""
 
     name: str
     role: str
     node: int | None
-    """Of those that the deployment takes, from 0 on; None: beside the supervisor."""
+    """Node number in the deployment, from 0; None: the supervisor's host."""
     device: int | None
-    """GPU of a rank on that node; None: it computes on the CPU, or not at all."""
+    """GPU of a rank on that node; None: the process uses no GPU."""
     threads: int
-    """Threads that it computes with."""
+    """Number of computing threads."""
     module: str
     arguments: tuple[str, ...]
     ready_after: tuple[str, ...] = ()
-    """Whom it waits for: a leader can do nothing before there are ranks."""
+    """Processes that must be ready first: a leader can do nothing before its ranks exist."""
 
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
-    """All processes of all units there may be, the gateways, what has nodes from Ray, and the
-    pages'. Units first: they take longest.
+    """Return the plans of all processes: all possible units, the gateways, the lender of Ray nodes,
+    and the console. Units come first, because they take longest.
     """
     plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
     nodes = (*(None for _ in gateways_here(deployment)), *gateway_nodes(deployment))
@@ -103,7 +103,7 @@ def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
 
 
 def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
-    """The leader and its ranks, or the one process that is both."""
+    """Return the plans of the leader and its ranks, or of the one process that is both."""
     units = units_of(deployment, unit.role)
     of_unit: tuple[str, ...] = ("--unit", unit.name, "--role", unit.role)
     ranks = []
@@ -112,7 +112,7 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
         if unit.num_ranks > 1:
             name, arguments = rank_name(unit.name, rank), (*arguments, "--rank", str(rank))
         if deployment.device == "cuda":
-            # Counted round where the node has fewer GPUs: ranks then share them.
+            # Modulo, if the node has fewer GPUs: ranks then share them.
             device = (unit.first_device + rank) % units.ranks_per_node
             arguments = *arguments, "--device", str(device)
         node = unit.nodes[rank // units.ranks_per_node]
@@ -128,15 +128,15 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
-    """Put units on nodes in order: those that fill nodes on nodes of their own, small ones on the
-    first node with room that none fills. A host that is alone has room for any number of ranks on
-    its CPUs; on a cluster `ranks_per_node` of them fill a node.
+    """Place units on nodes in order. A unit that fills nodes gets its own; a small one gets the
+    first node with enough room that no unit fills. A single host has room for any number of CPU
+    ranks; in a cluster, `ranks_per_node` of them fill a node.
     """
     placed: list[UnitNodes] = []
     used: list[int] = []
-    """Devices taken on each node."""
+    """Number of used devices, by node."""
     full: set[int] = set()
-    """Nodes that a unit fills."""
+    """Nodes filled by one unit."""
     for role in ROLES:
         units = units_of(deployment, role)
         per_node = units.ranks_per_node
@@ -165,19 +165,19 @@ def place_units(deployment: Deployment) -> list[UnitNodes]:
 
 
 def num_nodes(units: list[UnitNodes]) -> int:
-    """Nodes that the units take together."""
+    """Return the number of nodes that the units occupy."""
     return 1 + max(node for unit in units for node in unit.nodes)
 
 
 def gateway_nodes(deployment: Deployment) -> tuple[int, ...]:
-    """The nodes that have a gateway each; they come behind those of units."""
+    """Return the nodes with one gateway each; their numbers follow those of units' nodes."""
     first = num_nodes(place_units(deployment))
     return tuple(range(first, first + deployment.gateway.nodes))
 
 
 def node_groups(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
-    """Nodes that are had together or not at all, each a host of its own in its group: a large unit's,
-    one that small units share, and last those of gateways.
+    """Return groups of nodes that are lent together or not at all, each node a different host of
+    its group: nodes of one large unit, a node shared by small units, and last the gateways' nodes.
     """
     groups = dict.fromkeys(unit.nodes for unit in place_units(deployment))
     nodes = gateway_nodes(deployment)
@@ -185,7 +185,7 @@ def node_groups(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers as text, neighbours shortened: 1-3, 7."""
+    """Return numbers as text, with runs shortened: 1-3, 7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -196,7 +196,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def why_not_anywhere(deployment: Deployment) -> list[str]:
-    """Why no host can run the deployment, whatever it has."""
+    """Return why no host can run the deployment, one sentence each."""
     if deployment.transport == "deepep":
         return [
             "transport 'deepep' can be planned with and not served: Hadal has no DeepEP backend."
@@ -213,7 +213,7 @@ def why_not_anywhere(deployment: Deployment) -> list[str]:
 
 
 def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:
-    """Why this host cannot run the deployment, one sentence each; empty if it can."""
+    """Return why this host cannot run the deployment, one sentence each; empty if it can."""
     units = place_units(deployment)
     nodes, largest = num_nodes(units), max(unit.num_ranks for unit in units)
     most = max(deployment.prefill.ranks_per_node, deployment.decode.ranks_per_node)

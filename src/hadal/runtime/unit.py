@@ -1,5 +1,5 @@
-"""A process of a unit: its leader with the unit's only rank beside it, its leader alone where the
-ranks are processes of their own, or one of those ranks.
+"""Process of a unit: its leader (scheduler) with its only rank, its leader alone if the ranks are
+separate processes, or one of those ranks.
 
 python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] [--device 2] --folder RUN_FOLDER
 
@@ -39,12 +39,12 @@ log = logging.getLogger("hadal.leader")
 
 _SMOOTHING = 0.1
 _WITH_RUNNER = "hadal.runtime.rank.host"
-"""Imported where there is a Runner alone: it loads torch."""
+"""Module imported only by processes with a Runner: it loads torch."""
 
 
 def main() -> int:
-    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
-    else EXIT_FATAL.
+    """Run the process. Return the exit code: 0 when told to end, EXIT_CONFIG if a restart would not
+    help, else EXIT_FATAL.
     """
     asked = unit_arguments(__doc__)
     name = asked.unit if asked.rank is None else rank_name(asked.unit, asked.rank)
@@ -68,7 +68,9 @@ def main() -> int:
 def make_host(
     run: Run, unit: str, role: str, folder: Path, epoch_number: int = 0
 ) -> tuple[UnitHost, list[Effect]]:
-    """Put the leader of many ranks together; also return its first effects. Raises ConfigError."""
+    """Make the leader of several ranks and return its host with the first effects. Raises
+    ConfigError.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = new_epoch()
     config = read_model_config(Path(run.deployment.model), run.deployment.accept_config)
@@ -78,7 +80,7 @@ def make_host(
     made = MadeLeader(role, epoch, run.fingerprint, config)
     leader = Spoken(ranked, recorded(ranked, unit, made, run.run_id, run.deployment))
     gc.collect()
-    gc.freeze()  # What is there now stays: no collection need look at it again.
+    gc.freeze()  # The current objects stay, so no collection needs to scan them.
     clock = LiveClock()
     tell_doing("waits for its ranks")
     host = UnitHost(
@@ -93,12 +95,12 @@ def make_host(
 
 
 class Spoken:
-    """A RankedLeader with notes in the log, and with a report of the time that its ranks
+    """RankedLeader with its notes logged and, in its reports, the time that its ranks
     waited for it.
     """
 
     def __init__(self, leader: RankedLeader, calls: RecordedRole) -> None:
-        """`calls`: what is called instead of the leader, as runtime/recorder has it."""
+        """`calls` is called instead of the leader, and may record the calls (runtime/recorder)."""
         self._leader = leader
         self._calls = calls
         self._idle_ms = 0.0
@@ -107,7 +109,7 @@ class Spoken:
         return self._calls.start(now_s)
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+        """Handle one event and return the effects, in order."""
         if isinstance(event, RankDone):
             for op_time in event.done.op_times:
                 if op_time.op == IDLE:

@@ -1,7 +1,7 @@
-"""Check from names, shapes and types of tensors whether the weights in a folder can be loaded.
+"""Check, by names, shapes and types of tensors, that the weights in a folder can be loaded.
 
-The tensors are those that model/load reads; tests/unit/runtime/test_weight_check.py compares the
-two. Loads no torch and reads no values.
+The list of tensors must equal the one that model/load reads;
+tests/unit/runtime/test_weight_check.py compares the two. Loads no torch and reads no values.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Wanted:
 
 
 def check_weights(folder: Path, config: ModelConfig) -> str:
-    """Raise CheckpointError, naming file and tensor, where the model cannot be loaded. Return why its
-    MTP module cannot; empty where it can, or where config.json names none.
+    """Raise CheckpointError, naming file and tensor, if the model cannot be loaded. Return why its
+    MTP module cannot be loaded; empty if it can, or if config.json has none.
     """
     stored = _Stored(folder, config)
     for wanted in model_tensors(config):
@@ -57,7 +57,7 @@ def model_tensors(config: ModelConfig) -> Iterator[Wanted]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[Wanted]:
-    """Yield the tensors of the first MTP module; none where config.json names none."""
+    """Yield the tensors of the first MTP module; none if config.json has none."""
     if not config.num_nextn_predict_layers:
         return
     index, dim = config.num_hidden_layers, config.hidden_size
@@ -114,7 +114,7 @@ def _mlp(prefix: str, dim: int, width: int) -> Iterator[Wanted]:
 
 
 class _Stored:
-    """Tensors that the files of a folder declare."""
+    """Tensors in the headers of a folder's files."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder = folder
@@ -123,7 +123,7 @@ class _Stored:
         self._name_to_file = read_index(folder)
 
     def check(self, wanted: Wanted) -> None:
-        """Raise CheckpointError where the tensor cannot be read."""
+        """Raise CheckpointError if the tensor cannot be read."""
         name, (path, entry) = wanted.name, self._entry(wanted.name)
         if entry.shape != wanted.shape:
             raise CheckpointError(

@@ -1,36 +1,36 @@
-"""The Wire seam's messages, live: pyzmq PUSH/PULL, msgpack inside, over Unix sockets between the
-processes of a host and over TCP between hosts.
+"""Live messages of the Wire seam: pyzmq PUSH/PULL with msgpack, over Unix sockets between processes of
+a host and over TCP between hosts.
 
 A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH
-socket. Where its run spans hosts it owns another at a TCP port of its node's address, and says so
-in `<folder>/<name>.at`, which reaches the folders of the other nodes (runtime/nodes). Nothing here
-blocks: a message to a process that is absent or does not read is dropped and counted, and the
-roles' deadlines recover. Knows nothing of what messages mean.
+socket. If its run spans hosts, it owns another PULL socket at a TCP port of its node's address. That
+address is in `<folder>/<name>.at`, and is copied to the other nodes' folders (runtime/nodes). Nothing
+here blocks: a message to a process that is absent or does not read is dropped and counted, and the
+roles' deadlines recover. Does not depend on the messages' meaning.
 
-What a restart must not do is hand a successor what was meant for the dead, or let the dead speak
-after the successor:
+A restart must not deliver a dead process's messages to its successor, nor accept messages of the dead
+process after those of its successor:
 
-- A sender looks at the socket file's identity before it sends; a new file is a new process, so the
-  old socket goes, with its queue. The file appears by rename once it listens, so seeing it is
+- A sender checks the socket file's identity before it sends. A new file means a new process, so the
+  old socket is closed with its queue. The file appears by rename once it listens, so its existence is
   enough. PUSH sockets never reconnect to a Unix socket.
-- Every frame carries its sender's name and epoch number, which counts the processes of that name.
-  Frames of earlier epochs are dropped once a later one was received. No clock is compared.
-- A far message names the epoch that it is meant for. The kernel gives the port of a dead process to
-  the next that asks, and zmq connects again by itself.
+- Every frame has its sender's name and epoch number, which counts the processes of that name. After a
+  frame of a later epoch, frames of earlier ones are dropped. No clocks are compared.
+- A far message names the epoch of its receiver: the kernel may give the port of a dead process to
+  another one, and zmq reconnects by itself.
 
-What a broken connection must not do is lose a message between two that live. So a far message has a
-number, and is kept until the receiver said that it has it: with its next message, or after ACK_S.
-When a connection broke, another is opened and all that is kept goes again. The receiver takes each
-number once, and in order.
+A broken connection must not lose a message between two live processes. So a far message has a number
+and is kept until the receiver acknowledges it, with its next message or after ACK_S. After a break,
+a new connection is opened and all kept messages are sent again. The receiver takes each number once,
+in order.
 
-CURVE encrypts what goes between hosts (RFC 26), with one key pair that is derived from the
-deployment's secret. Its public half is never said aloud, and nobody who does not know it can
-finish a handshake: so both ends hold the secret.
+CURVE encrypts the traffic between hosts (RFC 26), with one key pair derived from the deployment's
+secret. Its public half is never sent, and a handshake is impossible without it. So a completed
+handshake proves that both ends have the secret.
 
-zmq frames the messages and not runtime/transfer/peers, because zmq's own threads queue, send and
-encrypt them, so that no caller waits.
+zmq is used instead of runtime/transfer/peers, because zmq's own threads queue, send and encrypt
+messages, so that no caller waits.
 
-One thread at a time may use a wire. Its sockets, near and far, are in runtime/wire_sockets.
+Not thread-safe: one thread at a time. The sockets, near and far, are in runtime/wire_sockets.
 """
 
 from __future__ import annotations
@@ -65,21 +65,19 @@ from hadal.runtime.wire_sockets import (
 )
 
 MAX_BATCH = 256
-"""Messages returned at once, so that timers are looked at in between."""
+"""Most messages returned at once, so that timers are checked in between."""
 ACK_S = 0.2
-"""How long a far message may wait for a message that goes the other way, to say with it that it
-came.
-"""
+"""Time that an acknowledgement may wait for a message in its direction, to be sent with it."""
 ACK_AFTER = 256
-"""Messages after which that is said at once."""
+"""Number of messages after which an acknowledgement is sent at once."""
 LOOK_S = 0.1
-"""How often it is looked whether connections to other hosts broke."""
+"""Time between checks for broken connections to other hosts."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
-"""What may be part of a file's name."""
+"""Pattern of valid process names; they become parts of file names."""
 
 
 class _Heard:
-    """What came from one sender."""
+    """State of the messages from one sender."""
 
     __slots__ = ("epoch_number", "link", "number", "owed", "owed_since_s")
 
@@ -87,14 +85,14 @@ class _Heard:
         self.epoch_number = epoch_number
         self.link = 0
         self.number = 0
-        """The last that was taken, of this link."""
+        """Number of the last message accepted on this link."""
         self.owed = 0
-        """Messages that came since the sender was last told what came."""
+        """Messages received since the last acknowledgement."""
         self.owed_since_s = 0.0
 
 
 class ZmqWire:
-    """Messages to and from the processes of one run. `counts` tells what became of them."""
+    """Messages to and from the processes of one run. `counts` has their outcomes."""
 
     def __init__(
         self,
@@ -105,16 +103,14 @@ class ZmqWire:
         epoch_number: int = 0,
         network: Network | None = None,
     ) -> None:
-        """Own the name `name`, as the process of `epoch_number`; `grants` go beside the messages that hand
-        leases on. `network` None: only the processes of this host are to be heard. Raises
-        ConfigError if the folder's path is too long for a Unix socket, or the address is none of
-        this host's.
+        """Own the name `name`, as the process of `epoch_number`. `grants` are attached to messages
+        that pass leases on. `network` None: receive from this host only. Raises ConfigError if the
+        folder's path is too long for a Unix socket, or if the address is not one of this host's.
         """
         self.name = name
         self.counts: Counter[str] = Counter()
-        """"sent", "received", "again" (connections that broke and were opened anew), and dropped:
-        "absent", "full", "large", "malformed", "stale", "repeated", "early" (one before it comes
-        again).
+        """"sent", "received", "again" (connections reopened after a break), and dropped messages: "absent",
+        "full", "large", "malformed", "stale", "repeated", "early" (an earlier one has to be resent first).
         """
         self._grants = grants
         self._near_header = msgspec.msgpack.encode((name, epoch_number))
@@ -124,7 +120,7 @@ class ZmqWire:
         self._heard: dict[str, _Heard] = {}
         self._looked_s = 0.0
         self._is_drained = True
-        """Whether nothing more had come when it was looked last."""
+        """True if no further messages were pending at the last read."""
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
@@ -138,11 +134,13 @@ class ZmqWire:
 
     @property
     def endpoint(self) -> str:
-        """Where other hosts reach it; empty if they do not."""
+        """Return the address for other hosts; empty without one."""
         return self._listener.endpoint
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Queue the message for `to`; never waits. What cannot be queued is dropped and counted."""
+        """Queue the message for `to`; never waits. A message that cannot be queued is dropped and
+        counted.
+        """
         peer = self._links.to(to)
         if peer is None:
             self.counts["absent"] += 1
@@ -150,7 +148,7 @@ class ZmqWire:
         grant = b"" if self._grants is None else self._grants.to(to, message)
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES // 2:
-            # Its receiver would close the connection, now and whenever it is sent again.
+            # The receiver would close the connection, at every attempt.
             self.counts["large"] += 1
             return
         try:
@@ -173,46 +171,45 @@ class ZmqWire:
         self._listener.wake_on(fd)
 
     def wake_on_no_more(self, fd: int) -> None:
-        """The descriptor is not looked at any more."""
+        """Stop watching the file descriptor."""
         self._listener.wake_on_no_more(fd)
 
     def expect(self, peer: str, epoch_number: int) -> None:
-        """A process of this name is started with this epoch number: receive no earlier one any more, though the
-        later has not spoken yet.
+        """Accept no earlier epoch of this peer any more: a process with this epoch number is being
+        started, even if it has not sent anything yet.
         """
         heard = self._heard.get(peer)
         if heard is None or heard.epoch_number < epoch_number:
             self._heard[peer] = _Heard(epoch_number)
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
-        """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a
-        `wake_on` descriptor. It may return none before the time is over: links are to be looked
-        after.
+        """Return received messages, at most MAX_BATCH. If there are none, wait up to `timeout_s`
+        for one or for a `wake_on` descriptor. It may return none earlier, to maintain links.
         """
         messages = self._drain()
         if messages or timeout_s <= 0:
             return messages
-        # Rounded up: rounded down, the last millisecond before a timer would be spent spinning.
+        # Rounded up: otherwise the last millisecond before a timer would be a busy loop.
         self._listener.wait(int(self._may_wait_s(timeout_s) * 1000) + 1)
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
-        """`receive`, in an asyncio loop. It may return none before the time is over: the descriptor
-        becomes readable for more than messages.
+        """Do as `receive`, in an asyncio loop. It may return none before the time is over: the
+        descriptor also becomes readable for other events.
         """
         messages = self._drain()
         if messages or not self._is_drained:
             return messages
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
-        # zmq's descriptor tells of new messages only once all old ones were taken, which _drain
-        # just did.
+        # zmq's descriptor signals new messages only after all old ones were read, which _drain just
+        # did.
         descriptors = self._listener.descriptors()
         for descriptor in descriptors:
             loop.add_reader(descriptor, _resolve, readable)
         try:
             with contextlib.suppress(TimeoutError):
-                # Not wait_for: a cancellation that comes with a message is lost in it.
+                # Not wait_for: it loses a cancellation that arrives with a message.
                 async with asyncio.timeout(self._may_wait_s(timeout_s)):
                     await readable
         finally:
@@ -221,21 +218,21 @@ class ZmqWire:
         return self._drain()
 
     def forget(self, peer: str) -> None:
-        """Drop what is queued for a peer known to be gone, and where it said that it listens."""
+        """Drop the messages queued for a peer known to be gone, and its learnt address."""
         self._links.forget(peer)
 
     def close(self) -> None:
-        """Give queued messages a moment to leave, then close. The name is free again."""
+        """Give queued messages a moment to be sent, then close and release the name."""
         self._listener.close()
         self._links.close()
         self._context.term()
 
     def _say(self, to: str, peer: FarLink, say: Callable[[WireHeader], bool]) -> None:
-        """Have the peer told something, and with it what came from there; `say` tells whether it
-        went.
+        """Send the peer a header with an acknowledgement, by calling `say`, which returns whether
+        it was sent.
         """
         heard, epoch_number = self._heard.get(to), peer.address.epoch_number
-        # Links are counted anew in each epoch: what another one sent is not to be acknowledged.
+        # Link numbers restart in each epoch: never acknowledge another epoch's messages.
         link, number = (
             (heard.link, heard.number) if heard and heard.epoch_number == epoch_number else (0, 0)
         )
@@ -246,8 +243,8 @@ class ZmqWire:
             heard.owed = 0
 
     def _may_wait_s(self, timeout_s: float) -> float:
-        """How long to wait at most: an acknowledgement may be due, or a connection break that held
-        something.
+        """Return the longest wait: an acknowledgement may become due, or a connection with kept
+        messages may break.
         """
         is_waiting = any(heard.owed for heard in self._heard.values()) or self._links.is_waiting
         return min(timeout_s, LOOK_S) if is_waiting else timeout_s
@@ -272,7 +269,7 @@ class ZmqWire:
         return messages
 
     def _look_after_links(self, now_s: float) -> None:
-        """Acknowledge what came a while ago, and open again what has broken."""
+        """Send due acknowledgements, and reopen broken connections."""
         for name, heard in list(self._heard.items()):
             is_due = heard.owed >= ACK_AFTER or now_s - heard.owed_since_s >= ACK_S
             if not heard.owed or not is_due:
@@ -281,12 +278,13 @@ class ZmqWire:
             if isinstance(peer := self._links.to(name), FarLink):
                 self._say(name, peer, peer.acknowledge)
             else:
-                heard.owed = 0  # It is gone.
+                heard.owed = 0  # The peer is gone.
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
         for name, last in self._links.all():
-            # Nothing is kept for one that is gone and never spoken to again.
+            # `to` drops the link of a process that is gone; otherwise its messages would be kept
+            # for ever.
             is_waiting = isinstance(last, FarLink) and last.is_waiting
             peer = self._links.to(name) if is_waiting else last
             if not isinstance(peer, FarLink):
@@ -310,7 +308,7 @@ class ZmqWire:
         except (
             ValueError,
             msgspec.MsgspecError,
-        ):  # A wrong number of frames, or frames that are not ours.
+        ):  # Wrong number of frames, or foreign frames.
             self.counts["malformed"] += 1
             return None
         if self._grants is not None:
@@ -318,8 +316,8 @@ class ZmqWire:
         return message
 
     def _is_next(self, header: WireHeader) -> bool:
-        """Whether the message is to be taken: of no earlier epoch and, from another host, for this
-        one and the next of its link. Raises ValueError.
+        """Return whether to accept the message: its epoch is not an earlier one and, if it is from
+        another host, it is for this epoch and next in its link. Raises ValueError.
         """
         if header.link and not _is_sound(header):
             raise ValueError("it says of itself what cannot be.")
@@ -332,7 +330,7 @@ class ZmqWire:
         heard = self._heard.get(header.name)
         if heard is None or heard.epoch_number < header.epoch_number:
             heard = self._heard[header.name] = _Heard(header.epoch_number)
-            self._links.unlearn(header.name)  # Another one listened there.
+            self._links.unlearn(header.name)  # The learnt address is that of an earlier process.
         if (header.epoch_number, header.link) < (
             heard.epoch_number,
             heard.link if header.link else 0,
@@ -362,8 +360,8 @@ class ZmqWire:
 def open_wire(
     run: Run, name: str, folder: Path, epoch_number: int, grants: Grants | None = None
 ) -> ZmqWire:
-    """The wire of a process of a run, which other hosts reach where the run spans any. Raises
-    ConfigError.
+    """Return the wire of a run's process, reachable from other hosts if the run spans several.
+    Raises ConfigError.
     """
     network = None if is_near(run.address) else Network(run.address, run.secret)
     return ZmqWire(
@@ -372,7 +370,7 @@ def open_wire(
 
 
 def _is_sound(header: WireHeader) -> bool:
-    """Whether the sender's name can be one, and where it listens a place on another host."""
+    """Return whether the sender's name is valid, and its endpoint a TCP address."""
     return bool(_NAME.fullmatch(header.name)) and header.endpoint.startswith("tcp://")
 
 

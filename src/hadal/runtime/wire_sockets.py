@@ -1,6 +1,6 @@
-"""The sockets of a wire: those that a process listens at, and one link to each peer that it sends to.
+"""Sockets of a wire: those on which a process listens, and one link to each peer that it sends to.
 
-Knows no message: runtime/wire says what goes over them, and when it goes again.
+Does not depend on messages: runtime/wire decides what is sent, and what is sent again.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from hadal.runtime.addresses import (
 )
 
 MAX_QUEUED = 4096
-"""Messages held for one peer that does not read. A decode step is one message, so this is minutes
-of steps.
+"""Most messages queued for one peer that does not read. A decode step is one message, so this is
+minutes of steps.
 """
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A prompt of a million tokens is 5 MB; anything beyond is not ours."""
+"""Largest message. A prompt of a million tokens is 5 MB; a larger message is not ours."""
 NEVER_MS = 2**31 - 1
-"""Time before zmq looks for another process at the address of one that is gone: 25 days. Told not to
-at all (-1), it waits for the messages to that process for ever when all is closed.
+"""Time before zmq reconnects to the address of a process that is gone: 25 days. With -1 (never),
+closing would wait for ever for messages to that process.
 """
 LINGER_MS = 200
-"""How long closing waits for what is queued."""
+"""Time that closing waits for queued messages."""
 SILENT_MS = 2000
-"""A connection to another host that is silent for so long has broken."""
+"""Silence after which a connection to another host counts as broken."""
 BEAT_MS = 500
-"""How often zmq says on a connection that it is there, and how long opening one may take."""
+"""Heartbeat interval of zmq on a connection, and time limit for opening one."""
 RECONNECT_MS = 100
-"""Between two tries to open one."""
+"""Pause between attempts to open a connection."""
 MAX_SOCKETS = 1 << 14
-"""Limit of sockets of a process: three a link to another host, and the supervisor has a link to every
-rank. (zmq's own limit is 1,023.)
+"""Limit of sockets per process: three per link to another host, and the supervisor has a link to
+every rank. (zmq's own limit is 1,023.)
 """
 PURPOSE = "wire 1"
-"""What the key of these links is derived for (core/handshake.key_of)."""
+"""Purpose from which the key of these links is derived (core/handshake.key_of)."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,23 @@ class Network:
 
 
 class WireHeader(msgspec.Struct, array_like=True, frozen=True):
-    """The first frame of a message. Of a near one only the first two fields are set."""
+    """First frame of a message. A near message sets only the first two fields."""
 
     name: str
     epoch_number: int
     link: int = 0
-    """The link's number, counted up by the sender for this receiver."""
+    """Number of the link, counted by the sender for this receiver."""
     number: int = 0
-    """The message's number on that link, from 1 on; 0: this one only acknowledges."""
+    """Number of the message on that link, from 1; 0: only an acknowledgement."""
     acked_link: int = 0
     acked: int = 0
-    """The last number that the sender took from the receiver on that link."""
+    """Last number that this sender accepted from the receiver on link `acked_link`."""
     endpoint: str = ""
-    """Where the sender listens: what answers it may be faster than the news of its address."""
+    """Address at which the sender listens: replies need it before its address file is distributed.
+    """
     to: str = ""
     to_epoch_number: int = 0
-    """Whom it is for, and what it acknowledges to."""
+    """Epoch number of the receiver `to`, for the message and the acknowledgement."""
 
 
 class NearLink:
@@ -96,8 +97,8 @@ class NearLink:
 
 
 class FarLink:
-    """A link to a process of another host: one socket after the other, and what it may have to send
-    again.
+    """Link to a process of another host: its current socket, and the messages that may have to be
+    resent.
     """
 
     def __init__(
@@ -109,16 +110,16 @@ class FarLink:
     ) -> None:
         self.address = address
         self.identity: Identity | None = None
-        """Of the file that the address was read from; None: the process said it itself."""
+        """Identity of the address file; None: the address came from the process's own messages."""
         self.link = link
         self._context = context
         self._keys = keys
         self._num_sent = self._num_pushed = 0
-        """The last number there is, and the last that zmq took: it may take none, and a receiver
-        takes none after a gap.
+        """Last number in use, and last number that zmq accepted. zmq may reject one, and after a
+        gap the receiver accepts none.
         """
         self._kept: deque[tuple[int, bytes, bytes]] = deque()
-        """Number, body and grant of what the receiver did not acknowledge yet."""
+        """(number, body, grant) of messages not acknowledged yet."""
         self._connect()
 
     @property
@@ -127,24 +128,24 @@ class FarLink:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it may have to send anything again."""
+        """Return whether messages may have to be resent."""
         return bool(self._kept)
 
     @property
     def has_rest(self) -> bool:
-        """Whether there is anything that zmq did not take yet."""
+        """Return whether zmq has not accepted some messages yet."""
         return self._num_pushed < self._num_sent
 
     def send(self, header: WireHeader, body: bytes, grant: bytes) -> bool:
-        """Number the message, keep it and send it; False if it has not gone yet. The caller looked
-        whether there is room.
+        """Number the message, keep it and send it; False if it was not sent yet. The caller has
+        checked `is_full`.
         """
         self._num_sent += 1
         self._kept.append((self._num_sent, body, grant))
         return self.send_rest(header)
 
     def send_rest(self, header: WireHeader) -> bool:
-        """Send what has not gone yet, as far as zmq takes it. True if all has gone now."""
+        """Send the unsent messages as far as zmq accepts them. Return True if all were sent."""
         while self.has_rest:
             number, body, grant = self._kept[self._num_pushed - self._num_sent]
             if not self._push(header, number, body, grant):
@@ -153,16 +154,16 @@ class FarLink:
         return True
 
     def acknowledge(self, header: WireHeader) -> bool:
-        """Say no more than the header does. False if that did not go."""
+        """Send the header alone, as an acknowledgement. Return False if it was not sent."""
         return self._push(header, 0, b"", b"")
 
     def acknowledged(self, number: int) -> None:
-        """The receiver has all up to this number."""
+        """Drop the messages up to this number, which the receiver has."""
         while self._kept and self._kept[0][0] <= number:
             self._num_pushed = max(self._num_pushed, self._kept.popleft()[0])
 
     def has_broken(self) -> bool:
-        """Whether a connection that had been there ended since the last call."""
+        """Return whether an established connection has ended since the last call."""
         is_broken = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -172,8 +173,8 @@ class FarLink:
         return is_broken
 
     def open_again(self, header: WireHeader) -> bool:
-        """Connect anew, and send all that the receiver may not have: an acknowledgement may be lost
-        as well. True if all has gone.
+        """Reconnect, and resend all messages without acknowledgement; the acknowledgement may have
+        been lost. Return True if all were sent.
         """
         self.close()
         self._connect()
@@ -186,10 +187,10 @@ class FarLink:
         self._socket.close(linger=linger_ms)
 
     def _connect(self) -> None:
-        """Raises OSError."""
+        """Open the socket. Raises OSError."""
         public, secret = self._keys
         self._socket: zmq.Socket[bytes] = _socket(self._context, zmq.PUSH)
-        self._socket.set(zmq.SNDHWM, MAX_QUEUED + 1)  # An acknowledgement goes beside them.
+        self._socket.set(zmq.SNDHWM, MAX_QUEUED + 1)  # One more, for an acknowledgement.
         self._socket.set(zmq.CURVE_SERVERKEY, public)
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
         self._socket.set(zmq.CURVE_SECRETKEY, secret)
@@ -234,11 +235,11 @@ class WireLinks:
         self._spans_hosts = spans_hosts
         self._links: dict[str, NearLink | FarLink] = {}
         self._learnt: dict[str, Address] = {}
-        """Where senders said that they listen, until the folder says as much."""
+        """Addresses learnt from senders, used until the folder has them."""
         self._num_made = 0
 
     def to(self, to: str) -> NearLink | FarLink | None:
-        """Return what leads to the process that has the name now; None: none has."""
+        """Return the link to the current process of that name; None if there is none."""
         peer = self._links.get(to)
         try:
             identity = identity_of(self._folder / f"{to}.sock")
@@ -257,7 +258,9 @@ class WireLinks:
         return self._links[to]
 
     def _far_link(self, to: str, peer: NearLink | FarLink | None) -> FarLink | None:
-        """The same for a process of another host. `peer`: what led to it last."""
+        """Return the link to a process of another host; None if there is none. `peer`: its last
+        link.
+        """
         path, learnt = address_path(self._folder, to), self._learnt.get(to)
         identity: Identity | None = None
         with contextlib.suppress(OSError):
@@ -283,7 +286,7 @@ class WireLinks:
         return peer
 
     def last(self, name: str) -> NearLink | FarLink | None:
-        """Return the link that led to a peer last, if it is there."""
+        """Return the last link to a peer; None if there is none."""
         return self._links.get(name)
 
     def all(self) -> list[tuple[str, NearLink | FarLink]]:
@@ -291,37 +294,37 @@ class WireLinks:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any may have to send anything again."""
+        """Return whether any link may have to resend messages."""
         return any(isinstance(link, FarLink) and link.is_waiting for link in self._links.values())
 
     def learn(self, name: str, address: Address) -> None:
-        """Note where a sender said that it listens."""
+        """Note the address that a sender gave."""
         self._learnt[name] = address
 
     def unlearn(self, name: str) -> None:
-        """Another process listened there."""
+        """Forget an address that belonged to an earlier process."""
         self._learnt.pop(name, None)
 
     def drop(self, name: str) -> None:
-        """Close what led to a peer, with all that is queued."""
+        """Close the link to a peer and drop its queue."""
         if (old := self._links.pop(name, None)) is not None:
             old.close()
 
     def forget(self, name: str) -> None:
-        """Drop what is queued for a peer known to be gone, and where it said that it listens."""
+        """Drop the messages queued for a peer known to be gone, and its learnt address."""
         self.unlearn(name)
         self.drop(name)
 
     def close(self) -> None:
-        """Give queued messages a moment to leave."""
+        """Close all links; queued messages have a moment to be sent."""
         for link in self._links.values():
             link.close(LINGER_MS)
         self._links.clear()
 
 
 class WireListener:
-    """The sockets that a process listens at: one for its host and, where its run spans hosts, one
-    for the others.
+    """Listening sockets of a process: one for its host and, if its run spans hosts, one for the
+    others.
     """
 
     def __init__(
@@ -333,7 +336,7 @@ class WireListener:
         network: Network | None,
     ) -> None:
         """Own the name. Raises ConfigError if the folder's path is too long for a Unix socket, or
-        the address is none of this host's.
+        if the address is not one of this host's.
         """
         self.far: zmq.Socket[bytes] | None = None
         self._folder = folder
@@ -360,20 +363,20 @@ class WireListener:
 
     @property
     def endpoint(self) -> str:
-        """Where other hosts reach it; empty if they do not."""
+        """Return the address for other hosts; empty without one."""
         return self._address.endpoint
 
     def in_turn(self) -> list[zmq.Socket[bytes]]:
-        """Return the sockets, each first every other time: neither keeps the other waiting."""
+        """Return the sockets, in alternating order, so that neither starves the other."""
         self._in_turn.reverse()
         return self._in_turn
 
     def descriptors(self) -> list[int]:
-        """Descriptors that become readable when messages come, once all old ones were taken."""
+        """Return descriptors that become readable on new messages, once all old ones were read."""
         return [pull.FD for pull in self._pulls()]
 
     def wait(self, timeout_ms: int) -> None:
-        """Wait for a message, or a `wake_on` descriptor."""
+        """Wait for a message or a `wake_on` descriptor."""
         self._poller.poll(timeout_ms)
 
     def wake_on(self, fd: int) -> None:
@@ -383,9 +386,9 @@ class WireListener:
         self._poller.unregister(fd)
 
     def close(self) -> None:
-        """Free the name, unless a successor has it."""
+        """Close the sockets and release the name, unless a successor has it."""
         with contextlib.suppress(OSError):
-            if identity_of(self._path) == self._identity:  # Not a successor's.
+            if identity_of(self._path) == self._identity:  # Otherwise it is a successor's.
                 self._path.unlink()
             path = address_path(self._folder, self._name)
             if read_address(path) == self._address:
@@ -397,10 +400,10 @@ class WireListener:
         return [self.near] if self.far is None else [self.near, self.far]
 
     def _open_to_hosts(self, context: zmq.Context[Any], network: Network) -> zmq.Socket[bytes]:
-        """Listen at the node's address and there alone, and write down at which port."""
+        """Listen at the node's address only, and write the address file."""
         pull = _puller(context)
-        # A sender is told by us when it is to stop. Were it zmq that stops reading, beats would not
-        # be read either, and the connection would be taken for broken.
+        # Acknowledgements limit senders below this mark. If zmq itself stopped reading, it would
+        # miss heartbeats too and take the connection for broken.
         pull.set(zmq.RCVHWM, 4 * MAX_QUEUED)
         pull.set(zmq.IPV6, ":" in network.address)
         pull.set(zmq.CURVE_SERVER, 1)
@@ -417,8 +420,8 @@ class WireListener:
 
 
 def keys_of(secret: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret half of the pair of keys that all processes of a deployment
-    have.
+    """Return the public and the secret half of the key pair that all processes of a deployment
+    share.
     """
     encoded = z85.encode(key_of(secret, PURPOSE))
     return zmq.curve_public(encoded), encoded
@@ -432,7 +435,7 @@ def _puller(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
-    """Raises OSError where there are too many, of sockets or of descriptors."""
+    """Return a new socket. Raises OSError if the limit of sockets or descriptors is reached."""
     try:
         made: zmq.Socket[bytes] = context.socket(kind)
     except zmq.ZMQError as error:
@@ -441,7 +444,7 @@ def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:
-    """Let zmq notice by itself that the other end cannot be reached any more."""
+    """Have zmq detect an unreachable peer by heartbeats."""
     socket.set(zmq.HEARTBEAT_IVL, BEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
     socket.set(zmq.HANDSHAKE_IVL, SILENT_MS)

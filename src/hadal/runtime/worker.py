@@ -1,10 +1,10 @@
-"""Threads beside the host's: what they are given to do, and how what comes of it gets back.
+"""Threads beside the host's: how they get jobs, and how results return.
 
     host's thread    submit(job) ...................... take() -> results
     worker's thread          do(job) -> result, wake()
 
-This file also says how a thread keeps out of the way of the one that computes: by a lower priority,
-and by a share of a core at most. Knows nothing of what the threads do.
+Also limits how much a thread disturbs the computing thread: by a lower priority, and by a largest
+share of a core. Does not depend on the jobs.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 WAIT_S = 1.0
-"""A thread that nobody wakes looks again after so long."""
+"""Longest sleep of a thread before it checks for jobs again."""
 NICE = 5
-"""What a background thread adds to the niceness of its process: it then has a third of the others'
-weight where cores are short (sched(7)). It adds no more, for a thread that is put aside while it
-holds the interpreter holds up the computing thread as well.
+"""Niceness added to a background thread: it then has a third of the others' weight if cores are
+short (sched(7)). No more, because a thread that is preempted while it holds the interpreter delays
+the computing thread too.
 """
 NICE_MAX = 19
 """Highest niceness of any thread (sched(7))."""
 SHARE = 0.1
-"""Share of one core that background work may take. A rank's step waits for its slowest peer, so
-what one rank loses all lose, and ranks that share cores stage side by side: at a quarter, four of
-them on two cores made steps 1.5 times as long (bench/balance_live). A tenth of a core still moves
-an expert of 44 MB several times a second (LOG.md).
+"""Share of one core for background work. A rank's step waits for its slowest peer, so a delay of
+one rank delays all, and ranks that share cores stage at the same time: at 0.25, four of them on two
+cores made steps 1.5x as long (bench/balance_live). A tenth of a core still moves an expert of 44 MB
+several times a second (LOG.md).
 """
 MIN_REST_S = 0.001
-"""Shorter rests are put off until they add up: waking takes a good part of it."""
+"""Shortest rest; shorter ones add up first, because a wake-up costs much of that time."""
 J = TypeVar("J")
 R = TypeVar("R")
 
 
 def first_waiting(waiting: deque[J], running: list[J]) -> J | None:
-    """Take the jobs in the order in which they came."""
+    """Pick the jobs in order of arrival."""
     return waiting.popleft() if waiting else None
 
 
 class Worker(Generic[J, R]):
-    """Threads that do jobs. `put` may be called from any thread, all other methods from the one
-    that the jobs come from: the host's, or a worker's that has another as its helper.
+    """Threads that do jobs. `put` may be called from any thread. All other methods are called from
+    the thread that submits jobs: the host's, or that of a worker with another worker as helper.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class Worker(Generic[J, R]):
         in_background: bool = False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """`do` does a job, from one of the threads, and returns what is to be handed over; then
-        `wake` is called. `pick` takes the job that is begun next out of those that wait, given
-        those that run; None: none of them yet. It is called under `changed`, again and again.
-        `in_background`: the threads give way to all others. `begin` is called first in each thread.
+        """`do` does a job, in one of the threads, and returns a result or None; after a result
+        `wake` is called. `pick` chooses the next job among waiting ones, given the running ones;
+        None: none of them yet. It is called repeatedly, with `changed` locked. `in_background`: the
+        threads have a lower priority. `begin` is called first in each thread.
         """
         self.changed = threading.Condition()
-        """Guards `waiting`, `running` and whatever else its user wants to be guarded."""
+        """Lock of `waiting`, `running` and further state that the worker's user protects with it.
+        """
         self.waiting: deque[J] = deque()
         self.running: list[J] = []
         self.is_stopping = False
@@ -91,12 +92,12 @@ class Worker(Generic[J, R]):
             self.changed.notify()
 
     def put(self, result: R) -> None:
-        """Add a result that no thread had to work for to what `take` returns. Wakes nobody."""
+        """Add a result, made without a thread, to those that `take` returns. Does not call `wake`."""
         self._results.append(result)
 
     def take(self) -> list[R]:
-        """Return the results that are there. Raises what `do` raised: the worker's user knows
-        whether that is a bug.
+        """Return the available results. Raises the exception of `do`; the worker's user decides
+        whether it is a bug.
         """
         done = []
         while self._results:
@@ -107,14 +108,14 @@ class Worker(Generic[J, R]):
         return done
 
     def settle(self) -> None:
-        """Wait until nothing waits or runs: for ever, if a job hangs."""
+        """Wait until no job waits or runs; for ever, if a job hangs."""
         with self.changed:
             while self.waiting or self.running:
                 self.changed.wait(WAIT_S)
 
     def stop(self, timeout_s: float, *, is_draining: bool = False) -> bool:
-        """Let what runs finish and end the threads; what waits is not begun, or done before if
-        `is_draining`. False if a thread has not ended within `timeout_s`.
+        """Let running jobs finish and end the threads. Waiting jobs are dropped, or done first if
+        `is_draining`. Return False if a thread has not ended within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
@@ -149,7 +150,7 @@ class Worker(Generic[J, R]):
                 self._wake()
 
     def _next(self) -> J | None:
-        """Wait for the next job and return it; None: the thread is to end."""
+        """Wait for the next job and return it; None: the thread should end."""
         with self.changed:
             while not self.is_stopping or (self._is_draining and self.waiting):
                 job = self._pick(self.waiting, self.running)
@@ -161,27 +162,27 @@ class Worker(Generic[J, R]):
 
 
 def lower_priority() -> None:
-    """Make the calling thread, and threads that it starts from now on, yield to the others. Linux:
-    a priority is a thread's own, and only the superuser may raise one.
+    """Lower the priority of the calling thread and of threads it starts from now on. On Linux each
+    thread has its own priority, and only the superuser may raise one.
     """
     nice = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE, NICE_MAX)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class Pace:
-    """Tells threads when to rest, so that together they take `share` of a core over any stretch of
-    work. Idle time before the work is not saved up.
+    """Limit on background threads: together they use `share` of a core over any stretch of work.
+    Idle time before the work is not credited.
     """
 
     def __init__(self, share: float = SHARE) -> None:
         self._share = share
         self._lock = threading.Lock()
         self._rested_at_s = 0.0
-        """When all that was worked until now has been rested for."""
+        """Time at which all work so far will have been paid for with rest."""
         self._of_thread = threading.local()
 
     def owed_s(self) -> float:
-        """How long the calling thread is to rest now; 0: go on. What it worked before its first
+        """Return how long the calling thread should rest now; 0: go on. Its work before its first
         call does not count.
         """
         worked_s, now_s = time.thread_time(), time.monotonic()
