@@ -1,1 +1,1 @@
-"""House apps: pages, terminal chat and load generator; extra `apps`."""
+"""User applications: pages, terminal chat and load generator; extra `apps`."""

@@ -1,1 +1,1 @@
-"""`hadal bench`: load for any server with OpenAI's API."""
+"""Load generator `hadal bench` for any server with OpenAI's API."""

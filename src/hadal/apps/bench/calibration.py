@@ -1,6 +1,7 @@
-"""Questions to a server before a load: its model, its tokens per word, and whether it takes ignore_eos.
+"""Queries to a server before a load: its model, its tokens per word, and whether it accepts
+ignore_eos.
 
-Reads the usage of two small requests. Does not know the load that follows.
+Reads the usage of two small requests. Does not depend on the load that follows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hadal.apps.bench.request import BenchError, Target
 from hadal.apps.bench.texts import TOKENS_PER_WORD, WORDS, Texts
 
 _TRIED = (1, 3)
-"""How often all words stand in the prompts of a calibration."""
+"""Numbers of times that all words occur in the prompts of a calibration."""
 
 
 async def first_model(client: httpx.AsyncClient, url: str) -> str:
@@ -44,8 +45,9 @@ class Calibration:
 
 
 async def calibrate(client: httpx.AsyncClient, target: Target, texts: Texts) -> Calibration:
-    """Learn how many tokens a word is, what a template adds, and whether answers can be made to go
-    on to their length. Raises BenchError if the server answers none of it.
+    """Measure the tokens per word and the tokens that a template adds, and find out whether answers
+    can be forced to their full length. Raises BenchError if the server answers none of the
+    requests.
     """
     notes, counts = [], []
     going_on = replace(target, ignores_eos=True)

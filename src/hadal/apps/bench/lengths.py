@@ -3,7 +3,7 @@
     parse_lengths("lognormal:800:1", "--input").draw(rng, 64) -> 64 lengths
     read_trace(Path("mooncake.jsonl.gz")) -> the requests of a trace and their times
 
-Knows no text and no server.
+Does not depend on texts or a server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTHS = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of tokens, from `parse_lengths`."""
+    """Distribution of token counts, made by `parse_lengths`."""
 
     kind: str
     first: float
@@ -78,16 +78,16 @@ class BenchAsk:
     tokens_in: int
     tokens_out: int
     parts: tuple[int, ...] = ()
-    """Numbers of its 512-token parts, where a trace has them: equal numbers are equal text."""
+    """Ids of its 512-token parts, if the trace has them: equal ids mean equal text."""
 
 
 @dataclass(frozen=True)
 class TraceLoad:
-    """The requests of a trace file, in order."""
+    """Requests of a trace file, in order."""
 
     asks: tuple[BenchAsk, ...]
     at_s: tuple[float, ...]
-    """Since the first arrival."""
+    """Arrival times in seconds after the first arrival."""
 
 
 def read_trace(path: Path, scale: float = 1.0) -> TraceLoad:

@@ -1,9 +1,10 @@
-"""Load for a server that speaks OpenAI's API: levels of rates, of concurrencies, or of a trace's times.
+"""Load for a server with OpenAI's API: levels of request rates, of concurrency, or of a trace's
+times.
 
-Open load comes at its own times, whether earlier requests are done or not (Poisson, or a trace's
-times), and is measured from when a request was due, so that a client that is late hides nothing.
-Closed load keeps a number of requests open, each followed by the next. Does not know the API, nor how
-prompts are made.
+Open load arrives at its own times, whether earlier requests have finished or not (Poisson, or a
+trace's times). Latency counts from when a request was due, so that a late client hides nothing.
+Closed load keeps a fixed number of requests open, each followed by the next. Does not depend on the
+API or the making of prompts.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from hadal.apps.bench.request import BenchError, Sample, Target, client_for, mea
 from hadal.apps.bench.texts import Texts
 
 MAX_OPEN = 4096
-"""Requests of an open load that may be open at once; what is due beyond them is an error of its own."""
+"""Most open requests of an open load; a request due beyond it counts as an error (FULL)."""
 FULL = f"not sent: {MAX_OPEN} were open"
 LATE = "not sent: this client was late by more than a request may take"
 STOPPED = "stopped"
-"""Error of a request that was open at Ctrl-C; the server did not cause it."""
+"""Error of a request that Ctrl-C interrupted; the server did not cause it."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One load: its kind and how high it is."""
+    """One load level: its kind and value."""
 
     kind: str
-    """rate, concurrency or trace."""
+    """"rate", "concurrency" or "trace"."""
     value: float
 
     @property
@@ -71,30 +72,32 @@ def _poisson(rng: Generator, rate: float) -> Iterator[float]:
 
 @dataclass
 class LevelRun:
-    """Samples of a level, as far as it has run."""
+    """Samples of a level so far."""
 
     level: Level
     samples: list[Sample] = field(default_factory=list)
     num_open: int = 0
     elapsed_s: float = 0.0
-    """From its start to its last end, or to now; of a rate that was held, its whole time at least."""
+    """Time from the level's start to the last end, or to now; for a completed rate level, at least
+    its whole duration.
+    """
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Time, number and lengths of each level's requests."""
+    """Duration, number and lengths of each level's requests."""
 
     duration_s: float
     """Time after a level's start in which requests are sent."""
     num_requests: int
-    """Limit of requests of a level."""
+    """Largest number of requests per level."""
     tokens_in: Lengths
     tokens_out: Lengths
     trace: TraceLoad | None = None
     seed: int = 0
 
     def asks(self, rng: Generator) -> Iterator[BenchAsk]:
-        """Yield requests without end; a trace's requests repeat."""
+        """Yield requests without end; those of a trace repeat."""
         while True:
             if self.trace is not None:
                 yield from self.trace.asks
@@ -126,7 +129,7 @@ async def warm_up(
 async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
-    """Hold level `number` for its time. What is measured is in `run` at once, also when this is
+    """Run level `number` for its time. Measurements are in `run` at once, also if this is
     cancelled.
     """
     rng = np.random.default_rng([plan.seed, number])
@@ -168,7 +171,7 @@ async def run_level(
                 else:
                     tasks.create_task(send(due_s))
     if run.level.kind == "rate" and len(run.samples) < plan.num_requests:
-        # Time in which nothing happened to come was offered, too.
+        # Time without arrivals was offered load, too.
         run.elapsed_s = max(run.elapsed_s, plan.duration_s)
 
 
@@ -182,8 +185,8 @@ async def run_levels(
     notes: list[str],
     tell: Callable[[str, float], None],
 ) -> str:
-    """Run all levels, one after the other, and fill `runs` and `notes`; `tell` is called with the
-    progress and the seconds of load that are over. Returns the model's name. Raises BenchError.
+    """Run all levels in turn, and fill `runs` and `notes`. `tell` is called with the progress and
+    the elapsed seconds of load. Return the model's name. Raises BenchError.
     """
     async with client_for(target) as client:
         tell("asking what is there", 0.0)

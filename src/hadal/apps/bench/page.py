@@ -1,7 +1,7 @@
-"""The page of `hadal bench`: from the object that bench.json holds, and from nothing else.
+"""Page of `hadal bench`, made from the object in bench.json alone.
 
-The words are in `templates/bench.html`; look and script are those of a day's report. Every chart has
-its figures in a table beside it.
+The words are in `templates/bench.html`; style and script are those of the daily report. Every chart
+has its figures in a table beside it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPREADS = (
 
 
 def bench_html(found: Row) -> str:
-    """The page. `found` is what bench.json holds; any part of it may be missing."""
+    """Return the page. `found` is the object in bench.json; any part of it may be missing."""
     levels = rows(found, "levels")
     figures = {
         "ttft": _by_level(levels, "ttft_s", "Time to first token by load"),
@@ -73,7 +73,7 @@ def _names(levels: Sequence[Row]) -> list[str]:
 
 
 def _by_level(levels: Sequence[Row], key: str, label: str) -> Figure | None:
-    """Percentiles of a time, a line each, over the levels in their order."""
+    """Return a chart of a time's percentiles, one line each, over the levels in their order."""
     if not any(mapping(level, key) for level in levels):
         return None
     data = [
@@ -99,7 +99,7 @@ def _by_level(levels: Sequence[Row], key: str, label: str) -> Figure | None:
 
 
 def _served(levels: Sequence[Row]) -> Figure | None:
-    """Requests per second as bars, and of those the ones that kept every promise."""
+    """Return a bar chart of requests per second: all, and within every SLO."""
     if not any(number(level, "requests_per_s") for level in levels):
         return None
     series = [("answered", "--prefill", [number(level, "requests_per_s") for level in levels])]
@@ -130,7 +130,7 @@ def _served(levels: Sequence[Row]) -> Figure | None:
 
 
 def _curves(levels: Sequence[Row], key: str, label: str) -> Figure | None:
-    """A distribution function for each level."""
+    """Return a chart with one distribution function per level."""
     data = []
     for index, level in enumerate(levels):
         values = numbers(level, key)

@@ -1,10 +1,10 @@
-"""One streamed request to a server that speaks OpenAI's API, and the times of its text.
+"""Streamed request to a server with OpenAI's API, and the times of its text.
 
     sample = Sample(due_s=0.0)
     await measure(client, target, target.body(prompt, 100, is_streamed=True), sample, now)
 
-`Sample` holds what was measured, also when the request failed. Knows the API's streams; does not know
-when requests are sent, nor how prompts are made.
+`Sample` has the measurements, also if the request failed. Depends on the API's streams only, not on
+the schedule of requests or the making of prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage
 
 
 class BenchError(HadalError):
-    """A server that cannot be measured, with the reason."""
+    """A server cannot be measured, with the reason."""
 
 
 @dataclass(slots=True)
@@ -40,32 +40,32 @@ class Sample:
     """Time of the last piece with text."""
     end_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    """Times between pieces with text."""
+    """Times between consecutive pieces of text."""
     num_pieces: int = 0
     tokens_in: int | None = None
-    """Prompt tokens as the server reports them; None: it does not."""
+    """Prompt tokens as the server reports them; None if it does not."""
     tokens_out: int | None = None
     tokens_cached: int | None = None
     error: str = ""
-    """Kind of the error; empty: none."""
+    """Kind of the error; empty if none."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model of a server, and how requests reach it."""
+    """Server and model to measure, and how to reach it."""
 
     url: str
-    """With /v1."""
+    """Base URL, including /v1."""
     model: str
     api_key: str = ""
     endpoint: str = "chat"
-    """chat or completions."""
+    """"chat" or "completions"."""
     ignores_eos: bool = False
     timeout_s: float = 120.0
 
     @property
     def path(self) -> str:
-        """Path of the endpoint, behind /v1."""
+        """Return the endpoint's path after /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def body(self, prompt: str, tokens_out: int, *, is_streamed: bool) -> dict[str, Any]:
@@ -83,9 +83,7 @@ class Target:
 def client_for(
     target: Target, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    """Return a client with as many connections as there are requests. `transport`: in place of
-    httpx's own.
-    """
+    """Return a client without a limit on connections. `transport`: replacement for httpx's own."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
         transport=transport,
@@ -96,7 +94,7 @@ def client_for(
 
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "text", "token_ids")
-"""Fields of a piece that has tokens. Servers send ids where a body asks for them."""
+"""Fields of a piece that contain tokens. Servers send ids if the body asks for them."""
 
 
 async def measure(
@@ -106,9 +104,7 @@ async def measure(
     sample: Sample,
     now: Callable[[], float],
 ) -> None:
-    """Send a streamed body and write its times and usage into `sample`. Raises nothing but
-    CancelledError.
-    """
+    """Send a streamed body and store its times and usage in `sample`. Raises only CancelledError."""
     sample.sent_s = now()
     try:
         async with (

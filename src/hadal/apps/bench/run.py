@@ -1,4 +1,4 @@
-"""The work of `hadal bench`, from what was asked to what is printed and written."""
+"""Execution of `hadal bench`: from its options to the printed and written results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from hadal.results.values import compact, duration, mapping, number, percent, pl
 
 EXIT_NOTHING, EXIT_STOPPED = 1, 130
 LATE_S = 0.05
-"""A client that sends later than this at p99 is itself what is measured, and is told so."""
+"""Largest p99 lateness of the client; above it the client itself affects the results, and a note
+says so.
+"""
 SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command was given, checked."""
+    """Checked options of the command."""
 
     target: Target
     texts: Texts
@@ -46,11 +48,11 @@ class BenchOptions:
     out: Path | None
     as_json: bool
     words: Mapping[str, Any]
-    """The lengths as they were written on the command line."""
+    """Lengths as written on the command line."""
 
 
 def run(asked: BenchOptions) -> int:
-    """Measure, print, write; returns the exit code. Raises BenchError, ValueError."""
+    """Measure, print, write; return the exit code. Raises BenchError, ValueError."""
     if asked.out is not None:
         check_folder(asked.out)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if asked.seed is None else asked.seed
@@ -96,7 +98,7 @@ def run(asked: BenchOptions) -> int:
 
 
 def _doubts(found: Mapping[str, Any]) -> list[str]:
-    """What speaks against the figures."""
+    """Return notes on why the figures may be unreliable."""
     doubts = []
     for level in rows(found, "levels"):
         late_s = number(level, "late_s", "p99")
@@ -111,7 +113,7 @@ def _doubts(found: Mapping[str, Any]) -> list[str]:
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> list[Path]:
-    """bench.json and bench.html. Raises ConfigError if the folder cannot be written."""
+    """Write bench.json and bench.html, and return their paths. Raises ConfigError if that fails."""
     json_path, html_path = folder / "bench.json", folder / "bench.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,7 @@ def write(folder: Path, found: Mapping[str, Any]) -> list[Path]:
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """Two tables: what was served, and how fast."""
+    """Print two tables: throughput and latency."""
     levels = rows(found, "levels")
     console.print(Text(f"{found['model'] or 'no model'} at {found['url']}", style="bold"))
     if not levels:

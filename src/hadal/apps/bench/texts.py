@@ -1,7 +1,7 @@
-"""Prompts of a wanted length, made of common English words.
+"""Prompts of a chosen length, made of common English words.
 
-How many words make a length depends on the server's tokenizer; a calibration measures it
-(`bench_calibration`). Knows no server.
+The server's tokenizer decides how many tokens a word has; a calibration measures it
+(bench/calibration). Does not depend on a server.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Texts:
     tokens_around: float = 0.0
     """Tokens that a chat template adds to a prompt."""
     num_shared: int = 0
-    """Tokens with which all prompts begin."""
+    """Length in tokens of the prefix shared by all prompts."""
     part_tokens: int = MOONCAKE_PART_TOKENS
-    """Tokens of a part of a trace, scaled as its lengths are."""
+    """Tokens per part of a trace, scaled like its lengths."""
 
     def prompt(self, ask: BenchAsk, number: int) -> str:
-        """Return the text of the request with this number; it shares with others only what is asked."""
+        """Return the text of the request with this number. It shares only the prefix and equal
+        parts with other prompts.
+        """
         left = max(1, round((ask.tokens_in - self.tokens_around) / self.tokens_per_word))
         words: list[str] = []
         shared = min(left, round(self.num_shared / self.tokens_per_word))

@@ -1,9 +1,9 @@
-"""What `hadal bench` measured, as one object: `bench.json`, of which the table and the page are made.
+"""Measurements of `hadal bench` as one object, `bench.json`, from which the table and the page are made.
 
     summary(...) -> {"url", "model", "levels": [{"name", "ttft_s": {"p50": ...}, ...}], ...}
 
-A request that failed counts in `errors` alone; one that was stopped by Ctrl-C counts nowhere. What
-cannot be known is None. Knows samples, no sockets.
+A failed request counts in `errors` only; one stopped by Ctrl-C is not counted. Unknown values are
+None. Works on samples; does not depend on sockets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from hadal.core.errors import ConfigError
 
 QUANTILES = (50, 90, 95, 99)
 _CURVE = tuple(range(0, 101, 2))
-"""Percentiles of a curve in the page."""
+"""Percentiles of a distribution curve in the page."""
 _UNITS_S = {"s": 1.0, "ms": 1e-3}
 
 
 def ttft_s(sample: Sample) -> float | None:
-    """From when it was due to its first text."""
+    """Return the time from when the request was due to its first text."""
     return None if sample.first_s is None else sample.first_s - sample.due_s
 
 
 def tpot_s(sample: Sample) -> float | None:
-    """Mean time of a token after those of the first piece with text, of which there is taken to be
-    one.
-    """
+    """Return the mean time per token after the first piece of text, which is taken to be one token."""
     if sample.first_s is None or sample.last_s is None:
         return None
     num = sample.num_pieces if sample.tokens_out is None else sample.tokens_out
@@ -43,12 +41,12 @@ def tpot_s(sample: Sample) -> float | None:
 
 
 def longest_gap_s(sample: Sample) -> float | None:
-    """The longest time between two pieces of its text."""
+    """Return the longest time between two pieces of text."""
     return max(sample.gaps_s, default=None)
 
 
 def e2e_s(sample: Sample) -> float | None:
-    """From when it was due to its end."""
+    """Return the time from when the request was due to its end."""
     return sample.end_s - sample.due_s
 
 
@@ -58,11 +56,13 @@ PROMISES: Mapping[str, Callable[[Sample], float | None]] = {
     "itl": longest_gap_s,
     "e2e": e2e_s,
 }
-"""What may be promised of a request, and how it is measured."""
+"""Metric name -> its measurement of a sample, for the limits (SLOs) that a user may set."""
 
 
 def parse_promises(text: str) -> dict[str, float]:
-    """`ttft=2s,tpot=50ms` as seconds by name; empty: nothing is promised. Raises ConfigError."""
+    """Parse SLOs such as `ttft=2s,tpot=50ms` into name -> seconds; empty: no SLOs. Raises
+    ConfigError.
+    """
     promises: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.lower().split(","))):
         found = re.fullmatch(r"([a-z0-9]+)\s*=\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(ms|s)", part)
@@ -78,13 +78,13 @@ def parse_promises(text: str) -> dict[str, float]:
 
 
 def kept(sample: Sample, promises: Mapping[str, float]) -> bool:
-    """Whether a request that was answered kept all promises; what it has no measure of, it kept."""
+    """Return whether an answered request met all SLOs; an SLO without a measurement counts as met."""
     measured = ((PROMISES[name](sample), most_s) for name, most_s in promises.items())
     return all(value is None or value <= most_s for value, most_s in measured)
 
 
 def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any]:
-    """A level's row. Rates are over its `elapsed_s`."""
+    """Return a level's summary. Rates are over its `elapsed_s`."""
     counted = [sample for sample in run.samples if sample.end_s and sample.error != STOPPED]
     done = [sample for sample in counted if not sample.error]
     errors = Counter(sample.error for sample in counted if sample.error)
@@ -127,7 +127,7 @@ def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any
 
 
 def _sum(done: Sequence[Sample], name: str) -> int | None:
-    """Of all requests; None where the server does not say it of each."""
+    """Return the sum over all requests; None if the server did not report it for each."""
     values = [getattr(sample, name) for sample in done]
     return sum(values) if values and all(isinstance(value, int) for value in values) else None
 
@@ -137,7 +137,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum of what is known; None where nothing is."""
+    """Return mean, percentiles and maximum of the known values; None if there are none."""
     known = _known(values)
     if not known:
         return None
@@ -150,7 +150,7 @@ def spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def curve(values: Sequence[float | None]) -> list[float]:
-    """Percentiles 0, 2, 4 ... 100 of what is known."""
+    """Return percentiles 0, 2, 4 ... 100 of the known values."""
     known = _known(values)
     return [float(value) for value in np.percentile(known, _CURVE)] if known else []
 
@@ -164,7 +164,7 @@ def summary(
     *,
     is_stopped: bool,
 ) -> dict[str, Any]:
-    """The whole object. `asked`: what the command was given."""
+    """Return the whole object. `asked`: the command's options."""
     return {
         **asked,
         "model": model,

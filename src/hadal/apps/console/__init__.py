@@ -1,1 +1,1 @@
-"""Pages for people, in a process of their own: a chat with the model, and the deployment at work."""
+"""Web pages, in a separate process: a chat with the model, and a view of the running deployment."""

@@ -1,7 +1,7 @@
-"""One answer on the chat page: thinking, text as Markdown, a card for each call of a tool, and its
+"""View of one answer on the chat page: thinking, text as Markdown, a card per tool call, and
 figures.
 
-Knows what came, and neither the gateway nor conversations.
+Depends on the answer's values only, not on the gateway or conversations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from hadal.apps.console.conversation import ChatAnswer, ToolRun
 
 _MAX_SHOWN = 20_000
-"""Characters of a tool's arguments or result that are shown."""
+"""Most characters shown of a tool's arguments or result."""
 
 
 class AnswerView:
@@ -46,12 +46,12 @@ class AnswerView:
         self._shown_calls: list[tuple[str, str, str | None]] = []
 
     def say(self, note: str) -> None:
-        """What is to be said before anything has come; empty: nothing."""
+        """Show a note before the answer arrives; empty hides it."""
         self._note.set_text(note)
         self._note.set_visibility(bool(note))
 
     def show(self, answer: ChatAnswer, *, is_over: bool) -> None:
-        """Bring the page up to what came."""
+        """Show the answer so far."""
         if is_over:
             self.say("")
         if answer.thinking:
@@ -106,15 +106,15 @@ _MARKDOWN = MarkdownIt("js-default", {"highlight": _coloured}).disable("image")
 
 
 def rendered(text: str) -> str:
-    """HTML of what a model wrote. HTML in it is text, as all of it; and a block of code is one from
-    its first line on, whether or not its end has come.
+    """Return a model's text as HTML. HTML in the text is escaped. A code block is shown as one from
+    its first line, even before its end has arrived.
     """
     return str(_MARKDOWN.render(text))
 
 
 @cache
 def code_styles() -> str:
-    """Colours of code, in light and dark."""
+    """Return the CSS colours of code, in light and dark mode."""
     light, dark = (
         HtmlFormatter(nobackground=True, style=style).get_style_defs(f"{where}.h-md pre")
         for style, where in (("default", ""), ("github-dark", ".body--dark "))
@@ -123,7 +123,7 @@ def code_styles() -> str:
 
 
 def _show_call(call: ToolRun, *, is_over: bool) -> None:
-    """A card: the tool, what it was given, and what it gave or that it runs."""
+    """Show a card with the tool, its arguments, and its result or a spinner."""
     with ui.element("details").classes("h-call"):
         with ui.element("summary"):
             if call.result is None and not is_over:

@@ -1,5 +1,5 @@
-"""What the pages ask of the gateway, over its HTTP API as any client: answers as they are made, and
-what the key of whoever looks may see.
+"""Requests of the pages to the gateway, over its HTTP API as any client: streamed answers, and the
+pages that the viewer's key may read.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hadal.core.errors import HadalError
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
-"""A server that says nothing for so long, not even a keep-alive, is given up."""
+"""Silence, even without keep-alives, after which a request is given up."""
 _PAGE_S = 5.0
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-"""Every answer that comes in has a connection, however many pages are open."""
+"""Connection limits: every running answer needs a connection, however many pages are open."""
 _BUSY = (429, 503)
-"""Statuses of a server that may have room later."""
+"""Statuses of a server that may have capacity later."""
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
-"""A server that is busy for longer is not waited for."""
+"""Longest wait for a busy server."""
 
 
 class AskError(HadalError):
-    """The gateway cannot be reached, or refuses; the text is for the user."""
+    """The gateway is unreachable or refuses; the text is for the user."""
 
     def __init__(
         self, message: str, status: int = 0, param: str = "", again_s: float | None = None
     ) -> None:
-        """`again_s`: when the gateway says that it may be asked again; None: it does not."""
+        """`again_s`: wait before a retry, from the gateway's Retry-After; None: none given."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -50,12 +50,12 @@ class _Models(msgspec.Struct):
 
 
 class Asking:
-    """A client of one gateway. `url`: without /v1."""
+    """Client of one gateway. `url`: without /v1."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
-        # A proxy in the environment is not for this machine's own gateway.
+        # A proxy from the environment must not be used for this machine's own gateway.
         self._client = httpx.AsyncClient(
             base_url=self.url, timeout=timeout, limits=_LIMITS, trust_env=False
         )
@@ -65,7 +65,7 @@ class Asking:
         await self._client.aclose()
 
     async def page(self, path: str, key: str, timeout_s: float = _PAGE_S, **query: str) -> bytes:
-        """The body of GET `path`. Raises AskError."""
+        """Return the body of GET `path`. Raises AskError."""
         try:
             reply = await self._client.get(
                 path, params=query, headers=_headers(key), timeout=timeout_s
@@ -77,7 +77,7 @@ class Asking:
         return reply.content
 
     async def model(self, key: str) -> str:
-        """Name of the model that is served. Raises AskError."""
+        """Return the name of the served model. Raises AskError."""
         try:
             found = msgspec.json.decode(await self.page("/v1/models", key), type=_Models)
         except msgspec.MsgspecError as error:
@@ -85,7 +85,9 @@ class Asking:
         return found.data[0].id if found.data else ""
 
     async def stream(self, body: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]:
-        """Events of an answer; leaving the loop makes the server stop its work. Raises AskError."""
+        """Yield the events of an answer; leaving the loop cancels it on the server. Raises
+        AskError.
+        """
         try:
             async with self._client.stream(
                 "POST", "/v1/chat/completions", json=body, headers=_headers(key)
@@ -105,25 +107,25 @@ class Asking:
 
 
 class ChatModel:
-    """The served model, as one page asks it with one key."""
+    """Access of one page to the served model, with one key."""
 
     def __init__(self, asking: Asking) -> None:
         self.name = ""
         self.can_call = True
-        """Until the server refuses tools: its model was not taught any."""
+        """True until the server refuses tools, because its model was not trained to call them."""
         self._asking = asking
         self._key = ""
 
     async def knock(self, key: str) -> None:
-        """Ask with this key from now on. Raises AskError if the gateway does not take it."""
+        """Use this key from now on. Raises AskError if the gateway refuses it."""
         self.name = await self._asking.model(key)
         self._key = key
 
     async def answer(
         self, body: dict[str, Any], say: Callable[[str], None]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of an answer; a busy gateway is asked again when it wants. `say`: shows
-        that. Raises AskError.
+        """Yield the events of an answer; retry after the wait that a busy gateway names. `say`
+        shows a note about it. Raises AskError.
         """
         for num_tries in itertools.count():
             try:
@@ -139,7 +141,7 @@ class ChatModel:
                 say("")
 
     def refuses_tools(self, body: dict[str, Any], error: AskError) -> bool:
-        """Return whether a request failed because the model was not taught to call tools, and
+        """Return whether a request failed because the model was not trained to call tools, and
         remember it.
         """
         is_refused = "tools" in body and error.status == 400 and error.param.startswith("tool")

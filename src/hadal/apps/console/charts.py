@@ -1,5 +1,5 @@
-"""Options of the charts: ECharts' own form, in colours that are read on light and dark ground alike.
-Values in, values out.
+"""Options of the charts in ECharts' format, with colours that are legible on light and dark
+background. Values in, values out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ PALETTE = (TEAL, AMBER, VIOLET, GREEN, RED, GREY, "#5c86c9", "#b87333")
 _TEXT, _LINE = "#85909a", "rgba(133,144,154,.22)"
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _MAX_POINTS = 150
-"""A chart is some hundred pixels wide: more points are not seen, and take time to draw."""
+"""Most points per line: a chart is a few hundred pixels wide, so more are invisible and slow to
+draw.
+"""
 
 Options = dict[str, Any]
 Values = Sequence[float | None]
@@ -77,7 +79,7 @@ def lines(
     most: float | None = None,
     colors: Sequence[str] = PALETTE,
 ) -> Options:
-    """Series over the time of day. `most`: the upper end of the axis, where it is known."""
+    """Return series over the time of day. `most`: the upper end of the axis, if known."""
     every = max(1, math.ceil(len(times_s) / _MAX_POINTS))
     chart = _base()
     shown = [round(1000 * time_s) for time_s in times_s][::-1][::every][::-1]
@@ -112,8 +114,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def heat(rows: Sequence[Sequence[float]], most: float) -> tuple[int, str]:
-    """A map of loads as its canvas is drawn from: how many columns, and a byte a cell, 255 for
-    `most`, in base64.
+    """Return a map of loads as its canvas needs it: the number of columns, and one byte per cell,
+    255 for `most`, in base64.
     """
     cells = np.asarray(rows, np.float64)
     levels = np.clip(np.round(255.0 / most * cells), 0, 255).astype(np.uint8)
@@ -123,7 +125,7 @@ def heat(rows: Sequence[Sequence[float]], most: float) -> tuple[int, str]:
 def bars(
     labels: Sequence[str], name_to_values: Mapping[str, Values], colors: Sequence[str]
 ) -> Options:
-    """Groups of bars, with a label each."""
+    """Return groups of bars, each with a label."""
     chart = _base()
     chart["xAxis"] = _axis("category", data=list(labels), splitLine={"show": False})
     chart["yAxis"] = _axis("value", splitNumber=3)
@@ -149,7 +151,7 @@ def demand(
     forecast: Sequence[float],
     capacity: float,
 ) -> Options:
-    """What was asked of a role, what is expected, and what its units can be asked for."""
+    """Return a chart of a role's demand, its forecast, and the capacity of its units."""
     chart = lines(times_s, {"asked for": rates})
     ahead = [
         [round(1000 * (now_s + more_s)), _rounded(rate)]
@@ -182,18 +184,18 @@ def demand(
 
 
 def clock(unix_s: float) -> str:
-    """The time of day in UTC, which logs and charts tell as well."""
+    """Return the time of day in UTC, like logs and charts."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S")
 
 
 def moment(unix_s: float, now_s: float) -> str:
-    """The time of day, with its date if that is not today's."""
+    """Return the time of day, with the date if it is not today."""
     when, today = (datetime.fromtimestamp(at_s, UTC) for at_s in (unix_s, now_s))
     return when.strftime("%H:%M:%S" if when.date() == today.date() else "%d %b %H:%M:%S")
 
 
 def moment_of(iso: str, now_s: float) -> str:
-    """The same of a time as logs write it; as it is where it is none."""
+    """Return an ISO time like `moment`; unchanged if it is not a time."""
     try:
         return moment(datetime.fromisoformat(iso).timestamp(), now_s)
     except ValueError:

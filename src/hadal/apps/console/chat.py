@@ -1,8 +1,7 @@
-"""The chat page: asks the gateway, shows thinking, text and tools as they come, keeps conversations
-in the browser.
+"""Chat page: sends questions to the gateway, shows thinking, text and tool calls as they arrive,
+and stores conversations in the browser.
 
-One ChatPage is one open page; what it knows is gone with it, but for what the browser keeps
-(apps/console/kept).
+One ChatPage is one open page. When it closes, only the browser's copy remains (apps/console/kept).
 """
 
 from __future__ import annotations
@@ -26,21 +25,25 @@ from hadal.apps.console.kept import PIECE_CHARS, KeptChats
 from hadal.apps.console.shell import Door, TopBar, head, icon_button
 
 _SHOW_S = 0.06
-"""Time between two looks of a page at an answer that comes in: more often nobody reads."""
+"""Time between two updates of a running answer; faster updates would not be noticed."""
 _SHOW_CHARS_PER_S = 50_000
-"""Each look renders and sends the whole text: a long one is looked at less often."""
+"""Update rate for long answers: each update renders and sends the whole text, so long texts update
+less often.
+"""
 _MAX_ROUNDS = 8
-"""Answers of one turn: a model that calls tools for ever is stopped."""
+"""Most answers per turn; this stops a model that calls tools for ever."""
 _KEEP_S = 1.0
 _KEEP_CHARS_PER_S = 250_000
-"""What comes in is kept every second; of a long conversation no more than this is sent in one."""
+"""Limit on stored characters per second: a running answer is stored every second, a long
+conversation less often.
+"""
 _STORED_S = 1.0
-"""A browser that has not said by then that it kept an answer is not waited for."""
+"""Longest wait for a browser to confirm that it stored an answer."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
 
 
 class Composer:
-    """The field for a question, with what stands around it."""
+    """Input field with its buttons."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Composer:
         settings: Callable[[], None],
         keep_all: Callable[[], None],
     ) -> None:
-        """Callbacks of its buttons. `keep_all`: no question is edited any more."""
+        """Store the callbacks of its buttons. `keep_all`: stop editing a question."""
         with ui.element("div").classes("h-composer-wrap"):
             with ui.element("div").classes("h-editing") as self._editing_note:
                 ui.label("Asks again from here. What follows goes once this is sent.")
@@ -79,7 +82,7 @@ class Composer:
                     self._stop = icon_button("stop", "Stop", stop, kind="h-send h-stop")
 
     def show(self, now: Conversation, *, is_editing: bool, is_running: bool) -> None:
-        """Show the conversation's settings, and what can be done now."""
+        """Show the conversation's settings, and the actions possible now."""
         words = []
         if now.temperature is not None:
             words.append(f"temperature {now.temperature:g}")
@@ -91,28 +94,28 @@ class Composer:
         self._stop.set_visibility(is_running)
 
     def show_editing(self, *, is_editing: bool) -> None:
-        """Show that the next question takes an earlier one's place, or that it does not."""
+        """Show whether the next question replaces an earlier one."""
         self._editing_note.set_visibility(is_editing)
 
 
 class ChatPage:
-    """One open page."""
+    """State of one open page."""
 
     def __init__(self, asking: Asking, claims: Claims) -> None:
         self._client = ui.context.client
-        # Not the client of the moment: what was clicked may be gone by the time it acts.
+        # Not the current client: the clicked element may be gone when its handler runs.
         self._model = ChatModel(asking)
         self._claims = claims
         self._kept = KeptChats(self._client)
         self._now = _new()
         self._editing: int | None = None
-        """The turn in whose place the next question is asked; None: it is asked behind all."""
+        """Index of the turn that the next question replaces; None: it is added at the end."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
         self._num_follows = 0
 
     async def build(self) -> None:
-        """Make the page, and fill it when the browser is there."""
+        """Make the page, and fill it once the browser is connected."""
         head("Hadal")
         ui.add_head_html(f"<style>{code_styles()}</style>")
         self._client.on_delete(self._closed)
@@ -157,7 +160,7 @@ class ChatPage:
         self._client.run_javascript(f"hadal.keys({keys.id})")
 
     def _show_rows(self) -> None:
-        """The list of all conversations."""
+        """Show the list of all conversations."""
         self._list.clear()
         with self._list:
             for one in self._kept.all:
@@ -168,7 +171,7 @@ class ChatPage:
                 )
 
     def _show(self) -> None:
-        """The conversation, and the list of all."""
+        """Show the conversation, and the list of all."""
         self._show_rows()
         self._turns.clear()
         with self._turns:
@@ -222,7 +225,7 @@ class ChatPage:
             self._again(view, turn)
 
     def _again(self, view: AnswerView, turn: ChatTurn) -> None:
-        """What can be done with the last answer."""
+        """Add the buttons for the last answer."""
         text = "\n\n".join(answer.content for answer in turn.answers if answer.content)
         with view.foot:
             icon_button("content_copy", "Copy", lambda: self._copy(text), title="Copy")
@@ -239,7 +242,7 @@ class ChatPage:
 
     # ---- what people do ----
     def new(self) -> None:
-        """Begin another conversation, with the settings of this one."""
+        """Start a new conversation, with the settings of this one."""
         self._leave()
         self._kept.leave_opening()
         before, self._now = self._now, _new()
@@ -249,13 +252,14 @@ class ChatPage:
         self._show()
 
     def stop(self) -> None:
-        """Stop the answer that comes in; what came of it stays."""
+        """Stop the running answer; its text so far stays."""
         if self._task is not None:
             self._task.cancel()
 
     async def ask(self, text: str) -> None:
-        """Ask, unless an answer is on its way. A conversation that is being opened is the one to ask in:
-        if it does not come, or another page gets an answer there, the text goes back into the field.
+        """Ask a question, unless an answer is running. It goes to the conversation being opened, if
+        any. If that fails to open, or another page is getting an answer there, the text returns to
+        the field.
         """
         is_there = await self._kept.opened()
         if not text.strip() or self._is_running:
@@ -272,20 +276,21 @@ class ChatPage:
         self._begin([])
 
     async def regenerate(self) -> None:
-        """Have the last question answered anew. What answered it goes when something comes."""
+        """Ask the last question again. Its old answers are replaced only if a new one arrives."""
         if self._now.turns and not self._is_running and await self._follow():
             turn = self._now.turns[-1]
             before, turn.answers = turn.answers, []
             self._begin(before)
 
     async def _follow(self) -> bool:
-        """Take over what another page of this browser kept of the conversation. False if nothing can be
-        asked: that page is getting an answer, or this one shows something else by now.
+        """Load what another page of this browser stored of the conversation. Return False if asking
+        is impossible: the other page is getting an answer, or this page shows something else by
+        now.
         """
         now = self._now
-        if self._kept.loaded(now.id) is None:  # No page but this one has it.
+        if self._kept.loaded(now.id) is None:  # Only this page has it.
             return True
-        self._is_running = True  # Nobody asks while the browser is read.
+        self._is_running = True  # Block questions while the browser is read.
         self._num_follows += 1
         number, found = self._num_follows, None
         is_free = await self._may_ask(now.id)
@@ -307,7 +312,7 @@ class ChatPage:
         return await self._may_ask(now.id)
 
     async def _may_ask(self, chat_id: str) -> bool:
-        """Whether no other page is getting an answer there; says so if one is."""
+        """Return whether no other page is getting an answer there; show a note if one is."""
         if await self._claims.may_ask(chat_id, self):
             return True
         with self._body:
@@ -347,7 +352,7 @@ class ChatPage:
             self._show_rows()
 
     async def _kept_elsewhere(self, event: Any) -> None:
-        """Another page of this browser changed a conversation: what is here of it is old."""
+        """Reload a conversation that another page of this browser changed."""
         chat_id = str(event.args["detail"])
         await self._kept.refresh()
         found = await self._kept.read(chat_id)
@@ -362,7 +367,7 @@ class ChatPage:
         self._show_rows()
 
     def _edit(self, number: int) -> None:
-        """Take a question into the field: it and what followed go once another is sent."""
+        """Put a question into the field for editing; sending replaces it and all that followed."""
         if self._is_running:
             return
         self._editing = number
@@ -415,7 +420,7 @@ class ChatPage:
         self._is_running = False
 
     def _closed(self) -> None:
-        """The page is gone, and with it whoever waited for an answer."""
+        """Clean up after the page has closed."""
         self._leave()
         self._now = _new()
         self._kept.clear()
@@ -433,19 +438,20 @@ class ChatPage:
         background_tasks.create(self._release(chat_id, claim))
 
     async def _release(self, chat_id: str, claim: ChatClaim) -> None:
-        """Other pages may ask there, unless this one has asked again."""
+        """Let other pages ask in the conversation, unless this page has asked again."""
         try:
-            with suppress(TimeoutError):  # As is likely where the page is gone.
-                # The call's own limit leaves out the wait for a page that lost its line.
+            with suppress(TimeoutError):  # Likely if the page is gone.
+                # The call's own limit does not cover the wait for a disconnected page.
                 async with asyncio.timeout(_STORED_S):
-                    # localStorage is written at once: what the browser was told before is kept then.
+                    # localStorage writes are synchronous, so earlier writes are complete when this
+                    # returns.
                     await self._client.run_javascript("return true", timeout=_STORED_S)
         finally:
             self._claims.release(chat_id, claim)
 
     async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
-        """Have the last question answered, carrying out what the model calls in between. `before`:
-        what answers it if nothing comes.
+        """Get answers to the last question, running the model's tool calls in between. `before`:
+        answers to restore if nothing arrives.
         """
         turn = conversation.turns[-1]
         try:
@@ -460,7 +466,7 @@ class ChatPage:
             why = next((one.error for one in turn.answers if one.error), "")
             if before and not has_come:
                 turn.answers = before
-            if self._kept.loaded(conversation.id) is not None:  # Neither deleted nor its page gone.
+            if self._kept.loaded(conversation.id) is not None:  # Not deleted, page still open.
                 self._kept.keep(conversation)
             if self._now is conversation and self._task in (None, asyncio.current_task()):
                 self._is_running = False
@@ -482,7 +488,7 @@ class ChatPage:
             if answer.wants_results:
                 await self._carry_out(answer, view)
         except AskError as error:
-            if self._model.refuses_tools(body, error):  # Ask again without.
+            if self._model.refuses_tools(body, error):  # Ask again without tools.
                 turn.answers.remove(answer)
                 self._turns.remove(self._turns.default_slot.children[-1])
                 return await self._answer(conversation, turn)
@@ -509,12 +515,12 @@ class ChatPage:
             if now_s - shown_s >= _SHOW_S + len(answer.content) / _SHOW_CHARS_PER_S:
                 shown_s = now_s
                 view.show(answer, is_over=False)
-            if now_s >= keep_s:  # A page that is reloaded comes back with it.
+            if now_s >= keep_s:  # So that a reloaded page still has it.
                 num_chars = self._kept.keep(conversation)
                 keep_s = now_s + max(_KEEP_S, num_chars / _KEEP_CHARS_PER_S)
 
     async def _carry_out(self, answer: ChatAnswer, view: AnswerView) -> None:
-        """Run each call; its card shows it at work, then what it gave."""
+        """Run each call; its card shows it running, then its result."""
         for call in answer.calls:
             view.show(answer, is_over=False)
             await asyncio.sleep(0)  # The page shows that it runs.

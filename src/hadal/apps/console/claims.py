@@ -1,5 +1,5 @@
-"""Which page of a browser gets an answer in which conversation: one at a time, or one would write over
-the other's.
+"""Claims of a browser's pages on conversations: only one page at a time gets an answer in one,
+because two would overwrite each other's.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ import asyncio
 
 
 class ChatClaim:
-    """The right of one page to get an answer in a conversation."""
+    """Right of one page to get an answer in a conversation."""
 
     def __init__(self, page: object) -> None:
         self.page = page
         self.is_over = False
-        """The answer has ended, and the browser is being asked to keep it: a matter of a second."""
+        """True once the answer has ended and the browser is storing it, which takes about a second."""
         self.released = asyncio.Event()
 
 
 class Claims:
-    """Conversations in which a page is getting an answer: no other page may ask there meanwhile."""
+    """Conversations in which a page is getting an answer, during which no other page may ask there."""
 
     def __init__(self) -> None:
         self._id_to_claim: dict[str, ChatClaim] = {}
 
     async def may_ask(self, chat_id: str, page: object) -> bool:
-        """Return whether no page but this one is getting an answer there. An answer that has ended
-        is waited for until it is kept.
+        """Return whether no other page is getting an answer there. Wait for an ended answer until
+        the browser has stored it.
         """
         while claim := self._id_to_claim.get(chat_id):
             if claim.page is page:
@@ -36,12 +36,12 @@ class Claims:
         return True
 
     def take(self, chat_id: str, page: object) -> ChatClaim:
-        """Claim a conversation, also where this page has a claim already."""
+        """Claim a conversation, also if this page has a claim already."""
         claim = self._id_to_claim[chat_id] = ChatClaim(page)
         return claim
 
     def release(self, chat_id: str, claim: ChatClaim) -> None:
-        """End a claim; a later one of its page stays."""
+        """End a claim; a later claim of its page stays."""
         if self._id_to_claim.get(chat_id) is claim:
             del self._id_to_claim[chat_id]
         claim.released.set()

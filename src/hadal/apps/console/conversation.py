@@ -1,10 +1,9 @@
-"""Conversations as a browser keeps them, and answers as they come in. Values alone: no page, no
-socket.
+"""Conversations as a browser stores them, and streamed answers. Values only: no page, no socket.
 
-    turn      what was asked, and one answer or, where tools were called, several
-    answer    thinking, text, calls with their results, what it cost
+    turn      a question, and one answer or, if tools were called, several
+    answer    thinking, text, calls with their results, token counts and times
 
-A conversation is JSON in the browser's own storage; the server keeps none of it.
+A conversation is JSON in the browser's own storage; the server stores none of it.
 """
 
 from __future__ import annotations
@@ -17,45 +16,45 @@ MAX_TITLE_CHARS = 48
 
 
 class ToolRun(msgspec.Struct):
-    """A tool that the model asks for."""
+    """Tool call of the model."""
 
     id: str = ""
     name: str = ""
     arguments: str = ""
-    """JSON, as far as it has come."""
+    """Arguments as JSON text, so far."""
     result: str | None = None
-    """What the tool said; None: it was not run, or not yet."""
+    """Result of the tool; None: it has not run."""
     is_error: bool = False
 
 
 class ChatAnswer(msgspec.Struct):
-    """One answer of the model as far as it came."""
+    """One answer of the model, so far."""
 
     thinking: str = ""
     content: str = ""
     calls: list[ToolRun] = []
     finish: str = ""
-    """Why it ended, as the API says it; "stopped": by the user; empty: it runs, or failed."""
+    """Finish reason of the API; "stopped": by the user; empty: still running, or failed."""
     error: str = ""
     num_prompt: int = 0
     num_hit: int = 0
-    """Tokens of the prompt whose computation was found in a cache."""
+    """Prompt tokens found in a cache."""
     num_tokens: int = 0
     first_s: float = 0.0
-    """From asking to the first token."""
+    """Seconds from the request to the first token."""
     thought_s: float = 0.0
     took_s: float = 0.0
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first one; 0 where there is nothing to divide."""
+        """Return the rate after the first token; 0 if it is unknown."""
         return (
             (self.num_tokens - 1) / self.took_s if self.num_tokens > 1 and self.took_s > 0 else 0.0
         )
 
     def take(self, event: dict[str, Any], elapsed_s: float) -> bool:
-        """Take in an event of the stream, so long after asking. Returns whether any text came."""
+        """Apply an event of the stream, `elapsed_s` after the request. Return whether it had text."""
         if usage := event.get("usage"):
             self.num_prompt = usage.get("prompt_tokens", 0)
             self.num_tokens = usage.get("completion_tokens", 0)
@@ -89,11 +88,11 @@ class ChatAnswer(msgspec.Struct):
 
     @property
     def wants_results(self) -> bool:
-        """Whether the model waits for what its calls give."""
+        """Return whether the model waits for results of its calls."""
         return self.finish == "tool_calls" and bool(self.calls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """What the next request says of it. Nothing of one that did not come to anything."""
+        """Return the messages for the next request; none if the answer has no content."""
         done = [call for call in self.calls if call.result is not None]
         if not self.content and not done:
             return []
@@ -114,27 +113,27 @@ class ChatAnswer(msgspec.Struct):
 
 
 class ChatTurn(msgspec.Struct):
-    """What was asked, and what came of it."""
+    """Question with its answers."""
 
     asked: str
     answers: list[ChatAnswer] = []
 
 
 class Conversation(msgspec.Struct):
-    """One of several that a browser keeps."""
+    """One conversation of a browser."""
 
     id: str
     title: str = ""
     system: str = ""
     temperature: float | None = None
-    """None: the model's own."""
+    """Sampling temperature; None: the model's default."""
     has_tools: bool = True
     turns: list[ChatTurn] = []
     changed_ms: int = 0
-    """When it was last changed, unix time."""
+    """Time of the last change, unix ms."""
 
     def ask(self, text: str) -> ChatTurn:
-        """Begin a turn."""
+        """Start a turn with a question."""
         self.turns.append(ChatTurn(text))
         if not self.title:
             words = " ".join(text.split())
@@ -143,18 +142,18 @@ class Conversation(msgspec.Struct):
         return self.turns[-1]
 
     def messages(self) -> list[dict[str, Any]]:
-        """As a request sends them."""
+        """Return the messages of a request."""
         sent: list[dict[str, Any]] = []
         if self.system.strip():
             sent.append({"role": "system", "content": self.system})
         for turn in self.turns:
             answers = [message for answer in turn.answers for message in answer.messages()]
-            if answers or turn is self.turns[-1]:  # What was never answered is not asked again.
+            if answers or turn is self.turns[-1]:  # Unanswered questions are left out.
                 sent += [{"role": "user", "content": turn.asked}, *answers]
         return sent
 
     def body(self, model: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """A request for the next answer. `tools`: those that the model can call."""
+        """Return the request body for the next answer. `tools`: tools that the model can call."""
         body: dict[str, Any] = {
             "model": model,
             "messages": self.messages(),
@@ -169,7 +168,7 @@ class Conversation(msgspec.Struct):
 
 
 class KeptChat(msgspec.Struct):
-    """A conversation in the list of those that a browser keeps; its turns are still there."""
+    """Entry in the list of stored conversations, without the turns."""
 
     id: str
     title: str = ""
@@ -180,24 +179,24 @@ _decode = msgspec.json.Decoder(Conversation).decode
 
 
 def to_json(conversation: Conversation) -> str:
-    """As the browser keeps it."""
+    """Return the text that the browser stores."""
     return msgspec.json.encode(conversation).decode()
 
 
 def read_list(found: object) -> list[KeptChat]:
-    """What the browser says that it keeps, the latest first. Empty for what is no such list."""
+    """Parse the browser's list of conversations, newest first; empty if it is invalid."""
     try:
         chats = msgspec.convert(found, list[KeptChat])
     except msgspec.ValidationError:
         return []
-    for chat in chats:  # Half a character cannot be shown.
+    for chat in chats:  # A lone surrogate cannot be shown.
         chat.title = chat.title.encode("utf-8", "replace").decode()
     return sorted(chats, key=lambda one: -one.changed_ms)
 
 
 def read(chat_id: str, text: str) -> Conversation | None:
-    """The conversation that the browser kept under an id; None if it is none of ours. An answer that
-    had no end when it was kept lost its page.
+    """Parse a stored conversation; None if it is invalid. An answer stored without an end lost its
+    page, so it is marked as stopped.
     """
     try:
         found = _decode(text.encode())

@@ -1,4 +1,4 @@
-"""The console's panel of experts: where a unit's replicas lie, their loads, and the layer on its way."""
+"""Console panel of experts: placement of a unit's replicas, their loads, and recent moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.gateway.desk.frames import ConsoleFrame
 
 
 class ExpertsPanel:
-    """Where a unit's experts lie, what they bear, and what was moved."""
+    """Panel with the placement of a unit's experts, their loads and moves."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -49,7 +49,7 @@ class ExpertsPanel:
         self._watcher.experts = {unit} if unit else set()
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         overview = frame.overview
         if overview is None:
             return

@@ -1,12 +1,11 @@
-"""Where the console's figures come from: one feed for all pages that are open, and nothing is asked
-while none is.
+"""Source of the console's figures: one feed for all open pages; it sends no requests while none is open.
 
-    /status, /trace      the gateway, with the key of one of those who look, in turn
-    status.json, logs    the run folder, for what the supervisor knows
+    /status, /trace      the gateway, with the open pages' keys in turn
+    status.json, logs    the run folder, for the supervisor's facts
     the ledger           read only, in a thread
 
-A key that is refused meanwhile loses its pages. Money is read every few seconds: it changes with
-whole requests.
+A page closes when its key is refused. The ledger is read every few seconds, since it only changes
+when a request ends.
 """
 
 from __future__ import annotations
@@ -42,31 +41,35 @@ log = logging.getLogger("hadal.apps.console")
 PERIOD_S = 2.0
 """Time between two frames."""
 _SLOW_PERIODS = 3
-"""Frames between two looks at the ledger and the logs."""
+"""Frames between two reads of the ledger and the logs."""
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
-"""Requests of a day up to which each is looked at, to say what every tenant cost."""
+"""Most requests of a day for which each is read, to compute every tenant's cost."""
 _MONEY_WAIT_S = 1.0
-"""A frame waits so long for the ledger, and is shown without it."""
+"""Longest wait of a frame for the ledger; after it the frame is shown without new figures."""
 _NUM_LINES = 60
-"""Of each level: errors stay, however much is warned of."""
+"""Log lines kept per level, so that many warnings do not displace errors."""
 _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 
 
 class FrameSource(Protocol):
-    """What a feed reads."""
+    """Protocol of a feed's source."""
 
     async def check(self, key: str) -> None:
-        """Raises AskError for a key that may not see the console."""
+        """Raise AskError if the key may not see the console."""
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """The next frame, with the experts and a step of these units. Raises AskError 401 or 403."""
+        """Return the next frame, with the experts and a traced step of these units. Raises AskError
+        401 or 403.
+        """
 
 
 class LiveSource:
-    """A server. `folder`: of its run, None if it is elsewhere; `ledger_url`: empty for none."""
+    """Source for a running server. `folder`: its run folder, None if it is elsewhere; `ledger_url`:
+    empty for none.
+    """
 
     def __init__(self, asking: Asking, folder: Path | None, ledger_url: str) -> None:
         self._asking = asking
@@ -76,18 +79,20 @@ class LiveSource:
         self._lines = {level: deque[LogLine](maxlen=_NUM_LINES) for level in _LEVELS}
         self._money: dict[str, Any] = {}
         self._reading: asyncio.Task[None] | None = None
-        """Of the ledger: one that is slow or away holds up nothing else."""
+        """Current read of the ledger; a slow or missing ledger delays nothing else."""
         self._experts: dict[str, UnitExperts] = {}
-        """What was last told of the units that are asked for."""
+        """Last known experts of the requested units."""
         self._num_asked = 0
         self._turn = itertools.count()
 
     async def check(self, key: str) -> None:
-        """As FrameSource has it: the console shows what all tenants do, so it is for operators."""
+        """Do as in FrameSource. The console shows all tenants' activity, so only operators may see
+        it.
+        """
         await self._asking.page("/status", key)
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """As FrameSource has it."""
+        """Do as in FrameSource."""
         overview, problem = None, ""
         try:
             overview = await self._overview(key, experts)
@@ -114,7 +119,9 @@ class LiveSource:
         )
 
     async def _overview(self, key: str, experts: set[str]) -> Overview:
-        """With the experts of these units as they were told last. Raises AskError and MsgspecError."""
+        """Return the overview with the last known experts of these units. Raises AskError and
+        MsgspecError.
+        """
         asked = sorted(experts)
         first = self._num_asked % max(len(asked), 1)
         turns = (asked[first:] + asked[:first])[:EXPERTS_MAX]
@@ -130,7 +137,7 @@ class LiveSource:
         return msgspec.structs.replace(overview, experts=self._experts)
 
     async def _trace(self, key: str, unit: str) -> TraceReply | None:
-        """A step of the unit; None if it had none to do, or others trace it."""
+        """Return a traced step of the unit; None if it had none, or if another client traces it."""
         wait_s = f"{_TRACE_WAIT_S:g}"
         try:
             body = await self._asking.page("/trace", key, unit=unit, steps="1", wait_s=wait_s)
@@ -159,7 +166,7 @@ class LiveSource:
             self._lines[warning.level].append(warning)
 
     async def _read_money(self) -> None:
-        """Begin to read the ledger, if that is not under way."""
+        """Start reading the ledger unless a read is running, and wait for it briefly."""
         if self._ledger_url and (self._reading is None or self._reading.done()):
             self._reading = asyncio.create_task(asyncio.to_thread(self._read_ledger))
         if self._reading is not None:
@@ -176,9 +183,9 @@ class LiveSource:
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:
-    """The last day by each of what a report may be by. Of sums, for quantiles cost a look at every
-    request and the page has none; what a tenant cost does too, so that stands only in a day of few
-    requests.
+    """Return reports of the last day, by each possible grouping. They use sums only: quantiles need
+    every request, and the page shows none. Costs per tenant need every request too, so they are
+    included only if the day has few.
     """
     from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
     window = store.read(from_us, to_us, has_details=False)
@@ -191,7 +198,7 @@ def reports(store: Store, now_us: int) -> dict[str, Any]:
 
 
 def parse_line(text: str) -> LogLine | None:
-    """A warning or an error as a process writes it, in either form; None for anything else."""
+    """Parse a warning or an error line of a log, in either format; None for any other line."""
     if text.startswith("{"):
         try:
             said = msgspec.json.decode(text)
@@ -207,36 +214,36 @@ def parse_line(text: str) -> LogLine | None:
 
 
 class RecordedSource:
-    """Frames that were written by a simulation, one after the other, again from the beginning."""
+    """Source that repeats the frames recorded by a simulation."""
 
     def __init__(self, frames: list[ConsoleFrame]) -> None:
         self._frames = itertools.cycle(frames)
 
     async def check(self, key: str) -> None:
-        """Whoever can reach the page may see what never happened."""
+        """Accept every key: recorded frames are not secret."""
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """The next one, as if it were now."""
+        """Return the next frame."""
         return next(self._frames)
 
 
 class Watcher:
-    """One open page."""
+    """Subscription of one open page."""
 
     def __init__(
         self, key: str, show: Callable[[ConsoleFrame], None], leave: Callable[[str], None]
     ):
-        """`show` is called with each frame; `leave` with a reason if its key is not let in."""
+        """`show` is called with each frame; `leave` with a reason if the key is refused."""
         self.key = key
         self.show = show
         self.leave = leave
         self.experts: set[str] = set()
-        """Units whose experts it shows."""
+        """Units with experts on display."""
         self.traced: set[str] = set()
 
 
 class Feed:
-    """Polls while anybody watches, and keeps the last minutes as series."""
+    """Poller that runs while pages are open, and keeps the last minutes as series."""
 
     def __init__(self, source: FrameSource) -> None:
         self.source = source
@@ -247,7 +254,7 @@ class Feed:
         self._num_polls = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Show it every frame from now on, until `forget`."""
+        """Show the watcher every frame from now on, until `forget`."""
         if not self._watchers:
             self.series.pause()
         self._watchers.append(watcher)
@@ -257,7 +264,7 @@ class Feed:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def forget(self, watcher: Watcher) -> None:
-        """It is closed."""
+        """Remove a watcher that was closed."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 

@@ -1,5 +1,5 @@
-"""Tables, maps of ranks and timelines as HTML and SVG. Values in, text out; what comes from elsewhere
-is escaped.
+"""Tables, maps of ranks and timelines as HTML and SVG. Takes values, returns text; foreign text is
+escaped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def rounded(value: float, num_figures: int = 3) -> str:
-    """So many figures that say something, and never an exponent."""
+    """Return a number with `num_figures` significant digits, never with an exponent."""
     return f"{Decimal(f'{value:.{num_figures}g}'):,f}"
 
 
 def number(value: float | None) -> str:
-    """Three figures, thousands shortened: 12.3 k."""
+    """Return a number with three significant digits, thousands shortened: 12.3 k."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    # What is rounded up to a million is one: 1 M, not 1,000 k.
+    # Round before choosing the scale: 1 M, not 1,000 k.
     size = float(f"{abs(value):.3g}") if abs(value) >= 9999.5 else abs(value)
     for limit, letter in _SCALES:
         if size >= limit:
@@ -35,7 +35,7 @@ def number(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration of some milliseconds or seconds."""
+    """Return a duration in milliseconds or seconds."""
     if value is None or not math.isfinite(value):
         return NOTHING
     is_long = float(f"{value:.3g}") >= 1000
@@ -43,7 +43,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """Money; more decimals where there is little of it."""
+    """Return dollars; small amounts have more decimals."""
     if value is None or not math.isfinite(value):
         return NOTHING
     sign, size = ("−" if value < 0 else ""), abs(value)
@@ -53,14 +53,14 @@ def dollars(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Of a share out of 100."""
+    """Return a percentage as text; 100 is the whole."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return f"{value:,.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
 
 
 def facts(items: Iterable[tuple[str, str, str]]) -> str:
-    """A row of large numbers: (what, how much, more)."""
+    """Return a row of large numbers: (name, value, note)."""
     cells = "".join(
         f'<div class="h-fact"><div class="h-fact-name">{escape(name)}</div>'
         f'<div class="h-fact-value">{escape(value)}</div>'
@@ -71,7 +71,7 @@ def facts(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1) -> str:
-    """The first `num_text` columns are words, the others numbers, which stand under each other."""
+    """Return a table. The first `num_text` columns are words, the others right-aligned numbers."""
     kinds = ["h-words" if index < num_text else "h-number" for index in range(len(heads))]
     head = "".join(
         f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(kinds, heads, strict=True)
@@ -88,13 +88,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1
 
 
 def empty(title: str, text: str) -> str:
-    """What to do where there is nothing to show."""
+    """Return a note for an empty view, with what to do."""
     return f'<div class="h-nothing"><b>{escape(title)}</b><span>{escape(text)}</span></div>'
 
 
 def unit_head(name: str, note: str, state: str) -> str:
-    """A unit's or a process's name, and what is to say of it. `state`: "up", "down", "starting",
-    "rests".
+    """Return the heading of a unit or process: its name and a note. `state`: "up", "down",
+    "starting", "rests".
     """
     return (
         f'<div class="h-unit-head"><i class="h-dot h-{state}"></i>'
@@ -104,8 +104,8 @@ def unit_head(name: str, note: str, state: str) -> str:
 
 
 def rank_map(states: Sequence[str], hosts: Sequence[str], ranks_per_node: int) -> str:
-    """A square for each rank of a unit. Those of a node stay together where a row ends. `hosts`: where
-    each is, empty if that goes without saying.
+    """Return a map with one square per rank of a unit. Ranks of a node stay together at line
+    breaks. `hosts`: each rank's host, empty if obvious.
     """
     squares = [
         f'<i class="h-{state}" title="rank {rank}{escape(f" on {host}" if host else "")}:'
@@ -130,8 +130,8 @@ _LANE_HEIGHT = 30
 
 
 def timeline(events: Sequence[TraceEvent], rank: int, begin_s: float, end_s: float) -> str:
-    """One rank's lanes between two times, as SVG of the width there is. The colour is the
-    micro-batch, waiting has its own.
+    """Return one rank's lanes between two times, as SVG of the available width. Each micro-batch
+    has a colour, and so has waiting.
     """
     span_s = max(end_s - begin_s, 1e-9)
     parts = []
@@ -168,7 +168,7 @@ def _stretch(event: TraceEvent, top: int, begin_s: float, span_s: float) -> str:
 
 
 def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> str:
-    """Which experts came to and left each rank; ranks where nothing changed are left out."""
+    """Return a table of the experts that each rank gained and lost; unchanged ranks are left out."""
     rows = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         came = sorted(set(new) - set(old) - {-1})
@@ -184,5 +184,5 @@ def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -
 
 
 def spread(name_to_number: Mapping[str, int]) -> str:
-    """What there is of each, in words: 2 up, 1 starts."""
+    """Return counts in words: 2 up, 1 starting."""
     return ", ".join(f"{count} {name}" for name, count in name_to_number.items() if count)

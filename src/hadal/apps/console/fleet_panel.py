@@ -14,7 +14,7 @@ from hadal.gateway.desk.frames import ConsoleFrame
 
 
 class FleetPanel:
-    """Demand and forecast, how many units there are, and why."""
+    """Panel with demand and forecast, and the number of units with reasons."""
 
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)
@@ -29,7 +29,7 @@ class FleetPanel:
             self._changes = ui.html("", sanitize=False)
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         fleet = frame.fleet
         self._body.set_visibility(fleet is not None)
         if fleet is None:

@@ -1,6 +1,6 @@
-"""Conversations in the browser's storage: the list of all, and the turns of those that are open here.
+"""Conversations in the browser's storage: the list of all, and the turns of those loaded here.
 
-Knows the browser, and nothing of what a page shows.
+Depends on the browser only, not on what a page shows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from hadal.apps.console.conversation import Conversation, KeptChat, read, read_l
 from hadal.apps.console.shell import store
 
 PIECE_CHARS = 100_000
-"""Characters read from the browser at once: in any encoding far less than a socket's message may
-be.
+"""Characters read from the browser at once; in any encoding far below the limit of a socket's
+message.
 """
 _PREFIX = "hadal.chat."
 _MAX_LISTED = 1000
-"""Conversations in the list; the browser may keep more."""
+"""Most conversations in the list; the browser may have more."""
 _MAX_PIECES = 1000
 _JS_S = 10.0
 
 
 class KeptChats:
-    """Conversations that the browser of one page keeps."""
+    """Conversations stored by the browser of one page."""
 
     def __init__(self, client: Client) -> None:
         self.all: list[KeptChat] = []
-        """List of them, the latest first."""
+        """List of the conversations, newest first."""
         self._client = client
         self._loaded: dict[str, Conversation] = {}
-        """Those of them whose turns are here."""
+        """Conversations with their turns loaded here, by id."""
         self._opening = ""
-        """Id of the one whose turns are on their way."""
+        """Id of the conversation being loaded."""
         self._reading = asyncio.Lock()
         self._num_failed = 0
-        """Of the conversations that were to be opened and did not come."""
+        """Number of conversations that failed to load."""
 
     async def refresh(self) -> None:
         """Read the list again."""
@@ -56,13 +56,13 @@ class KeptChats:
         return self._loaded.get(chat_id)
 
     async def newer(self, known: Conversation) -> Conversation | None:
-        """Return what another page kept of a conversation since; None if it kept nothing."""
+        """Return a conversation that another page has stored since; None if there is no newer one."""
         kept = {one.id: one.changed_ms for one in await self._listed()}
         return await self.read(known.id) if kept.get(known.id, 0) > known.changed_ms else None
 
     async def open(self, chat_id: str, then: Callable[[Conversation | None], None]) -> None:
-        """Load a conversation and call `then`, unless another is wanted meanwhile. None: the
-        browser does not keep it any more. Raises TimeoutError if the browser does not answer.
+        """Load a conversation and call `then`, unless another one is requested meanwhile. None: the
+        browser no longer has it. Raises TimeoutError if the browser does not answer.
         """
         self._opening = chat_id
         async with self._reading:
@@ -79,17 +79,17 @@ class KeptChats:
         then(found)
 
     async def opened(self) -> bool:
-        """Wait until a conversation that is being opened is here. False: the browser did not give it."""
+        """Wait until the conversation being opened is loaded. Return False if loading failed."""
         num_failed = self._num_failed
         async with self._reading:
             return num_failed == self._num_failed
 
     def leave_opening(self) -> None:
-        """Show none that is being opened: the user went on elsewhere."""
+        """Cancel showing the conversation being opened: the user has moved on."""
         self._opening = ""
 
     async def read(self, chat_id: str) -> Conversation | None:
-        """Return a conversation out of the browser, read piece by piece."""
+        """Read a conversation from the browser, piece by piece."""
         name, texts, begin = json.dumps(_PREFIX + chat_id), list[str](), 0
         for _ in range(_MAX_PIECES):
             text, begin, is_all = await self._client.run_javascript(
@@ -101,19 +101,19 @@ class KeptChats:
         return None
 
     def replace(self, conversation: Conversation) -> None:
-        """Take over turns that another page kept."""
+        """Replace a conversation by the version that another page stored."""
         self._loaded[conversation.id] = conversation
 
     def unload(self, chat_id: str) -> None:
-        """Forget the turns here; the browser keeps them."""
+        """Drop the turns here; the browser still has them."""
         self._loaded.pop(chat_id, None)
 
     def clear(self) -> None:
-        """Forget the turns of all: the page is gone."""
+        """Drop the turns of all conversations: the page is gone."""
         self._loaded.clear()
 
     def keep(self, conversation: Conversation) -> int:
-        """Have the browser keep a conversation as it is now. Return its length."""
+        """Store a conversation in the browser as it is now. Return its length."""
         conversation.changed_ms = int(time.time() * 1000)
         if conversation.id not in self._loaded:
             self._loaded[conversation.id] = conversation
@@ -126,7 +126,7 @@ class KeptChats:
         return len(text)
 
     def delete(self, one: KeptChat) -> None:
-        """Have the browser forget a conversation."""
+        """Delete a conversation from the browser."""
         self.all.remove(one)
         if self._opening == one.id:
             self._opening = ""

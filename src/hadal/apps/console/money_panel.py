@@ -1,4 +1,4 @@
-"""The console's panel of money: the ledger's income, cost and tokens, by hour and by tenant."""
+"""Console panel of money: the ledger's income, cost and tokens, by hour and by tenant."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hadal.apps.console.widgets import Chart, empty_note
 from hadal.gateway.desk.frames import ConsoleFrame
 
 _MAX_ROWS = 50
-"""Of a table: who looks for more asks the command that prints them all."""
+"""Most rows of a table; the command `hadal report` prints all."""
 
 
 class MoneyPanel:
-    """The ledger: what was asked, found, made, paid and earned."""
+    """Panel of the ledger: requests, cache hits, tokens, cost and income."""
 
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)
@@ -37,7 +37,7 @@ class MoneyPanel:
         self._tables = models, tenants, by_hour
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         money = frame.money
         total = money.get("hour")
         for element in (self._grid, *self._tables):
@@ -117,7 +117,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     heads = [by, "requests", "tokens in", "from cache", "tokens out", "income", "cost", "margin"]
     rows = []
     for line in lines[:_MAX_ROWS]:
-        # Of an hour, or of a model with units of its own.
+        # Cost of an hour, or of a model with its own units.
         own = line["cost_usd"], line["margin_percent"]
         cost, margin = _of_tenant(line) if is_by_tenant else own
         rows.append(
@@ -143,7 +143,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
 
 
 def _of_tenant(line: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Cost and margin, as far as it was asked who used the nodes' time."""
+    """Return cost and margin of a tenant; None if its use of the nodes was not computed."""
     if "cost_used_usd" not in line:
         return None, None
     cost = line["cost_used_usd"] + line["cost_idle_usd"]

@@ -1,4 +1,4 @@
-"""The console's overview: the deployment at one instant, and its units on a map."""
+"""Console overview: the current state of the deployment, and a map of its units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hadal.runtime.process.status import ProcessStatus, Status
 from hadal.runtime.topology import unit_and_rank
 
 _NODE_RANKS = 8
-"""Ranks that stand together where a server does not say how many a node has."""
+"""Ranks grouped together if the server does not report the ranks per node."""
 _STATE_WORDS = {
     "queued": "wait",
     "prefilling": "prompts computed",
@@ -39,7 +39,7 @@ _OBJECTIVES = {
 
 
 class DeploymentMap:
-    """Every unit with its ranks, and the processes beside them. Only what changed is sent."""
+    """Map of every unit with its ranks, and of the other processes. Only changes are sent."""
 
     def __init__(self) -> None:
         self._box = ui.element("div")
@@ -47,7 +47,7 @@ class DeploymentMap:
         self._parts: dict[str, tuple[ui.html, ui.html]] = {}
 
     def show(self, overview: Overview, status: Status | None) -> None:
-        """Bring it up to date."""
+        """Update the map."""
         roles = _units_by_role(overview, status)
         if roles != self._names:
             self._names = roles
@@ -79,7 +79,7 @@ class DeploymentMap:
 
 
 class OverviewPanel:
-    """What is up, how much is asked, how long it takes."""
+    """Panel with running units, load and latencies."""
 
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)
@@ -100,7 +100,7 @@ class OverviewPanel:
             }
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         overview = frame.overview
         if overview is None:
             return
@@ -197,7 +197,9 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
 
 
 def _cluster(status: Status | None) -> str:
-    """The nodes of a cluster by how they are, and how far a rollout is. Empty: there is neither."""
+    """Return the number of nodes in each state, and the progress of a rollout; empty if there is
+    neither.
+    """
     if status is None:
         return ""
     said = []
@@ -215,7 +217,9 @@ def _cluster(status: Status | None) -> str:
 
 
 def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
-    """What there is to show: processes beside units, then the units of each role by number."""
+    """Return (role, names): first the processes that are not units', then the units of each role by
+    number.
+    """
     processes = status.processes if status is not None else {}
     units = {
         unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES
@@ -228,7 +232,7 @@ def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str,
 
 
 def unit_names(overview: Overview, status: Status | None, min_ranks: int = 1) -> list[str]:
-    """Those of so many ranks at least, up or not, by role and number."""
+    """Return units with at least `min_ranks` ranks, up or not, by role and number."""
     return [
         unit
         for role, names in sorted(_units_by_role(overview, status))

@@ -1,6 +1,4 @@
-"""The console page: what the feed brings, in six views of which one is open. Only that one is brought
-up to date.
-"""
+"""Console page: figures of the feed in six views, one of them open. Only the open view is updated."""
 
 from __future__ import annotations
 
@@ -22,16 +20,16 @@ from hadal.gateway.desk.frames import ConsoleFrame
 
 
 class ConsolePage:
-    """One open console."""
+    """State of one open console."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._panel: Panel | None = None
         self._shown_s = 0.0
-        """The time of what is shown."""
+        """Unix time of the figures on display."""
 
     async def build(self) -> None:
-        """Make the page, and fill it when the browser is there."""
+        """Make the page, and fill it once the browser is connected."""
         head("Hadal console")
         self._bar = TopBar("console")
         self._body = ui.element("main").classes("h-console")
@@ -90,11 +88,13 @@ class ConsolePage:
                 self._said.set_text(f"{said}{charts.clock(self._shown_s)} UTC")
             if self._panel is not None:
                 self._panel.show(frame, self._feed.series)
-            # What the tests time: everything of this frame was sent before it.
+            # For the tests: everything of this frame was sent before this call.
             ui.run_javascript("window.hadalFrames = (window.hadalFrames || 0) + 1")
 
     def _leave(self, reason: str) -> None:
-        """Show nothing any more but why: not even tabs, which would show what others still see."""
+        """Replace the page by the reason. The tabs go too, because their views hold other viewers'
+        figures.
+        """
         self._panel = None
         self._body.clear()
         with self._body:

@@ -1,4 +1,4 @@
-"""The console's panel of problems: what is missing or restarted, and the last warnings."""
+"""Console panel of problems: missing or restarted processes, and the last warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.runtime.topology import CONSOLE
 
 
 class ProblemsPanel:
-    """What ended and was started again, and the last warnings and errors."""
+    """Panel with ended processes, and the last warnings and errors."""
 
     def __init__(self) -> None:
         with ui.element("section").classes("h-panel"):
@@ -28,7 +28,7 @@ class ProblemsPanel:
             self._lines = ui.html("", sanitize=False)
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         status = frame.status
         said = [frame.problem] if frame.problem else []
         if frame.overview is not None:

@@ -1,11 +1,11 @@
-"""`python -m hadal.apps.console.process --folder RUN`: the process that has the pages. Loads no torch, and
-no other process loads NiceGUI.
+"""`python -m hadal.apps.console.process --folder RUN`: process that serves the pages. It does not load
+torch, and no other process loads NiceGUI.
 
     browser <-- pages, one WebSocket each --> this process --> the gateway's HTTP API
                                                            --> the run folder, the ledger: read only
 
-The gateway knows nothing of it. Whatever happens here, requests go on; the supervisor starts it
-again.
+The gateway does not depend on it. If this process fails, requests continue, and the supervisor
+restarts it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hadal.runtime.wire import open_wire
 log = logging.getLogger("hadal.apps.console")
 
 _NICE = 5
-"""Requests come before pages where there are too few cores for both."""
+"""Niceness of this process: requests have priority over pages if cores are short."""
 _SHUTDOWN_S = 1
 _STARTED_S = 0.05
 _POLICY = (
@@ -57,12 +57,12 @@ _POLICY = (
     " style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:;"
     " connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-"""A browser that is shown these pages asks no other host for anything, whatever a model writes."""
+"""Policy under which the browser contacts no other host, whatever text a model writes."""
 
 
 class Guard:
-    """The outermost layer: who may ask from where, as the gateway's edge has it, for WebSockets as
-    well; and what a browser may fetch.
+    """Outermost ASGI layer: applies the gateway edge's rules on hosts and origins, for WebSockets
+    too, and limits what a browser may fetch.
     """
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
@@ -96,8 +96,8 @@ class Guard:
 
 
 def make_app(asking: Asking | None, feed: Feed, settings: GatewayConfig, host: str) -> ASGIApp:
-    """The pages as an ASGI application. `asking`: None where there is nobody to chat with; then the
-    console is at both addresses.
+    """Return the pages as an ASGI application. `asking`: None if there is no server to chat with;
+    then the console is at both addresses.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     add_assets()
@@ -113,13 +113,13 @@ def make_app(asking: Asking | None, feed: Feed, settings: GatewayConfig, host: s
         dark=None,
         reconnect_timeout=20.0,
         show_welcome_message=False,
-        tailwind=False,  # Its script reads the whole page at every change.
+        tailwind=False,  # Tailwind's script reads the whole page at every change.
     )
     return Guard(app, Edge(app, settings, host, has_keys=False, now=time.monotonic))
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """How uvicorn serves the pages."""
+    """Return a uvicorn server for the pages."""
     for name in ("uvicorn", "nicegui", "socketio", "engineio", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return uvicorn.Server(
@@ -149,8 +149,8 @@ def serve_alone(
     port: int,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve the pages of the run in `folder`, of a server at `url`, or play `frames`, until
-    interrupted. `announce`: is told the address. Raises ConfigError.
+    """Serve the pages of the run in `folder` or of a server at `url`, or replay `frames`, until
+    interrupted. `announce` is called with the address. Raises ConfigError.
     """
     asking = None
     settings = GatewayConfig()
@@ -175,7 +175,7 @@ def serve_alone(
 
 
 def main() -> int:
-    """Serve the pages until told to end; returns the exit code."""
+    """Serve the pages until told to end; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_epoch_arguments(parser)
     arguments = parser.parse_args()

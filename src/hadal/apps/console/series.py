@@ -1,5 +1,5 @@
-"""The last minutes as series: what was counted becomes rates, and histograms become percentiles of
-what came lately. Values alone.
+"""Series of the last minutes: counters become rates, and histograms become percentiles of recent
+values.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hadal.core.overview import Buckets, Overview
 from hadal.gateway.desk.frames import ConsoleFrame
 
 NUM_POINTS = 450
-"""Points of a series: a quarter of an hour at one every two seconds."""
+"""Points per series: 15 minutes at one every two seconds."""
 _WINDOW = 30
-"""Points that percentiles look back."""
+"""Window of percentiles, in points."""
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Series:
-    """Times, and values by name; None where nothing is known."""
+    """Times, and values by name; None if unknown."""
 
     def __init__(self) -> None:
         self.times_s: deque[float] = deque(maxlen=NUM_POINTS)
@@ -31,7 +31,7 @@ class Series:
         self._hits: dict[str, int] = {}
 
     def add(self, frame: ConsoleFrame) -> None:
-        """Take in the next frame. Frames that begin again from an earlier time begin anew."""
+        """Add the next frame. A frame from an earlier time restarts the series."""
         overview = frame.overview
         if overview is None:
             return
@@ -51,18 +51,20 @@ class Series:
             points.append(found.get(name))
 
     def pause(self) -> None:
-        """Nobody looks for a while: what is counted until the next frame is nothing of that instant."""
+        """Forget the last counts: after a time without frames, the next difference would not be a
+        current rate.
+        """
         self._totals = None
         self._latencies.clear()
         self._hits = {}
 
     def last(self, name: str) -> float | None:
-        """The latest value of a series."""
+        """Return the latest value of a series."""
         points = self.values.get(name)
         return points[-1] if points else None
 
     def of(self, prefix: str) -> dict[str, list[float | None]]:
-        """All series whose names begin so, without that beginning."""
+        """Return all series with names that start with `prefix`, without that prefix."""
         return {
             name.removeprefix(prefix): list(points)
             for name, points in sorted(self.values.items())
@@ -88,7 +90,7 @@ class Series:
         return {name: max(0.0, (b - a) / took_s) for name, (a, b) in pairs.items()}
 
     def _cache(self, overview: Overview) -> dict[str, float]:
-        """Tokens of prompts by where they were found, per second."""
+        """Return prompt tokens per second, by where their KV was found."""
         reports = overview.snapshot.unit_to_report.values()
         now = {
             name: sum(report.cache.get(field, 0) for report in reports)
@@ -117,7 +119,7 @@ class Series:
 
 
 def _balance(overview: Overview) -> dict[str, float]:
-    """By role and objective: the mean of the units that have work."""
+    """Return, by role and objective, the mean over units that have work."""
     sums: dict[str, list[float]] = {}
     for unit, report in overview.snapshot.unit_to_report.items():
         for objective, value in shown(report.balance).items():
@@ -126,7 +128,7 @@ def _balance(overview: Overview) -> dict[str, float]:
 
 
 def _kv(overview: Overview) -> dict[str, float]:
-    """Percent of each role's blocks that are in use."""
+    """Return the percentage of each role's blocks in use."""
     sums: dict[str, list[int]] = {}
     for unit, report in overview.snapshot.unit_to_report.items():
         of_role = sums.setdefault(f"kv {unit.split('-')[0]}", [0, 0])
@@ -136,7 +138,9 @@ def _kv(overview: Overview) -> dict[str, float]:
 
 
 def percentile(before: Buckets | None, after: Buckets, quantile: float) -> float | None:
-    """Of what came between two looks at a histogram. None: nothing did, or there was no first look."""
+    """Return a quantile of the values added between two states of a histogram. None if there are no
+    new values or no earlier state.
+    """
     if before is None or len(before.counts) != len(after.counts):
         return None
     counts = [b - a for a, b in zip(before.counts, after.counts, strict=True)]

@@ -1,7 +1,6 @@
-"""What all pages share: the head with styles, the bar at the top, dark mode, and the form for a key.
+"""Parts of all pages: the head with styles, the top bar, dark mode, and the form for a key.
 
-A key stays in the browser's own storage; this process holds it while the page is open and keeps it
-nowhere.
+A key is stored in the browser; this process has it only in memory, while the page is open.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ STATIC = Path(__file__).with_name("static")
 _ASSETS = "/assets"
 _DARK = "hadal.dark"
 _PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
-"""Under which names the browser keeps the keys: what is chatted is charged to the chat's own, not to
+"""Names under which the browser stores the keys. Chats are charged to the chat's own key, not to
 the operator's.
 """
 _JS_S = 10.0
-"""How long a browser may take to answer a question about what it keeps."""
+"""Time limit of a query to the browser's storage."""
 
 
 def add_assets() -> None:
@@ -37,7 +36,7 @@ def _asset(name: str) -> str:
 
 
 async def stored(name: str) -> str:
-    """What the browser keeps under a name; empty if it keeps nothing."""
+    """Return the browser's value for a name; empty if there is none."""
     found = await ui.run_javascript(
         f"return localStorage.getItem({json.dumps(name)}) || ''", timeout=_JS_S
     )
@@ -45,12 +44,12 @@ async def stored(name: str) -> str:
 
 
 def store(client: Client, name: str, text: str) -> None:
-    """Have the browser keep it, or forget it if it is empty."""
+    """Store a text in the browser, or delete it if empty."""
     client.run_javascript(f"hadal.store({json.dumps(name)}, {json.dumps(text)})")
 
 
 def head(title: str) -> None:
-    """Styles and title of a page."""
+    """Set styles and title of a page."""
     ui.page_title(title)
     ui.add_head_html(f'<link rel="stylesheet" href="{_asset("console.css")}">')
     ui.add_head_html(f'<script src="{_asset("console.js")}"></script>')
@@ -59,8 +58,8 @@ def head(title: str) -> None:
 def icon_button(
     icon: str, label: str, act: Callable[[], object], *, kind: str = "h-icon", title: str = ""
 ) -> ui.element:
-    """Return a button that shows an icon alone. `label`: its name for screen readers; `title`: shown
-    under the pointer.
+    """Return a button that shows only an icon. `label`: its name for screen readers; `title`: its
+    tooltip.
     """
     button = ui.element("button").classes(kind).props(f'aria-label="{label}"').on("click", act)
     if title:
@@ -71,7 +70,7 @@ def icon_button(
 
 
 class TopBar:
-    """The bar at the top: the name, what is served, links, a key that is kept, dark mode."""
+    """Top bar: name, served model, links, a button to forget keys, dark mode."""
 
     def __init__(self, here: str) -> None:
         """`here`: "chat" or "console"."""
@@ -94,17 +93,19 @@ class TopBar:
                 icon_button("contrast", "Light or dark", self._toggle, title="Light or dark")
 
     async def remember(self) -> None:
-        """Take up light or dark as it was chosen; else as the system has it."""
+        """Restore the choice of light or dark (default: the system's), and the button for a stored
+        key.
+        """
         kept = await stored(_DARK)
         self.dark.set_value({"1": True, "0": False}.get(kept))
         self.show_key(await stored(_PAGE_TO_KEY[self._here]))
 
     def show_key(self, key: str) -> None:
-        """A key that the browser keeps can be forgotten."""
+        """Show the button to forget keys if the browser has one."""
         self._forget.set_visibility(bool(key))
 
     def _forget_key(self) -> None:
-        """Both, and what was seen with them: the page begins anew."""
+        """Delete both keys and reload the page, which removes what they gave access to."""
         for name in _PAGE_TO_KEY.values():
             store(ui.context.client, name, "")
         ui.run_javascript("location.reload()")
@@ -118,19 +119,19 @@ class TopBar:
 
 
 class Door:
-    """Asks for a key where the server needs one, and keeps asking until one is let in."""
+    """Form for a key, shown if the server needs one, until a key is accepted."""
 
     def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
-        """`page`: "chat" or "console"; `what`: the key is for; `try_key` raises AskError for one
-        that is not let in.
+        """`page`: "chat" or "console"; `what`: text on the key's purpose; `try_key` raises AskError
+        for a key that is refused.
         """
         self._name = _PAGE_TO_KEY[page]
         self._what = what
         self._try = try_key
 
     async def open(self, into: ui.element, then: Callable[[str], Awaitable[None]]) -> None:
-        """Call `then` with a key that is let in: at once, or after the form in `into` was filled. A
-        page without a key of its own tries the other's.
+        """Call `then` with an accepted key: at once, or after the form in `into` was filled in. A
+        page without its own key tries the other page's.
         """
         names = sorted(_PAGE_TO_KEY.values(), key=lambda name: name != self._name)
         kept = [await stored(name) for name in names]
@@ -151,7 +152,7 @@ class Door:
         *,
         is_first: bool,
     ) -> None:
-        """`kept`: the key that was tried; `is_first`: there was none."""
+        """Show the form. `kept`: the key that was tried; `is_first`: there was none."""
         into.clear()
         is_refused = error.status in (401, 403)
         with into, ui.element("form").classes("h-door").on("submit.prevent", lambda: None):

@@ -1,4 +1,4 @@
-"""The console's panel of steps: a traced step of a unit, op by op and rank by rank."""
+"""Console panel of steps: one traced step of a unit, by op and rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hadal.overlap.trace import covered_share, duration_s, shares
 
 
 class StepsPanel:
-    """What a unit does in a step: both halves of its tokens, and what was hidden."""
+    """Panel with one step of a unit: both micro-batches, and the share of communication hidden."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -45,7 +45,7 @@ class StepsPanel:
             self._trace = None
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
-        """Bring it up to date."""
+        """Update the panel."""
         if frame.overview is None:
             return
         self._units.offer(unit_names(frame.overview, frame.status))

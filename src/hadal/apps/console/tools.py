@@ -1,7 +1,7 @@
-"""The three tools that the chat offers a model: arithmetic, a table of countries, units of measure.
+"""Three tools that the chat offers a model: arithmetic, a table of countries, units of measure.
 
-What a model sends is not to be trusted: whatever is wrong with its arguments becomes a sentence that
-it is told, and no call does more than arithmetic and look into a table.
+A model's arguments are not trusted: every mistake in them becomes a sentence for the model, and a
+call only does arithmetic or reads a table.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from decimal import Decimal, InvalidOperation, Overflow, localcontext
 from typing import Any
 
 _MAX_DIGITS = 50
-"""Figures of a result; more are rounded."""
+"""Largest number of digits of a result; longer results are rounded."""
 _MAX_POWER = 1000
 _MAX_CHARS = 100
-"""Of a number."""
+"""Longest number accepted, in characters."""
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
-"""Commas that part thousands, and nothing else."""
+"""Commas between groups of three digits."""
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; the text is for the model."""
+    """A call cannot be answered; the text is for the model."""
 
 
 def calculate(arguments: dict[str, Any]) -> str:
-    """`a operator b` in decimal arithmetic: exact up to 50 figures. Raises ToolError."""
+    """Compute `a operator b` in decimal arithmetic, exact up to 50 figures. Raises ToolError."""
     a, b = _number(arguments, "a"), _number(arguments, "b")
     op = str(arguments.get("operator", ""))
     if op not in _OPERATIONS:
@@ -57,7 +57,7 @@ _OPERATIONS: dict[str, Callable[[Decimal, Decimal], Decimal]] = {
 
 
 def look_up(arguments: dict[str, Any]) -> str:
-    """What a table of countries says of one of them. Raises ToolError."""
+    """Return the facts of a country from the table. Raises ToolError."""
     table, key = str(arguments.get("table", "")), str(arguments.get("key", ""))
     if table not in _COLUMNS:
         raise ToolError(f"There is no table {table[:40]!r}; there are {', '.join(_COLUMNS)}.")
@@ -68,7 +68,8 @@ def look_up(arguments: dict[str, Any]) -> str:
 
 
 _COLUMNS = ("capital", "population", "area")
-# Capital; inhabitants in 2023 to the nearest hundred thousand; square kilometres of land and water.
+# Capital; population in 2023, to the nearest hundred thousand; area of land and water in square
+# kilometres.
 _COUNTRIES: dict[str, tuple[str, int, int]] = {
     "argentina": ("Buenos Aires", 45_800_000, 2_780_400),
     "australia": ("Canberra", 26_600_000, 7_688_300),
@@ -110,7 +111,7 @@ _COUNTRIES: dict[str, tuple[str, int, int]] = {
 
 
 def convert(arguments: dict[str, Any]) -> str:
-    """A measure in another unit of the same quantity. Raises ToolError."""
+    """Convert a measure to another unit of the same quantity. Raises ToolError."""
     value = _number(arguments, "value")
     said = (str(arguments.get(name, "")).strip() for name in ("from", "to"))
     units = [unit if unit in _UNITS else _ALIASES.get(unit.lower(), unit) for unit in said]
@@ -124,14 +125,15 @@ def convert(arguments: dict[str, Any]) -> str:
         base = value * Decimal(factor) + Decimal(zero)
         try:
             found = (base - Decimal(other_zero)) / Decimal(other_factor)
-            # Six figures of what is small; a temperature is a difference, and known to six places.
+            # Small results have six digits. A temperature is a difference, so it has six decimal
+            # places.
             places = max(6, 5 - found.adjusted()) if found and quantity != "temperature" else 6
             return _shown(round(found, places))
         except InvalidOperation:
             raise ToolError(f"{value} {units[0]} has too many digits.") from None
 
 
-# unit -> (quantity, how much of the first unit it is, what its zero is in the first unit).
+# unit -> (quantity, its size in the quantity's first unit, its zero point in that unit).
 _UNITS: dict[str, tuple[str, str, str]] = {
     "m": ("length", "1", "0"),
     "km": ("length", "1000", "0"),
@@ -186,11 +188,11 @@ _ALIASES = {
     }.items()
     for alias in (unit.lower(), *aliases.split())
 }
-"""What else models call a unit, in small letters."""
+"""Other names that models use for a unit, in small letters."""
 
 
 def run(name: str, arguments: str) -> str:
-    """Carry out a call as the model wrote it. Raises ToolError."""
+    """Run a call as the model wrote it. Raises ToolError."""
     tool = _TOOLS.get(name)
     if tool is None:
         raise ToolError(f"There is no tool {name[:60]!r}; there are {', '.join(_TOOLS)}.")
@@ -254,7 +256,7 @@ DEFINITIONS = [
         },
     ),
 ]
-"""As a request offers them, in OpenAI's form."""
+"""Definitions of the tools in OpenAI's format, as requests offer them."""
 
 
 def _number(arguments: dict[str, Any], name: str) -> Decimal:
@@ -274,7 +276,7 @@ def _number(arguments: dict[str, Any], name: str) -> Decimal:
 
 
 def _shown(number: Decimal) -> str:
-    """Without an exponent and without zeros at the end, where it is not too long for that."""
+    """Return a number without an exponent and without trailing zeros, unless that is too long."""
     if number and not -30 < number.adjusted() < _MAX_DIGITS:
         return f"{number.normalize():E}"
     text = f"{number:f}"

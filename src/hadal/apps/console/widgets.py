@@ -1,5 +1,5 @@
-"""Parts that the console's panels share: charts, heat maps, the choice of a unit, and notes where there
-is nothing to show.
+"""Shared parts of the console's panels: charts, heat maps, the choice of a unit, and notes for
+empty views.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Panel(Protocol):
 
 
 class Chart:
-    """A titled chart. The page's script draws it, and only while it is in view: as a property of the
-    element ECharts would read its options through Vue's proxies, which takes longer than drawing.
+    """Chart with a title. The page's script draws it, only while it is in view. Options are not a
+    property of the element: ECharts would read them through Vue's proxies, which takes longer than
+    drawing.
     """
 
     def __init__(self, title: str, note: str = "", classes: str = "") -> None:
@@ -37,7 +38,7 @@ class Chart:
         self._drawn = ""
 
     def show(self, options: Options) -> None:
-        """Draw this from now on."""
+        """Draw these options from now on."""
         text = json.dumps(options)
         if text != self._drawn:
             self._drawn = text
@@ -45,8 +46,8 @@ class Chart:
 
 
 class HeatMap:
-    """A map of loads by layer, drawn by the page's script: ECharts would take seconds for as many
-    cells as a fleet has.
+    """Map of loads by layer, drawn by the page's script: ECharts would take seconds for the cells
+    of a fleet.
     """
 
     def __init__(self, title: str, note: str, column: str, most: float) -> None:
@@ -64,7 +65,7 @@ class HeatMap:
         self._drawn = ""
 
     def show(self, rows: Sequence[Sequence[float]]) -> None:
-        """Draw this from now on."""
+        """Draw these loads from now on."""
         num_columns, cells = charts.heat(rows, self._most)
         if cells != self._drawn:
             self._drawn = cells
@@ -72,7 +73,7 @@ class HeatMap:
 
 
 class Picker:
-    """Buttons of which one is chosen."""
+    """Row of buttons, one of which is chosen."""
 
     def __init__(self, choose: Callable[[str], None]) -> None:
         self._choose = choose
@@ -81,7 +82,7 @@ class Picker:
         self.chosen = ""
 
     def offer(self, names: Sequence[str], labels: Sequence[str] = ()) -> None:
-        """What can be chosen now; the first is, if what was is not among them."""
+        """Set the choices. The first one is chosen if the last choice is not among them."""
         name_to_label = dict(zip(names, labels or names, strict=True))
         if list(name_to_label.items()) == list(self._labels.items()):
             return
@@ -107,7 +108,9 @@ class Picker:
 
 
 def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
-    """What is said where nothing of a unit is there; `why`: if it is up and live."""
+    """Return the note shown if there are no data of a unit; `why`: reason if the unit is up and
+    live.
+    """
     overview = frame.overview
     is_up = overview is not None and any(
         unit in units for units in overview.snapshot.role_to_units.values()
@@ -120,7 +123,9 @@ def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
 
 
 def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
-    """What is said where there is nothing of what the server's own host alone knows."""
+    """Return the note shown if there are no data; without a status, it says that only the server's
+    host has them.
+    """
     if frame.status is None:
         title = "Known on the server's host alone"
         text = "hadal console, run on the host of the server, shows it."

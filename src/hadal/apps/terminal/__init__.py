@@ -1,1 +1,1 @@
-"""Room terminal: the chat of `hadal chat`."""
+"""Terminal chat of `hadal chat`."""

@@ -1,8 +1,8 @@
-"""A chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, how
-fast it came.
+"""Chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, and
+its speed.
 
-Knows the API and a terminal, nothing of the engine. With standard input from a pipe every line is
-a turn.
+Depends on the API and a terminal, not on the engine. If standard input is a pipe, every line is a
+turn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from hadal.runtime.process.private import state_folder
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
-"""A server that says nothing for so long, not even a keep-alive, is given up."""
+"""Silence, even without keep-alives, after which a request is given up."""
 _THINKING_STYLE = "dim italic"
 _BAR = "│ "
-"""What a line of thinking begins with: it tells thinking from the answer without colours as well.
-"""
+"""Start of each line of thinking, which marks it even without colours."""
 _HISTORY = "chat_history"
-"""Name of the file, in the user's state folder, that keeps what was typed."""
+"""Name of the file with typed input, in the user's state folder."""
 HELP = """\
 /system TEXT   set the system prompt (empty: none); it holds from the next turn on
 /temp NUMBER   set the temperature (empty: the model's own)
@@ -42,7 +41,7 @@ Several lines: between \"\"\" and \"\"\", or each but the last with a \\ at its 
 
 @dataclass
 class Answer:
-    """One answer as it came in."""
+    """One answer with its counts and times."""
 
     reasoning: str = ""
     content: str = ""
@@ -52,7 +51,7 @@ class Answer:
     stopped: bool = False
 
     def speed(self, start_s: float) -> str:
-        """What is printed under an answer."""
+        """Return the line printed under an answer."""
         if self.first_s is None:
             return "nothing came"
         first_ms = (self.first_s - start_s) * 1e3
@@ -77,7 +76,7 @@ class _EventUsage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of a stream's event, whoever serves it."""
+    """Fields read from a stream's event, for any server."""
 
     choices: list[_EventChoice] | None = None
     usage: _EventUsage | None = None
@@ -85,16 +84,16 @@ class _Event(msgspec.Struct):
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that tell a terminal something; all but tabs and line feeds."""
+"""Control characters of terminals, except tabs and line feeds."""
 
 
 class ChatError(Exception):
-    """The server cannot be reached or refuses; the text is for the user."""
+    """The server is unreachable or refuses; the text is for the user."""
 
 
 @dataclass
 class Chat:
-    """A conversation and its settings."""
+    """Conversation with its settings."""
 
     client: httpx.Client
     console: Console
@@ -104,11 +103,11 @@ class Chat:
     max_tokens: int | None = None
     history: list[dict[str, str]] = field(default_factory=list)
     _shown: WordWrap | None = None
-    """The part of an answer that is being written, thinking or content."""
+    """Part of an answer being printed: thinking or content."""
 
     def turn(self, text: str) -> Answer:
-        """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer
-        only.
+        """Ask, print the answer as it arrives, and remember it. Raises ChatError. Ctrl-C ends the
+        answer only.
         """
         messages = [
             *([{"role": "system", "content": self.system}] if self.system else []),
@@ -138,7 +137,7 @@ class Chat:
         finally:
             self._end_part()
         self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
-        if answer.content:  # An answer that was stopped while thinking leaves no turn behind.
+        if answer.content:  # An answer stopped while thinking leaves no turn.
             self.history += [
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": answer.content},
@@ -184,7 +183,7 @@ class Chat:
             answer.content += content
 
     def _part(self, title: str, style: str | None = None, margin: str = "") -> WordWrap:
-        """Return what the next piece is written to. A part begins with its title."""
+        """Return the writer for the next piece. A part begins with its title."""
         if self._shown is None:
             if title:
                 self._print(f"{title}\n", "cyan dim")
@@ -198,7 +197,7 @@ class Chat:
             self._shown = None
 
     def _print(self, text: str, style: str | None = None) -> None:
-        """What a model wrote is shown, and tells the terminal nothing."""
+        """Print a model's text without control characters, so that it cannot steer the terminal."""
         self.console.print(
             _CONTROLS.sub("", text),
             end="",
@@ -210,7 +209,7 @@ class Chat:
         )
 
     def command(self, line: str) -> bool:
-        """Carry out a line that begins with a slash. False: leave."""
+        """Run a line that begins with a slash. Return False to leave."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         said = ""
@@ -253,8 +252,8 @@ def chat(
     console: Console | None = None,
     lines: IO[str] | None = None,
 ) -> int:
-    """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines`
-    instead of stdin.
+    """Chat until the user leaves; return the exit code. `base_url` with or without /v1; `lines`
+    replaces stdin.
     """
     console = console or Console()
     source = lines or sys.stdin
@@ -296,7 +295,7 @@ def _loop(talk: Chat, source: IO[str]) -> int:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model the server lists. Raises ChatError."""
+    """Return the first model that the server lists. Raises ChatError."""
     try:
         reply = client.get("/models")
     except httpx.HTTPError as error:

@@ -1,8 +1,8 @@
-"""A terminal for a chat: text that comes in pieces broken between words, and what is typed, with a
-history.
+"""Terminal for a chat: prints text that arrives in pieces, with breaks between words, and reads
+turns with a history.
 
-Knows a screen and a keyboard, nothing of a conversation. Where standard input is a pipe every line
-is a turn; where output is one, lines stay as long as they are.
+Depends on a screen and a keyboard, not on a conversation. If standard input is a pipe, every line
+is a turn. If standard output is a pipe, lines are not broken.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ except ImportError:
     readline = None  # type: ignore[assignment]
 
 QUOTES = '"""'
-"""Marks around a turn of several lines, as in Python; a backslash at a line's end goes on with the
-next one as well.
+"""Marks around a turn of several lines, as in Python. A backslash at a line's end also continues
+the turn on the next line.
 """
 MAX_HISTORY_LINES = 1000
 MAX_TURN_CHARS = 4 << 20
-"""Longest turn of several lines: a server takes no longer body."""
+"""Longest turn of several lines: a server accepts no longer body."""
 _BLANKS = " \t"
 
 
 class WordWrap:
-    """Text in pieces, broken into lines of `width` cells between words; what does not fit on a line
-    is cut.
+    """Text in pieces, broken between words into lines of `width` cells; longer words are cut.
 
-    A word is written when its end has come, so the last one waits for the next piece or for
-    `flush`. Characters two cells wide are words by themselves: Chinese has no spaces. `width` None
-    breaks nothing and keeps nothing back.
+    A word is written once its end has arrived, so the last one waits for the next piece or for
+    `flush`. Characters two cells wide are words by themselves, since Chinese has no spaces. With
+    `width` None nothing is broken or held back.
     """
 
     def __init__(self, write: Callable[[str], object], width: int | None, margin: str = "") -> None:
-        """`margin` stands at the beginning of every line and counts for its width."""
+        """`margin` is written at the start of every line and counts towards its width."""
         self._write = write
         self._width = None if width is None else max(2, width - cell_len(margin))
         self._margin = margin
@@ -53,7 +52,7 @@ class WordWrap:
         self._blanks = self._word = ""
 
     def feed(self, text: str) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         for character in text:
             if character == "\n":
                 self.flush()
@@ -75,7 +74,7 @@ class WordWrap:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits for the end of its word."""
+        """Write the word that waits for its end."""
         self._end_word()
         if self._blanks and (
             self._width is None or self._column + len(self._blanks) <= self._width
@@ -84,7 +83,7 @@ class WordWrap:
         self._blanks = ""
 
     def end(self) -> None:
-        """Write what is left, and end the line if there is one."""
+        """Write the rest, and end an open line."""
         self.flush()
         if not self._is_new:
             self._write("\n")
@@ -116,8 +115,8 @@ class WordWrap:
 
 
 def turns(console: Console, source: IO[str], history: Path | None) -> Iterator[str]:
-    """What the user says, turn by turn. At a terminal Ctrl-C drops what is being typed and Ctrl-D
-    ends; what was typed is kept in `history`, for its owner alone.
+    """Yield the user's turns. At a terminal, Ctrl-C drops the current input and Ctrl-D ends. Input
+    is stored in `history`, readable for its owner only.
     """
     if not source.isatty():
         yield from _joined(iter(source))
@@ -135,18 +134,18 @@ def turns(console: Console, source: IO[str], history: Path | None) -> Iterator[s
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """Lines from the keyboard; the first has another prompt than those that go on with it."""
+    """Yield lines from the keyboard; continuation lines have another prompt."""
     console.print()
     prompt = ">"
     while True:
-        # Between \1 and \2 stands what has no width, so that readline knows where the cursor is.
+        # Text between \1 and \2 has no width, so that readline knows the cursor's position.
         yield input(f"\1\33[1;32m\2{prompt}\1\33[0m\2 " if console.color_system else f"{prompt} ")
         prompt = "."
 
 
 def _joined(lines: Iterator[str]) -> Iterator[str]:
-    """Lines as turns: those between quotes, or after a backslash, are one. An end inside of one
-    ends it.
+    """Join lines to turns: lines between quotes, or after a backslash, are one turn. The end of
+    input ends an open turn.
     """
     for line in lines:
         turn = line.rstrip("\n")
@@ -170,9 +169,7 @@ def _quoted(turn: str, lines: Iterator[str]) -> str:
 
 @contextlib.contextmanager
 def _remembered(console: Console, path: Path | None) -> Iterator[None]:
-    """Give the arrow keys what was typed in earlier chats, and write down what was typed in this
-    one.
-    """
+    """Load the history of earlier chats for the arrow keys, and store this one's."""
     if readline is None or path is None:
         yield
         return
@@ -202,6 +199,6 @@ def _remembered(console: Console, path: Path | None) -> Iterator[None]:
 
 
 def let_any_text_in(source: IO[str]) -> None:
-    """Whatever is piped in can be sent: bytes that are no UTF-8 become question marks."""
+    """Accept any piped input: invalid UTF-8 becomes question marks."""
     if isinstance(source, io.TextIOWrapper):
         source.reconfigure(errors="replace")

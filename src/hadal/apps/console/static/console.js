@@ -1,4 +1,4 @@
-// What a page does by itself: keys of the keyboard, the field that grows, what the browser keeps.
+// Work that a page does without the server: keyboard, input field, charts and the browser's storage.
 window.hadal = {
   store(name, text) {
     try {
@@ -6,7 +6,7 @@ window.hadal = {
       else localStorage.removeItem(name);
       hadal.isFull = false;
     } catch {
-      // Said once: an answer that comes in is kept again every second.
+      // Notify once: a running answer is stored again every second.
       if (!hadal.isFull) Quasar.Notify.create({
         type: "warning",
         message: "This browser keeps nothing more, so what is new here goes with the page. Delete conversations to make room.",
@@ -16,7 +16,7 @@ window.hadal = {
       hadal.isFull = true;
     }
   },
-  // What is kept, without its text: a page's socket takes no more than a megabyte at once.
+  // The stored list without the texts: a message on a page's socket may have one megabyte at most.
   kept(prefix, most) {
     const found = [];
     for (const name of Object.keys(localStorage)) {
@@ -26,16 +26,16 @@ window.hadal = {
         const words = [...String(title ?? "")].slice(0, 64).join("");
         found.push({ id: name.slice(prefix.length), title: words, changed_ms: Number(changed_ms) || 0 });
       } catch {
-        continue;  // None of ours.
+        continue;  // Not a conversation.
       }
     }
     return found.sort((one, other) => other.changed_ms - one.changed_ms).slice(0, most);
   },
-  // A piece of what is kept under a name, where it ends, and whether that is all.
+  // A piece of the text stored under a name, its end, and whether it is the last one.
   piece(name, begin, most) {
     const text = localStorage.getItem(name) ?? "";
     let end = Math.min(text.length, begin + most);
-    // A character of two code units is not cut.
+    // Do not split a character of two code units.
     if (end < text.length && (text.charCodeAt(end - 1) & 0xfc00) === 0xd800) end -= 1;
     return [text.slice(begin, end), end, end === text.length];
   },
@@ -46,7 +46,7 @@ window.hadal = {
   },
   send(field, emit) {
     if (!field.value.trim() || document.querySelector(".h-stop:not(.hidden)")) return;
-    // A page's socket takes no more than a megabyte at once, and would end; quoted twice, a text grows.
+    // A message of over one megabyte would close the page's socket, and double quoting makes a text longer.
     const size = new Blob([JSON.stringify(field.value)]).size;
     if (size > hadal.mostBytes) {
       field.setCustomValidity(`This message has ${size.toLocaleString("en")} bytes; the page sends at most ${hadal.mostBytes.toLocaleString("en")}. Send less of it.`);
@@ -58,7 +58,7 @@ window.hadal = {
     hadal.grow(field);
   },
   field: () => document.getElementById("h-input"),
-  // A browser lets pages that came over plain HTTP from elsewhere copy in the old way alone.
+  // On pages from another host over plain HTTP, browsers allow only the old way to copy.
   copy(text) {
     if (navigator.clipboard) return navigator.clipboard.writeText(text);
     const field = Object.assign(document.createElement("textarea"), { value: text });
@@ -82,7 +82,7 @@ window.hadal = {
     if (box) box.scrollTop = box.scrollHeight;
   },
   heat(id, columns, cells) {
-    // A pixel a cell; the browser makes them large.
+    // One pixel per cell; the browser scales them up.
     const canvas = document.getElementById("c" + id);
     if (!canvas || !columns) return;
     const levels = Uint8Array.from(atob(cells), (char) => char.charCodeAt(0));
@@ -104,7 +104,7 @@ window.hadal = {
     const box = document.getElementById("c" + id);
     if (!box) return;
     hadal.charts.set(box, { id, options });
-    // The first word of an observer that begins says whether the chart is in view.
+    // A new observer's first callback reports whether the chart is in view.
     if (box.isInView === undefined) hadal.view.observe(box);
     else if (box.isInView) hadal.draw(box);
   },
@@ -113,13 +113,13 @@ window.hadal = {
     if (!found) return;
     const chart = getElement(found.id)?.chart;
     if (!chart) {
-      if (box.isConnected) setTimeout(() => hadal.draw(box), 50);  // It is still being made.
+      if (box.isConnected) setTimeout(() => hadal.draw(box), 50);  // The chart is still being made.
       return;
     }
     hadal.charts.delete(box);
     chart.setOption(found.options, { replaceMerge: ["series"], lazyUpdate: true });
   },
-  // Chart -> what it is to show and does not show yet.
+  // Chart -> options that it does not show yet.
   charts: new WeakMap(),
   view: new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -129,7 +129,7 @@ window.hadal = {
   }, { rootMargin: "100px" }),
   keys(id) {
     const tell = (name, detail) => document.getElementById("c" + id).dispatchEvent(new CustomEvent(name, { detail }));
-    // What another page keeps is told once that page has been quiet: an answer is kept every second.
+    // Report another page's changes only after a pause: it stores a running answer every second.
     const quiet = new Map();
     window.addEventListener("storage", ({ key }) => {
       if (!key?.startsWith("hadal.chat.")) return;
@@ -151,7 +151,7 @@ window.hadal = {
     const box = document.getElementById("h-scroll");
     let height = 0;
     new ResizeObserver(() => {
-      // Follow what comes in, unless the reader went up.
+      // Scroll along with new text, unless the reader has scrolled up.
       if (box.scrollTop + box.clientHeight > height - 120) box.scrollTop = box.scrollHeight;
       height = box.scrollHeight;
     }).observe(box.firstElementChild);
@@ -165,7 +165,7 @@ hadal.ramp = (() => {
     return [0, 1, 2].map((i) => stops[low][i] + (at - low) * (stops[low + 1][i] - stops[low][i])).concat(255);
   });
 })();
-// A link that a model wrote leaves the chat where it is.
+// Links in a model's text open in a new tab, so that the chat stays open.
 document.addEventListener("click", ({ target }) => {
   const link = target.closest?.(".h-md a");
   if (link) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
