@@ -1,3 +1,3 @@
-"""Expert parallelism's messages: dispatch tokens to the ranks of their experts, combine what comes
-back.
+"""Messages of expert parallelism: dispatch tokens to the ranks of their experts, and combine the
+returned rows.
 """

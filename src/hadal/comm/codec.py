@@ -1,9 +1,9 @@
-"""A dispatch format bound to a hidden size: rows in and out of messages. Knows no peers and no order
-of messages.
+"""A dispatch format bound to a hidden size: writes rows into messages and reads them. Does not
+depend on peers or the order of messages.
 
 Shapes: T tokens, D hidden, N rows, B bytes of a row, P pairs, K chosen. Messages are flat uint8
-tensors. A tensor is measured by `shape` or `numel`: `len` of one takes microseconds, and a decode
-step asks thousands of times.
+tensors. Use `shape` or `numel` for a tensor's size: its `len` takes microseconds, and a decode step
+would call it thousands of times.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hadal.kernels import codec as ops
 
 
 class MessageError(HadalError):
-    """A peer sent something else than this exchange carries: the ranks are not in the same step or
-    configuration.
+    """A peer's message does not fit this exchange: the ranks are in different steps or
+    configurations.
     """
 
 
 class Codec:
-    """Encodes and decodes rows of one dispatch format."""
+    """Encoder and decoder of rows in one dispatch format."""
 
     def __init__(self, layout: MessageLayout) -> None:
         self.layout = layout
@@ -32,8 +32,8 @@ class Codec:
     def encode(
         self, x_TD: Tensor, token_N: Tensor | None, message: Tensor, start: int, stride: int
     ) -> None:
-        """Put the rows of `token_N` into the message, the first at byte `start`, `stride` bytes
-        apart.
+        """Write the rows of `token_N` into the message, the first at byte `start`, then every
+        `stride` bytes.
         """
         num_rows = (x_TD if token_N is None else token_N).shape[0]
         rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)
@@ -44,14 +44,14 @@ class Codec:
         ops.decode(rows_NB, out_ND, self.layout.dispatch_format)
 
     def encode_back(self, y_PD: Tensor, message: Tensor) -> None:
-        """Fill the message with the experts' outputs, as they travel back."""
+        """Fill the message with the experts' outputs, in the format of returned rows."""
         ops.encode(
             y_PD, None, message.view(y_PD.shape[0], self.layout.back_bytes), self.layout.back_format
         )
 
     def combine(self, back: Tensor, at_TK: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return routed [T, D], FP32: the returned rows with the gate's weights, added by ascending
-        expert id.
+        """Return routed [T, D], FP32: the returned rows times the gate's weights, added by
+        ascending expert id.
         """
         out_TD = torch.empty((ids_TK.shape[0], self.hidden_size), device=back.device)
         back_PB = back.view(ids_TK.numel(), self.layout.back_bytes)
@@ -61,7 +61,7 @@ class Codec:
     def _rows(
         self, message: Tensor, start: int, num_rows: int, stride: int, num_bytes: int
     ) -> Tensor:
-        """A view; the last row may end where the message does."""
+        """Return a view of the rows; the last row may end at the message's end."""
         return message.as_strided(
             (num_rows, num_bytes), (stride, 1), message.storage_offset() + start
         )
@@ -88,12 +88,12 @@ def read_head(message: Tensor, layer: int, kind: int, peer: int) -> tuple[int, i
 
 
 def check_size(message: Tensor, num_bytes: int, peer: int) -> None:
-    """Raise MessageError if the message is shorter than its head says."""
+    """Raise MessageError if the message is shorter than `num_bytes`."""
     if message.numel() < num_bytes:
         raise MessageError(f"rank {peer} sent {message.numel()} bytes where {num_bytes} belong.")
 
 
 def ints(message: Tensor, start: int, count: int) -> Tensor:
-    """`count` int32 of a message, as a view where its address allows one."""
+    """Return `count` int32 of a message, as a view if the alignment permits it."""
     part = message[start : start + 4 * count]
     return (part if part.storage_offset() % 4 == 0 else part.clone()).view(torch.int32)

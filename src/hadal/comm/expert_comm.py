@@ -1,15 +1,15 @@
-"""Dispatch tokens to the ranks of their experts and combine what comes back, started and finished
-apart.
+"""Dispatch of tokens to the ranks of their experts, and combine of the results; each has separate calls
+to start and to finish.
 
     handle = comm.dispatch(x_TD, ids_TK, layer)      tokens leave
     received = handle.finish_dispatch()              x_ND and (row, expert slot) of M pairs, of all ranks, own included
     handle.start_combine(y_MD)                       the experts' outputs leave, a row per pair
     routed_TD = handle.finish_combine(weights_TK)    weighted and added here, FP32, by ascending expert id
 
-Results are the same bits whatever the number of ranks, the placement, the mode and the order of
-arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
-codec, and the only sum is the source's. What a rank's expert slots receive is counted where it is
-unpacked. Knows no schedule and no clock; the group knows links and deadlines.
+Results are bit-identical for every number of ranks, placement, mode and order of arrival, if the
+experts' outputs are: every row, the rank's own included, passes through the same codec, and only the
+source adds rows. Tokens per expert slot are counted while unpacking. Does not depend on schedules or
+time; the group handles connections and deadlines.
 
 Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
 the deployment, L MoE layers, S expert slots of a rank.
@@ -38,28 +38,28 @@ from hadal.kernels.route import route
 from hadal.reference.route import Route
 
 MAX_LIVE = 2
-"""Handles: the two micro-batches."""
+"""Most live handles: one per micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a rank's experts compute. Valid until the handle is finished: the next one gets the same
+    """Input of a rank's experts. Valid until the handle is finished: the next handle reuses its
     memory.
     """
 
     x_ND: Tensor
-    """FP32: the own rows first, then every peer's, ascending."""
+    """FP32 rows: the rank's own first, then each peer's, by ascending rank."""
     row_M: Tensor
-    """int64, index into x_ND."""
+    """int64 index into x_ND, per pair."""
     expert_slot_M: Tensor
-    """int64, local expert slot of this rank."""
+    """int64 local expert slot of this rank, per pair."""
 
 
 class ExpertComm:
-    """A rank's side of expert parallelism. `group` None: one rank that holds every expert.
+    """One rank's part of expert parallelism. `group` None: a single rank with all experts.
 
-    Raises ValueError if dispatch_format, mode or top_k are not possible. Not thread-safe: one
-    compute thread calls it.
+    Raises ValueError if dispatch_format, mode or top_k is invalid. Not thread-safe: one compute
+    thread calls it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ExpertComm:
         device: str = "cpu",
         near: range | None = None,
     ) -> None:
-        """`near`: ranks of this rank's node; None: all of them."""
+        """`near`: ranks of this rank's node; None: all ranks."""
         if mode not in MODES:
             raise ValueError(f"{mode!r} is no mode. Known: {', '.join(MODES)}.")
         if not 1 <= top_k <= MAX_TOP_K or max_tokens < 1:
@@ -95,12 +95,12 @@ class ExpertComm:
         self._installed = InstalledPlacement(NO_PLACEMENT, (0,), device)
         self._near = near
         self._link_bytes: LinkByteCount | None = None
-        """None: there is nobody to talk to."""
+        """None if there are no peers."""
         self._free: list[int] = []
 
     def install(self, placement: Placement) -> None:
-        """Take over a placement and the group's members: after each `group.form`. Handles of before
-        are void.
+        """Use a placement and the group's current members; call it after each `group.form`. Earlier
+        handles become void.
 
         Raises ValueError if an expert has no living replica.
         """
@@ -117,7 +117,7 @@ class ExpertComm:
         )
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
-            # Of all expert slots, filled or not: a layer's flip may fill more of them.
+            # Sized for all expert slots, filled or not: a later layer may fill more of them.
             self._low_latency = LowLatencyMode(
                 self._codec,
                 self._device,
@@ -128,31 +128,31 @@ class ExpertComm:
             )
 
     def install_layer(self, layer: int, placement: Placement) -> None:
-        """Take over one MoE layer of a placement of as many expert slots, between two steps; its
-        counts begin anew.
+        """Replace one MoE layer's placement by another with equally many expert slots, between two
+        steps. The layer's counts restart at 0.
 
-        Raises ValueError as `install`; everything is as it was then.
+        Raises ValueError as `install`; nothing has changed then.
         """
         self._installed.install_layer(layer, placement)
 
     def take_counts(self) -> Tensor:
-        """Pairs received by every own expert slot in every MoE layer since this was last asked,
-        int64 [L, S] on the CPU.
+        """Return the pairs received per own expert slot and MoE layer since the last call, int64
+        [L, S] on the CPU.
         """
         return self._installed.counts.take()
 
     def take_link_bytes(self) -> LinkBytes:
-        """Bytes that this rank's tokens took to its peers and back, since this was last asked or
-        the formation began.
+        """Return the bytes of this rank's tokens to its peers and back, since the last call or the
+        start of the formation.
         """
         return NO_LINK_BYTES if self._link_bytes is None else self._link_bytes.take()
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> Handle:
         """Send every token to the ranks of its experts; `layer` counts MoE layers. T may be 0.
 
-        x_TD and ids_TK must not change before finish_dispatch and finish_combine: the own rows are
-        read there. Raises ValueError if an id is out of range, shapes do not fit, or T exceeds
-        max_tokens in low-latency mode.
+        x_TD and ids_TK must not change before finish_dispatch and finish_combine, which read the
+        rank's own rows from them. Raises ValueError if an id is out of range, shapes do not fit, or
+        T exceeds max_tokens in low-latency mode.
         """
         num_tokens = x_TD.shape[0]
         if tuple(x_TD.shape) != (num_tokens, self.layout.hidden_size) or tuple(ids_TK.shape) != (
@@ -176,9 +176,7 @@ class ExpertComm:
         return handle
 
     def abandon(self) -> None:
-        """A step failed in the middle: its handles will not be finished. With peers the formation
-        is over, too.
-        """
+        """Drop the live handles after a step failed. With peers, the formation is over too."""
         self._free = list(range(MAX_LIVE))
 
 
@@ -197,12 +195,12 @@ class Handle:
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         self._num_from: dict[int, int] = {}
-        """Pairs received from every rank, in the order they stand in Received."""
+        """Rank -> pairs received from it, in Received's order."""
         self._back: Tensor | None = None
         self._outputs: Tensor | None = None
-        """Kept while they are sent: FP32 rows leave from where they lie."""
+        """Kept while being sent: FP32 rows are sent without a copy."""
         self.dispatch_interval: Interval | None = None
-        """When it was on the link; None if there is nobody to talk to."""
+        """Time on the link; None without peers."""
         self.combine_interval: Interval | None = None
 
     def _send(self) -> None:
@@ -220,8 +218,8 @@ class Handle:
             self._exchange = comm._group.exchange(comm._normal.pack(self._index, *what))
 
     def finish_dispatch(self) -> Received:
-        """Wait for the peers' tokens. Raises PeerLost, or MessageError if a peer is in another
-        step.
+        """Wait for the peers' tokens and return the experts' input. Raises PeerLost, or
+        MessageError if a peer is in another step.
         """
         comm = self._comm
         messages: Mapping[int, Tensor] = {}
@@ -238,7 +236,7 @@ class Handle:
         return self._unpack(mode, arrived)
 
     def _unpack(self, mode: NormalMode | LowLatencyMode, arrived: list[Arrived]) -> Received:
-        """The own part, then what arrived, decoded into one tensor of rows."""
+        """Decode the rank's own rows and the received ones into one tensor."""
         comm, own = self._comm, self._own_part()
         token_N, row_P, expert_slot_P = own
         own_rows, own_pairs = token_N.shape[0], row_P.shape[0]
@@ -277,8 +275,8 @@ class Handle:
         return Received(x_ND, row_M, expert_slot_M)
 
     def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(token of every row, row of every pair, expert slot of every pair) of the rank's own
-        tokens for its own experts.
+        """Return (token of every row, row of every pair, expert slot of every pair) for the rank's
+        own tokens and experts.
         """
         way, rank = self._route, self._comm.rank
         row, pair = sum(way.num_rows_R[:rank]), sum(way.num_pairs_R[:rank])
@@ -290,8 +288,8 @@ class Handle:
         )
 
     def _own_rows(self, token_N: Tensor, out_ND: Tensor) -> None:
-        """The rank's own rows as they would have arrived: through the codec, so that the width
-        changes nothing.
+        """Write the rank's own rows after encoding and decoding, as for rows of a peer, so that
+        results do not depend on the number of ranks.
         """
         comm = self._comm
         message = torch.empty(
@@ -301,8 +299,8 @@ class Handle:
         comm._codec.decode(message, 0, comm.layout.row_bytes, out_ND)
 
     def start_combine(self, y_MD: Tensor) -> None:
-        """Send the experts' un-weighted outputs back, in the order of Received's pairs. y_MD must
-        not change after.
+        """Send the experts' unweighted outputs back, in the order of Received's pairs. y_MD must
+        not change afterwards.
         """
         comm, way, back_bytes = self._comm, self._route, self._comm.layout.back_bytes
         num_received = sum(self._num_from.values())
@@ -332,7 +330,7 @@ class Handle:
         self._exchange = comm._group.exchange(sends, {peer: slices[peer] for peer in comm.peers})
 
     def _outgoing(self, y_PD: Tensor) -> Tensor:
-        """The peers' rows as bytes; FP32 is sent from where it lies."""
+        """Return the peers' rows as bytes; FP32 without a copy."""
         comm = self._comm
         if comm.layout.back_format == "fp32":
             return y_PD.view(torch.uint8).flatten()
@@ -368,10 +366,11 @@ class Handle:
 
 
 class LinkByteCount:
-    """Bytes that a rank's tokens take on the links of one formation, within its node and beyond it.
+    """Counter of the bytes of a rank's tokens on the links of one formation, within its node and
+    beyond it.
 
-    Sums of sums: a layer adds a few whole numbers that packing works out anyway, and bytes are
-    worked out once a step. `near`: ranks of this rank's node, side by side, itself among them.
+    Adding is cheap: a layer adds a few integers that packing has computed anyway, and bytes are
+    computed once per step. `near`: ranks of this rank's node, contiguous, including itself.
     """
 
     def __init__(
@@ -390,18 +389,18 @@ class LinkByteCount:
         self._near_rows = self._near_pairs = self._rows = self._pairs = 0
 
     def add(self, way: Route) -> None:
-        """A dispatch takes this way, and its combine will come back by it."""
+        """Add a dispatch and its combine."""
         pairs, rank = way.num_pairs_R, self._rank
         self._num_dispatches += 1
         self._near_pairs += sum(pairs[self._near]) - pairs[rank]
         self._pairs += way.at_TK.numel() - pairs[rank]
-        if self._mode == "normal":  # Else a row is a pair.
+        if self._mode == "normal":  # Otherwise one row per pair.
             rows = way.num_rows_R
             self._near_rows += sum(rows[self._near]) - rows[rank]
             self._rows += sum(rows) - rows[rank]
 
     def take(self) -> LinkBytes:
-        """Everything since the last time."""
+        """Return the bytes since the last call."""
         near, far = (num_peers * self._num_dispatches for num_peers in self._num_peers)
         rows, pairs = self._rows - self._near_rows, self._pairs - self._near_pairs
         layout, mode = self._layout, self._mode

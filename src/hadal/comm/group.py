@@ -1,9 +1,9 @@
-"""The ranks of a unit as one exchange: everybody sends bytes to everybody, started and finished
-apart.
+"""Exchange between the ranks of a unit: each sends bytes to every other, with separate calls to
+start and to finish.
 
-Knows no tokens and no experts. A backend implements `Group`; which one is a deployment's choice
-(`tcp`: comm/mesh, `gloo`, `nccl`: comm/torch_group). Every wait has a deadline, and a lost peer
-fails every exchange of its formation, the one in progress included.
+Does not depend on tokens or experts. A backend implements `Group`; the deployment chooses it
+(`tcp`: comm/mesh, `gloo`, `nccl`: comm/torch_group). Every wait has a deadline. A lost peer fails
+every exchange of its formation, including the current one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from hadal.core.plans import Member, Waited
 
 
 class PeerLost(HadalError):
-    """Peers are gone, silent beyond the deadline, or the formation was aborted: this formation is
-    over.
-    """
+    """The formation is over: peers are gone or silent beyond the deadline, or it was aborted."""
 
     def __init__(self, ranks: Sequence[int], reason: str) -> None:
         super().__init__(f"rank {', '.join(map(str, ranks)) or '?'}: {reason}")
         self.ranks = tuple(ranks)
-        """Empty if it was aborted from outside."""
+        """Lost ranks; empty if the formation was aborted from outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When an exchange was on the link, in seconds of time.perf_counter: posted, and the last byte
-    received.
+    """Time of an exchange on the link, in seconds of time.perf_counter: from its start to the last
+    byte received.
     """
 
     start_s: float
@@ -40,24 +38,24 @@ class Interval:
 
 
 class Exchange(Protocol):
-    """One exchange under way."""
+    """One running exchange."""
 
     def wait(self) -> dict[int, Tensor]:
-        """Return what each peer sent, uint8 [n], by rank. Raises PeerLost; never waits beyond the
+        """Return each peer's bytes, uint8 [n], by rank. Raises PeerLost; never waits beyond the
         deadline.
 
-        With `recvs` given these are the filled prefixes of those buffers.
+        If `recvs` was given, these are the filled prefixes of its buffers.
         """
         ...
 
     @property
     def interval(self) -> Interval:
-        """After wait."""
+        """Return the time on the link; valid after `wait`."""
         ...
 
 
 class Group(Protocol):
-    """A rank's view of its unit. `exchange` is called by one thread, in the same order on every
+    """One rank's access to its unit. `exchange` is called by one thread, in the same order on every
     rank.
     """
 
@@ -65,12 +63,12 @@ class Group(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Living ranks of this formation, this one included, ascending."""
+        """Return the living ranks of this formation, including this one, ascending."""
         ...
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
-        """Start a formation with these members: drop everything older, connect. Raises PeerLost
-        naming who is not reached within the deadline.
+        """Start a formation with these members: drop the state of older ones and connect. Raises
+        PeerLost naming the members not reached within the deadline.
         """
         ...
 
@@ -80,26 +78,25 @@ class Group(Protocol):
         """Send `sends[peer]` (uint8, contiguous; a key for every other member, empty tensors
         allowed).
 
-        `recvs` None: sizes are learnt from the peers (normal mode, counts first). Else fixed
-        buffers, one per other member, into which at most that much is received (low-latency mode:
-        nothing is allocated). The tensors in `sends` must not change before the exchange is waited
-        for.
+        `recvs` None: sizes are received from the peers first (normal mode). Otherwise fixed
+        buffers, one per other member, that limit the received bytes (low-latency mode: nothing is
+        allocated). The tensors in `sends` must not change before `wait` has returned.
         """
         ...
 
     def abort(self) -> None:
-        """Fail all exchanges of this formation now. From any thread."""
+        """Fail all exchanges of this formation now. May be called from any thread."""
         ...
 
     def lost(self) -> tuple[int, ...]:
-        """Members of this formation whose connection broke, noticed without an exchange. From any
-        thread.
+        """Return members of this formation with a broken connection, also without an exchange. May
+        be called from any thread.
         """
         ...
 
     def take_waits(self) -> Waited:
-        """Return how long exchanges of this formation were waited for since the last call. Called by the
-        thread that waits.
+        """Return the time spent waiting for exchanges of this formation since the last call. Called
+        by the thread that waits.
         """
         ...
 

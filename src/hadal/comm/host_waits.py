@@ -1,7 +1,7 @@
-"""For how long a rank waits for its peers in a step, and for which host alone.
+"""Time that a rank waits for its peers in a step, and the part due to one host alone.
 
-While peers of two hosts are missing, neither is to blame: the one may be late because of the other. What
-arrives before the rank waits costs nothing. Knows no sockets.
+While peers of two hosts are missing, neither host is blamed: one may be late because of the other.
+Data that arrive before the rank waits cost nothing. Does not depend on sockets.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from hadal.core.plans import Member, Waited
 
 
 class HostWaits:
-    """The waits of one rank. One thread calls it."""
+    """Waiting times of one rank. One thread calls it."""
 
     def __init__(self) -> None:
         self._rank = -1
         self._rank_to_host: dict[int, str] = {}
-        """Of a unit on several hosts; empty on one."""
+        """Rank -> host, in a unit on several hosts; empty on one host."""
         self._seconds = 0.0
         self._host_to_alone_s: dict[str, float] = {}
 
     def form(self, rank: int, members: Iterable[Member]) -> None:
-        """Begin a formation. A host is its address, as members say it."""
+        """Start a formation. A host is identified by the address that its members report."""
         rank_to_host = {member.rank: member.host for member in members}
         self._rank = rank
         self._rank_to_host = rank_to_host if len(set(rank_to_host.values())) > 1 else {}
         self.take()
 
     def add(self, began_s: float, now_s: float, peer_to_arrived_s: Mapping[int, float]) -> None:
-        """Add an exchange that the rank waited for from `began_s` to `now_s`. A host is there when the
-        last of its ranks has sent; what never came counts until now.
+        """Add an exchange for which the rank waited from `began_s` to `now_s`. A host counts as
+        arrived when its last rank has sent; missing data count until now.
         """
         self._seconds += max(0.0, now_s - began_s)
         host_to_there_s: dict[str, float] = {}
@@ -47,7 +47,7 @@ class HostWaits:
             self._host_to_alone_s[last] = self._host_to_alone_s.get(last, 0.0) + alone_s
 
     def take(self) -> Waited:
-        """Return what was waited since the last call."""
+        """Return the waiting times since the last call."""
         waited = Waited(self._seconds, self._host_to_alone_s)
         self._seconds, self._host_to_alone_s = 0.0, {}
         return waited

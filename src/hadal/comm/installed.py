@@ -1,9 +1,9 @@
-"""A placement as a rank's dispatch uses it: the replicas of every layer, and how many (token, expert)
-pairs the rank's expert slots received, on the device where the tokens are.
+"""Placement in the form that a rank's dispatch uses: the replicas of every layer. Also counts the
+(token, expert) pairs received per expert slot of the rank, on the tokens' device.
 
-Knows no tokens. An expert slot's count is its expert's as long as the placement stays. Adding is one
-op on the device, or one addition per pair where the kernels unpack (kernels/message): no thread
-waits and nothing is copied before `take`.
+Does not depend on tokens. An expert slot's count is its expert's as long as the placement is
+unchanged. Adding is one op on the device, or one addition per pair if kernels unpack
+(kernels/message): no thread waits and nothing is copied before `take`.
 
 Shapes: L MoE layers, S expert slots of the rank, M received pairs.
 """
@@ -20,11 +20,11 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.reference.route import Replicas
 
 NO_PLACEMENT = Placement(0, np.zeros((0, 1, 0), np.int16))
-"""Placement of a rank before its first."""
+"""Placement of a rank before its first one."""
 
 
 class ExpertSlotCounts:
-    """int64 [L, S]. One compute thread calls it."""
+    """Pairs received per expert slot, int64 [L, S]. One compute thread calls it."""
 
     def __init__(self, num_layers: int, num_expert_slots: int, device: str) -> None:
         self._counts_LS = torch.zeros(
@@ -32,25 +32,25 @@ class ExpertSlotCounts:
         )
         self._one = torch.ones((), dtype=torch.int64, device=device)
         self.rows_S = tuple(self._counts_LS.unbind(0))
-        """A view of every layer's: made once, because dispatch asks for one per layer and step."""
+        """View of each layer's counts, made once because dispatch uses one per layer and step."""
 
     def add(self, layer: int, expert_slot_M: Tensor) -> None:
         """Count pairs by their expert slot (int64)."""
-        # Not bincount: on a GPU it waits for the largest index, to know how long its result is.
+        # Not bincount: on a GPU it waits for the largest index, which sets its result's length.
         self.rows_S[layer].scatter_add_(0, expert_slot_M, self._one.expand(expert_slot_M.shape[0]))
 
     def clear(self, layer: int) -> None:
         self.rows_S[layer].zero_()
 
     def take(self) -> Tensor:
-        """Everything since the last time, on the CPU: the one copy from the device."""
+        """Return the counts since the last call, on the CPU. This is the only copy from the device."""
         taken_LS = self._counts_LS.to("cpu", copy=True)
         self._counts_LS.zero_()
         return taken_LS
 
 
 class InstalledPlacement:
-    """Replicas of every MoE layer, and counts of the rank's expert slots."""
+    """Replicas of every MoE layer, and counts per expert slot of the rank."""
 
     def __init__(self, placement: Placement, members: Iterable[int], device: str) -> None:
         """Raises ValueError if an expert has no replica on a member."""
@@ -64,7 +64,7 @@ class InstalledPlacement:
         self.counts = ExpertSlotCounts(placement.num_layers, self.num_expert_slots, device)
 
     def install_layer(self, layer: int, placement: Placement) -> None:
-        """See ExpertComm.install_layer."""
+        """Do as ExpertComm.install_layer."""
         if (
             not 0 <= layer < len(self.replicas)
             or placement.num_expert_slots != self.num_expert_slots
@@ -89,7 +89,7 @@ class InstalledPlacement:
 
 
 def replicas_of(placement: Placement, layer: int, device: str) -> Replicas:
-    """Return the table from which dispatch takes a token's replica in this layer."""
+    """Return the table from which dispatch chooses a token's replica in this layer."""
     expert_slots_EM, counts_E = (
         torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer)
     )

@@ -1,13 +1,12 @@
-"""How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic,
-no tensors.
+"""Sizes in bytes of dispatch and combine: per row, message, step and buffer. Pure arithmetic, no tensors.
 
     normal        head 16 | row of every pair int32 | expert slot of every pair int32 | rows: one per token and rank
     low latency   head 16 | messages: (token int32, expert slot int32, 8 spare bytes), row: one per token and expert
     combine       rows: one per token and expert, in the order they were dispatched, both modes
 
-`deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of
-its own. Sources: DeepEP csrc/config.hpp and internode_ll.cu; DeepSeek-V3 (arXiv 2412.19437) 3.3.3
-for the scales.
+`deepep_*` are DeepEP's own sizes: its messages equal ours, but its buffers have a fixed place for
+every message. Sources: DeepEP csrc/config.hpp and internode_ll.cu; DeepSeek-V3 (arXiv 2412.19437)
+3.3.3 for the scales.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from functools import cached_property
 from hadal.core.row_bytes import row_bytes
 
 HEAD_BYTES = 16
-"""int32: rows, pairs, layer, kind of message."""
+"""Bytes of a message's head; four int32: rows, pairs, layer, kind of message."""
 PAIR_BYTES = 8
-"""Bytes of a pair in a normal message: which row, which expert slot."""
+"""Bytes per pair in a normal message: its row and its expert slot."""
 MESSAGE_HEAD_BYTES = 16
-"""Bytes of a low-latency message's head; the same as DeepEP's."""
+"""Bytes of a low-latency message's head; DeepEP's is equal."""
 
 DISPATCH_FORMATS = ("fp32", "fp8", "fp8_pow2")
 MODES = ("normal", "low_latency")
@@ -31,8 +30,8 @@ MODES = ("normal", "low_latency")
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Sizes of messages in one dispatch format at one hidden size. Raises ValueError if it is
-    unknown.
+    """Sizes of messages in one dispatch format at one hidden size. Raises ValueError for an unknown
+    format.
     """
 
     dispatch_format: str
@@ -46,29 +45,29 @@ class MessageLayout:
 
     @cached_property
     def back_format(self) -> str:
-        """Format of the rows that come back: what goes out in FP8 returns in BF16."""
+        """Return the format of returned rows: FP8 is returned as BF16."""
         return "fp32" if self.dispatch_format == "fp32" else "bf16"
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a dispatched row."""
+        """Return the bytes of a dispatched row."""
         return row_bytes(self.hidden_size, self.dispatch_format)
 
     @cached_property
     def message_bytes(self) -> int:
-        """Bytes of a low-latency message: 7,408 for FP8 at hidden size 7168."""
+        """Return the bytes of a low-latency message: 7,408 for FP8 at hidden size 7168."""
         return MESSAGE_HEAD_BYTES + self.row_bytes
 
     @cached_property
     def back_bytes(self) -> int:
-        """Bytes of a returned row: 14,336 for BF16 at hidden size 7168."""
+        """Return the bytes of a returned row: 14,336 for BF16 at hidden size 7168."""
         return row_bytes(self.hidden_size, self.back_format)
 
     def dispatch_bytes(
         self, mode: str, num_rows: int, num_pairs: int, num_messages: int = 1
     ) -> int:
         """Return the bytes of the message to one peer: `num_rows` distinct tokens in `num_pairs`
-        (token, expert) pairs. Of several messages: all of theirs.
+        (token, expert) pairs. For several messages, give their sums and `num_messages`.
         """
         heads = num_messages * HEAD_BYTES
         if mode == "low_latency":
@@ -82,11 +81,11 @@ class MessageLayout:
     def expected_bytes(
         self, mode: str, num_rows: Sequence[int], num_pairs: Sequence[int]
     ) -> tuple[int, int]:
-        """(dispatch, combine) bytes of one layer between a rank and its peers, the
+        """Return the (dispatch, combine) bytes of one layer between a rank and its peers, for the
         rank's tokens only.
 
-        `num_rows[i]` and `num_pairs[i]` count what of this rank's tokens goes to its i-th peer,
-        itself left out.
+        `num_rows[i]` and `num_pairs[i]` count this rank's tokens for its i-th peer; the rank itself
+        is left out.
         """
         dispatch = sum(
             self.dispatch_bytes(mode, n, p) for n, p in zip(num_rows, num_pairs, strict=True)
@@ -95,22 +94,22 @@ class MessageLayout:
 
 
 def mean_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
-    """Distinct tokens a rank sends to one other, choices spread evenly: the expectation, for prices
-    and plans.
+    """Return the expected number of distinct tokens that a rank sends to one other rank, if routing
+    is uniform; for prices and plans.
     """
     return num_tokens * (1.0 - (1.0 - 1.0 / num_ranks) ** top_k)
 
 
 def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
-    """Most pairs a rank may send to one that holds `num_held` experts: a token takes one replica of
-    an expert.
+    """Return the most pairs that a rank may send to one with `num_held` experts: a token uses one
+    replica of an expert.
     """
     return max_tokens * min(top_k, num_held)
 
 
 @dataclass(frozen=True)
 class LowLatencyBuffers:
-    """What one rank keeps for low-latency mode, allocated once, in bytes; two sets, one per live
+    """Bytes of one rank's buffers for low-latency mode, allocated once; two sets, one per live
     micro-batch.
     """
 
@@ -119,7 +118,7 @@ class LowLatencyBuffers:
     send_back: int
     recv_back: int
     decoded: int
-    """FP32 rows for the experts."""
+    """Bytes of the FP32 rows for the experts."""
 
     @property
     def total(self) -> int:
@@ -129,7 +128,7 @@ class LowLatencyBuffers:
 def low_latency_buffers(
     layout: MessageLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
 ) -> LowLatencyBuffers:
-    """Sizes when every one of `num_ranks` ranks holds at most `num_held` experts of a layer."""
+    """Return the sizes if each of `num_ranks` ranks holds at most `num_held` experts of a layer."""
     from_peer = most_pairs(max_tokens, top_k, num_held)
     peers = num_ranks - 1
     received = peers * from_peer + max_tokens * min(top_k, num_held)
@@ -144,7 +143,8 @@ def low_latency_buffers(
 
 
 def deepep_buffer_bytes(max_tokens: int, hidden_size: int, num_replicas: int) -> int:
-    """DeepEP's low-latency RDMA buffer: 2 x (send + receive + signals), sized for BF16 both ways.
+    """Return the size of DeepEP's low-latency RDMA buffer: 2 x (send + receive + signals), sized
+    for BF16 both ways.
 
     2.15 GB for 128 tokens, hidden size 7168 and 288 replicas.
     """

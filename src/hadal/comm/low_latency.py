@@ -1,9 +1,10 @@
-"""Low-latency mode: a message per (token, expert) pair into fixed buffers, no counts ahead, nothing
-allocated per step.
+"""Low-latency mode: one message per (token, expert) pair into fixed buffers. Counts are not
+exchanged first, and a step allocates nothing.
 
-Knows how a message is laid out (comm/layout), not how it travels. For decode: few tokens, latency
-counts. Two sets of buffers, for the two micro-batches that may be live; a set is free again when
-its handle is finished. Shapes: T tokens, D hidden, P pairs of a message, I int32 of a message.
+Defines how messages are filled and read (layout: comm/layout), not how they are sent. For decode,
+with few tokens, where latency matters. Two sets of buffers serve the two live micro-batches; a set
+is free again when its handle is finished. Shapes: T tokens, D hidden, P pairs of a message, I int32
+of a message.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hadal.reference.route import Route
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One set."""
+    """Buffers of one micro-batch."""
 
     send: Tensor
     recv: dict[int, Tensor]
@@ -33,7 +34,7 @@ class Buffers:
 
 
 class LowLatencyMode:
-    """Builds and reads messages in its own buffers, made once per formation."""
+    """Writer and reader of messages in fixed buffers, made once per formation."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LowLatencyMode:
         sizes = low_latency_buffers(codec.layout, max_tokens, top_k, len(peers) + 1, num_held)
 
         def buffer(num_bytes: int) -> Tensor:
-            # Zeros touch the pages now, not in the first steps.
+            # Zeroing touches the pages now, not in the first steps.
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
         def one_set() -> Buffers:
@@ -76,7 +77,7 @@ class LowLatencyMode:
         layer: int,
         peers: Sequence[int],
     ) -> dict[int, Tensor]:
-        """Return a message for every peer, slices of the set's send buffer."""
+        """Return a message per peer, as slices of the set's send buffer."""
         layout = self._codec.layout
         messages, offset_R, at = {}, [-1] * len(route.num_pairs_R), 0
         for peer in peers:
@@ -105,7 +106,7 @@ class LowLatencyMode:
         self._codec.encode(x_TD, token_P, message, HEAD_BYTES + MESSAGE_HEAD_BYTES, stride)
 
     def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
-        """Return (rows, pairs) of a message that is as long as they need; every pair has a row.
+        """Return (rows, pairs) of a message, after checking its length; every pair has a row.
         Raises MessageError.
         """
         num_rows, num_pairs = read_head(message, layer, LOW_LATENCY, peer)
@@ -123,8 +124,8 @@ class LowLatencyMode:
         self._codec.decode(message, start, self._codec.layout.message_bytes, out_ND)
 
     def _heads(self, message: Tensor, num_pairs: int) -> Tensor:
-        """The messages as int32, one a row. Buffers and sizes are multiples of 4, so this is a
-        view.
+        """Return the messages as int32, one per row. Buffers and sizes are multiples of 4, so this
+        is a view.
         """
         messages = message[HEAD_BYTES : HEAD_BYTES + num_pairs * self._codec.layout.message_bytes]
         return messages.view(torch.int32).view(num_pairs, self._codec.layout.message_bytes // 4)

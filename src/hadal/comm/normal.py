@@ -1,8 +1,8 @@
-"""Normal mode: a token that several experts of a rank want travels to it once. Sizes are learnt
-from the peers.
+"""Normal mode: a token goes once to each rank that has experts for it. Sizes are received from the
+peers.
 
-Knows how a message is laid out (comm/layout), not how it travels. For prefill: many tokens,
-bandwidth counts. Shapes: T tokens, D hidden, P pairs of a message.
+Defines how messages are filled and read (layout: comm/layout), not how they are sent. For prefill,
+with many tokens, where bandwidth matters. Shapes: T tokens, D hidden, P pairs of a message.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hadal.reference.route import Route
 
 
 class NormalMode:
-    """Builds and reads messages, in buffers that only grow: fresh memory of this size is paid for
-    page by page.
+    """Writer and reader of messages. Its buffers only grow, because new memory of this size costs a
+    page fault per page.
     """
 
     def __init__(self, codec: Codec, device: str) -> None:
@@ -32,12 +32,12 @@ class NormalMode:
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     def buffer(self, index: int, use: str, num_bytes: int) -> Tensor:
-        """Uninitialised uint8 [num_bytes] of the index-th live handle, the same memory until it is
-        finished.
+        """Return uninitialised uint8 [num_bytes] for the index-th live handle; the same memory
+        until that handle is finished.
         """
         held = self._buffers.get((index, use))
         if held is None or len(held) < num_bytes:
-            # A quarter more, so that slowly growing batches do not allocate every time.
+            # 25 % more, so that slowly growing batches do not allocate every time.
             held = torch.empty(num_bytes * 5 // 4, dtype=torch.uint8, device=self._device)
             self._buffers[index, use] = held
         return held[:num_bytes]
@@ -51,9 +51,9 @@ class NormalMode:
         layer: int,
         peers: Sequence[int],
     ) -> dict[int, Tensor]:
-        """Return a message for every peer, slices of the handle's send buffer."""
+        """Return a message per peer, as slices of the handle's send buffer."""
         layout = self._codec.layout
-        # Every size is a multiple of 4: heads and lists can be seen as int32 where they lie.
+        # Every size is a multiple of 4, so that heads and lists can be viewed as int32 in place.
         ends = list(
             accumulate(
                 layout.dispatch_bytes("normal", route.num_rows_R[p], route.num_pairs_R[p])
@@ -88,7 +88,7 @@ class NormalMode:
         self._codec.encode(x_TD, token_N, message, HEAD_BYTES + num_pairs * PAIR_BYTES, row_bytes)
 
     def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
-        """Return (rows, pairs) of a message that is as long as they need. Raises MessageError."""
+        """Return (rows, pairs) of a message, after checking its length. Raises MessageError."""
         num_rows, num_pairs = read_head(message, layer, NORMAL, peer)
         check_size(message, self._codec.layout.dispatch_bytes("normal", num_rows, num_pairs), peer)
         return num_rows, num_pairs

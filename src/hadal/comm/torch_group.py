@@ -1,18 +1,18 @@
-"""The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Exchange between the ranks of a unit over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A formation is a process group of its own, named after its members, who meet through a store: on one
-host a FileStore in the unit's folder, between hosts the TCPStore of the lowest of them. They wait
-for each other there, where an abort ends the wait; connecting, once all are there, is torch's own
-and takes its deadline if a member dies just then. Everything is sent as uint8: gloo knows no
-float8. An exchange is its counts, then its bytes; `recvs` only say where these bytes go.
+Each formation has its own process group, named after its members. They meet in a store: on one host a
+FileStore in the unit's folder, between hosts the TCPStore of the lowest rank. They wait for each other
+there, where an abort ends the wait. Torch itself then connects them, and takes its whole deadline if a
+member dies at that moment. Everything is sent as uint8, because gloo does not support float8. An
+exchange is its counts, then its bytes; `recvs` only sets where the bytes are written.
 
-    gloo   two process groups, one for each direction between two ranks: one alone is half duplex. Sends and receives
-           are run by a thread of ours, in order, so that they go on under computation. CUDA tensors
-           pass through pinned memory.
+    gloo   two process groups, one per direction between two ranks: a single one is half duplex. Our own thread
+           runs sends and receives, in order, so that they overlap computation. CUDA tensors pass through pinned
+           memory.
     nccl   all_to_all_single on a side stream; the host waits for the counts, then for nothing until `wait`.
 
-Gloo sometimes leaves a survivor of a killed peer waiting for its timeout, comm/mesh does not;
-`abort` from outside ends such a wait within POLL_S. Knows no tokens.
+After a peer is killed, gloo sometimes leaves a survivor waiting for its timeout (comm/mesh does not);
+`abort` from outside ends such a wait within POLL_S. Does not depend on tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from hadal.core.plans import NO_WAIT, Member, Waited
 
 MAX_IN_FLIGHT = 8
 JOIN_TIMEOUT_S = 2.0
-"""How long an aborted formation's thread may take to end before it is left alone: its connections
-are closed.
+"""Time that an aborted formation's thread may take to end. After it the thread is left alone; its
+connections are closed.
 """
 POLL_S = 0.05
 GATHER_POLL_S = 0.005
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class TorchExchange:
-    """One exchange under way: done, or failed, when its thread says so."""
+    """One running exchange; its thread sets `is_done` when it has ended or failed."""
 
     def __init__(
         self, group: TorchGroup, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None
@@ -61,12 +61,12 @@ class TorchExchange:
         self.error: PeerLost | None = None
         self.is_done = threading.Event()
         self.ready: torch.cuda.Event | None = None
-        """NCCL: recorded behind the bytes, on the side stream."""
+        """NCCL event on the side stream, recorded after the bytes."""
         self.start_s = self.end_s = time.perf_counter()
         self._group = group
 
     def wait(self) -> dict[int, Tensor]:
-        """Return what each peer sent. Raises PeerLost."""
+        """Return each peer's bytes. Raises PeerLost."""
         self._group.await_exchange(self)
         return {rank: self.received[rank] for rank in sorted(self.received)}
 
@@ -76,8 +76,8 @@ class TorchExchange:
 
 
 class TorchGroup:
-    """A rank's end of a process group. `backend` "gloo" or "nccl"; `folder`: shared by the unit's
-    ranks.
+    """One rank's end of a process group. `backend` is "gloo" or "nccl"; `folder` is shared by the
+    unit's ranks.
 
     `form`, `exchange` and `wait` are called by one thread, `abort`, `lost` and `close` by any.
     """
@@ -92,10 +92,10 @@ class TorchGroup:
         device: str = "cpu",
         host: str = "127.0.0.1",
     ) -> None:
-        """`host`: the address that gloo binds, and where others meet at this rank's store if it is
-        none of loopback. Nothing that goes between hosts so is authenticated or encrypted.
+        """`host`: the address that gloo binds and, unless it is a loopback address, that of this
+        rank's store. Traffic between hosts is neither authenticated nor encrypted.
 
-        Raises ValueError if the backend cannot be had.
+        Raises ValueError if the backend is unavailable.
         """
         if backend not in ("gloo", "nccl"):
             raise ValueError(
@@ -119,14 +119,15 @@ class TorchGroup:
         self._lock = threading.Lock()
         self._failure: PeerLost | None = PeerLost((), "no formation was formed")
         self._is_aborted = False
-        """This formation was given up, perhaps while it was being formed."""
+        """True if this formation was given up, perhaps while being formed."""
         self._work: queue.Queue[TorchExchange | None] = queue.Queue(MAX_IN_FLIGHT)
         self._thread: threading.Thread | None = None
         self._link: GlooLink | NcclLink | None = None
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
-        """Leave the group before, and meet these members. Raises PeerLost, naming all others: torch
-        does not say who is missing.
+        """Leave the earlier group and meet these members. Raises PeerLost naming the members that
+        did not come, or all others if connecting failed: torch does not report which rank is
+        missing.
         """
         if formation <= self.formation:
             raise ValueError(f"formation {formation} is not newer than {self.formation}.")
@@ -166,7 +167,7 @@ class TorchGroup:
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
     ) -> TorchExchange:
-        """See Group."""
+        """Do as in Group."""
         self._raise_failure()
         others = {rank for rank in self.members if rank != self.rank}
         if sends.keys() != others or (recvs is not None and recvs.keys() != others):
@@ -177,9 +178,7 @@ class TorchGroup:
         if not others:
             exchange.is_done.set()
         elif isinstance(self._link, NcclLink):
-            self._do(
-                self._link, exchange
-            )  # Queued on the device: the host's thread goes on by itself.
+            self._do(self._link, exchange)  # Queued on the device: the host continues.
         else:
             try:
                 self._work.put_nowait(exchange)
@@ -188,7 +187,7 @@ class TorchGroup:
         return exchange
 
     def await_exchange(self, exchange: TorchExchange) -> None:
-        """Return when it is done. Raises PeerLost."""
+        """Return when the exchange is done. Raises PeerLost."""
         deadline_s = time.monotonic() + self.deadline_s
         while not exchange.is_done.wait(POLL_S):
             self._raise_failure()
@@ -198,7 +197,7 @@ class TorchGroup:
         if exchange.error is not None:
             raise (
                 self._failure or exchange.error
-            )  # The first reason; aborted operations follow from it.
+            )  # The first failure: errors of aborted operations follow from it.
         if exchange.ready is not None:
             while not exchange.ready.query():  # type: ignore[no-untyped-call]
                 self._raise_failure()
@@ -211,11 +210,11 @@ class TorchGroup:
         self._fail(PeerLost((), "aborted"))
 
     def lost(self) -> tuple[int, ...]:
-        """Always empty: torch.distributed notices nothing without an exchange."""
+        """Return an empty tuple: torch.distributed detects nothing without an exchange."""
         return ()
 
     def take_waits(self) -> Waited:
-        """Always none: torch.distributed reports no times of arrival."""
+        """Return no times: torch.distributed does not report arrivals."""
         return NO_WAIT
 
     def close(self) -> None:
@@ -230,7 +229,7 @@ class TorchGroup:
             exchange.error = error
         except (RuntimeError, ValueError) as error:
             exchange.error = PeerLost((), f"{self._backend}: {error}")
-        if exchange.error is not None and link is self._link:  # Else it comes too late to matter.
+        if exchange.error is not None and link is self._link:  # Otherwise the formation is over.
             self._fail(exchange.error)
         exchange.is_done.set()
 
@@ -260,7 +259,7 @@ class TorchGroup:
         thread, self._thread = self._thread, None
         if thread is not None:
             until_s = time.monotonic() + JOIN_TIMEOUT_S
-            # Exchanges that are queued fail one by one; then there is room for the end.
+            # Queued exchanges fail one by one, which makes space in the queue for the end mark.
             while thread.is_alive() and time.monotonic() < until_s:
                 try:
                     self._work.put(None, timeout=POLL_S)
@@ -276,8 +275,8 @@ class TorchGroup:
 
 
 class MeetingPlace:
-    """Store in which the members of a formation meet: a file of the unit's folder on one host, the
-    lowest member's TCPStore between hosts.
+    """Store in which the members of a formation meet: a file in the unit's folder on one host, the
+    lowest rank's TCPStore between hosts.
     """
 
     def __init__(self, rank: int, folder: Path, host: str) -> None:
@@ -285,7 +284,7 @@ class MeetingPlace:
         self._rank = rank
         self._own_store = None if is_near(host) else _listening_store(host)
         self.port = self._own_store.port if self._own_store else 0
-        """Port of this rank's store; 0: members meet in a file."""
+        """Port of this rank's store; 0 if members meet in a file."""
 
     def meet(
         self,
@@ -294,9 +293,9 @@ class MeetingPlace:
         timeout_s: float,
         is_aborted: Callable[[], bool],
     ) -> Store:
-        """Wait until all members are there. Raises PeerLost naming those that are not."""
-        # A leader that was started anew counts from 1 again: only the processes make the name
-        # unique.
+        """Wait until all members have arrived. Raises PeerLost naming the missing ones."""
+        # A restarted leader counts formations from 1 again, so only the members' epochs make the
+        # name unique.
         named = sorted((member.rank, member.epoch) for member in members)
         digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
         timeout = timedelta(seconds=timeout_s)
@@ -328,8 +327,8 @@ class MeetingPlace:
 
 
 class GlooLink:
-    """Two gloo process groups: lower rank to higher through the first, higher to lower through the
-    second.
+    """Two gloo process groups: the first sends from lower to higher ranks, the second from higher
+    to lower.
     """
 
     def __init__(
@@ -346,7 +345,7 @@ class GlooLink:
         self._deadline_s = deadline_s
         self._device = device
         self._is_aborted = False
-        # Without one, gloo asks what the host's name resolves to.
+        # Otherwise gloo uses the address to which the host's name resolves.
         nic = ProcessGroupGloo.create_device(hostname=host)
         self._groups: list[Any] = []
         for name in ("up", "down"):
@@ -358,7 +357,7 @@ class GlooLink:
             )
 
     def run(self, exchange: TorchExchange) -> None:
-        """Counts, then bytes. Raises PeerLost."""
+        """Exchange counts, then bytes. Raises PeerLost."""
         peers = sorted(exchange.sends)
         counts = {peer: torch.empty(1, dtype=torch.int64) for peer in peers}
         sizes = {peer: torch.tensor([exchange.sends[peer].numel()]) for peer in peers}
@@ -385,14 +384,14 @@ class GlooLink:
         exchange.received = into
 
     def _stage(self, tensor: Tensor, is_filled: bool = False) -> Tensor:
-        """The tensor, or pinned memory for it: gloo moves CPU memory."""
+        """Return the tensor, or pinned memory for it: gloo moves CPU memory."""
         if tensor.device.type == "cpu":
             return tensor
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor) if is_filled else pinned
 
     def _move(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
-        works = []  # Receives first: a gloo send moves nothing until its receive is there.
+        works = []  # Receives first: a gloo send moves nothing before its receive is posted.
         for peer, tensor in recvs.items():
             if tensor.numel():
                 group = self._groups[0 if peer < self._rank else 1]
@@ -410,10 +409,11 @@ class GlooLink:
                 raise PeerLost(() if self._is_aborted else (peer,), f"gloo: {error}") from error
 
     def abort(self) -> None:
-        """Close every connection: whatever waits here, and at a peer for this rank, fails at once.
+        """Close every connection, so that all waits here, and those of peers for this rank, fail at
+        once.
 
-        ProcessGroupGloo.abort leaves a receive under way waiting. A receive that times out closes
-        all connections of its group, so one is posted that nobody answers.
+        ProcessGroupGloo.abort does not end a receive in progress. A receive that times out closes
+        all connections of its group, so this posts one that is never answered.
         """
         if self._is_aborted:
             return
@@ -457,7 +457,7 @@ class NcclLink:
         )
 
     def run(self, exchange: TorchExchange) -> None:
-        """Queue it on the side stream. Returns when the counts are known."""
+        """Queue the exchange on the side stream. Returns when the counts are known."""
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
@@ -468,7 +468,7 @@ class NcclLink:
             dist.all_to_all_single(got, sent)
             counts: list[int] = got.tolist()
             if self._is_aborted:
-                raise PeerLost((), "aborted")  # The counts are whatever lay there.
+                raise PeerLost((), "aborted")  # The counts are uninitialised memory.
             for rank, count in zip(self._members, counts, strict=True):
                 if (
                     exchange.recvs is not None
@@ -484,15 +484,13 @@ class NcclLink:
                 if rank != self._rank:
                     if exchange.recvs is not None:
                         piece = exchange.recvs[rank][: piece.numel()].copy_(piece)
-                    piece.record_stream(
-                        compute
-                    )  # It was made on the side stream, and is read on this one.
+                    piece.record_stream(compute)  # Made on the side stream, read on this one.
                     exchange.received[rank] = piece
             exchange.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             exchange.ready.record(self._stream)
 
     def abort(self) -> None:
-        """End the communicator: what is queued on the device returns with whatever lies there."""
+        """Abort the communicator: queued operations return with undefined contents."""
         self._is_aborted = True
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if abort is not None and dist.is_initialized():
@@ -504,7 +502,7 @@ class NcclLink:
 
 
 def _listening_store(host: str) -> TCPStore:
-    """A store at a free port of this address, and at no other address."""
+    """Return a store that listens at a free port of this address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]

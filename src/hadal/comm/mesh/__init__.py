@@ -1,1 +1,1 @@
-"""Our own group of ranks over TCP: the frames and connections of one pair, and the mesh of all."""
+"""Mesh of ranks over TCP, our own implementation: frames, connections of pairs, and the whole mesh."""

@@ -1,16 +1,16 @@
-"""The bytes between two ranks of the TCP mesh: a header of 24 bytes, then the payload.
+"""Frames between two ranks of the TCP mesh: a header of 24 bytes, then the payload.
 
     CHALLENGE  a nonce, first on a connection
-    HELLO      who I am, whom I take you for, and the formation I am in, with the proof that I may say so: as soon as
-               the other's CHALLENGE is there, and at every formation
+    HELLO      the sender's identity, the expected receiver's and the sender's formation, with a proof: sent once the
+               other's CHALLENGE has arrived, and at every formation
     DATA       one rank's part of one exchange
-    ABORT      this formation failed for me: who is lost, and why
+    ABORT      the sender's formation failed: lost ranks and the reason
 
-Not the frames of runtime/transfer/peers, whose reader waits for a body and then decodes it: a link
-never waits, finds several headers in one read, and a header alone says where its payload goes.
+These are not the frames of runtime/transfer/peers: its reader waits for a body and then decodes it. A
+link never waits, finds several headers in one read, and needs only a header to place a payload.
 
-Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows
-no sockets and keeps no state. What a peer sent is checked here and refused with FrameError.
+If packets leave the host, a tag follows every frame after the CHALLENGE (core/handshake). Does not
+depend on sockets and has no state. Peers' data are checked here and refused with FrameError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.core.handshake import PROOF_BYTES
 HELLO, DATA, ABORT, CHALLENGE = 1, 2, 3, 4
 MAX_PAYLOAD_BYTES = 1 << 31
 MAX_CONTROL_BYTES = 4096
-"""Most bytes of any frame but DATA."""
+"""Most payload bytes of any frame but DATA."""
 MAX_REASON_BYTES = 1000
 MAX_LOST_RANKS = 1000
 _MAGIC = b"HdM2"
@@ -33,23 +33,23 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameError(HadalError):
-    """What arrived is not this protocol."""
+    """Received bytes do not follow this protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A header."""
+    """Header of a frame."""
 
     kind: int
     formation: int
     sequence: int
-    """Which exchange of its formation a DATA frame belongs to."""
+    """Sequence number of a DATA frame's exchange in its formation."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who speaks, and to whom it believes to speak."""
+    """Identity of the sender, and of the receiver that it expects."""
 
     rank: int
     epoch: str
@@ -73,24 +73,22 @@ def unpack_header(data: memoryview, at: int) -> Frame:
 
 
 def pack_challenge(nonce: bytes) -> bytes:
-    """A whole CHALLENGE frame."""
+    """Return a whole CHALLENGE frame."""
     return pack_header(CHALLENGE, 0, 0, len(nonce)) + nonce
 
 
 def hello_claim(formation: int, hello: Hello) -> bytes:
-    """What a HELLO says, as it is proven and sent."""
+    """Return the text of a HELLO, as it is proven and sent."""
     return f"{formation} {hello.rank} {hello.to_rank}\n{hello.epoch}\n{hello.to_epoch}".encode()
 
 
 def pack_hello(formation: int, claim: bytes, proof: bytes) -> bytes:
-    """A whole HELLO frame; `claim`: its hello_claim."""
+    """Return a whole HELLO frame; `claim`: its hello_claim."""
     return pack_header(HELLO, formation, 0, len(proof) + len(claim)) + proof + claim
 
 
 def unpack_hello(formation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
-    """(who speaks to whom, the claim, its proof), which is still to be checked. Raises
-    FrameError.
-    """
+    """Return (hello, claim, proof); the caller must check the proof. Raises FrameError."""
     proof, claim = body[:PROOF_BYTES], body[PROOF_BYTES:]
     try:
         numbers, epoch, to_epoch = claim.decode().split("\n")
@@ -103,7 +101,7 @@ def unpack_hello(formation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
 
 
 def pack_abort(formation: int, ranks: tuple[int, ...], reason: str) -> bytes:
-    """A whole ABORT frame."""
+    """Return a whole ABORT frame."""
     text = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
     body = f"{' '.join(map(str, ranks[:MAX_LOST_RANKS]))}\n{text}".encode()[:MAX_CONTROL_BYTES]
     return pack_header(ABORT, formation, 0, len(body)) + body

@@ -1,8 +1,8 @@
-"""Where the payloads of a formation's exchanges go: into the buffers of an exchange that is
-posted, or into memory of ours until it is.
+"""Destinations of the payloads of a formation's exchanges: buffers of an exchange that is posted,
+or our own memory until it is.
 
-Knows no sockets. All methods but MeshExchange.wait are called under the group's lock, so none of
-them waits.
+Does not depend on sockets. All methods except MeshExchange.wait are called under the group's lock,
+so none of them waits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hadal.comm.group import Interval
 from hadal.comm.mesh.frames import Frame, FrameError
 
 MAX_IN_FLIGHT = 8
-"""Exchanges posted and not waited for."""
+"""Most exchanges posted and not waited for."""
 MAX_EARLY_BYTES = 64 << 20
-"""Held for exchanges that are not posted here yet, all peers together; beyond it frames wait in the
+"""Most bytes held for exchanges not posted here yet, over all peers; beyond it, frames wait in the
 socket.
 """
 
@@ -32,7 +32,7 @@ class TooLargeError(Exception):
 
 
 class MeshExchange:
-    """One exchange under way. Its fields belong to the group's lock."""
+    """One running exchange. Its fields are protected by the group's lock."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class MeshExchange:
         self.sequence = -1
         self.recvs = recvs
         self.received: dict[int, Tensor] = {}
-        """Filled, or being filled while the peer is in `missing`."""
+        """Rank -> its payload, incomplete while the rank is in `missing`."""
         self.missing = set(peers)
         self.peer_to_arrived_s: dict[int, float] = {}
         self.num_unsent = len(peers)
@@ -56,13 +56,15 @@ class MeshExchange:
         return not self.missing and not self.num_unsent
 
     def wait(self) -> dict[int, Tensor]:
-        """Return what each peer sent; of fixed buffers the filled prefix. Raises PeerLost."""
+        """Return each peer's bytes; for fixed buffers, the filled prefix. Raises PeerLost."""
         self._wait_for(self)
         return {peer: self.received[peer] for peer in self._peers}
 
     @property
     def interval(self) -> Interval:
-        """Posted, and the last byte received, whether or not anybody waited for it."""
+        """Return the time from posting to the last byte received, whether or not a thread waited
+        for it.
+        """
         return Interval(self.start_s, self.end_s)
 
 
@@ -77,8 +79,8 @@ class Inbox:
         self._early_bytes = 0
 
     def post(self, exchange: MeshExchange) -> None:
-        """Give it the next number and what came early. Raises TooLargeError; ValueError if too many
-        are in flight.
+        """Assign the next number to an exchange, and deliver payloads that arrived early. Raises
+        TooLargeError; ValueError if too many are in flight.
         """
         if len(self._exchanges) >= MAX_IN_FLIGHT:
             raise ValueError(f"more than {MAX_IN_FLIGHT} exchanges are in flight.")
@@ -87,19 +89,19 @@ class Inbox:
         self._exchanges[exchange.sequence] = exchange
         for peer in tuple(exchange.missing):
             found = self._early.get((exchange.sequence, peer))
-            if found is not None and found[1]:  # If it is still coming, `complete` delivers it.
+            if found is not None and found[1]:  # If it is incomplete, `complete` delivers it.
                 self._deliver(exchange, peer)
 
     def holds(self, exchange: MeshExchange) -> bool:
         return self._exchanges.get(exchange.sequence) is exchange
 
     def retire(self, exchange: MeshExchange) -> None:
-        """Forget an exchange that was waited for."""
+        """Remove an exchange that was waited for."""
         if self.holds(exchange):
             del self._exchanges[exchange.sequence]
 
     def is_full_for(self, frame: Frame) -> bool:
-        """Whether it came early, and too much else has as well."""
+        """Return whether the frame is early and the early payloads leave no space for it."""
         is_early = frame.sequence not in self._exchanges
         return (
             is_early
@@ -108,7 +110,9 @@ class Inbox:
         )
 
     def memory_for(self, rank: int, frame: Frame) -> memoryview:
-        """Where a payload goes. Raises TooLargeError, and FrameError if it cannot be."""
+        """Return the memory for a payload. Raises TooLargeError; FrameError if the frame is
+        invalid.
+        """
         exchange = self._exchanges.get(frame.sequence)
         if exchange is None:
             return self._early_memory_for(rank, frame)
@@ -122,7 +126,7 @@ class Inbox:
         return bytes_of(tensor)
 
     def _early_memory_for(self, rank: int, frame: Frame) -> memoryview:
-        # A peer waits for us before it can be further ahead than what it may have in flight.
+        # A peer cannot be further ahead than its exchanges in flight: it then waits for us.
         if not self.next_sequence <= frame.sequence <= self.next_sequence + MAX_IN_FLIGHT:
             raise FrameError(
                 f"data of exchange {frame.sequence}, while {self.next_sequence} is next"
@@ -135,7 +139,7 @@ class Inbox:
         return bytes_of(tensor)
 
     def complete(self, rank: int, frame: Frame) -> None:
-        """The payload is in the memory that `memory_for` gave. Raises TooLargeError."""
+        """Handle a complete payload in the memory from `memory_for`. Raises TooLargeError."""
         exchange = self._exchanges.get(frame.sequence)
         key = (frame.sequence, rank)
         if exchange is None:
@@ -150,8 +154,8 @@ class Inbox:
         self._early_bytes -= early.numel()
         if exchange.recvs is not None:
             buffer = _prefix(exchange.recvs[rank], rank, early.numel())
-            # Not by torch: a buffer made in inference mode may be written in that mode alone, and
-            # modes are a thread's.
+            # Not by torch: a buffer made in inference mode may only be written in that mode, and
+            # modes are per thread.
             bytes_of(buffer)[:] = bytes_of(early)
             early = buffer
         exchange.received[rank] = early

@@ -1,8 +1,8 @@
-"""One connection of the TCP mesh: frames in, frames out, never waiting.
+"""One connection of the TCP mesh: reads and writes frames, never waits.
 
-Any thread may call; a lock per direction keeps each stream in order. What a frame means, where its
-payload goes and what a broken connection means are the owner's affair (comm/mesh). Knows no
-formations and no threads.
+Thread-safe; a lock per direction keeps each stream in order. The owner (comm/mesh) decides what a
+frame means, where its payload goes and what a broken connection means. Does not depend on
+formations or threads.
 
 Polled edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it is
 full.
@@ -20,55 +20,55 @@ from hadal.comm.mesh.frames import DATA, HEADER_BYTES, Frame, FrameError, unpack
 from hadal.core.handshake import TAG_BYTES, Handshake, Seal
 
 STAGING_BYTES = 64 * 1024
-"""Read at once: small frames come several to a system call and are copied out, large ones go where
-they belong.
+"""Bytes read at once. Several small frames come in one system call and are copied out; large
+payloads are read directly into their destination.
 """
 
 
 class PauseLink(Exception):
-    """Raised by an owner that cannot take the next frame yet, after it has set `is_paused` under a
-    lock of its own: the frame stays where it is until `receive` is called again.
+    """The owner cannot take the next frame yet. It has set `is_paused`, under its own lock. The
+    frame stays unread until `receive` is called again.
     """
 
 
 class Owner(Protocol):
-    """What a link asks and reports. Called by whichever thread moved the bytes."""
+    """Callbacks of a link. The thread that moved the bytes calls them."""
 
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Where the payload goes; None: it is read and dropped. Raises PauseLink."""
+        """Return the memory for the payload; None: read and drop it. Raises PauseLink."""
         ...
 
     def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
-        """The payload is complete. Raises FrameError, which breaks the link."""
+        """Handle a complete frame. Raises FrameError, which breaks the link."""
         ...
 
     def sent(self, token: Any) -> None:
-        """The frame that was queued with this token has left."""
+        """Handle the end of sending a frame that was queued with this token."""
         ...
 
     def broken(self, link: Link, reason: str) -> None:
-        """Nothing more will come. Called with no lock of the link held, possibly more than once."""
+        """Handle the end of the connection. Called without the link's locks, possibly more than
+        once.
+        """
         ...
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What is left to send of a frame."""
+    """Unsent rest of a frame."""
 
     views: list[memoryview]
     is_data: bool
     is_tagged: bool
-    """Or needs no tag. The tag is made when the frame is begun, as one that is never sent must not
-    count.
+    """True if the frame has its tag or needs none. The tag is made when sending starts, because a
+    frame that is never sent must not be counted.
     """
     is_started: bool
     token: Any
 
 
 class Link:
-    """A non-blocking socket, a reader and a writer of its frames, and this side of the handshake on
-    it.
-    """
+    """Non-blocking socket, the reader and writer of its frames, and this side of its handshake."""
 
     def __init__(
         self,
@@ -81,33 +81,33 @@ class Link:
         self.sock = sock
         self.handshake = handshake
         self.is_proven = False
-        """The other side has shown that it is of this deployment; until then nothing but its hello
-        is heard.
+        """True once the peer has proven that it belongs to this deployment; until then only
+        CHALLENGE and HELLO are accepted.
         """
         self.fd = sock.fileno()
         self.rank = rank
-        """-1 until an accepted connection has said who it is."""
+        """Rank of the peer; -1 until an accepted connection has sent its HELLO."""
         self.epoch = epoch
         self.is_hello_due = False
-        """The owner has said HELLO before the other side's CHALLENGE was here, without which it
-        proves nothing.
+        """True if the owner wants to send HELLO but the peer's CHALLENGE, which the proof needs,
+        has not arrived.
         """
         self.formation = -1
-        """The latest one the peer said HELLO for."""
+        """Latest formation in a HELLO from the peer."""
         self.said_formation = -1
-        """The latest one that we said HELLO for."""
+        """Latest formation in a HELLO that we sent."""
         self.aborted: tuple[int, tuple[int, ...], str] = (-1, (), "")
-        """The peer's latest ABORT: formation, lost ranks, reason."""
+        """Latest ABORT from the peer: formation, lost ranks, reason."""
         self.is_broken = False
-        """Set by the owner: it is not used any more, and will be closed."""
+        """Set by the owner: the link is no longer used and will be closed."""
         self.is_paused = False
-        """Set by the owner with PauseLink."""
+        """Set by the owner together with PauseLink."""
         self._owner = owner
         self._reader = FrameReader(sock)
         self._writer = FrameWriter(sock)
 
     def challenged(self, nonce: bytes) -> None:
-        """The other side's CHALLENGE is here. Raises FrameError."""
+        """Apply the peer's CHALLENGE. Raises FrameError."""
         try:
             self.handshake.challenged(nonce)
         except ValueError as error:
@@ -120,16 +120,17 @@ class Link:
         return self._writer.is_sending
 
     def receive(self, is_hung_up: bool = False) -> None:
-        """Take in all that has arrived. `is_hung_up`: the poll reported the end of the stream."""
+        """Read all available bytes. `is_hung_up`: the poll reported the end of the stream."""
         reason = self._reader.receive(self, self._owner, is_hung_up)
         if reason:
             self._owner.broken(self, reason)
 
     def send(self, head: bytes, payload: memoryview | None = None, token: Any = None) -> bool:
-        """Send a frame, or what fits of it; the rest leaves by `flush`. Returns whether it has
-        left.
+        """Send a frame, or the part that fits; `flush` sends the rest. Return whether it was sent
+        completely.
 
-        If not, the owner hears of it with `token`, and the payload must stay as it is until then.
+        If not, `Owner.sent` is called with `token` later, and the payload must not change until
+        then.
         """
         is_sent, reason = self._writer.send(head, payload, token)
         if reason:
@@ -137,7 +138,7 @@ class Link:
         return is_sent
 
     def flush(self) -> None:
-        """Send queued frames: the poll reported room in the socket."""
+        """Send queued frames, after the poll reported space in the socket."""
         tokens, reason = self._writer.flush()
         for token in tokens:
             if token is not None:
@@ -146,15 +147,15 @@ class Link:
             self._owner.broken(self, reason)
 
     def retire(self) -> None:
-        """Release all memory of others: from now on no payload under way is written to where it was
-        going, and what is left of a frame that was begun is sent from a copy. Data not begun is
+        """Release all memory of others. From now on, payloads in progress are not written to their
+        destination, and the rest of a started frame is sent from a copy. Data not started are
         dropped.
         """
         self._reader.retire()
         self._writer.retire()
 
     def close(self) -> None:
-        """Close the socket, once no thread is in it."""
+        """Close the socket, once no thread uses it."""
         with self._reader.lock, self._writer.lock:
             self._reader.close()
             self._writer.close()
@@ -162,26 +163,26 @@ class Link:
 
 
 class FrameReader:
-    """Frames in: the stream that arrives, and the frame under way."""
+    """Reader of frames: the incoming stream and the current frame."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.lock = threading.Lock()
         self.seal: Seal | None = None
-        """Checks tags, where frames have them."""
+        """Checker of tags, on connections with tagged frames."""
         self._sock = sock
         self._is_closed = False
         self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._start = self._end = 0  # staging[start:end] is read and not parsed.
+        self._start = self._end = 0  # staging[start:end] is read but not parsed.
         self._frame: Frame | None = None
         self._view: memoryview | None = None
         self._done_bytes = 0
         self._tag = bytearray()
-        """Part of the tag behind the frame under way that has arrived."""
+        """Part of the current frame's tag received so far."""
         self._digest: Any = None
-        """Digest of the frame under way, where frames are tagged."""
+        """Digest of the current frame, on connections with tagged frames."""
 
     def receive(self, link: Link, owner: Owner, is_hung_up: bool) -> str:
-        """Take in all that has arrived, and return why the connection is broken, or ""."""
+        """Read all available bytes. Return why the connection is broken, or ""."""
         with self.lock:
             try:
                 self._receive(link, owner, is_hung_up)
@@ -228,7 +229,7 @@ class FrameReader:
                 owner.ended(link, frame, view)
 
     def _begin(self, link: Link, owner: Owner) -> bool:
-        """Parse the next header, if it is there and the owner takes it."""
+        """Parse the next header, if it has arrived and the owner accepts it."""
         if self._end - self._start < HEADER_BYTES:
             return False
         frame = unpack_header(self._staging, self._start)
@@ -246,7 +247,9 @@ class FrameReader:
         return True
 
     def _fill_staging(self) -> bool:
-        """Return whether the socket is empty now: it gave less than there was room for."""
+        """Read into the staging area. Return whether the socket is now empty: it filled less than
+        the free space.
+        """
         if self._start:
             rest = bytes(self._staging[self._start : self._end])
             self._staging[: len(rest)] = rest
@@ -275,8 +278,8 @@ class FrameReader:
         return num_bytes
 
     def _read_payload(self, left: int) -> bool:
-        """Read the payload straight to where it belongs, as _fill_staging reads the rest. What
-        nobody wants goes through the staging area.
+        """Read payload bytes directly into their destination, or into the staging area if they are
+        dropped. Return as _fill_staging does.
         """
         at = self._done_bytes
         into = self._staging[:left] if self._view is None else self._view[at : at + left]
@@ -289,28 +292,28 @@ class FrameReader:
         return num_bytes < len(into)
 
     def retire(self) -> None:
-        """Write no data of a frame under way any more."""
+        """Stop writing data of the current frame."""
         with self.lock:
             if self._frame is not None and self._frame.kind == DATA:
                 self._view = None
 
     def close(self) -> None:
-        """Read nothing any more. With the lock held."""
+        """Stop reading. The lock must be held."""
         self._is_closed = True
         self._view = None
 
 
 class FrameWriter:
-    """Frames out: those that the socket has not taken yet, in order."""
+    """Writer of frames, with a queue of frames that the socket has not accepted yet."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.lock = threading.Lock()
         self.seal: Seal | None = None
-        """Makes tags, where frames have them."""
+        """Maker of tags, on connections with tagged frames."""
         self._sock = sock
         self._is_closed = False
         self._has_challenged = False
-        """The first frame of all is our CHALLENGE."""
+        """True once the first frame, our CHALLENGE, was sent or queued."""
         self._queue: deque[_Outgoing] = deque()
 
     @property
@@ -318,14 +321,14 @@ class FrameWriter:
         return bool(self._queue)
 
     def send(self, head: bytes, payload: memoryview | None, token: Any) -> tuple[bool, str]:
-        """Send or queue a frame. Return whether it has left, and why the connection is broken, or
-        "".
+        """Send or queue a frame. Return whether it was sent completely, and why the connection is
+        broken, or "".
         """
         with self.lock:
             if self._is_closed:
                 return False, ""
             views = [memoryview(head)] if payload is None else [memoryview(head), payload]
-            # Our CHALLENGE carries no tag, also where the other's is here before ours has left.
+            # Our CHALLENGE has no tag, even if the peer's has arrived before ours was sent.
             is_plain = self.seal is None or not self._has_challenged
             self._has_challenged = True
             item = _Outgoing(views, payload is not None, is_plain, False, token)
@@ -342,7 +345,7 @@ class FrameWriter:
         return False, reason
 
     def _push(self, item: _Outgoing) -> bool:
-        """Send until all has left (True) or the socket is full (BlockingIOError)."""
+        """Send until the frame is complete (True) or the socket is full (BlockingIOError)."""
         if not item.is_tagged:
             assert self.seal is not None
             item.views.append(memoryview(self.seal.tag(item.views)))
@@ -357,13 +360,13 @@ class FrameWriter:
             item.views[0] = item.views[0][num_bytes:]
 
     def flush(self) -> tuple[list[Any], str]:
-        """Send queued frames. Return the tokens of those that have left, and why the connection is
+        """Send queued frames. Return the tokens of completed frames, and why the connection is
         broken, or "".
         """
         reason = ""
         tokens = []
-        # The queue is looked at under the lock: a `send` that finds the socket full this moment is
-        # still to queue, and the poll will not report this room again.
+        # Check the queue under the lock. Otherwise a concurrent `send` could find the socket full
+        # and queue its frame after this check, and the poll would not report the same space again.
         with self.lock:
             try:
                 while self._queue and not self._is_closed and self._push(self._queue[0]):
@@ -375,7 +378,7 @@ class FrameWriter:
         return tokens, reason
 
     def retire(self) -> None:
-        """Send the rest of a frame that was begun from a copy, and drop data not begun."""
+        """Send the rest of a started frame from a copy, and drop data not started."""
         with self.lock:
             kept: deque[_Outgoing] = deque()
             for item in self._queue:
@@ -387,7 +390,7 @@ class FrameWriter:
             self._queue = kept
 
     def close(self) -> None:
-        """Drop all frames and send nothing any more. With the lock held."""
+        """Drop all frames and stop sending. The lock must be held."""
         self._is_closed = True
         self._queue.clear()
 

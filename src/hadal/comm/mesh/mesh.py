@@ -1,14 +1,14 @@
-"""The ranks of a unit as one exchange over TCP: a connection between any two, framed, full duplex,
-no rendezvous.
+"""Exchange between the ranks of a unit over TCP: one framed, full-duplex connection per pair of
+ranks, without a rendezvous.
 
-Small messages leave from the calling thread. What has arrived is taken in by whoever waits for it;
-while nobody waits (the rank computes), one thread does it, and sends what did not fit at once. So
-bytes travel under computation, and a small exchange costs one wake-up.
+The calling thread sends small messages itself. The thread that waits for data reads them. While no
+thread waits (the rank computes), a background thread reads, and sends what did not fit at once. So
+transfers overlap computation, and a small exchange costs one wake-up.
 
-A formation fails as a whole and at once: by the end of any member's connection, by a deadline, by
-a member that says so, or by `abort`. Once PeerLost is raised, no buffer given to it is read or
-written any more. Connections outlive a formation; frames of an older one are dropped. Knows no
-tokens and no experts.
+A formation fails as a whole and at once: by the end of any member's connection, a deadline, a
+member's ABORT, or `abort`. Once PeerLost is raised, the buffers given to the formation are never
+accessed again. Connections outlive a formation; frames of an older one are dropped. Does not depend
+on tokens or experts.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from hadal.core.plans import Member, Waited
 PURPOSE = "mesh 2"
 """Purpose of the key (core/handshake.key_of)."""
 MAX_PENDING = 256
-"""Accepted connections that have not said who they are, or are ahead of us."""
+"""Most accepted connections that have not sent a HELLO, or are in a later formation."""
 
 
 class MeshFormation:
-    """One formation: its members, their exchanges, and its failure. Guarded by the group's lock."""
+    """One formation: its members, their exchanges, and its failure. Protected by the group's lock."""
 
     def __init__(self, number: int, rank: int, others: Mapping[int, Member]) -> None:
         self.number = number
@@ -57,11 +57,11 @@ class MeshFormation:
         self.peers = tuple(sorted(others))
         self.inbox = Inbox()
         self.lost: set[int] = set()
-        """Members whose connection ended."""
+        """Members with a closed connection."""
         self.failure: tuple[tuple[int, ...], str] | None = None
         """Lost ranks and the reason."""
         self.abort = b""
-        """Message to the peers that it failed; empty while it has not, or if they know."""
+        """ABORT message for the peers; empty before a failure, or if they know of it."""
         self._epochs = {rank: member.epoch for rank, member in others.items()}
 
     def expects(self, rank: int, epoch: str) -> bool:
@@ -69,17 +69,17 @@ class MeshFormation:
         return self._epochs.get(rank) == epoch
 
     def fail(self, ranks: tuple[int, ...], reason: str, *, notifies: bool) -> None:
-        """End it."""
+        """Record the formation's failure."""
         self.failure = (ranks, reason)
         self.abort = pack_abort(self.number, ranks, reason) if notifies else b""
 
 
 class MeshGroup:
-    """A rank's end of the mesh. Listens from birth; `port` is where peers connect.
+    """One rank's end of the mesh. Listens from its creation; peers connect to `port`.
 
     `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any.
-    `on_lost(rank)` is called once per rank and formation, by the mesh's thread or the one that
-    waits: it is short and does not call back.
+    `on_lost(rank)` is called once per rank and formation, by the mesh's thread or the waiting one:
+    it must be short and must not call back.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class MeshGroup:
         on_lost: Callable[[int], None] | None = None,
         congestion: str | None = None,
     ) -> None:
-        """`key`: the deployment's for PURPOSE; who does not hold it is refused (core/handshake)."""
+        """`key`: the deployment's key for PURPOSE; a peer without it is refused (core/handshake)."""
         self.rank = rank
         self.epoch = epoch
         self.deadline_s = deadline_s
         self.bytes_sent = 0
-        """Bytes of the payloads of exchanges; their headers are not counted."""
+        """Bytes of exchanges' payloads sent, without headers."""
         self.bytes_received = 0
         self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        """Held for table look-ups only: never while bytes move."""
+        """Held for table look-ups only, never while bytes are moved."""
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
         self.formation = MeshFormation(-1, rank, {})
@@ -116,13 +116,13 @@ class MeshGroup:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """See Group."""
+        """Do as in Group."""
         return self.formation.members
 
-    # ---- what a rank calls ----
+    # ---- called by a rank ----
     def form(self, formation: int, members: Sequence[Member]) -> None:
-        """Start a formation. Raises PeerLost naming who is not reached within the deadline, and
-        ValueError.
+        """Start a formation. Raises PeerLost naming the members not reached within the deadline,
+        and ValueError.
         """
         others = {member.rank: member for member in members if member.rank != self.rank}
         if self.rank not in {member.rank for member in members}:
@@ -147,7 +147,7 @@ class MeshGroup:
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
     ) -> MeshExchange:
-        """See Group. Raises PeerLost if the formation has failed already."""
+        """Do as in Group. Raises PeerLost if the formation has failed already."""
         self._raise_failure()
         formation = self.formation
         peers = formation.peers
@@ -162,7 +162,7 @@ class MeshGroup:
         except TooLargeError as error:
             self._fail((), str(error))
             self._raise_failure()
-        # The next rank first: if all began with rank 0, it would be everybody's bottleneck.
+        # Start with the next rank: if all started with rank 0, it would be a bottleneck.
         at = sum(peer < self.rank for peer in peers)
         num_sent = 0
         for link in links[at:] + links[:at]:
@@ -178,20 +178,20 @@ class MeshGroup:
         return exchange
 
     def abort(self) -> None:
-        """Fail this formation's exchanges, or its forming, now; the other members learn of it."""
+        """Fail this formation's exchanges, or its forming, now; the other members are notified."""
         self._fail((), "aborted")
 
     def lost(self) -> tuple[int, ...]:
-        """Members whose connection ended in this formation."""
+        """Return the members with a connection that ended in this formation."""
         with self._lock:
             return tuple(sorted(self.formation.lost))
 
     def take_waits(self) -> Waited:
-        """See Group."""
+        """Do as in Group."""
         return self._waits.take()
 
     def close(self) -> None:
-        """End every connection and the thread. The other members see a loss."""
+        """Close every connection and end the thread. The other members see a loss."""
         with self._lock:
             if self._is_closing:
                 return
@@ -225,15 +225,17 @@ class MeshGroup:
 
     def _time_out(self, exchange: MeshExchange) -> None:
         with self._lock:
-            # Those who did not deliver; if all did, those who do not take what is sent to them.
+            # Peers that did not deliver; if all did, peers that do not read.
             silent = exchange.missing or {
                 rank for rank, link in self._links.items() if link.is_sending
             }
         self._fail(tuple(sorted(silent)), f"nothing within {self.deadline_s} s")
 
-    # ---- what links report: mesh_link.Owner ----
+    # ---- reported by links: comm/mesh/link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Where a payload goes: to its exchange, or nowhere if it is of an older formation."""
+        """Return the memory for a payload: its exchange's, or None if it belongs to an older
+        formation.
+        """
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
             raise FrameError("it has not proven itself")
         if frame.kind != DATA:
@@ -245,8 +247,8 @@ class MeshGroup:
                     raise FrameError(f"data of formation {frame.formation} before its HELLO")
                 if frame.formation < formation.number or formation.failure is not None:
                     return None
-                # Decided under the lock: whoever posts the exchange afterwards sees it, and lets
-                # the link go on.
+                # Set under the lock, so that a thread that posts the exchange later sees it and
+                # resumes the link.
                 link.is_paused = formation.inbox.is_full_for(frame)
                 if link.is_paused:
                     raise PauseLink
@@ -256,7 +258,7 @@ class MeshGroup:
             return None
 
     def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
-        """A frame is complete."""
+        """Handle a complete frame."""
         if payload is None:
             return
         if frame.kind == CHALLENGE:
@@ -288,13 +290,13 @@ class MeshGroup:
             self._poller.wake()
 
     def sent(self, exchange: MeshExchange) -> None:
-        """The rest of an exchange's frame has left."""
+        """Count an exchange's frame that was sent after a delay."""
         with self._lock:
             exchange.num_unsent -= 1
         self._poller.wake()
 
     def broken(self, link: Link, reason: str) -> None:
-        """The end of a connection."""
+        """Handle the end of a connection."""
         with self._lock:
             if link.is_broken:
                 return
@@ -319,7 +321,7 @@ class MeshGroup:
 
     # ---- forming ----
     def _start_formation(self, formation: int, others: Mapping[int, Member]) -> None:
-        """Drop all of the formation before, and the connections that are not wanted any more."""
+        """Drop the state of the earlier formation, and connections that are no longer needed."""
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
@@ -336,12 +338,14 @@ class MeshGroup:
             for link in stale + late:
                 if not link.is_broken:
                     self._poller.doom(link)
-        # Only now: until the formation had changed, a frame of the one before could still begin.
+        # Only after the switch: before it, a frame of the earlier formation could still begin.
         self._retire()
         self._poller.reap()
 
     def _greet(self, rank: int, member: Member) -> None:
-        """Say HELLO on the connection there is, or make one; peers of a lower rank make theirs."""
+        """Send HELLO on an existing connection, or open one to a higher rank; lower ranks open
+        theirs.
+        """
         with self._lock:
             waiting = [
                 link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)
@@ -370,8 +374,7 @@ class MeshGroup:
     def _accepted(self, link: Link) -> None:
         with self._lock:
             self._pending.append(link)
-            # Those who have shown who they are stay, so that strangers who only connect push nobody
-            # out.
+            # Proven connections stay, so that strangers who only connect cannot displace them.
             unproven = (other for other in self._pending if not other.is_proven)
             oldest = next(unproven, self._pending[0]) if len(self._pending) > MAX_PENDING else None
         if oldest is not None:
@@ -392,8 +395,8 @@ class MeshGroup:
             link.send(abort)
 
     def _hello(self, link: Link, formation: int, hello: Hello) -> None:
-        """A peer is in `formation`. Raises FrameError if it is not who it should be, or takes us
-        for another.
+        """Handle a peer's HELLO for `formation`. Raises FrameError if its identity is wrong, or if
+        it expects another process here.
         """
         if (hello.to_rank, hello.to_epoch) != (self.rank, self.epoch):
             raise FrameError(
@@ -412,7 +415,7 @@ class MeshGroup:
             ours = self.formation.number
             is_expected = formation == ours and self.formation.expects(hello.rank, hello.epoch)
             is_ahead = formation > ours and self._links.get(hello.rank) is link
-        if is_ahead:  # It has given up ours.
+        if is_ahead:  # The peer has given up our formation.
             self._fail(
                 (),
                 f"rank {hello.rank} is in formation {formation} already",
@@ -424,7 +427,7 @@ class MeshGroup:
         self._poller.wake()
 
     def _adopt(self, link: Link) -> None:
-        """A peer's connection becomes the one to it."""
+        """Make a pending connection the one to its peer."""
         with self._lock:
             if link not in self._pending:
                 return
@@ -453,18 +456,17 @@ class MeshGroup:
         notifies: bool = True,
         formation: int | None = None,
     ) -> None:
-        """End the formation, if it has not ended. The thread that waits raises PeerLost; the peers
-        are notified.
+        """End the formation if it has not ended. The waiting thread raises PeerLost; the peers are
+        notified.
 
-        `formation`: the one that the caller saw fail; another may have begun since, and goes on.
+        `formation`: the formation that the caller saw fail; a later one is not affected.
         """
         with self._lock:
             ours = self.formation
             if ours.failure is not None or formation not in (None, ours.number):
                 return
             ours.fail(ranks, reason, notifies=notifies)
-            # To the others it goes behind their HELLO: who hears anything before it takes us for a
-            # stranger.
+            # Peers get ABORT only after our HELLO: they would refuse any frame before it.
             links = [
                 link
                 for rank in ours.peers
@@ -483,7 +485,7 @@ class MeshGroup:
             raise PeerLost(*failure)
 
     def _retire(self) -> None:
-        """After it no buffer of this formation is read or written."""
+        """Make sure that no buffer of this formation is accessed any more."""
         with self._lock:
             links = list(self._links.values())
         for link in links:

@@ -1,7 +1,7 @@
-"""The sockets of the TCP mesh: a listener, its links, and whose turn it is to poll them.
+"""Sockets of the TCP mesh: a listener, its links, and the choice of the thread that polls them.
 
-While a thread waits (`with turn`), it polls for itself, so that what arrives costs one wake-up;
-at all other times the poller's own thread does. Knows no frames and no members.
+A thread that waits (`with turn`) polls itself, so that arriving data cost one wake-up; otherwise
+the poller's own thread polls. Does not depend on frames or members.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class HolderLock:
-    """A lock that knows who holds it: held by a thread for as long as it waits."""
+    """Lock that records its holder; a thread holds it while it waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,14 +47,15 @@ class HolderLock:
         self._lock.release()
 
     def is_of_another(self) -> bool:
-        """Whether a thread other than the caller's has it, or is just taking it."""
+        """Return whether a thread other than the caller has the lock or is acquiring it."""
         return self._lock.locked() and self._holder_id != threading.get_ident()
 
 
 class Poller:
-    """Listens from birth. `on_accept(link)` is called for every connection that comes in.
+    """Listener and links. It listens from its creation. `on_accept(link)` is called for every
+    accepted connection.
 
-    `congestion`: TCP congestion control; None: reno on a loopback address, where the pacing of
+    `congestion`: TCP congestion control. None: reno on a loopback address, where the pacing of
     others costs throughput, and the host's own elsewhere.
     """
 
@@ -76,7 +77,7 @@ class Poller:
         self._is_closing = False
         self._links: dict[int, Link] = {}
         self._doomed: list[Link] = []
-        """Broken, to be closed where no lock is held."""
+        """Broken links, to be closed while no lock is held."""
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=256)
         self._listener.setblocking(False)
         self._listener_fd = self._listener.fileno()
@@ -91,15 +92,14 @@ class Poller:
         self._thread.start()
 
     def connect(self, host: str, port: int, rank: int, epoch: str) -> tuple[Link, str]:
-        """Begin to connect; the link may be sent on at once. Returns it, and why it cannot be (or
-        "").
+        """Start to connect; the link accepts frames at once. Return it, and why connecting failed
+        (or "").
         """
         sock = socket.socket(_family(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._prepare(sock)
         link = Link(sock, self._owner, self._handshake(host, port, is_connector=True), rank, epoch)
         try:
-            # From the address it listens on: links are told apart by it, and a host may have
-            # several.
+            # Bind the listener's address: peers identify links by it, and a host may have several.
             sock.bind((self._host, 0))
             error = sock.connect_ex((host, port))
         except OSError as raised:
@@ -112,18 +112,16 @@ class Poller:
         return link, ""
 
     def doom(self, link: Link) -> None:
-        """End a connection; its socket is closed later, because whoever calls may hold a link's
+        """Shut down a connection. Its socket is closed later, because the caller may hold a link's
         lock.
         """
         link.is_broken = True
-        with contextlib.suppress(
-            OSError
-        ):  # It may never have been connected, or is closed already.
+        with contextlib.suppress(OSError):  # Never connected, or closed already.
             link.sock.shutdown(socket.SHUT_RDWR)
         self._doomed.append(link)
 
     def reap(self) -> None:
-        """Close what is doomed. With no lock held."""
+        """Close broken links. No lock may be held."""
         while self._doomed:
             try:
                 link = self._doomed.pop()
@@ -134,7 +132,7 @@ class Poller:
             link.close()
 
     def pump(self, timeout_s: float) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for events and handle them."""
         for fd, mask in self._poll.poll(timeout_s):
             link = self._links.get(fd)
             if link is not None:
@@ -148,7 +146,7 @@ class Poller:
             self.reap()
 
     def wake(self) -> None:
-        """If another thread waits: let it look again. Who moved the bytes itself looks anyway."""
+        """Wake another thread if it waits. A thread that moved the bytes itself checks anyway."""
         if self.turn.is_of_another() or self._is_closing:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -161,7 +159,7 @@ class Poller:
         self._doomed += self._links.values()
         self.reap()
         self._listener.close()
-        # A thread that still waits has been notified, and leaves the poll first.
+        # A thread that still waits has been notified; let it leave the poll first.
         if self.turn.acquire(JOIN_TIMEOUT_S):
             if not self._thread.is_alive():
                 self._poll.close()
@@ -171,21 +169,21 @@ class Poller:
     def _run(self) -> None:
         while not self._is_closing:
             with self.turn:
-                pass  # Whoever waits polls, and every wait has a deadline.
+                pass  # A waiting thread polls; every wait has a deadline.
             self.pump(POLL_S)
 
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # Another thread was faster, or it has gone again.
+            return  # Another thread was faster, or it is gone.
         sock.setblocking(False)
         self._prepare(sock)
         link = Link(sock, self._owner, self._handshake(address[0], self.port, is_connector=False))
         self._links[link.fd] = link
         self._on_accept(link)
         if not link.is_broken:
-            # In this order: whoever connects may be gone already, so sending may break the link,
+            # Register before sending: the peer may be gone already, so sending may break the link,
             # and then another thread may close it at once.
             self._poll.register(link.fd, _EVENTS)
             link.send(pack_challenge(link.handshake.nonce))
@@ -199,9 +197,7 @@ class Poller:
     def _prepare(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._congestion is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # This kernel does not allow it: then the host's own.
+            with contextlib.suppress(OSError):  # Not permitted by this kernel: use the host's own.
                 sock.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode()
                 )

@@ -1,8 +1,8 @@
-"""Connections that were refused: counted by listener, and logged, seldom, since who
-wants to can make many.
+"""Refused connections, counted by kind of listener and logged rarely, since an attacker can make
+many.
 
-A process counts those of all its listeners together, whoever made them: its host tells the
-gateway (core/messages, Refused), where operators see them.
+A process counts those of all its listeners together: its host reports them to the gateway
+(core/messages, Refused), which shows them to operators.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Callable
 
 log = logging.getLogger("hadal.comm.mesh.link")
 REFUSALS_S = 60.0
-"""Seconds between two lines in the log."""
+"""Seconds between two log lines."""
 _of_process: Counter[str] = Counter()
 
 
 def refused_here() -> dict[str, int]:
-    """Connections that this process refused since it started, by what they asked for. 0 for what it
-    listens for and refused none of: the first one is a rise.
+    """Return the number of connections that this process refused since it started, by kind. A kind
+    with a listener but no refusals is 0, so that the first refusal shows as a rise.
     """
     return dict(_of_process)
 
 
 class Refusals:
-    """The refusals of one listener."""
+    """Refusals of one listener."""
 
     def __init__(self, kind: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`kind`: "kv", "experts" or "mesh"; `what` names the listener in the log."""
@@ -39,7 +39,7 @@ class Refusals:
         self._num_logged = 0
 
     def count(self, why: object) -> None:
-        """One more. From any thread: at worst two lines are written instead of one."""
+        """Count a refusal. Thread-safe enough: at worst two lines are logged instead of one."""
         self.num_refused += 1
         _of_process[self._kind] += 1
         now_s = self._clock()
