@@ -1,3 +1,1 @@
-"""Messages of expert parallelism: dispatch tokens to the ranks of their experts, and combine the
-returned rows.
-"""
+"""Messages of expert parallelism: dispatch of tokens to their experts' ranks, and combine."""

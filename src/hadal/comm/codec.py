@@ -17,9 +17,7 @@ from hadal.kernels import codec as ops
 
 
 class MessageError(HadalError):
-    """A peer's message does not fit this exchange: the ranks are in different steps or
-    configurations.
-    """
+    """A peer's message does not fit: the ranks are in different steps or configurations."""
 
 
 class Codec:

@@ -43,9 +43,7 @@ MAX_LIVE = 2
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Input of a rank's experts. Valid until the handle is finished: the next handle reuses its
-    memory.
-    """
+    """Input of a rank's experts. Valid until the handle is finished: then the memory is reused."""
 
     x_ND: Tensor
     """FP32 rows: the rank's own first, then each peer's, by ascending rank."""

@@ -55,9 +55,7 @@ class Exchange(Protocol):
 
 
 class Group(Protocol):
-    """One rank's access to its unit. `exchange` is called by one thread, in the same order on every
-    rank.
-    """
+    """One rank's access to its unit. One thread calls `exchange`, in the same order on every rank."""
 
     rank: int
 

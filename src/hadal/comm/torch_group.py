@@ -327,9 +327,7 @@ class MeetingPlace:
 
 
 class GlooLink:
-    """Two gloo process groups: the first sends from lower to higher ranks, the second from higher
-    to lower.
-    """
+    """Two gloo process groups: one for sends from lower to higher ranks, one for the reverse."""
 
     def __init__(
         self,

@@ -53,8 +53,6 @@ def read_address(path: Path) -> Address:
 
 
 def identity_of(path: Path) -> Identity:
-    """Return the identity of this file, which differs for a later file of the same name. Raises
-    OSError.
-    """
+    """Return a file's identity; a later file of its name has another one. Raises OSError."""
     found = os.stat(path)  # An inode number alone may be reused.
     return found.st_ino, found.st_ctime_ns

@@ -88,8 +88,7 @@ MAX_LINES_SENT = 200
 _QUICK_S = 0.02
 """Time between polls while a process starts; its address file shows that it listens."""
 _LAST_WORDS_S = 0.2
-"""Time that the output of an ended process may stay open, e.g. because a child of its own holds it.
-"""
+"""Time that the output of an ended process may stay open, e.g. because of a child of its own."""
 _KILL_S = 5.0
 """Time that a killed process may take to disappear."""
 _NICE = -10
@@ -104,17 +103,14 @@ class Joining:
     node: int
     """Number of the node in the deployment."""
     address: str
-    """Address of this host as other hosts see it. The processes listen for other hosts only there.
-    """
+    """Address of this host as other hosts see it. Processes listen for other hosts only there."""
     supervisor: Address
     """Address of the supervisor; its epoch number is the run's term."""
     run: Run
     api_keys: str = ""
     """API keys for the gateways, as the supervisor has them; empty on a node without gateways."""
     api_keys_file: str = ""
-    """File with more API keys. The gateway with the front reads it and sends the keys to the
-    others.
-    """
+    """File with more API keys. The gateway with the front reads it and sends them to the others."""
 
 
 @dataclass
@@ -197,7 +193,7 @@ class _Mirror:
 
     def write(self, addresses: dict[str, Address] | None) -> None:
         """Write the addresses of processes elsewhere for this node's processes. None: retry the
-        addresses whose writing failed before. They may include a process that is about to end here,
+        addresses that could not be written. They may include a process that is about to end here,
         if its successor runs elsewhere. Raises OSError.
         """
         if addresses is not None:

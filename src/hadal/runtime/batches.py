@@ -277,9 +277,7 @@ class BatchStore:
         return None if found is None else _batch_of(found)
 
     def batches(self, tenant: str, after: str, limit: int) -> list[BatchRow] | None:
-        """Return a page of a tenant's batches, newest first; None if the tenant has no batch
-        `after`.
-        """
+        """Return a page of a tenant's batches, newest first; None if it has no batch `after`."""
         chosen = _batches.c.tenant == tenant
         rows = self._page(_batches, tenant, chosen, after, limit, is_ascending=False)
         return None if rows is None else [_batch_of(row) for row in rows]
@@ -291,9 +289,7 @@ class BatchStore:
             return [_batch_of(row) for row in connection.execute(chosen)]
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRow | None:
-        """Cancel an open batch: no more of its lines begin. None if the tenant has none with this
-        id.
-        """
+        """Cancel an open batch: no more of its lines begin. None if the tenant has no such batch."""
         with self._begin() as connection:
             chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
             if connection.execute(sa.select(_batches.c.id).where(chosen)).scalar() is None:

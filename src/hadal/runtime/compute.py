@@ -38,9 +38,7 @@ _SMOOTHING = 0.1
 
 
 class Compute:
-    """Runner of plans, one at a time, in its own thread. All methods are called from the host's
-    thread.
-    """
+    """Runner of plans, one at a time, in its own thread. The host's thread calls all methods."""
 
     def __init__(
         self, runner: Runner, wake: Callable[[], None], begin: Callable[[], None] = lambda: None
@@ -117,9 +115,7 @@ class Compute:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the running step finish and end the thread. False if it did not end within
-        `timeout_s`.
-        """
+        """Let the running step finish and end the thread. False if that exceeds `timeout_s`."""
         return self._worker.stop(timeout_s)
 
     def _run(self, item: tuple[StepPlan | FormPlan, bool, int]) -> StepDone | Formed:

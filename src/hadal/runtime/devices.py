@@ -37,9 +37,7 @@ def gpus() -> tuple[int, ...]:
 
 
 def cpu_kind() -> str:
-    """Return the CPU properties that select kernels; two machines with equal text compute equal
-    bits.
-    """
+    """Return the CPU properties that select kernels; with equal text, machines compute equal bits."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

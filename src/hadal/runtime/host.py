@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 STEP_DEADLINE_S = 120.0
 """Time limit of a step. The leader keeps sending while a step runs, so no failure detector would
-end a process whose step hangs.
+end a process with a step that hangs.
 """
 SWITCH_INTERVAL_S = 0.0005
 """Time that a thread may hold the interpreter while another wants it. The default is 5 ms, several

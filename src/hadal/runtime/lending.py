@@ -64,9 +64,7 @@ class Lending:
         self._found_s = {group: before_s.get(group, now_s) for group in message.found}
 
     def keep(self, now_s: float, nodes: Collection[int]) -> list[int]:
-        """Request the groups of these nodes and release all others. Return the nodes of released
-        groups.
-        """
+        """Request the groups of these nodes, release all others, and return the released nodes."""
         kept = frozenset(group for group in self._groups if not set(group).isdisjoint(nodes))
         if kept == self._kept and now_s - self._asked_s < _ASK_S:
             return []

@@ -231,9 +231,7 @@ def ranks_in_fp32(
 
 
 def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
-    """Return the replicas per MoE layer of a rank. Raises ConfigError naming counts that divide
-    evenly.
-    """
+    """Return a rank's replicas per MoE layer. Raises ConfigError naming counts that divide evenly."""
     total = config.n_routed_experts + units.redundant_experts
     if total % units.ranks:
         below = total // units.ranks * units.ranks - config.n_routed_experts
@@ -370,9 +368,7 @@ def _device_bytes(deployment: Deployment) -> float:
 
 
 def _with_what_fits_of_spare_room(rank: RankMemory, deployment: Deployment) -> RankMemory:
-    """Reduce `spare_bytes` to what fits: a unit serves without it, so all other needs take
-    precedence.
-    """
+    """Reduce `spare_bytes` to what fits: a unit serves without it, but not without the rest."""
     most = max(0.0, _device_bytes(deployment) - (rank.total_bytes - rank.spare_bytes))
     return dataclasses.replace(rank, spare_bytes=int(min(rank.spare_bytes, most)))
 

@@ -129,9 +129,7 @@ class _Fitness:
         """Node -> why its results would differ."""
 
     def look(self, news: NodeNews) -> None:
-        """Compare a node's versions with the first node's. No process is started on a node that
-        differs.
-        """
+        """Compare a node's versions with the first node's; a node that differs starts nothing."""
         self._versions.setdefault("cpu", news.versions.get("cpu", ""))
         other = [
             f"{name} {news.versions.get(name, 'none')!r} there and {expected!r} elsewhere"
@@ -212,9 +210,7 @@ class LiveNodes:
     ) -> None:
         """`adopts`: the nodes run processes that another supervisor left."""
         self.is_adopting = adopts
-        """True while the running processes are unknown: nothing is started, and no node is
-        released.
-        """
+        """True while the running processes are unknown: nothing is started, no node is released."""
         self._adopt_until_s = math.inf
         self._adopted: list[Elsewhere] = []
         groups = node_groups(deployment)
@@ -246,9 +242,7 @@ class LiveNodes:
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
     def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
-        """Handle a message of an agent or of the lender. Return True if there is something to do at
-        once.
-        """
+        """Handle a message of an agent or the lender. Return True if action is needed at once."""
         if isinstance(message, NodesKept):
             self._lending.hear(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)

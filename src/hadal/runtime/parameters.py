@@ -51,9 +51,7 @@ def model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) 
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return (all, used by one token) of the main model; the MTP module is not loaded for
-    serving.
-    """
+    """Return (all, used by one token) of the main model; serving loads no MTP module."""
     matrices, others, gates, expert = parameters(config)
     fixed = matrices + others + gates
     num_moe = num_moe_layers(config)

@@ -41,7 +41,7 @@ class Team(Protocol):
         """The numbers of its threads but the caller (proc(5))."""
 
     def set_pinned(self, is_pinned: bool) -> None:
-        """Say whether each of its threads has a core of its own."""
+        """Set whether each of its threads has its own core."""
 
 
 class PinnedTeam:

@@ -200,9 +200,7 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
 
 
 def _ids(experts: Sequence[int]) -> str:
-    """Return expert ids as text: a run as a range, else the ids; of a long list the first ids and
-    the count.
-    """
+    """Return expert ids as text: a run as a range, a long list as its first ids and the count."""
     numbers = np.asarray(experts)
     if len(numbers) > 2 and (np.diff(numbers) == 1).all():
         return f"{numbers[0]}-{numbers[-1]}"

@@ -103,8 +103,7 @@ _FLOOR_S = 30.0
 restarted head has forgotten it.
 """
 _LAST_S = 10.0
-"""Time that the supervisor has to end this process after the report that another supervisor serves.
-"""
+"""Time that the supervisor has to end this process after a report of another supervisor."""
 _AGAIN_S = 2.0
 """Pause between an agent's end and the start of the next one."""
 
@@ -143,9 +142,7 @@ class NodeActor:
         return _told(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
-        """Use the recorded joining if it is newer: Ray restarts this actor with its first
-        arguments.
-        """
+        """Use the recorded joining if newer: Ray restarts this actor with its first arguments."""
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
             told = _told(kept, self._joining.node, self._address)
@@ -309,9 +306,7 @@ class RayLender:
         return group not in self._late, group != self._gateways, len(group)
 
     def _forget_removed(self) -> None:
-        """Drop groups that their agents released, as agents do that get no supervisor's messages
-        for long.
-        """
+        """Drop groups that their agents released after a long time without a supervisor."""
         if time.monotonic() - self._looked_s < _FLOOR_S:
             return
         self._looked_s = time.monotonic()
@@ -599,8 +594,8 @@ def main() -> int:
         )
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] | None = None
-        """Unknown until the supervisor's first message; until then the earlier lender's groups are
-        kept.
+        """Unknown until the supervisor's first message; the earlier lender's groups stay until
+        then.
         """
         complaint = ""
         told_s = -math.inf

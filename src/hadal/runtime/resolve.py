@@ -298,7 +298,7 @@ def _most_ranks(deployment: Deployment) -> int:
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Plan the deployment and check that this host can start it. Raises ConfigError or
+    """Plan the deployment and check that this host can start it. Raises ConfigError,
     CheckpointError.
     """
     resolved = plan(deployment)
@@ -337,9 +337,7 @@ def check_complete(resolved: Resolved) -> None:
 
 
 def with_digests(resolved: Resolved) -> Resolved:
-    """Return the plan with the digest of its weights and the fingerprint of its KV. Raises
-    CheckpointError.
-    """
+    """Return the plan with the digest of its weights and its fingerprint. Raises CheckpointError."""
     deployment = resolved.deployment
     digest = digest_of_model(Path(deployment.model))
     return dataclasses.replace(

@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class ExpertStager(Protocol):
-    """Part of runtime/transfer/stager that a host needs; the leader of several ranks must not
-    import it.
-    """
+    """Part of runtime/transfer/stager that a host needs; leaders of several ranks never import it."""
 
     def submit(self, plan: StagePlan) -> None: ...
 

@@ -68,9 +68,7 @@ def main() -> int:
 def make_host(
     run: Run, unit: str, role: str, folder: Path, epoch_number: int = 0
 ) -> tuple[UnitHost, list[Effect]]:
-    """Make the leader of several ranks and return its host with the first effects. Raises
-    ConfigError.
-    """
+    """Make the leader of several ranks; return its host and first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = new_epoch()
     config = read_model_config(Path(run.deployment.model), run.deployment.accept_config)
@@ -95,9 +93,7 @@ def make_host(
 
 
 class Spoken:
-    """RankedLeader with its notes logged and, in its reports, the time that its ranks
-    waited for it.
-    """
+    """RankedLeader with its notes logged and, in its reports, the idle time of its ranks."""
 
     def __init__(self, leader: RankedLeader, calls: RecordedRole) -> None:
         """`calls` is called instead of the leader, and may record the calls (runtime/recorder)."""

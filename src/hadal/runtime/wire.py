@@ -138,7 +138,7 @@ class ZmqWire:
         return self._listener.endpoint
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Queue the message for `to`; never waits. A message that cannot be queued is dropped and
+        """Queue the message for `to`; never waits. Messages that cannot be queued are dropped and
         counted.
         """
         peer = self._links.to(to)
@@ -165,7 +165,7 @@ class ZmqWire:
         self.counts["sent"] += 1
 
     def wake_on(self, fd: int) -> None:
-        """Let `receive` return early when this file descriptor is readable (an eventfd, a signal's
+        """Let `receive` return early when this descriptor is readable (an eventfd, a signal's
         pipe).
         """
         self._listener.wake_on(fd)

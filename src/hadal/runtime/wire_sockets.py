@@ -75,8 +75,7 @@ class WireHeader(msgspec.Struct, array_like=True, frozen=True):
     acked: int = 0
     """Last number that this sender accepted from the receiver on link `acked_link`."""
     endpoint: str = ""
-    """Address at which the sender listens: replies need it before its address file is distributed.
-    """
+    """Address at which the sender listens, for replies before its address file is distributed."""
     to: str = ""
     to_epoch_number: int = 0
     """Epoch number of the receiver `to`, for the message and the acknowledgement."""
@@ -97,9 +96,7 @@ class NearLink:
 
 
 class FarLink:
-    """Link to a process of another host: its current socket, and the messages that may have to be
-    resent.
-    """
+    """Link to a process of another host: its current socket, and messages it may have to resend."""
 
     def __init__(
         self,
@@ -258,9 +255,7 @@ class WireLinks:
         return self._links[to]
 
     def _far_link(self, to: str, peer: NearLink | FarLink | None) -> FarLink | None:
-        """Return the link to a process of another host; None if there is none. `peer`: its last
-        link.
-        """
+        """Return the link to a process of another host, or None. `peer`: its last link."""
         path, learnt = address_path(self._folder, to), self._learnt.get(to)
         identity: Identity | None = None
         with contextlib.suppress(OSError):
@@ -323,9 +318,7 @@ class WireLinks:
 
 
 class WireListener:
-    """Listening sockets of a process: one for its host and, if its run spans hosts, one for the
-    others.
-    """
+    """Listening sockets of a process: one for its host and, in a run of several, one for others."""
 
     def __init__(
         self,
@@ -420,9 +413,7 @@ class WireListener:
 
 
 def keys_of(secret: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret half of the key pair that all processes of a deployment
-    share.
-    """
+    """Return the public and the secret half of the key pair of all processes of a deployment."""
     encoded = z85.encode(key_of(secret, PURPOSE))
     return zmq.curve_public(encoded), encoded
 

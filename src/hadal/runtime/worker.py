@@ -64,8 +64,7 @@ class Worker(Generic[J, R]):
         threads have a lower priority. `begin` is called first in each thread.
         """
         self.changed = threading.Condition()
-        """Lock of `waiting`, `running` and further state that the worker's user protects with it.
-        """
+        """Lock of `waiting`, `running` and further state of the worker's user."""
         self.waiting: deque[J] = deque()
         self.running: list[J] = []
         self.is_stopping = False
@@ -92,7 +91,7 @@ class Worker(Generic[J, R]):
             self.changed.notify()
 
     def put(self, result: R) -> None:
-        """Add a result, made without a thread, to those that `take` returns. Does not call `wake`."""
+        """Add a result without a job, for `take` to return. Does not call `wake`."""
         self._results.append(result)
 
     def take(self) -> list[R]:

@@ -129,9 +129,7 @@ async def warm_up(
 async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
-    """Run level `number` for its time. Measurements are in `run` at once, also if this is
-    cancelled.
-    """
+    """Run level `number`. Measurements are in `run` at once, also if this is cancelled."""
     rng = np.random.default_rng([plan.seed, number])
     asks, start_s = plan.asks(rng), time.monotonic()
 

@@ -28,9 +28,7 @@ from hadal.results.values import compact, duration, mapping, number, percent, pl
 
 EXIT_NOTHING, EXIT_STOPPED = 1, 130
 LATE_S = 0.05
-"""Largest p99 lateness of the client; above it the client itself affects the results, and a note
-says so.
-"""
+"""Largest p99 lateness of the client; above it the client distorts results, and a note says so."""
 SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 

@@ -60,7 +60,7 @@ PROMISES: Mapping[str, Callable[[Sample], float | None]] = {
 
 
 def parse_promises(text: str) -> dict[str, float]:
-    """Parse SLOs such as `ttft=2s,tpot=50ms` into name -> seconds; empty: no SLOs. Raises
+    """Parse SLOs such as `ttft=2s,tpot=50ms` into name -> seconds; may be empty. Raises
     ConfigError.
     """
     promises: dict[str, float] = {}

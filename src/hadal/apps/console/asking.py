@@ -85,9 +85,7 @@ class Asking:
         return found.data[0].id if found.data else ""
 
     async def stream(self, body: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of an answer; leaving the loop cancels it on the server. Raises
-        AskError.
-        """
+        """Yield an answer's events; leaving the loop cancels it on the server. Raises AskError."""
         try:
             async with self._client.stream(
                 "POST", "/v1/chat/completions", json=body, headers=_headers(key)
@@ -141,9 +139,7 @@ class ChatModel:
                 say("")
 
     def refuses_tools(self, body: dict[str, Any], error: AskError) -> bool:
-        """Return whether a request failed because the model was not trained to call tools, and
-        remember it.
-        """
+        """Return whether a request failed because the model cannot call tools, and remember it."""
         is_refused = "tools" in body and error.status == 400 and error.param.startswith("tool")
         self.can_call = self.can_call and not is_refused
         return is_refused

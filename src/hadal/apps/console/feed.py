@@ -86,9 +86,7 @@ class LiveSource:
         self._turn = itertools.count()
 
     async def check(self, key: str) -> None:
-        """Do as in FrameSource. The console shows all tenants' activity, so only operators may see
-        it.
-        """
+        """Do as in FrameSource. The console shows all tenants' activity: for operators only."""
         await self._asking.page("/status", key)
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
@@ -119,9 +117,7 @@ class LiveSource:
         )
 
     async def _overview(self, key: str, experts: set[str]) -> Overview:
-        """Return the overview with the last known experts of these units. Raises AskError and
-        MsgspecError.
-        """
+        """Return the overview with the units' last known experts. Raises AskError and MsgspecError."""
         asked = sorted(experts)
         first = self._num_asked % max(len(asked), 1)
         turns = (asked[first:] + asked[:first])[:EXPERTS_MAX]

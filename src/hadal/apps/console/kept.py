@@ -16,9 +16,7 @@ from hadal.apps.console.conversation import Conversation, KeptChat, read, read_l
 from hadal.apps.console.shell import store
 
 PIECE_CHARS = 100_000
-"""Characters read from the browser at once; in any encoding far below the limit of a socket's
-message.
-"""
+"""Characters read from the browser at once; in any encoding far below a message's limit."""
 _PREFIX = "hadal.chat."
 _MAX_LISTED = 1000
 """Most conversations in the list; the browser may have more."""

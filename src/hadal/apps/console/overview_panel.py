@@ -197,9 +197,7 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
 
 
 def _cluster(status: Status | None) -> str:
-    """Return the number of nodes in each state, and the progress of a rollout; empty if there is
-    neither.
-    """
+    """Return the nodes per state and a rollout's progress; empty if there is neither."""
     if status is None:
         return ""
     said = []
@@ -217,9 +215,7 @@ def _cluster(status: Status | None) -> str:
 
 
 def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
-    """Return (role, names): first the processes that are not units', then the units of each role by
-    number.
-    """
+    """Return (role, names): first processes outside units, then units by role and number."""
     processes = status.processes if status is not None else {}
     units = {
         unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES

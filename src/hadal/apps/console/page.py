@@ -92,9 +92,7 @@ class ConsolePage:
             ui.run_javascript("window.hadalFrames = (window.hadalFrames || 0) + 1")
 
     def _leave(self, reason: str) -> None:
-        """Replace the page by the reason. The tabs go too, because their views hold other viewers'
-        figures.
-        """
+        """Replace the page, tabs included, by the reason: tabs would show other viewers' figures."""
         self._panel = None
         self._body.clear()
         with self._body:

@@ -1,6 +1,4 @@
-"""Series of the last minutes: counters become rates, and histograms become percentiles of recent
-values.
-"""
+"""Series of the last minutes: rates from counters, and percentiles of recent values."""
 
 from __future__ import annotations
 

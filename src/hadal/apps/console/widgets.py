@@ -1,6 +1,4 @@
-"""Shared parts of the console's panels: charts, heat maps, the choice of a unit, and notes for
-empty views.
-"""
+"""Shared parts of the console's panels: charts, heat maps, choice of a unit, and notes."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ class Picker:
 
 
 def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
-    """Return the note shown if there are no data of a unit; `why`: reason if the unit is up and
-    live.
-    """
+    """Return the note shown if a unit has no data; `why`: reason if the unit is up and live."""
     overview = frame.overview
     is_up = overview is not None and any(
         unit in units for units in overview.snapshot.role_to_units.values()

@@ -62,9 +62,7 @@ class MeshExchange:
 
     @property
     def interval(self) -> Interval:
-        """Return the time from posting to the last byte received, whether or not a thread waited
-        for it.
-        """
+        """Return the time from posting to the last byte received, even if no thread waited for it."""
         return Interval(self.start_s, self.end_s)
 
 
@@ -110,9 +108,7 @@ class Inbox:
         )
 
     def memory_for(self, rank: int, frame: Frame) -> memoryview:
-        """Return the memory for a payload. Raises TooLargeError; FrameError if the frame is
-        invalid.
-        """
+        """Return the memory for a payload. Raises TooLargeError; FrameError if invalid."""
         exchange = self._exchanges.get(frame.sequence)
         if exchange is None:
             return self._early_memory_for(rank, frame)

@@ -47,9 +47,7 @@ class Owner(Protocol):
         ...
 
     def broken(self, link: Link, reason: str) -> None:
-        """Handle the end of the connection. Called without the link's locks, possibly more than
-        once.
-        """
+        """Handle the end of the connection. Called without the link's locks, perhaps repeatedly."""
         ...
 
 

@@ -233,9 +233,7 @@ class MeshGroup:
 
     # ---- reported by links: comm/mesh/link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Return the memory for a payload: its exchange's, or None if it belongs to an older
-        formation.
-        """
+        """Return the memory of a payload's exchange; None if it is of an older formation."""
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
             raise FrameError("it has not proven itself")
         if frame.kind != DATA:
@@ -343,9 +341,7 @@ class MeshGroup:
         self._poller.reap()
 
     def _greet(self, rank: int, member: Member) -> None:
-        """Send HELLO on an existing connection, or open one to a higher rank; lower ranks open
-        theirs.
-        """
+        """Send HELLO on an existing connection, or open one; lower ranks open theirs."""
         with self._lock:
             waiting = [
                 link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)

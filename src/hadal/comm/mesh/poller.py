@@ -112,9 +112,7 @@ class Poller:
         return link, ""
 
     def doom(self, link: Link) -> None:
-        """Shut down a connection. Its socket is closed later, because the caller may hold a link's
-        lock.
-        """
+        """Shut down a connection. Its socket closes later: the caller may hold a link's lock."""
         link.is_broken = True
         with contextlib.suppress(OSError):  # Never connected, or closed already.
             link.sock.shutdown(socket.SHUT_RDWR)
