@@ -1,8 +1,8 @@
-"""Bodies of requests: read within a limit, and a fair share of the places for those still arriving.
+"""Request bodies: read within a size limit, with a fair share of the places for incomplete ones.
 
     headers --Bodies--> whole body --Permits--> answered
 
-What one tenant does costs no other tenant a place. Knows no routes and no contents.
+A tenant's bodies take no other tenant's places. Does not depend on routes or contents.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from hadal.policy.admission import share_of
 
 _CLOSE = {"Connection": "close"}
 _DISCARD_DEADLINE_S = 2.0
-"""A client that is still sending often reads no reply: swallow what it sends for this long, then
-answer and close.
+"""Time for which the rest of an oversized body is read and discarded before the connection closes.
+A client that is still sending often reads no reply, so the answer waits for that.
 """
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Its length is counted while it streams in: Content-Length may be missing or
-    a lie.
-    """
+    """Return the body. Bytes are counted as they arrive: Content-Length may be missing or wrong."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
@@ -60,7 +58,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def discard(request: Request) -> None:
-    """Swallow what is still sent, for a while."""
+    """Discard the rest of the body for at most _DISCARD_DEADLINE_S."""
     try:
         async with asyncio.timeout(_DISCARD_DEADLINE_S):
             while (message := await request.receive())["type"] == "http.request" and message.get(
@@ -72,33 +70,29 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Most bodies on their way at once. One that was sent with its headers is there as soon as it is
-asked for.
-"""
+"""Most incomplete bodies at once. A body that arrived together with its headers is read at once."""
 
 
 class Bodies:
-    """Bodies that are waited for, each until its deadline. One more than its tenant's share pushes
-    out its oldest.
-    """
+    """Incomplete bodies, each with a deadline. A tenant above its share loses its oldest body."""
 
     def __init__(self, num_max: int = MAX_BODIES) -> None:
         self._num_max = num_max
         self._tenant_to_waits: dict[str, dict[asyncio.Timeout, None]] = {}
-        """Deadlines of the bodies that each tenant sends, the oldest first."""
+        """Deadlines of each tenant's incomplete bodies, the oldest first."""
 
     def __len__(self) -> int:
         return sum(len(waits) for waits in self._tenant_to_waits.values())
 
     @asynccontextmanager
     async def wait(self, tenant: str, deadline_s: float) -> AsyncIterator[None]:
-        """Read a body within this. Raises ApiError 408 after the deadline, 429 if a later
-        body of its tenant took its place.
+        """Read a body within this context. Raises ApiError 408 after the deadline, and 429 if a
+        later body of the same tenant took its place.
         """
         waits = self._tenant_to_waits.setdefault(tenant, {})
         if len(waits) >= share_of(self._num_max, len(self._tenant_to_waits)):
             oldest = next(iter(waits))
-            if not oldest.expired():  # Else its deadline was quicker: it leaves by itself.
+            if not oldest.expired():  # Otherwise its own deadline has already ended it.
                 del waits[oldest]
                 oldest.reschedule(asyncio.get_running_loop().time())
         timeout = asyncio.timeout(deadline_s)

@@ -1,10 +1,10 @@
 """One TCP connection: uvicorn's protocol, with limits on headers and on clients that stall.
 
-uvicorn waits without a limit for the end of the headers, accepts any number of them, also behind a
-body, and loses the body of a request that offers another protocol (`Upgrade: h2c`, which
-`curl --http2` sends). So this protocol gathers a request's head first and passes it on without such an
-offer, which a server may ignore (RFC 9110, 7.8). The kernel cuts off a client that does not read; the
-reply's own deadline has ended its generation before. Knows no routes and no tenants.
+uvicorn waits without a limit for the end of the headers and accepts any number of them, also in
+trailers. It also loses the body of a request that offers another protocol (`Upgrade: h2c`, which
+`curl --http2` sends). So this protocol first collects a request's head, then passes it on without
+such an offer, which a server may ignore (RFC 9110, 7.8). The kernel cuts off a client that does not
+read; the reply's own deadline has ended its generation before. Independent of routes and tenants.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from hadal.gateway.edge.descriptors import ConnectionLimit
 from hadal.gateway.edge.errors import ApiError, overloaded
 
 HEADERS_S = 15.0
-"""Time from a connection's or a request's first byte to the end of its headers; and from an answer to
-the end of a request that came slower than it.
+"""Time from the first byte of a connection or request to the end of its headers. Also the time that
+an already answered request has to finish arriving.
 """
 MAX_HEADER_BYTES = 64 * 1024
 FULL_RETRY_S = 2.0
-"""Time after which a connection refused for want of descriptors may be tried again."""
+"""Time after which a client may retry a connection refused for want of descriptors."""
 UNREAD_S = 60.0
-"""Data that the client has not taken for so long ends the connection."""
+"""Time after which a connection ends if the client does not acknowledge the data sent to it."""
 WRITE = "hadal.write"
-"""Key of a scope for its connection's streams.Write; removed when the request is answered."""
+"""Scope key of the connection's streams.Write; removed when the request is answered."""
 _OFFER = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:[^\r\n]*\r\n", re.IGNORECASE)
 _STARTS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
-"""What a request may begin with; other bytes are refused at once, not when their head is
-complete.
-"""
+"""Bytes that may begin a request; others are refused at once, before the head is complete."""
 
 
 class _UntilClosed(int):
-    """Length of a body that ends with its connection: nothing is longer, and nothing too short."""
+    """Length of a body that ends with its connection: uvicorn's checks for too many and for too few
+    bytes both pass.
+    """
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -52,17 +52,17 @@ class _UntilClosed(int):
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """The protocol of one connection, which uvicorn makes."""
+    """Protocol object of one connection; uvicorn creates it."""
 
     connection_limit: ConnectionLimit | None = None
-    """Limit of open connections, which a subclass sets; None: no limit."""
+    """Limit of open connections, set by a subclass; None: no limit."""
     _header_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
-    """Of a head, or since the last of a body: what frames it, and what follows it."""
+    """Bytes of the current head, or bytes since the last body data: chunk framing and trailers."""
     _in_headers = False
     _head: bytearray | None = None
-    """What came of a request's head so far; None while the parser reads a request."""
+    """Bytes of the request's head received so far; None while the parser reads a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -79,7 +79,7 @@ class GatewayProtocol(HttpToolsProtocol):
             )
             return
         if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            with contextlib.suppress(OSError):  # A Unix socket has none.
+            with contextlib.suppress(OSError):  # Unix sockets do not support this option.
                 connection.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000)
                 )
@@ -95,7 +95,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._head is None:
             self._feed(data)
             return
-        if not self._head:  # Line ends behind a body begin no request (RFC 9112, 2.2).
+        if not self._head:  # Line ends after a body do not begin a request (RFC 9112, 2.2).
             data = data.lstrip(b"\r\n")
             if not data:
                 return
@@ -121,13 +121,13 @@ class GatewayProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         self._num_header_bytes += len(data)
         super().data_received(data)
-        # Of a request that came right behind another's body the parser gathers the head; and it takes
-        # trailers, and what stands between the chunks of a body.
+        # The parser itself collects the head of a pipelined request. It also takes trailers, and
+        # the bytes between the chunks of a body.
         if self._head is None and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # Nobody looks at trailers.
+        if self._in_headers:  # Trailers are ignored.
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -144,7 +144,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.cycle is not None:  # The answer's task has not run yet.
             scope: Scope = self.scope  # type: ignore[assignment]
             scope[WRITE] = functools.partial(self._write, self.cycle)
-            # Clients of HTTP/1.0 know no chunks, and their connections are closed behind the answer
+            # HTTP/1.0 clients do not support chunks; their connection is closed after the answer
             # (RFC 9112, 6.1 and 6.3).
             if self.scope["http_version"] == "1.0":
                 self.cycle.chunked_encoding = False
@@ -152,7 +152,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._end_headers()
 
     def _write(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write a part of the body of an answer that has begun, as the cycle itself would."""
+        """Write a part of the body of an answer that has begun, as the cycle itself would. Return
+        False, with nothing written, if the connection cannot take a chunk now.
+        """
         if cycle.disconnected or self.flow.write_paused or not cycle.chunked_encoding:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -162,7 +164,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._end_rest()
         super().on_message_complete()
         self._head = bytearray()
-        if self.cycle.response_complete:  # It was answered before it had come.
+        if self.cycle.response_complete:  # The answer was complete before the request was.
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -175,7 +177,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(HEADERS_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets a refusal in the same shape as any other."""
+        """Refuse input that is not HTTP, with an error in the usual shape."""
         self._refuse(ApiError(400, msg))
 
     def _begin_headers(self) -> None:
@@ -198,7 +200,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _headers_late(self) -> None:
         self._header_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            # The next request begins while this one is answered, which does not suffer for it.
+            # A pipelined request began while another is answered; that answer must not be cut off.
             self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
         elif self._in_headers:
             self._refuse(ApiError(408, f"The headers were not complete after {HEADERS_S:g} s."))
@@ -215,7 +217,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._end_headers()
         if self.transport.is_closing():
             return
-        if is_answered:  # Nothing may be written into that answer, or behind it.
+        if is_answered:  # Bytes written now would land inside that answer or after it.
             self.transport.close()
             return
         body = error.body

@@ -1,8 +1,8 @@
 """Refuse connections before the process has no descriptor (open file) left.
 
-The kernel gives a new connection the lowest free descriptor, so that number shows how many are open.
-With none left, uvloop accepts a connection and closes it without a callback: the client gets no
-answer, and neither log nor metric shows it. Knows no protocol and no socket.
+The kernel gives a new connection the lowest free descriptor, so that number shows how many are
+open. With none left, uvloop accepts a connection and closes it without a callback: the client gets
+no answer, and neither log nor metric shows it. Independent of protocols and sockets.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Callable
 log = logging.getLogger("hadal.gateway")
 
 MIN_RESERVED = 16
-"""Descriptors that connections never take: for the ledger, key files, links to units, and for
-connections that are being refused."""
+"""Descriptors that connections never use. They serve the ledger, key files, links to units, and
+connections that are being refused.
+"""
 RESERVED_SHARE = 1 / 8
-"""Share of the limit that connections never take, where that is more than MIN_RESERVED."""
+"""Share of the limit that connections never use, if that is more than MIN_RESERVED."""
 LOG_PERIOD_S = 10.0
 """Shortest time between two log lines about refused connections."""
 
@@ -30,10 +31,10 @@ def descriptor_limit() -> int:
 
 
 class ConnectionLimit:
-    """Decision which connections are refused for want of descriptors, and their count."""
+    """Admission of connections by free descriptors, with a count of the refused ones."""
 
     def __init__(self, max_descriptors: int, now: Callable[[], float]) -> None:
-        """`max_descriptors`: the process's limit. `now`: a monotonic clock, seconds."""
+        """Set the process's descriptor limit and a monotonic clock in seconds."""
         self._max_descriptors = max_descriptors
         self._num_usable = max_descriptors - max(
             MIN_RESERVED, int(max_descriptors * RESERVED_SHARE)
@@ -45,7 +46,7 @@ class ConnectionLimit:
         """Connections refused since the process started."""
 
     def admits(self, descriptor: int) -> bool:
-        """Return whether the connection with this descriptor is served. Count and log a refusal."""
+        """Return True if the connection with this descriptor is served. Count and log a refusal."""
         if descriptor < self._num_usable:
             return True
         self.num_refused += 1

@@ -1,7 +1,7 @@
-"""Every refusal as OpenAI's clients expect it: a status and {"error": {message, type, param,
-code}}; where Anthropic's clients ask, as they do.
+"""Refusals in the form that OpenAI's clients expect: a status and {"error": {message, type, param,
+code}}. On Anthropic's paths they have the form that Anthropic's clients expect.
 
-Knows the tree of errors and HTTP's statuses, nothing of routes or sockets.
+Depends on the error classes and HTTP statuses, not on routes or sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hadal.core.messages.generation import RateLimits
 
 
 class Shape(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """An object without other fields than it names. A field with a default may be missing."""
+    """Object that allows no fields besides its own. A field with a default may be missing."""
 
 
 class ErrorFields(Shape):
@@ -28,7 +28,7 @@ class ErrorFields(Shape):
 
 
 class ApiErrorReply(Shape):
-    """An error as OpenAI's clients expect it."""
+    """Error as OpenAI's clients expect it."""
 
     error: ErrorFields
 
@@ -40,7 +40,7 @@ class MessageErrorFields(Shape):
 
 
 class MessageErrorReply(Shape):
-    """An error as Anthropic's clients expect it."""
+    """Error as Anthropic's clients expect it."""
 
     type: Literal["error"]
     error: MessageErrorFields
@@ -65,14 +65,15 @@ _MESSAGE_TYPES = {
     413: "request_too_large",
     500: "api_error",
 }
-"""Anthropic's names; where it has none, OpenAI's."""
+"""Error types by status: Anthropic's names, or OpenAI's where Anthropic has none."""
 UNTHREADED = "thread_unsupported_request"
-"""The code by which Anthropic's clients know that they have to send whole conversations."""
+"""Error code that makes Anthropic's clients send whole conversations instead of thread references.
+"""
 _MESSAGE_PATHS = re.compile(r"(/anthropic)?(/v1)?/messages(/.*)?")
 
 
 class ApiError(HadalError):
-    """A reply other than 200. `headers` go with it."""
+    """Reply other than 200. `headers` are sent with it."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ApiError(HadalError):
 
     @property
     def body(self) -> bytes:
-        """The JSON body."""
+        """Return the JSON body as OpenAI's clients expect it."""
         other = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, other)
         fields = ErrorFields(str(self), kind, self.param, self.code)
@@ -99,7 +100,7 @@ class ApiError(HadalError):
 
     @property
     def message_body(self) -> bytes:
-        """The JSON body as Anthropic's clients expect it."""
+        """Return the JSON body as Anthropic's clients expect it."""
         kind = _MESSAGE_TYPES.get(
             self.status, "api_error" if self.status >= 500 else "invalid_request_error"
         )
@@ -110,22 +111,22 @@ class ApiError(HadalError):
         return msgspec.json.encode(MessageErrorReply("error", fields))
 
     def body_at(self, path: str) -> bytes:
-        """The JSON body of a refusal of what was asked for at a path."""
+        """Return the JSON body of a refusal, in the form for clients of this path."""
         return self.message_body if is_anthropics(path) else self.body
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether clients of Anthropic's API ask there."""
+    """Return True if the path belongs to Anthropic's API."""
     return _MESSAGE_PATHS.fullmatch(path) is not None
 
 
 def retry_after(seconds: float | None) -> dict[str, str]:
-    """The Retry-After header, in whole seconds as HTTP wants it (RFC 9110, 10.2.3)."""
+    """Return the Retry-After header in whole seconds, as HTTP requires (RFC 9110, 10.2.3)."""
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """A tenant's quota, and what is left of it, by the names that OpenAI's clients know."""
+    """Return headers with a tenant's quota and the rest of it, under the names that OpenAI uses."""
     headers = {}
     for what, most, left, reset_s in (
         (
@@ -143,7 +144,7 @@ def limit_headers(limits: RateLimits | None) -> dict[str, str]:
 
 
 def span(seconds: float) -> str:
-    """A time as OpenAI's headers have it: "6m0s", "1.2s", "20ms"."""
+    """Format a time as in OpenAI's headers: "6m0s", "1.2s", "20ms"."""
     millis = math.ceil(seconds * 1000)
     if millis < 1000:
         return f"{millis}ms"
@@ -152,7 +153,7 @@ def span(seconds: float) -> str:
 
 
 def sentence(reason: str) -> str:
-    """A reason as a message says it: with a capital letter."""
+    """Return the reason with a capital first letter, as messages begin."""
     return reason[:1].upper() + reason[1:]
 
 
@@ -163,13 +164,13 @@ def overloaded(
     code: str | None = None,
     limits: RateLimits | None = None,
 ) -> ApiError:
-    """429 (this client or queue is full) or 503 (the service is not there)."""
+    """Return a 429 (this client's limit or the queue is full) or a 503 (service unavailable)."""
     headers = {**retry_after(retry_after_s), **limit_headers(limits)}
     return ApiError(status, message, code=code, headers=headers)
 
 
 def as_api_error(error: HadalError) -> ApiError:
-    """Map the tree of errors to statuses; what is not the client's doing is 500."""
+    """Map the error classes to statuses; errors that the client did not cause become 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):

@@ -1,10 +1,11 @@
-"""What holds for every request, whatever it asks for: its id, who may ask from where, and its line
-in the access log.
+"""Checks and records for every request: its id, the host names and origins that may ask, and its
+line in the access log.
 
-A page in a browser can make its own name point at this server and then read it, if the server asks for
-no key (DNS rebinding). So a server without keys answers only to names of this machine, to addresses if
-it serves a network, and to names in its deployment; and only to pages of its own, of this machine if it
-serves this one alone, and those that its deployment names. Knows ASGI, nothing of routes.
+A web page can make its own name point at this server and then read it, if the server requires no
+key (DNS rebinding). So a server without keys checks Host and Origin. It answers to names of this
+machine, to names in its deployment, and to addresses if it serves a network. It answers pages of
+its own, pages that its deployment names, and pages of this machine if it serves only this machine.
+Depends on ASGI, not on routes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hadal.runtime.process.logs import REQUEST_ID, fields
 access = logging.getLogger("hadal.access")
 
 SEEN = "hadal.seen"
-"""Key of a scope under which its AccessRecord lies."""
+"""Scope key of the request's AccessRecord."""
 _EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
     b", X-RateLimit-%s-%s" % (what, of)
     for of in (b"Requests", b"Tokens")
@@ -41,25 +42,25 @@ METHODS = "GET, POST, DELETE, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
 _POLLED = ("/health", "/metrics", "/status")
-"""Asked for every few seconds by machines: a line for those only if something is wrong, or in the
-debug log.
+"""Paths that machines poll every few seconds. Their successful requests are logged at debug level
+only.
 """
 
 
 @dataclass
 class AccessRecord:
-    """What becomes known of a request while it is worked on, for its line in the access log."""
+    """Facts about a request for its line in the access log, filled in while the request runs."""
 
     request_id: str
     status: int = 0
     num_tokens: int = 0
     tenant: str = "-"
     reply_id: str = ""
-    """The `id` in the answer's body."""
+    """The `id` in the body of the answer."""
 
 
 class Edge:
-    """The outermost layer of the application."""
+    """Outermost layer of the application."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Edge:
         has_keys: bool,
         now: Callable[[], float],
     ) -> None:
-        """`host`: the address that is listened at; "" leaves names and origins unchecked."""
+        """`host`: the listening address; "" leaves names and origins unchecked."""
         self._app = app
         self._settings = settings
         self._is_local = is_loopback(host)
@@ -92,7 +93,7 @@ class Edge:
         allows = origin is not None and self._allows(origin)
         extra = [(b"x-request-id", seen.request_id.encode())]
         if is_anthropics(scope["path"]):
-            extra.append((b"request-id", seen.request_id.encode()))  # What its clients look for.
+            extra.append((b"request-id", seen.request_id.encode()))  # The name that Anthropic's clients read.
         if origin is not None and allows:
             extra += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -112,12 +113,12 @@ class Edge:
         finally:
             self._log(scope, seen, (self._now() - start_s) * 1000)
             REQUEST_ID.reset(id_token)
-            scope.pop(WRITE, None)  # It refers to what refers to the scope.
+            scope.pop(WRITE, None)  # It refers to the scope, directly or not: a reference cycle.
 
     def _answer(
         self, scope: Scope, headers: Headers, origin: str | None, allows: bool
     ) -> Response | None:
-        """A refusal, or what browsers ask before they ask; None: the request goes on."""
+        """Return a refusal or the answer to a CORS preflight; None: the request goes on."""
         method, path = scope["method"], scope["path"]
         host = headers.get("host", "")
         if self._guards and not self._knows(host):
@@ -159,8 +160,8 @@ class Edge:
         )
 
     def refusal(self, host: str, origin: str | None) -> str | None:
-        """Why whoever asks by this name, from a page of this origin, is turned away; None: he is
-        not. For an application that answers its own pages alone.
+        """Return why a request with this Host and Origin is refused, or None. For an application
+        that serves only its own pages.
         """
         if self._guards and not self._knows(host):
             return f"{host[:100]!r} is no name of this machine; name it in gateway.allowed_hosts."
@@ -169,14 +170,15 @@ class Edge:
         return None
 
     def _allows(self, origin: str) -> bool:
-        """Whether a browser may show this server's answers to a page of `origin`."""
+        """Return True if a browser may show this server's answers to a page of `origin`."""
         if {"*", origin} & {*self._settings.cors_origins}:
             return True
         return self._guards and self._is_local and is_loopback(_origin(origin).hostname or "")
 
     def _knows(self, host: str) -> bool:
-        """Whether the server has this name. No page can give its own name to an address, as it can to
-        another name (DNS rebinding), so a server for the network also has any address.
+        """Return True if the server has this name. With DNS rebinding, a page can point a name of
+        its own at this server, but it cannot own an address. So a server for the network also
+        accepts any address.
         """
         name = host_name(host)
         if is_loopback(name) or name in self._hosts:
@@ -201,14 +203,14 @@ class Edge:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port: "[::1]:8000" is "::1"."""
+    """Return the name in a Host header without its port: "::1" for "[::1]:8000"."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or address can only mean this machine: no other's DNS has a say in it."""
+    """Return True if a name or address can only mean this machine, whatever DNS answers."""
     return is_near(name) or name.endswith(".localhost")
 
 
@@ -225,7 +227,7 @@ def _same(origin: str, host: str) -> bool:
 
 
 def _origin(text: str) -> urllib.parse.SplitResult:
-    """Its parts; of what is none, no parts."""
+    """Return the parts of an origin; empty parts if it cannot be parsed."""
     try:
         return urllib.parse.urlsplit(text)
     except ValueError:

@@ -1,6 +1,6 @@
 """Intake of requests: the limits that hold from a request's headers to its whole body.
 
-Knows tenants by name, and no contents.
+Depends on tenant names, not on contents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Patience:
 
 
 class Intake:
-    """Places for bodies on their way, and permits for whole requests."""
+    """Places for incomplete bodies, and permits for whole requests."""
 
     def __init__(
         self, limits: LimitsConfig, patience: Patience, bodies: Bodies | None = None
@@ -36,7 +36,7 @@ class Intake:
         self._max_body_bytes = limits.max_body_bytes
 
     async def body_of(self, request: Request, tenant: str) -> bytes:
-        """Return the body of a request that costs work. Raises ApiError."""
+        """Return the body of a request that needs a permit. Raises ApiError."""
         self.permits.check(tenant)
         async with self.bodies.wait(tenant, self.patience.body_s):
             return await read_body(request, self._max_body_bytes)

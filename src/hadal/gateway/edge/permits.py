@@ -1,6 +1,6 @@
 """Permits to work on requests, by tenant, for requests with whole bodies.
 
-What one tenant does costs no other tenant a permit. The front counts generations (policy/admission);
+A tenant's requests take no other tenant's permits. The front counts generations (policy/admission);
 this file counts HTTP requests.
 """
 
@@ -15,28 +15,28 @@ from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import share_of
 
 LEFT_S = 10.0
-"""How long generations that were given up still take permits. To begin and to end one costs the
-gateway half a millisecond of its one thread: a tenant that does nothing else may have 5 % of it
-where there are a thousand permits.
+"""Time for which abandoned generations still occupy permits, in seconds. Starting and ending one
+costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts and
+abandons generations takes at most 5 % of that thread.
 """
 
 
 class Permits:
-    """HTTP requests that are worked on, from their whole body to the end of their answer."""
+    """HTTP requests in progress, from their whole body to the end of their answer."""
 
     def __init__(self, num_max: int, retry_after_s: float) -> None:
         self._num_max = num_max
         self._retry_after_s = retry_after_s
         self._tenant_to_num: Counter[str] = Counter()
         self._tenant_to_left: Counter[str] = Counter()
-        """Generations whose clients went away a moment ago."""
+        """Generations abandoned by their clients in the last LEFT_S, by tenant."""
 
     def __len__(self) -> int:
         return self._tenant_to_num.total()
 
     def check(self, tenant: str) -> None:
-        """Raises ApiError 429 for a tenant that has its share. Asked before a body is read, it
-        spares reading it.
+        """Raise ApiError 429 if the tenant has used up its share. A check before the body is read
+        saves reading it.
         """
         num_held, num_left = self._tenant_to_num[tenant], self._tenant_to_left[tenant]
         if num_held + num_left >= share_of(
@@ -52,7 +52,7 @@ class Permits:
 
     @contextmanager
     def take(self, tenant: str) -> Iterator[None]:
-        """Hold a permit. Raises as `check` does."""
+        """Hold a permit within this context. Raises as `check` does."""
         self.check(tenant)
         self._tenant_to_num[tenant] += 1
         try:
@@ -63,8 +63,8 @@ class Permits:
                 del self._tenant_to_num[tenant]
 
     def left(self, tenant: str, num: int) -> None:
-        """A client went away from so many generations: they take permits for LEFT_S more, so that
-        to begin and give up again and again costs the tenant that does it and not the others.
+        """Count `num` generations that a client abandoned: they occupy permits for LEFT_S more. So
+        repeated starting and abandoning costs the tenant that does it, not others.
         """
         self._tenant_to_left[tenant] += num
         asyncio.get_running_loop().call_later(LEFT_S, self._forget, tenant, num)

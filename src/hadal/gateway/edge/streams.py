@@ -1,7 +1,7 @@
-"""Serve running streams without waking their tasks: one callback pushes all that have something to send,
-and one timer watches for those to which nothing comes.
+"""Serve running streams without waking their tasks: one callback pushes all streams with something
+to send, and one timer finds streams that receive nothing.
 
-    a mailbox with something in it ──► ready ──┐ once for all of them
+    a mailbox with a delivery in it ─► ready ──┐ once for all of them
                                                └──► push ──► the connection
     one timer ──► late
 
@@ -18,26 +18,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Write = Callable[[bytes], bool]
-"""Writes a part of a body to its connection. Returns False, with nothing written, if the connection is
-closed or its buffer is full.
+"""Function that writes a part of a body to its connection. Returns False, with nothing written, if
+the connection is closed or its buffer is full.
 """
 
 
 class Stream(Protocol):
-    """A running stream. Its methods raise nothing."""
+    """Running stream. Its methods must not raise."""
 
     due_s: float
-    """Time at which it is late, in the clock's seconds. It only moves on."""
+    """Time at which the stream is late, in the clock's seconds. It only increases."""
 
     def push(self) -> None:
-        """Something may have come."""
+        """Send new deliveries, if there are any."""
 
     def late(self) -> None:
-        """Nothing came until `due_s`."""
+        """Handle that nothing arrived until `due_s`."""
 
 
 class Streams:
-    """All streams of a gateway."""
+    """All running streams of a gateway."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -48,18 +48,18 @@ class Streams:
         """Time for which the timer is set."""
 
     def join(self, stream: Stream) -> None:
-        """Begin to watch a stream's time."""
+        """Start to watch the stream's `due_s`."""
         self._running.add(stream)
         if stream.due_s < self._armed_s:
             self._arm()
 
     def leave(self, stream: Stream) -> None:
-        """Watch it no longer."""
+        """Stop watching the stream."""
         self._running.discard(stream)
 
     def ready(self, stream: Stream) -> None:
         """Push a stream soon, together with others that are ready."""
-        if not self._ready:  # In no request's context: the log would name it.
+        if not self._ready:  # In no request's context: logs would carry its id.
             asyncio.get_running_loop().call_soon(self._push, context=contextvars.Context())
         self._ready.append(stream)
 
@@ -70,7 +70,9 @@ class Streams:
                 stream.push()
 
     def _arm(self) -> None:
-        """Wait for the stream that is due first. Streams move on meanwhile, and the timer stays."""
+        """Set the timer for the earliest `due_s`. Streams may postpone theirs meanwhile; the timer
+        stays.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
@@ -89,13 +91,13 @@ class Streams:
 
 
 def refuse(data: bytes) -> bool:
-    """Stand for the connection of a server that lets nobody write to it."""
+    """Stand in for a connection on servers without direct writes: always return False."""
     return False
 
 
 @dataclass(frozen=True)
 class Outlet:
-    """What a stream needs to write by itself."""
+    """Objects through which a stream writes without its task."""
 
     streams: Streams
     write: Write
