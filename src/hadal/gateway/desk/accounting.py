@@ -1,10 +1,10 @@
-"""What the gateway writes to the ledger: one fact for each generation, when its HTTP request has
-ended one way or another, and how long each unit was up.
+"""Facts that the gateway records in the ledger: one per generation, when its HTTP request has
+ended, and the uptime of each unit.
 
-A generation is billed what was streamed: the tokens its reply took in to show, as `usage` counts
-them. Its prompt is billed once for all its choices, to the first of them that got a token. What
-never became a generation (a malformed body, an unknown key) is no fact, but one that was turned
-away for want of room is.
+A generation is billed for its streamed tokens: those that its reply accepted to show, as `usage`
+counts them. A prompt is billed once for all its choices, to the first choice that got a token. A
+request that never became a generation (a malformed body, an unknown key) has no fact. A request
+refused for lack of capacity has one.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 
 HEARTBEAT_S = 10.0
-"""Units that are up are written to the ledger this often: what `kill -9` can take from their
-node-hours.
+"""Period of writing the uptime of units to the ledger: the most node-hours that `kill -9` can
+lose.
 """
 _LOOK_S = 1.0
-"""How often node-hours are written while requests end: node-hours are never far behind what was
-done in them.
+"""Period of writing node-hours while requests end, so that they never lag far behind the
+requests.
 """
 _CLOSE_S = 10.0
 STANDARD = "standard"
-"""The tier of requests that somebody waits for."""
+"""Tier of interactive requests."""
 BATCH_TIER = "batch"
 _NO_CLOSING = Closing("", "", 0)
 
 
 class Sink(Protocol):
-    """The part of runtime/ledger/writer that accounting needs."""
+    """Part of runtime/ledger/writer that accounting needs."""
 
     on_kept: Kept
 
@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 
 class Accounting:
-    """Makes facts of what ended. Used by the event loop's thread."""
+    """Maker of facts about ended requests and units. Used by the event loop's thread."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Accounting:
         clock: GatewayClock,
         on_charged: Callable[[Charged], None] | None = None,
     ) -> None:
-        """`units` are those that the front has up. `on_charged` is called with the charge of each
-        generation; None: no tenant can have a budget. Raises ValueError for prices that cannot be
-        read.
+        """`units` returns the units that the front has up. `on_charged` is called with the charge
+        of each generation; None: no tenant can have a budget. Raises ValueError for malformed
+        prices.
         """
         self._deployment = deployment
         self._model = model
@@ -82,20 +82,20 @@ class Accounting:
         )
         self._gpu_hour_micro_usd = micro_usd(deployment.ledger.gpu_hour_usd)
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
-        """Unit and epoch -> role, and when it came."""
+        """(unit, epoch) -> (role, Unix time when it came up)."""
         self._looked_s = 0.0
         self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0, BATCH_TIER: 0})
-        """What was charged since the process began."""
+        """Amount charged since the process started, by tier."""
         self._on_charged = on_charged
 
     def most(self, num_prompt: int, num_output: int, *, is_batch: bool = False) -> int:
-        """Pico-dollars that a generation can cost."""
+        """Return the highest cost of a generation, in pico-dollars."""
         prices = self._batch_prices if is_batch else self._prices
         return prices.most(num_prompt, num_output)
 
     @property
     def counts(self) -> LedgerCounts:
-        """What became of the facts."""
+        """Return how many facts were written, delayed, lost and so on."""
         return self._sink.counts
 
     def facts(
@@ -109,8 +109,8 @@ class Accounting:
         *,
         is_batch: bool = False,
     ) -> list[RequestFact]:
-        """An HTTP request ended, and with it all its generations: a fact for each. `end` is how
-        those did that are not finished. `is_batch`: nobody waited for it.
+        """Return a fact for each generation of an ended HTTP request. `end`: outcome of the
+        generations that did not finish. `is_batch`: the request is a batch's line.
         """
         prices = self._batch_prices if is_batch else self._prices
         model = f"{self._model}{BATCH_MODEL}" if is_batch else self._model
@@ -128,7 +128,7 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
-            # A prompt that is only scored has a token drawn that nobody is shown.
+            # A prompt that is only scored has one token drawn that is not shown.
             first_s, last_s = (
                 (meter.first_token_s, meter.last_token_s) if num_output else (None, None)
             )
@@ -155,8 +155,8 @@ class Accounting:
         return facts
 
     def charge(self, facts: Iterable[RequestFact]) -> None:
-        """Write facts down, and count what they cost. The ledger has each once, however often it
-        is charged.
+        """Write facts to the ledger and count their cost. The ledger keeps each fact once, even if
+        it is charged repeatedly.
         """
         for fact in facts:
             tier = STANDARD if fact.model == self._model else BATCH_TIER
@@ -167,7 +167,7 @@ class Accounting:
             self.look()
 
     def waive(self, facts: Iterable[RequestFact]) -> None:
-        """Nobody is charged for these: what was put aside for them is free again."""
+        """Charge nothing for these facts, and free the budget reserved for them."""
         for fact in facts:
             self._say_charged(fact, 0)
 
@@ -177,11 +177,11 @@ class Accounting:
             self._on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))
 
     def hear(self, kept: Kept) -> None:
-        """Call this, in the ledger's thread, with facts that are durable."""
+        """Set the function to call with durable facts; it runs in the ledger's thread."""
         self._sink.on_kept = kept
 
     def refused(self, request_id: str, start_s: float, tenant: Tenant, status: int) -> None:
-        """A request was turned away before it was read."""
+        """Record a request that was refused before its body was read."""
         unix_s = self._unix_time()
         received_s = unix_s - (self._now() - start_s)
         self._sink.add(
@@ -191,7 +191,7 @@ class Accounting:
         )
 
     def look(self) -> None:
-        """Units came or went, or time passed."""
+        """Record the uptime of the units. Called when units came or went, or time passed."""
         unix_s = self._looked_s = self._unix_time()
         now_up = {(unit.name, unit.epoch): unit.role for unit in self._units().values()}
         for key, role in now_up.items():
@@ -216,6 +216,6 @@ class Accounting:
                 del self._up[name, epoch]
 
     def end(self) -> None:
-        """The process ends: write what is left."""
+        """Record the last facts and close the ledger, as the process ends."""
         self.look()
         self._sink.close(_CLOSE_S)

@@ -1,11 +1,11 @@
-"""API keys: a Bearer token compared in constant time, and what its tenant may do besides asking.
+"""API keys: a Bearer token compared in constant time, and the rights of its tenant.
 
-    KEY [RIGHT ...] [FIELD=VALUE ...]                 a line of a keys file, or what stands between
+    KEY [RIGHT ...] [FIELD=VALUE ...]                 a line of a keys file, or the text between
     sha256:DIGEST name=NAME [RIGHT ...] [FIELD=...]   two commas of HADAL_API_KEYS
 
-A key has no blank and no comma. Where there is no key, or only one, nobody is there to be protected
-from it: it has all rights, unless it is given a name. Knows headers, and that a key is a tenant;
-what becomes of its quotas, the front decides (policy/quotas).
+A key has no blank and no comma. Without keys, or with a single key without a name, there is no
+other tenant to protect: the tenant has all rights. Depends on headers; the front applies a tenant's
+quotas (policy/quotas).
 """
 
 from __future__ import annotations
@@ -24,35 +24,33 @@ from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 
 PRIORITY = "priority"
-"""The right to go ahead of others: a `priority` above 0."""
+"""Right to jump the queue: a `priority` above 0."""
 OPERATOR = "operator"
-"""The right to see what all tenants do together: /audit, /trace, and /metrics where that is not
-open.
-"""
+"""Right to see the activity of all tenants: /audit, /trace, and /metrics unless that is open."""
 RIGHTS = frozenset({PRIORITY, OPERATOR})
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whoever sends a key."""
+    """Sender of requests, identified by an API key."""
 
     salt: bytes
     rights: frozenset[str] = frozenset()
     given_name: str = ""
-    """Empty: its name is made of its salt."""
+    """Name from the keys file. Empty: the name is derived from the salt."""
     weight: float = 1.0
-    """Its share of what is scarce, beside others' (policy/fairness)."""
+    """Share of scarce capacity, relative to other tenants (policy/fairness)."""
     models: frozenset[str] = frozenset()
-    """Models that it may ask; empty: all."""
+    """Models that it may use; empty: all."""
     quota: Quota | None = None
 
     @cached_property
     def name(self) -> str:
-        """What the tenant is called in the ledger, in logs and at the front."""
+        """Return the tenant's name in the ledger, in logs and at the front."""
         return self.given_name or name_of(self.salt)
 
     def may_ask(self, model: str) -> bool:
-        """Whether a model is there for it."""
+        """Return True if the tenant may use this model."""
         return not self.models or model in self.models
 
 
@@ -61,20 +59,22 @@ _EVERYONE = Tenant(salt_of(b""), RIGHTS)
 
 
 def credentials(headers: Mapping[str, str]) -> str | None:
-    """The Authorization header, or what Anthropic's clients send in its place: `x-api-key`."""
+    """Return the Authorization header; if absent, one made from `x-api-key`, as Anthropic's clients
+    send.
+    """
     given, key = headers.get("authorization"), headers.get("x-api-key")
     return f"Bearer {key}" if key and not given else given
 
 
 class Keys:
-    """The keys that are let in; with none, everybody is."""
+    """Accepted keys; without keys, every request is accepted."""
 
     def __init__(
         self, lines: Iterable[str] = (), *, is_closed: bool = False, is_known: bool = True
     ) -> None:
-        """`lines`: as parse_key reads them; blank ones are passed over. `is_closed`: without keys
-        nobody is let in. `is_known`: else nobody is until others take their place. Raises
-        ConfigError.
+        """`lines`: as parse_key reads them; blank ones are skipped. `is_closed`: without keys, no
+        request is accepted. `is_known`: if false, none is accepted until other keys replace these.
+        Raises ConfigError.
         """
         digest_to_tenant: dict[bytes, Tenant] = {}
         for digest, tenant in map(parse_key, filter(str.strip, lines)):
@@ -85,16 +85,16 @@ class Keys:
                 raise ConfigError("a key stands there twice, and what is behind it differs.")
             rights = tenant.rights | (first.rights if first is not None else frozenset())
             digest_to_tenant[digest] = replace(tenant, rights=rights)
-        # Digests are of one length, so that the comparison's time says nothing of a key's length
+        # Digests have one length, so the time of a comparison does not reveal a key's length
         # either.
         self._digests = tuple(digest_to_tenant)
-        # Of a file that names its tenants one may be left, which is not to rise by that.
+        # A named tenant that is left alone in a file must not gain rights by that.
         is_alone = len(self._digests) == 1 and not next(iter(digest_to_tenant.values())).given_name
         self.tenants = tuple(
             replace(tenant, rights=RIGHTS) if is_alone else tenant
             for tenant in digest_to_tenant.values()
         )
-        """The tenants, in the order of their keys. Of a hashed key the salt is not known."""
+        """Tenants in the order of their keys. A hashed key's salt is empty (unknown)."""
         names = [tenant.name for tenant in self.tenants]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two keys have the name {min(twice)}; a name is one tenant's.")
@@ -103,12 +103,12 @@ class Keys:
 
     @property
     def is_open(self) -> bool:
-        """There are no keys: everybody is let in."""
+        """Return True if there are no keys, so that every request is accepted."""
         return not self._digests and not self._is_closed
 
     @property
     def quotas(self) -> tuple[Quota, ...]:
-        """Of tenants that have any."""
+        """Return the quotas of tenants that have one."""
         return tuple(tenant.quota for tenant in self.tenants if tenant.quota is not None)
 
     def check(self, authorization: str | None) -> Tenant:
@@ -144,16 +144,16 @@ class Keys:
 
 
 HASHED = "sha256:"
-"""What a key's digest begins with, where the key itself is not written down."""
+"""Prefix of a key's digest, written where the key itself is not stored."""
 _NAME_FORM = re.compile(r"(?!t-|everyone$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
-"""What is in no line of a keys file; a tab may be between words."""
+"""Characters that no line of a keys file may contain; a tab may separate words."""
 _MAX_NUMBER = 10**12
 _MAX_WEIGHT = 1000.0
 
 
 def parse_key(line: str) -> tuple[bytes, Tenant]:
-    """A key's digest and its tenant. Raises ConfigError, which does not show the key."""
+    """Return a key's digest and its tenant. Raises ConfigError, which does not show the key."""
     if _CONTROL.search(line):
         raise ConfigError("there is a control character in it.")
     key, *words = line.split()
@@ -201,7 +201,7 @@ def _tenant(salt: bytes, rights: frozenset[str], values: dict[str, list[str]]) -
 
 
 def check_name(field: str, text: str) -> str:
-    """A tenant's name. Raises ConfigError."""
+    """Return the name if it is a valid tenant name. Raises ConfigError."""
     if not _NAME_FORM.fullmatch(text):
         raise ConfigError(
             f"{field} is {text[:70]!r}; up to 64 letters, digits and . _ @ - are needed, and"
@@ -251,7 +251,7 @@ _FIELDS: dict[str, Callable[[str, str], str | int | float]] = {
     DOLLARS_PER_DAY: _pico_usd,
     WEIGHT: _weight,
 }
-"""What may stand behind a key with a value, and how it is read. `model` may stand there again."""
+"""Fields with values in a key's line, and their parsers. `model` may occur more than once."""
 
 
 def _digest(key: bytes) -> bytes:
@@ -259,5 +259,5 @@ def _digest(key: bytes) -> bytes:
 
 
 def hashed(key: str) -> str:
-    """A key as a keys file holds it without giving it away."""
+    """Return a key in the hashed form of a keys file."""
     return f"{HASHED}{_digest(key.encode()).hex()}"

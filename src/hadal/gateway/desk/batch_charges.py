@@ -1,10 +1,10 @@
-"""Costs of a batch's written lines, on their way from the store to the ledger.
+"""Costs of a batch's answered lines, on their way from the store to the ledger.
 
     answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
 
-An answer is written down together with the facts of what it cost, and only what was read back is
-charged: a line that stands in the output is charged, by this process or by the next, and
-the ledger has each fact once. Knows the store's facts, no line.
+An answer and the facts about its cost are written in one commit, and only facts read back from the
+store are charged. So every line in the output is charged, by this process or the next one, and the
+ledger keeps each fact once. Depends on the store's facts, not on lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hadal.runtime.batches import BatchesDown, BatchStore
 
 
 class BatchCharges:
-    """Charges of one worker that the store has and the ledger may not have yet."""
+    """Charges of one worker that are in the store and may not be in the ledger yet."""
 
     def __init__(
         self,
@@ -33,17 +33,19 @@ class BatchCharges:
         self._store = store
         self._call = call
         self._charged: set[str] = set()
-        """Facts that the ledger was given, by request id, and the store has."""
+        """Request ids of facts that the ledger was given and that are still in the store."""
         self._kept: deque[str] = deque()
-        """Facts of `_charged` that the ledger keeps; its thread appends."""
+        """Request ids of `_charged` that are durable in the ledger; the ledger's thread appends."""
 
     def listen(self) -> None:
-        """Hear from now on which facts the ledger keeps."""
+        """Have the ledger report durable facts from now on."""
         if self._gateway.desk.accounting is not None:
             self._gateway.desk.accounting.hear(self._hear)
 
     async def settle(self) -> None:
-        """Drop what the ledger has, and give it what else written lines cost. Raises BatchesDown."""
+        """Drop facts that the ledger has, and charge the store's other facts. Raises
+        BatchesDown.
+        """
         accounting = self._gateway.desk.accounting
         if accounting is None:
             return
@@ -59,13 +61,13 @@ class BatchCharges:
                 self._gateway.metrics.output.add(fact.tokens_out)
 
     def waive(self, facts: Sequence[RequestFact]) -> None:
-        """Charge nothing for a line that was not written down."""
+        """Charge nothing for a line whose answer was not recorded."""
         if self._gateway.desk.accounting is not None:
             self._gateway.desk.accounting.waive(facts)
 
     def close(self) -> None:
-        """Drop what the ledger has, now that it has been closed."""
-        with suppress(BatchesDown):  # Then they are charged again, which changes nothing.
+        """Drop facts that the ledger has, now that it has been closed."""
+        with suppress(BatchesDown):  # Else they are charged again, without effect.
             self._store.drop_charges(list(self._kept))
 
     def _hear(self, facts: Sequence[Fact]) -> None:

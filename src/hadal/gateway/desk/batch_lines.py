@@ -1,6 +1,6 @@
-"""The lines of a batch's input file: the requests, and the mistakes in them.
+"""Lines of a batch's input file: the requests, and the errors in them.
 
-Knows the API's JSON; no store and no clock.
+Depends on the API's JSON, not on a store or a clock.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from hadal.runtime.batches import BatchLine
 
 MAX_CUSTOM_ID_CHARS = 512
 MAX_ERRORS = 100
-"""Listed mistakes of a batch's input."""
+"""Most errors listed for a batch's input."""
 
 
 def read_lines(
     pieces: Iterator[bytes], endpoint: str, max_lines: int, max_bytes: int
 ) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests of a file to an endpoint, and the mistakes in it. `max_bytes`: of a body."""
+    """Return the requests of a file to an endpoint, and the errors in it. `max_bytes`: largest
+    body.
+    """
     lines: list[BatchLine] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -46,7 +48,7 @@ def read_lines(
 
 
 def _lines_of(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    held: list[bytes] = []  # Of one line: joined once, however many pieces it has.
+    held: list[bytes] = []  # Pieces of the current line, joined only once.
     for piece in pieces:
         first, *rest = piece.split(b"\n")
         held.append(first)
@@ -69,7 +71,7 @@ _decode_line = msgspec.json.Decoder(_InputLine).decode
 
 
 def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLine | dict[str, Any]:
-    """A line, or what is wrong with it."""
+    """Return a line, or the error in it."""
     try:
         line = _decode_line(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,11 +1,11 @@
-"""The work of /v1/batches: requests for which nobody waits, from a JSONL file into another.
+"""Process the batches of /v1/batches: requests from a JSONL file, answered into another file.
 
     file --POST /batches--> validating --lines are read--> in progress --all answered--> completed
 
-Every gateway takes files and batches (gateway/batch_pages); the one with the front works on them. A
-line is begun where the front says that the load leaves room (policy/admission.admit_batch) and that
-its tenant's quota lets in all its generations. Tenants take turns, line by line. Of a tenant's
-batches the oldest is worked on. Knows the store's rows and the API's JSON, no HTTP.
+Every gateway accepts files and batches (gateway/batch_pages); the one with the front processes
+them. A line starts when the front reports spare capacity (policy/admission.admit_batch) and the
+tenant's quota admits all of its generations. Tenants take turns, line by line; a tenant's oldest
+batch goes first. Depends on the store's rows and the API's JSON, not on HTTP.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ T = TypeVar("T")
 
 WINDOW_S = 86_400
 MAX_TRIES = 6
-"""Of a line, where it is the server that fails. A line that load pushes out again is not a try:
-only the end of its batch's time ends it.
+"""Tries per line for failures of the server. A line preempted by other load does not count as a
+try; only its batch's expiry ends it.
 """
 WITHDRAWN_S = 60.0
-"""Nobody has had a tenant's key for so long when its batches are cancelled."""
+"""Time for which a tenant has no key before its batches are cancelled."""
 _LOOK_S = 1.0
-"""Time between two looks for what other gateways took."""
+"""Time between two reads of the open batches, which other gateways may have added."""
 _AGAIN_S = 5.0
 _FORGET_S = 3600.0
 _AHEAD = 16
-"""Lines read at once."""
+"""Number of lines read at once."""
 _LOAD = (429, 503)
-"""Statuses of a line for which there was no room."""
+"""Statuses of a line that failed for lack of capacity."""
 _LATER = (*_LOAD, 500, 504)
-"""Statuses after which a line is tried again."""
+"""Statuses after which a line is retried."""
 _BATCH_SALT = b"hadal-batch-1"
 
 
 class BatchStops:
-    """Batches of which no line is begun any more, and lines' waits for capacity, which a stop ends."""
+    """Batches that start no more lines, and waits for capacity that a stop ends."""
 
     def __init__(self) -> None:
         self._stopped: set[str] = set()
@@ -91,18 +91,18 @@ class BatchStops:
         return batch_id in self._stopped
 
     def stop(self, batch_id: str) -> None:
-        """Begin no more lines of a batch, nor let the one that waits for room hold up its end."""
+        """Start no more lines of a batch, and end the wait of its line for capacity."""
         self._stopped.add(batch_id)
         if wait := self.waits.pop(batch_id, None):
             wait.reschedule(0.0)
 
     def ended(self, batch_id: str) -> None:
-        """Forget a batch on which no task works now."""
+        """Forget a batch that no task processes any more."""
         self._stopped.discard(batch_id)
 
     @asynccontextmanager
     async def until_stopped(self, batch_id: str) -> AsyncIterator[None]:
-        """Give up what is awaited inside as soon as the batch is stopped."""
+        """Cancel the awaits inside this context as soon as the batch is stopped."""
         wait = self.waits[batch_id] = asyncio.timeout(None)
         try:
             async with wait:
@@ -115,7 +115,9 @@ class BatchStops:
 
 
 class BatchWorker:
-    """Reads, answers and ends the batches of all tenants. Used by the event loop's thread."""
+    """Worker that reads, answers and ends the batches of all tenants, in the event loop's
+    thread.
+    """
 
     def __init__(self, gateway: Gateway, store: BatchStore, config: BatchesConfig) -> None:
         self.store, self.config, self._gateway = store, config, gateway
@@ -125,26 +127,26 @@ class BatchWorker:
         }
         """Endpoint that a batch names -> its dialect."""
         self._turn = asyncio.Lock()
-        """Held by whoever waits for room: first come, first served."""
+        """Held by the line that waits for capacity: first come, first served."""
         self._slots = asyncio.Semaphore(config.max_running)
         self._drivers: dict[str, asyncio.Task[None]] = {}
-        """Batch id -> who works on it."""
+        """Batch id -> task that processes it."""
         self._stops = BatchStops()
         self._missing_s: dict[str, float] = {}
-        """Tenant of a batch -> since when nobody has its key."""
+        """Tenant of a batch -> time since which it has no key."""
         self._charges = BatchCharges(gateway, store, self.call)
         self.woken = asyncio.Event()
         self.num_waiting = self.num_running = 0
         self.outcomes: Counter[str] = Counter({"completed": 0, "failed": 0, "again": 0})
 
     async def call(self, function: Callable[..., T], *given: Any) -> T:
-        """One of the store's methods, off the event loop. Raises BatchesDown."""
+        """Run a method of the store off the event loop. Raises BatchesDown."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: function(*given)
         )
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Process batches until cancelled."""
         was_said, forgot_s = False, -_FORGET_S
         self._charges.listen()
         try:
@@ -162,7 +164,7 @@ class BatchWorker:
                     if not was_said:
                         log.error("batches stand still: %s", error)
                     was_said = True
-                except Exception:  # Ours; whoever waits for an answer is served on.
+                except Exception:  # Our own fault; interactive requests are still served.
                     log.exception("batches stand still for %g s", _AGAIN_S)
                     await asyncio.sleep(_AGAIN_S)
                 try:
@@ -181,7 +183,7 @@ class BatchWorker:
                 log.error("what lines cost is charged at the next start: %s", error)
 
     def close(self) -> None:
-        """No more calls come, and the ledger has been closed."""
+        """Close the store. No more calls follow, and the ledger has been closed."""
         self._thread.shutdown(wait=True)
         self._charges.close()
         self.store.close()
@@ -190,7 +192,7 @@ class BatchWorker:
         return int(self._gateway.clock.unix_time())
 
     async def _look(self) -> None:
-        """Find out what is to be done, and see that somebody does it."""
+        """Read the open batches, stop ended ones, and start a task for each batch in turn."""
         batches = await self.call(self.store.open_batches)
         self.num_waiting = sum(
             batch.num_total - batch.num_completed - batch.num_failed
@@ -203,7 +205,7 @@ class BatchWorker:
                 self._stops.stop(batch.id)
             is_in_turn = (
                 batch.tenant not in busy
-                or batch.status == VALIDATING  # Its mistakes are told at once.
+                or batch.status == VALIDATING  # Its errors are reported at once.
                 or batch.id in self._stops
             )
             busy.add(batch.tenant)
@@ -213,8 +215,8 @@ class BatchWorker:
                 task.add_done_callback(partial(self._ended, batch.id))
 
     def _is_withdrawn(self, batch: BatchRow) -> bool:
-        """True if nobody has had its tenant's key for a while. One that is exchanged is gone for a
-        moment, in which nothing of the batch is begun.
+        """Return True if the tenant's key has been missing for WITHDRAWN_S. A key being replaced is
+        missing briefly; meanwhile no line of the batch starts.
         """
         if not self._gateway.tenancy.keys.is_known or self._tenant(batch.tenant) is not None:
             self._missing_s.pop(batch.tenant, None)
@@ -226,7 +228,9 @@ class BatchWorker:
         return self._unix_s() >= batch.expires_s
 
     def _tenant_of(self, batch: BatchRow) -> Tenant | None:
-        """As whom its next line is begun; None: no line of it is to be begun any more, here."""
+        """Return the tenant for the batch's next line; None: this gateway starts no more of its
+        lines.
+        """
         if batch.id in self._stops or self._gateway.link.draining:
             return None
         return self._tenant(batch.tenant)
@@ -237,7 +241,7 @@ class BatchWorker:
         self.woken.set()
 
     async def _drive(self, batch: BatchRow) -> None:
-        """Take a batch as far as it goes."""
+        """Process a batch until it ends or can go no further."""
         try:
             if batch.status == VALIDATING and batch.id not in self._stops:
                 await self._validate(batch)
@@ -245,7 +249,7 @@ class BatchWorker:
             tenant = self._tenant(batch.tenant)
             if batch.status == IN_PROGRESS and tenant is not None and not self._is_late(batch):
                 if not await self._answer_all(batch):
-                    return  # It goes on after a look at how it stands now.
+                    return  # The next look decides with the batch's new state.
             elif self._is_withdrawn(batch):
                 log.warning(
                     "%s is cancelled: tenant %s has no key any more", batch.id, batch.tenant
@@ -303,14 +307,18 @@ class BatchWorker:
         return read_lines(pieces, batch.endpoint, self.config.max_lines, limits.max_body_bytes)
 
     def _tenant(self, name: str) -> Tenant | None:
-        """As it is now; None: nobody has its key, or keys are not known yet."""
+        """Return the tenant with its current settings; None: it has no key, or keys are not known
+        yet.
+        """
         keys = self._gateway.tenancy.keys
         if keys.is_open:
             return keys.check(None) if name == EVERYONE else None
         return next((tenant for tenant in keys.tenants if tenant.name == name), None)
 
     async def _answer_all(self, batch: BatchRow) -> bool:
-        """Answer all lines; False if some have no answer, as the batch or the server is to end."""
+        """Answer all lines. Return False if some have no answer because the batch or the server is
+        ending.
+        """
         tries: Counter[int] = Counter()
         while batch.id not in self._stops:
             after, begun = -1, 0
@@ -336,7 +344,7 @@ class BatchWorker:
         tries: Counter[int],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Read a line, wait for room, and let it run as one of `tasks`."""
+        """Parse a line, wait for capacity, and run it as one of `tasks`."""
         request_id = f"{self._dialects[batch.endpoint].id_prefix}{uuid.uuid4().hex}"
         reply = None
         try:
@@ -355,7 +363,7 @@ class BatchWorker:
         name = batch_of(tenant.name)
         salt = (
             tenant.salt or blake2b(tenant.name.encode(), digest_size=32, key=_BATCH_SALT).digest()
-        )  # A hashed key is not known while nobody sends it.
+        )  # For a hashed key: its own salt is unknown until a client sends the key.
         asking = replace(tenant, given_name=name, salt=salt)
         work: Work = await self._dialects[batch.endpoint].parse(line.body, request_id, asking)
         if work.ask.stream:
@@ -363,9 +371,9 @@ class BatchWorker:
         return work
 
     async def _let_in(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
-        """Begin a line where the load leaves room and its tenant's quota lets it in, in one of the
-        slots, which `_run` gives back. None: it is not to be begun any more. Raises ApiError where
-        no waiting helps.
+        """Begin a line once there is spare capacity and the quota admits it. It occupies a slot
+        until `_run` releases it. None: it is not to be started any more. Raises ApiError for errors
+        that waiting cannot fix.
         """
         formatter = self._dialects[batch.endpoint].format(work)
         while self._tenant_of(batch) is not None:
@@ -375,7 +383,7 @@ class BatchWorker:
                 try:
                     found = await self._until_valley(batch, work)
                     if isinstance(found, Ticket):
-                        # Nothing is awaited since the front was asked.
+                        # Nothing was awaited since the front issued the ticket.
                         times = Times(self._gateway.clock.now())
                         reply = self._gateway.desk.begin(
                             work, formatter, found, request_id, times, is_batch=True
@@ -384,15 +392,15 @@ class BatchWorker:
                 finally:
                     if reply is None:
                         self._slots.release()
-            # A tenant whose quota fills again keeps neither turn nor slot from the others meanwhile.
+            # A tenant that waits for its quota occupies neither turn nor slot meanwhile.
             if found is not None:
                 wait_s = float(found.headers.get("Retry-After", 1))
                 await asyncio.sleep(min(wait_s, _LOOK_S))
         return None
 
     async def _until_valley(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
-        """Wait until the load leaves room. Returns the line's ticket, or the refusal of its tenant's
-        quota; None if it is not to be begun any more.
+        """Wait for spare (off-peak) capacity. Return the line's ticket, or the refusal of its
+        tenant's quota; None if it is not to be started any more.
         """
         while (tenant := self._tenant_of(batch)) is not None:
             try:
@@ -414,7 +422,7 @@ class BatchWorker:
         request_id: str,
         tries: Counter[int],
     ) -> None:
-        """Take a line's tokens in, then write down its answer and what it cost."""
+        """Receive a line's tokens, then record its answer and its cost."""
         body, facts, end = bytearray(), list[RequestFact](), "500"
         refusal: ApiError | None = None
 
@@ -430,7 +438,7 @@ class BatchWorker:
                 end = str(refusal.status)
             finally:
                 try:
-                    # The facts are here at once: batches are worked on where the front is.
+                    # The facts are known at once: batches run in the front's process.
                     self._gateway.desk.end(reply, tenant, end, facts.extend)
                 except Exception as error:
                     refusal = _api_error(error)
@@ -439,7 +447,7 @@ class BatchWorker:
             else:
                 await self._refuse(batch, line, request_id, refusal, tries, facts)
         except BatchesDown:
-            self._charges.waive(facts)  # Unless a later read finds it written after all.
+            self._charges.waive(facts)  # Unless a later read finds the answer recorded after all.
             raise
         finally:
             self.num_running -= 1
@@ -462,8 +470,8 @@ class BatchWorker:
         self.outcomes["failed" if is_error else "completed"] += is_new
 
     async def _until_up(self, batch: BatchRow, function: Callable[[], T]) -> T:
-        """What a call of the store returns, however long it is down before. Raises BatchesDown when
-        the batch's time is over.
+        """Return the result of a store call, retrying while the store is down. Raises BatchesDown
+        once the batch has expired.
         """
         while True:
             try:
@@ -483,7 +491,9 @@ class BatchWorker:
         tries: Counter[int],
         facts: Sequence[RequestFact] = (),
     ) -> None:
-        """A line that has no answer: its error is one, unless it is the server that failed."""
+        """Record the error of a line as its answer, or leave the line for a retry if the server
+        failed.
+        """
         tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
@@ -494,7 +504,7 @@ class BatchWorker:
 
 
 def _api_error(error: Exception) -> ApiError:
-    """What a line's error says. A fault of ours is that line's alone, not its batch's."""
+    """Return the error to record for a line. A fault of ours fails that line, not its batch."""
     if not isinstance(error, HadalError):
         log.error("a line of a batch failed", exc_info=error)
         return internal_error()

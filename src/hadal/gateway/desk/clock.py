@@ -1,4 +1,4 @@
-"""The two clocks of a gateway."""
+"""Both clocks of a gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatewayClock:
-    """Seconds since boot for durations, and Unix time for days and dates."""
+    """Monotonic seconds for durations, and Unix time for days and dates."""
 
     now: Callable[[], float] = time.monotonic
     unix_time: Callable[[], float] = time.time

@@ -1,4 +1,4 @@
-"""The desk: begins the replies of admitted requests, ends them, and charges their cost."""
+"""Begin the replies of admitted requests, end them, and charge their cost."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hadal.gateway.text.vocabulary import Vocabulary
 
 FINGERPRINT = f"hadal-{__version__}"
 Formatter = Callable[[Head, Vocabulary], ReplyFormat]
-"""Makes one reply's format."""
+"""Function that makes one reply's format."""
 
 
 class Desk:
-    """Replies of one gateway, from the front's admission to the ledger."""
+    """Replies of one gateway, from admission by the front to the ledger."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Desk:
         self._patience = patience
 
     def reserve(self, work: Work, tenant: Tenant, *, is_batch: bool = False) -> Ticket:
-        """Return the ticket to `begin` a request, before anything else is awaited. Raises ApiError,
-        429 or 503.
+        """Return the ticket that `begin` needs; the caller awaits nothing else in between. Raises
+        ApiError, 429 or 503.
         """
         generations = [choice.generation for choice in work.choices]
         costs = self._most_pico_usd(work, tenant, is_batch=is_batch)
@@ -55,7 +55,7 @@ class Desk:
         """Return the highest cost of each generation; none for a tenant without a budget."""
         if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
             return ()
-        # The prompt is charged once, and to which of its choices is not known yet.
+        # The prompt is charged once, and the choice that carries the charge is not known yet.
         n, most = work.ask.n, self.accounting.most
         likely = self._service.limits.likely_output_tokens
         is_limited = work.ask.max_tokens is not None
@@ -100,7 +100,7 @@ class Desk:
             self._service.limits.request_timeout_s,
             self._patience,
         )
-        # A line of a batch may be tried again: it counts once, when it is charged.
+        # A batch line may be retried, so it is counted once, when it is charged.
         if not is_batch or self.accounting is None:
             self._metrics.output.begin(reply)
         return reply
@@ -112,9 +112,9 @@ class Desk:
         end: str,
         take: Callable[[list[RequestFact]], None] | None = None,
     ) -> None:
-        """Stop the generations of a reply that still run, and charge its cost as soon as the front
-        has reported its units. `end`: as Accounting.facts has it. `take`: receives a batch's facts
-        instead of the ledger.
+        """Stop the reply's generations that still run, and charge its cost as soon as the front has
+        reported their units. `end`: the value for Accounting.facts. `take`: receives a batch's
+        facts in place of the ledger.
         """
         accounting = self.accounting
 

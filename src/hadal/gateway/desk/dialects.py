@@ -1,8 +1,8 @@
-"""Every API of generations: how its bodies become work, and how its replies are written.
+"""APIs of generations: how their bodies become work, and how their replies are written.
 
-The structs of a dialect's bodies and replies are in its folder of gateway/api; its class here joins them
-to the service. To add a dialect, write its folder and its class, and add a line to `dialects_of`.
-Knows no route and no socket.
+The structs of a dialect's bodies and replies are in its folder of gateway/api; its class here
+connects them to the service. To add a dialect, write its folder and its class, and add a line to
+`dialects_of`. Independent of routes and sockets.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ResponseWork(Work):
 
     asked: ResponsesRequest
     keep: Callable[[bytes, Turn], None] | None
-    """Function that keeps the response when it has ended; None: it is not to be kept."""
+    """Function that stores the finished response; None: it is not to be kept."""
 
 
 class ResponsesDialect:

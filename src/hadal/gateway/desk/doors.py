@@ -1,4 +1,4 @@
-"""The state of a gateway that may be draining: whether it admits requests, and whether any is open."""
+"""State of a gateway that may be draining: does it admit requests, and is any generation open?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Doors:
-    """Whether a gateway takes anything new, and whether anything runs that it took."""
+    """Two events of a gateway: it drains, and it is idle."""
 
     def __init__(self) -> None:
         self._draining = asyncio.Event()
@@ -15,16 +15,18 @@ class Doors:
 
     @property
     def draining(self) -> bool:
-        """Nothing new is taken."""
+        """True once nothing new is admitted."""
         return self._draining.is_set()
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
+        """Wait until a drain is requested; the caller bounds the wait by the life of the
+        process.
+        """
         await self._draining.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open, and no other gateway is there that this one has the
-        front for. False after `timeout_s`.
+        """Wait until no generation is open, and no other gateway depends on this one's front.
+        Return False after `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,13 +1,12 @@
-"""The front, seen from a gateway whose process does not hold it: generations go there and tokens
-come back on the wire.
+"""Link of a gateway without the front: sends generations and receives tokens over the wire.
 
     Open ──► Delivered, Delivered ... of which the last one is final
     Open ──► Delivered ... (the front dies)
-             a FrontHeartbeat with another epoch: Open, with what was delivered ──► Delivered ...
+             a FrontHeartbeat with another epoch: Open, with the tokens so far ──► Delivered ...
 
-So the end of the front costs a stream of this gateway time and nothing else. Every open generation
-is in one table, with all its tokens; a front that is silent is waited for as long as the request
-has time. All methods are called from the event loop's thread.
+So a crash of the front costs a stream of this gateway only time. One table has every open
+generation with all its tokens. A silent front is waited for until the request's deadline. All
+methods are called from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -49,46 +48,42 @@ from hadal.roles.front.tenants import RECENT_S
 log = logging.getLogger("hadal.gateway")
 
 _SILENT_S = 8 * GATEWAY_HEARTBEAT_S
-"""A front that said nothing for so long is taken not to be there: what it said before holds no
-more.
-"""
+"""Heartbeat timeout of the front: after this time its last state no longer counts."""
 _CLOSING_S = 2.0
-"""How long the front may take to say where a generation was worked on that nobody waits for any
-more.
-"""
+"""Time for the front to report the units of a generation that was left."""
 _PAGE_S = MAX_WAIT_S + 10.0
-"""How long a page is waited for: the slowest, /trace, waits for a unit's steps. A front that dies
-is noticed sooner.
+"""Time to wait for a page: the slowest, /trace, waits for a unit's steps. A crashed front is
+noticed sooner.
 """
 _SAY_AGAIN_S = RECENT_S / 2
-"""How long after it a charge is said again to a new front."""
+"""Age up to which a charge is sent again to a new front."""
 _LET_IN_S = 1.0
-"""A front that still spoke so long after a generation was sent had let it in."""
+"""A front that still sent heartbeats this long after a generation was sent had admitted it."""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
 @dataclass
 class _Sent:
-    """A generation that the front has, or will have when there is one."""
+    """Generation that was sent to the front, or waits for one."""
 
     mailbox: Mailbox
     generation: Generation
     sent_s: float
     most_pico_usd: int
-    """Highest cost; 0 without a budget."""
+    """Highest cost, in pico-dollars; 0 without a budget."""
     is_admitted: bool = False
-    """A front admitted it, which may have ended since."""
+    """True if a front admitted it, even if that front has ended since."""
     output: list[int] = field(default_factory=list)
-    """The generation's tokens so far."""
+    """Tokens of the generation so far."""
     is_resumed: bool = False
-    """Given to another front with a part of its output: what a cache has of its prompt was counted
-    before.
+    """True if it went to another front with a part of its output. The cached tokens of its prompt
+    were counted before.
     """
 
     def again(self, front_spoke_s: float) -> Generation:
-        """Return the generation as another attempt, which begins where this one is. The next front
-        decides on its admission if the front before, which spoke last at `front_spoke_s`, may never
-        have seen it.
+        """Return the generation as a new attempt that continues after its tokens so far. The next
+        front decides on admission if the previous one may never have seen it; that one's last
+        heartbeat was at `front_spoke_s`.
         """
         self.is_admitted |= bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
         self.is_resumed = bool(self.output)
@@ -101,15 +96,15 @@ class _Sent:
 
 
 def _ticket_of(choices: Sequence[_Sent]) -> Ticket:
-    """Return the ticket for choices of one request: a front admitted all of them, or none."""
+    """Return the ticket for the choices of one request: a front admitted all of them or none."""
     return Ticket(
         any(sent.is_admitted for sent in choices), tuple(sent.most_pico_usd for sent in choices)
     )
 
 
 ATTEMPTS_OF_A_FRONT = 1 << 20
-"""More than a front tries a generation again: no attempt of the next one is taken for one that a
-unit still has of it.
+"""Larger than the number of attempts of one front. So units never confuse an attempt of the next
+front with one of the last.
 """
 
 
@@ -121,8 +116,8 @@ class FarHost(Doors):
     def __init__(
         self, name: str, wire: FrontWire, now: Callable[[], float], names: FrontNames
     ) -> None:
-        """`name`: this gateway's, on the wire and at the supervisor. `names`: by which it names
-        prompts, as the front would.
+        """`name`: this gateway's name on the wire and at the supervisor. `names`: computes block
+        names of prompts, as the front would.
         """
         super().__init__()
         self.pages = Pages(name, wire.send)
@@ -136,24 +131,22 @@ class FarHost(Doors):
         self._heard_s = 0.0
         self._sent: dict[str, _Sent] = {}
         self._leaving: dict[str, Mailbox] = {}
-        """Generations that nobody waits for, until the front has closed them."""
+        """Abandoned generations, until the front has closed them."""
         self._then: dict[Mailbox, Callable[[], None]] = {}
         self._charged: deque[tuple[float, Charged]] = deque()
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Those that were there a moment ago; while the front is silent, this one is all that is
-        known of.
-        """
+        """Names of the gateways that are up; only this one while the front is silent."""
         return self._gateways if self._is_heard() else (self._name,)
 
     @property
     def num_open(self) -> int:
-        """Generations that have not ended."""
+        """Number of generations that have not ended."""
         return len(self._sent) + len(self._leaving)
 
     def snapshot(self) -> FrontSnapshot:
-        """The front as it was a moment ago; one that is silent has no units."""
+        """Return the last known state of the front; without units if the front is silent."""
         return self._snapshot if self._is_heard() else _NO_FRONT
 
     def _is_heard(self) -> bool:
@@ -187,8 +180,8 @@ class FarHost(Doors):
         return Ticket(False, most_pico_usd)
 
     async def check_counting(self, tenant: str) -> None:
-        """Raise ApiError 429 if the tenant has no tokens left to have a prompt counted. Nothing is
-        refused while the front is being restarted.
+        """Raise ApiError 429 if the tenant's quota has no tokens left for counting a prompt.
+        Nothing is refused while the front is being restarted.
         """
         answer = await self.pages.ask(FRONT, COUNTING, {"tenant": tenant}, _LET_IN_S)
         if answer is not None and answer.status == 200:
@@ -197,7 +190,7 @@ class FarHost(Doors):
                 raise as_error(refusal)
 
     def counted(self, tenant: str, num_tokens: int) -> None:
-        """Send the front the tokens of a counted prompt, which it draws from the tenant's quota."""
+        """Send the front the number of counted tokens, which it draws from the tenant's quota."""
         self._wire.send(FRONT, Counted(tenant, num_tokens))
 
     def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
@@ -208,11 +201,11 @@ class FarHost(Doors):
         return ()
 
     def spent(self, spent: Spent) -> None:
-        """Do nothing, as `unread` asks for nothing."""
+        """Do nothing: `unread` asks for nothing."""
 
     def charged(self, charged: Charged) -> None:
-        """A generation's fact was written down. Said again to the next front, which may have read
-        the ledger before it was there.
+        """Send the recorded charge of a generation to the front. It is repeated to the next front,
+        which may have read the ledger before the charge was in it.
         """
         now_s = self._now()
         self._charged.append((now_s, charged))
@@ -236,12 +229,12 @@ class FarHost(Doors):
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
-        """Stop one generation, wherever it is. Its deliveries are dropped from now on."""
+        """Stop one generation on any unit. Its deliveries are dropped from now on."""
         self._leave(mailbox, [request_id])
 
     def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
-        """The request ended, one way or another: stop what still runs of it. `then` is called when
-        the front has said where all of it was worked on, or does not.
+        """End a request: stop its generations that still run. `then` is called once the front has
+        reported the units of all of them, or the report is overdue.
         """
         self._leave(mailbox, list(mailbox.open_ids))
         if any(left is mailbox for left in self._leaving.values()):
@@ -250,24 +243,26 @@ class FarHost(Doors):
             then()
 
     def drain(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Admit nothing new; running generations continue."""
         self._draining.set()
 
     def heartbeat(self, pid: int) -> None:
-        """Tell the supervisor, and the gateway with the front, that this process works."""
+        """Report to the supervisor, and to the gateway with the front, that this process works."""
         for whom in (SUPERVISOR, FRONT):
             self._wire.send(whom, GatewayHeartbeat(self._name, pid))
 
     def end(self) -> None:
-        """The process ends: the gateway with the front need not wait for it, nor it for what the
-        front would say.
+        """End this link. The gateway with the front need not wait for it, and it does not wait for
+        the front's reports.
         """
         for request_id in list(self._leaving):
             self._left(request_id)
         self._wire.send(FRONT, UnitDown(self._name, "it has ended"))
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """A page of the gateway with the front. Raises ApiError 503 while there is none."""
+        """Return a page of the gateway with the front. Raises ApiError 503 while it is not
+        running.
+        """
         answer = await self.pages.ask(FRONT, path, query, _PAGE_S)
         if answer is None:
             raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")
@@ -289,10 +284,10 @@ class FarHost(Doors):
         for at_s, charged in self._charged:
             if at_s >= self._now() - _SAY_AGAIN_S:
                 self._wire.send(FRONT, charged)
-        for request_id in list(self._leaving):  # Nobody remembers them.
+        for request_id in list(self._leaving):  # The new front never had them.
             self._left(request_id)
-        # Also what was sent before the first front was heard: it may not have been there yet. One
-        # that has a generation already does not begin it twice.
+        # Also generations sent before the first heartbeat: the front may not have run yet. A front
+        # that already has a generation does not begin it twice.
         for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
             choices = list(group)
             again = tuple(sent.generation if is_first else sent.again(spoke_s) for sent in choices)
@@ -306,12 +301,12 @@ class FarHost(Doors):
             if (sent := self._sent.get(request_id)) is not None:
                 self._pass_on(sent, deliver)
             elif mailbox is not None and deliver.final:
-                mailbox.put(deliver)  # It says where the generation was worked on.
+                mailbox.put(deliver)  # It names the generation's units.
                 self._left(request_id)
             elif mailbox is None and not deliver.final:
                 unknown.append(
                     request_id
-                )  # A generation of this gateway's predecessor, or one given up.
+                )  # Abandoned, or a generation of this gateway's predecessor.
         if unknown:
             self._wire.send(FRONT, Leave(self._name, tuple(unknown)))
 
@@ -343,7 +338,7 @@ class FarHost(Doors):
             self._wire.send(FRONT, Leave(self._name, tuple(left)))
 
     def _left(self, request_id: str) -> None:
-        """The front has closed a generation, or will not."""
+        """Forget a generation that the front has closed, or whose report is overdue."""
         mailbox = self._leaving.pop(request_id, None)
         if mailbox is None:
             return

@@ -1,7 +1,7 @@
-"""What the console shows at one instant, and files of such instants: of a live server, or of a
-simulated one that is played back.
+"""Console states at single instants, and files of them: from a live server, or from a simulated one
+for playback.
 
-A file is JSON, a ConsoleFrame a line, packed with gzip. Knows no page.
+A file is JSON, a ConsoleFrame a line, packed with gzip. Independent of pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A warning or an error of a process."""
+    """Warning or error of a process."""
 
     time: str
     process: str
@@ -31,7 +31,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class ConsoleFrame(msgspec.Struct, frozen=True):
-    """All that is known at one instant. None and empty: not known."""
+    """State of a server at one instant. None and empty: not known."""
 
     unix_s: float
     overview: Overview | None = None
@@ -41,15 +41,15 @@ class ConsoleFrame(msgspec.Struct, frozen=True):
     """Reports (stats/report) of the last 24 hours by "hour", "model" and "tenant"."""
     lines: tuple[LogLine, ...] = ()
     traces: dict[str, TraceReply] = {}
-    """Of the units that were asked."""
+    """Unit -> its trace, for the units that were asked."""
     problem: str = ""
-    """Why the server says nothing."""
+    """Reason why the server does not answer; "" if it does."""
     place: str = ""
-    """Of what is simulated: what it is."""
+    """Description of a simulated deployment; "" for a live server."""
 
 
 def write_frames(path: Path, frames: Iterable[ConsoleFrame]) -> None:
-    """Write a file of them. Raises ConfigError."""
+    """Write a file of frames. Raises ConfigError."""
     try:
         with gzip.open(path, "wb", compresslevel=6) as file:
             for frame in frames:
@@ -59,7 +59,7 @@ def write_frames(path: Path, frames: Iterable[ConsoleFrame]) -> None:
 
 
 def read_frames(path: Path) -> list[ConsoleFrame]:
-    """Read such a file. Raises ConfigError."""
+    """Read a file of frames. Raises ConfigError."""
     decode = msgspec.json.Decoder(ConsoleFrame).decode
     try:
         with gzip.open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Pages that the process with the front has, for its own endpoints and for the other gateways."""
+"""Pages of the process with the front, for its own endpoints and for the other gateways."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hadal.gateway.desk.trace import answer_trace
 
 AUDIT_TIMEOUT_S = 5.0
 COUNTS = "/counts"
-"""What a gateway without the front has counted, for the metrics of the one that has it."""
+"""Page of a gateway without the front: its counts, for the metrics of the front's gateway."""
 COUNTS_TIMEOUT_S = 1.0
 
 
 def pages_of(
     gateway: Gateway, host: Host, run_status: RunStatus, keys_page: Page | None = None
 ) -> dict[str, Page]:
-    """Return the pages of the gateway that holds the front, for itself and for the others.
-    `keys_page`: the API keys, for the others alone; None: they know them already.
+    """Return the pages of the gateway with the front, for itself and for the others. `keys_page`:
+    the API keys, for the others only; None: they have the keys already.
     """
 
     async def metrics(query: Mapping[str, str]) -> tuple[int, bytes]:
@@ -69,8 +69,8 @@ def pages_of(
 async def _overview(
     gateway: Gateway, host: Host, run_status: RunStatus, units: Sequence[str]
 ) -> bytes:
-    """An Overview (core/overview) as JSON. `units`: whose experts are wanted; what units say of
-    them is handed on unread.
+    """Return an Overview (core/overview) as JSON. `units`: units that shall report their experts;
+    their reports are passed on unparsed.
     """
     snapshot, deployment = host.snapshot(), gateway.deployment
     roles = snapshot.role_to_units.items()

@@ -1,4 +1,4 @@
-"""The parts of a gateway that its endpoints share. Each part is complete when it is made."""
+"""Parts of a gateway that its endpoints share. Each part is complete when it is made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What /health says: whether requests can be answered, and what of the deployment is missing.
+"""Content of /health: can requests be answered, and what is missing from the deployment?
 
     starting   requests could not be served yet        503
-    ready      everything is there                     200
+    ready      everything is available                 200
     degraded   something is missing                    200, or 503 if a role has no rank left
     draining   running requests may finish, none begins  503
 
@@ -27,8 +27,8 @@ def health_of(
     is_draining: bool,
     wrong: Sequence[str] = (),
 ) -> tuple[int, dict[str, Any]]:
-    """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could
-    be served once; `wrong`: what is wrong with the nodes of a cluster.
+    """Return the reply's status and fields. `gateways`: present gateways; `has_begun`: requests
+    could be served once; `wrong`: problems of a cluster's nodes.
     """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
     missing += missing_of(deployment, snapshot)
@@ -57,11 +57,11 @@ def health_of(
 
 
 def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
-    """Names of units that are not up or have no leader ("decode-1"), and of ranks that others lack
+    """Yield names of units that are not up or have no leader ("decode-1"), and of missing ranks
     ("decode-0.2").
 
-    A fleet lacks a unit when it has fewer than its floor; which of them is to come is said by
-    number, from 0.
+    A fleet misses a unit when it has fewer than its floor; the missing ones are named by number,
+    from 0.
     """
     for role in ROLES:
         up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units
@@ -71,6 +71,6 @@ def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]
             load = snapshot.unit_to_report.get(unit)
             absent = load.absent if load is not None else ()
             if not num_led and not absent:
-                # What its leader said last holds no more: its ranks wait for another one.
+                # The leader's last report is outdated: its ranks wait for a new leader.
                 yield unit
             yield from (rank_name(unit, rank) for rank in absent)

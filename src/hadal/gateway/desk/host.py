@@ -1,7 +1,7 @@
-"""The front role at work: feeds it messages and time, and applies what it asks for.
+"""Run the front: feed it messages and time, and apply its effects.
 
-The front decides; this file only moves. It runs in the gateway's event loop, so a token crosses no
-thread between the socket it arrives on and the stream it leaves by.
+The front decides; this file only transports. It runs in the gateway's event loop, so a token
+crosses no thread between the socket it arrives on and the stream it leaves by.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger("hadal.gateway")
 
 
 class FrontRole(Protocol):
-    """The part of roles/front that a host needs."""
+    """Part of roles/front that a host needs."""
 
     @property
     def units(self) -> FrontUnits: ...
@@ -76,18 +76,18 @@ class FrontRole(Protocol):
 
 
 class WakeTimer:
-    """A single timer of the event loop, at the time that was set last."""
+    """Single timer of the event loop, for the time that was set last."""
 
     def __init__(self, now: Callable[[], float], ring: Callable[[], None]) -> None:
         self._now = now
         self._ring = ring
         self._context = contextvars.copy_context()
-        """What a timer logs is about no request, whichever made it."""
+        """Context without a request id: a timer's log lines belong to no request."""
         self._handle: asyncio.TimerHandle | None = None
         self._time_s = 0.0
 
     def set(self, time_s: float) -> None:
-        """Call `ring` at a time, and not at the one before."""
+        """Call `ring` at this time, and no longer at the time set before."""
         if self._handle is not None:
             if time_s == self._time_s:
                 return
@@ -103,7 +103,7 @@ class WakeTimer:
 
 
 class Host(Doors):
-    """One front, its wire and its timer. All methods are called from the event loop's thread."""
+    """One front with its wire and timer. All methods are called from the event loop's thread."""
 
     has_front = True
 
@@ -117,8 +117,8 @@ class Host(Doors):
         others: Iterable[str] = (),
         calls: RecordedRole | None = None,
     ) -> None:
-        """`others` are the gateways whose generations the front has as well; `epoch` is the front's,
-        new at every start. `calls` receives the front's events in its place, to record them
+        """`others`: gateways with generations that this front serves as well. `epoch`: the front's,
+        new at every start. `calls`: receives the front's events in its place, to record them
         (runtime/recorder); None: nothing is recorded.
         """
         super().__init__()
@@ -127,7 +127,7 @@ class Host(Doors):
         self._others = OtherGateways(others, wire)
         self.questions = UnitQuestions(wire)
         self.unit_listeners: list[Callable[[], None]] = []
-        """Functions to call after units came or went."""
+        """Functions to call after units came up or went down."""
         self._front = front
         self._calls: RecordedRole = calls if calls is not None else front
         self._wire = wire
@@ -137,7 +137,7 @@ class Host(Doors):
         self._failed: Exception | None = None
         self._task: asyncio.Task[None] | None = None
         self.process_to_refused: dict[str, dict[str, int]] = {}
-        """Connections that processes refused since they started, by what was asked for."""
+        """Process -> (kind of connection -> number refused since the process started)."""
 
     def snapshot(self) -> FrontSnapshot:
         """Return the front's state."""
@@ -145,17 +145,17 @@ class Host(Doors):
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Those that are there."""
+        """Names of the present gateways, this one first."""
         return GATEWAY, *self._others.present
 
     @property
     def num_open(self) -> int:
-        """Generations that have not ended."""
+        """Number of generations that have not ended."""
         return len(self._mailboxes)
 
     async def run(self) -> None:
-        """Start the front, then serve messages until cancelled. Raises what the front raised,
-        wherever it did.
+        """Start the front, then serve messages until cancelled. Re-raises any error of the front,
+        including one from a timer or a request.
         """
         self._task = asyncio.current_task()
         try:
@@ -166,7 +166,8 @@ class Host(Doors):
             raise
 
     async def _serve(self) -> None:
-        self._tell_others()  # Before anything else: what they have open belongs to this front now.
+        # First of all: generations that the gateways have open now belong to this front.
+        self._tell_others()
         if self._others.is_expected:
             self._idle.clear()
             asyncio.get_running_loop().call_later(EXPECTED_S, self._expect_no_more)
@@ -177,19 +178,20 @@ class Host(Doors):
             events: list[Event] = []
             for message in messages:
                 if isinstance(message, Open):
-                    self._handle(events)  # Whether it is let in depends on all that came before.
+                    self._handle(events)  # Admission depends on all earlier events.
                     events = []
                 events += self._events_of(message)
             self._handle(events)
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 for listener in self.unit_listeners:
                     listener()
-                # Now, not with the next heartbeat: one gateway's health is to be all gateways'.
+                # Sent at once, not with the next heartbeat: all gateways shall report the same
+                # health.
                 self._tell_others()
 
     def check_room(self, tenant: str) -> None:
-        """Raise ApiError, 429 or 503, if not one more generation of a tenant would be admitted.
-        Asked before a body is read, it spares that work.
+        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted. A
+        check before the body is read saves reading it.
         """
         self._check(tenant, 1)
 
@@ -216,7 +218,7 @@ class Host(Doors):
             raise as_error(refusal)
 
     async def check_counting(self, tenant: str) -> None:
-        """Raise ApiError 429 if the tenant has no tokens left to have a prompt counted."""
+        """Raise ApiError 429 if the tenant's quota has no tokens left for counting a prompt."""
         if (refusal := self.counting_refusal(tenant)) is not None:
             raise as_error(refusal)
 
@@ -229,19 +231,19 @@ class Host(Doors):
         self._handle([Counted(tenant, num_tokens)])
 
     def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
-        """What tenants may have from now on. `unix_s`: the time of day."""
+        """Set the tenants' quotas. `unix_s`: the current Unix time."""
         self._handle([Quotas(unix_s, quotas)])
 
     def charged(self, charged: Charged) -> None:
-        """A generation's fact was written down."""
+        """Handle that a generation's fact was written to the ledger."""
         self._handle([charged])
 
     def unread(self) -> tuple[str, ...]:
-        """Tenants with budgets for whom the ledger is to be read."""
+        """Return tenants with budgets for which the ledger has to be read."""
         return self._front.unread()
 
     def spent(self, spent: Spent) -> None:
-        """The ledger was read."""
+        """Handle that the ledger was read."""
         self._handle([spent])
 
     def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
@@ -254,32 +256,32 @@ class Host(Doors):
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
-        """Stop one generation, wherever it is. Its deliveries are dropped from now on."""
+        """Stop one generation on any unit. Its deliveries are dropped from now on."""
         if mailbox.open_ids.pop(request_id, None) is None:
             return
         self._handle(
             [Cancel(request_id, -1)]
-        )  # Its last delivery is dropped, but says where it was worked on.
+        )  # Its last delivery is dropped but still reports its units.
         self._forget(request_id)
 
     def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
-        """The request ended, one way or another: stop what still runs of it. `then` is called when
-        the front has said where all of it was worked on: here at once.
+        """End a request: stop its generations that still run. `then` is called once the front has
+        reported the units of all of them, here at once.
         """
         for request_id in reversed(
             list(mailbox.open_ids)
-        ):  # Those that wait first: none of them is begun for this.
+        ):  # Queued ones first: cancelling must start none of them.
             self.cancel(mailbox, request_id)
         then()
 
     def drain(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Admit nothing new; running generations continue."""
         if not self.draining:
             self._draining.set()
             self._handle([Drain()])
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
-        """Have the front and every unit check their ledgers. Returns (problems, the units'
+        """Have the front and every unit check their ledgers. Return (problems, the units'
         answers).
         """
 
@@ -293,20 +295,20 @@ class Host(Doors):
         return problems, list(answers.values())
 
     def heartbeat(self, pid: int) -> None:
-        """Tell the supervisor and the other gateways that this process works."""
+        """Report to the supervisor and the other gateways that this process works."""
         units = tuple(self._front.units.by_name)
         self._wire.send(SUPERVISOR, GatewayHeartbeat(GATEWAY, pid, units))
         self._tell_others()
 
     def end(self) -> None:
-        """The process ends. Whom that concerns hears it from the supervisor."""
+        """Do nothing: the supervisor reports the end of this process to the others."""
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """A page that this process has. Raises HadalError."""
+        """Return a page that this process has. Raises HadalError."""
         return await self.pages.table[path](query)
 
     async def ask_others(self, path: str, timeout_s: float) -> dict[str, bytes]:
-        """A page of each other gateway that is there and answers in time."""
+        """Return a page of each present gateway that answers in time."""
         names = self._others.present
         answers = await asyncio.gather(
             *(self.pages.ask(name, path, {}, timeout_s) for name in names)
@@ -320,7 +322,7 @@ class Host(Doors):
     def _log_returned(self, message: Returned) -> None:
         mailbox = self._mailboxes.get(message.request_id)
         if mailbox is not None:
-            # Want of room is everyday life, and is counted in the metrics.
+            # A lack of free capacity is routine, and the metrics count it.
             level = logging.INFO if answer_to(message.reason, 0).is_counted else logging.DEBUG
             log_id = (
                 mailbox.log_id
@@ -343,8 +345,8 @@ class Host(Doors):
                     self._apply(effect)
             self._others.deliver()
         except Exception as error:
-            # A timer's or a request's failure ends the host as a message's would: the front cannot
-            # be trusted now.
+            # Failures in a timer or a request end the host as failures in a message do: the front's
+            # state cannot be trusted afterwards.
             log.exception("the front failed")
             self._failed = error
             if self._task is not None:
@@ -404,8 +406,8 @@ class Host(Doors):
             yield TurnedAway(len(generations), num_tokens)
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
-        """Turn a message into events for the front: another gateway's becomes what it would be if
-        its requests were this one's.
+        """Turn a message into events for the front. Requests of another gateway give the same
+        events as requests of this one.
         """
         match message:
             case Audit() | Trace() | ExpertsAnswer():
@@ -431,7 +433,7 @@ class Host(Doors):
                 self._see_idle()
                 return [Cancel(request_id, -1) for request_id in left]
             case GatewayHeartbeat() | Open() | Leave():
-                pass  # Of a gateway that this deployment does not have.
+                pass  # From a gateway outside this deployment.
             case _:
                 if isinstance(message, Drain):
                     self._draining.set()
@@ -442,7 +444,7 @@ class Host(Doors):
 
 
 def _submits(generations: Sequence[Generation], ticket: Ticket) -> Iterator[Event]:
-    """Yield a Submit for each generation that wants a token."""
+    """Yield a Submit for each generation that needs a token."""
     for index, generation in enumerate(generations):
         if generation.max_tokens:
             yield Submit(generation, ticket.is_admitted, ticket.cost(index))

@@ -1,11 +1,11 @@
-"""Responses that are kept a while, so that a client can ask for one again or go on from it.
+"""Responses kept for a while, so that a client can fetch one again or continue from it.
 
     resp_1_0f3a...    kept by the second gateway, in its memory, for its tenant alone
 
-Each gateway keeps what it answered, and the number in an id says which one that is. A gateway that is
-asked for another's asks the other: the one with the front directly, the others by way of it. A gateway
-that ends takes what it kept with it. Nothing is written to a disk. Of many bytes those of the tenant
-that has most go first, its oldest before its others.
+Each gateway keeps its own responses, and the number in an id names that gateway. A gateway fetches
+another gateway's response from it: the one with the front directly, the others through that one. A
+gateway that ends loses its responses; nothing is written to a disk. When memory is short, the
+tenant with the most bytes loses its oldest response first.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hadal.gateway.text.asks import Turn
 from hadal.runtime.topology import GATEWAY
 
 PATH = "/responses"
-"""Of the page that gateways ask each other for."""
+"""Path of the page through which gateways fetch responses from each other."""
 WAIT_S = 5.0
 _ID = re.compile(r"resp_(\d{1,3})_[0-9a-f]{32}")
 _MAX_NAMED = 64
-"""Responses whose items one request may name."""
+"""Largest number of responses that a request's item references may need."""
 _ENTRY_BYTES = 512
-"""What an entry takes besides its texts."""
+"""Bytes of an entry besides its texts."""
 _MAX_SENT_BYTES = 16 << 20
-"""A longer one is not kept: it could not be sent to another gateway."""
+"""Longest response that is kept: a longer one could not be sent to another gateway."""
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
@@ -46,12 +46,12 @@ class KeptResponse(msgspec.Struct, frozen=True):
 
     body: bytes
     input: bytes
-    """The items of its own input, as JSON."""
+    """Items of the response's own input, as JSON."""
     turns: tuple[Turn, ...]
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Approximate size in memory."""
         calls = (call for turn in self.turns for call in turn.calls)
         return (
             _ENTRY_BYTES
@@ -73,16 +73,16 @@ _NOTHING = KeptResponse(b"", b"", ())
 
 
 class KeptResponses:
-    """What one gateway keeps. Used by the event loop's thread."""
+    """Responses kept by one gateway. Used by the event loop's thread."""
 
     def __init__(self, max_bytes: int, keep_s: float, now: Callable[[], float]) -> None:
-        """With no bytes or no time nothing is kept."""
+        """With `max_bytes` or `keep_s` 0, nothing is kept."""
         self.max_bytes = max_bytes
         self.keep_s = keep_s if max_bytes else 0.0
         self.num_bytes = 0
         self._now = now
         self._entries: OrderedDict[tuple[str, str], _KeptEntry] = OrderedDict()
-        """By tenant and id, those that end first at the front."""
+        """(tenant, id) -> entry; the entries that expire first come first."""
         self._tenant_to_ids: dict[str, OrderedDict[str, None]] = {}
         self._tenant_to_bytes: Counter[str] = Counter()
 
@@ -106,13 +106,13 @@ class KeptResponses:
             self.delete(most, next(iter(self._tenant_to_ids[most])))
 
     def get(self, tenant: str, response_id: str) -> KeptResponse | None:
-        """A tenant's response; None where it is not kept for it."""
+        """Return a tenant's response; None if it is not kept for this tenant."""
         self._expire()
         entry = self._entries.get((tenant, response_id))
         return entry.response if entry is not None else None
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Keep it no longer."""
+        """Remove the response."""
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return
@@ -123,7 +123,7 @@ class KeptResponses:
             del self._tenant_to_ids[tenant], self._tenant_to_bytes[tenant]
 
     def check(self) -> list[str]:
-        """What does not add up."""
+        """Return inconsistencies between the entries and their totals."""
         by_tenant: Counter[str] = Counter()
         for (tenant, response_id), entry in self._entries.items():
             by_tenant[tenant] += entry.num_bytes
@@ -152,12 +152,12 @@ class _HasPages(Protocol):
 
 
 class Responses:
-    """What all gateways keep, as one of them sees it."""
+    """Responses kept by all gateways, as seen from one of them."""
 
     def __init__(
         self, own: KeptResponses, host: _HasPages, name: str, gateways: tuple[str, ...]
     ) -> None:
-        """`name`: this gateway's, one of `gateways`, whose first has the front."""
+        """`name`: this gateway's, one of `gateways`; the first of them has the front."""
         self.own = own
         self._host = host
         self._name = name
@@ -165,15 +165,15 @@ class Responses:
 
     @property
     def id_prefix(self) -> str:
-        """What this gateway's ids begin with."""
+        """Prefix of this gateway's response ids."""
         return f"resp_{self._gateways.index(self._name)}_"
 
     async def get(
         self, tenant: str, response_id: str, part: str = "", *, deletes: bool = False
     ) -> KeptResponse | None:
-        """A tenant's response, wherever it is kept; None where it is not. Where that is another
-        gateway, `part` is the one of its fields that comes, the others are empty. `deletes`: it is
-        kept no longer. Raises ApiError 503 where the gateway that keeps it does not answer.
+        """Return a tenant's response from the gateway that keeps it, or None. From another gateway
+        only the field `part` is sent; other fields are empty. `deletes`: also remove it. Raises
+        ApiError 503 if the gateway that keeps it does not answer.
         """
         found = _ID.fullmatch(response_id)
         owner = (
@@ -204,8 +204,8 @@ class Responses:
         return msgspec.msgpack.decode(answer.body, type=KeptResponse) if answer.body else None
 
     async def turns_before(self, tenant: str, response_id: str | None) -> tuple[Turn, ...]:
-        """The conversation that a response ended; none without an id. Raises RequestError for one
-        that is not kept, ApiError.
+        """Return the conversation up to and including a response; () without an id. Raises
+        RequestError if it is not kept, ApiError.
         """
         if response_id is None:
             return ()
@@ -215,8 +215,8 @@ class Responses:
         return kept.turns
 
     async def bodies_with(self, tenant: str, item_ids: Iterable[str]) -> list[bytes]:
-        """The kept responses that said these items. Raises RequestError for items of too many
-        responses, ApiError.
+        """Return the kept responses that contain these items. Raises RequestError for items of too
+        many responses, ApiError.
         """
         response_ids = dict.fromkeys(filter(None, map(response_id_of, item_ids)))
         if len(response_ids) > _MAX_NAMED:
@@ -239,8 +239,8 @@ class Responses:
         asked: ResponseAsk,
         items: bytes,
     ) -> Callable[[bytes, Turn], None] | None:
-        """What keeps a response when it has ended; None where it is not to be kept. `items`: its input,
-        as it can be asked for.
+        """Return a function that keeps a response when it has ended; None if it is not to be kept.
+        `items`: its input, for later requests of it.
         """
         if asked.request.store is False or not self.own.keep_s:
             return None
@@ -252,7 +252,7 @@ class Responses:
         return keep
 
     async def page(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """The answer to another gateway, which may be a third one's."""
+        """Answer another gateway. The response may be kept by a third gateway."""
         try:
             part = query["part"]
             response = await self.get(
@@ -262,13 +262,13 @@ class Responses:
             return error.status, b""
         if response is None:
             return 200, b""
-        # Of a conversation of megabytes, what nobody wants is not worth its way.
+        # Only the requested field: a conversation may be megabytes.
         wanted = {part: getattr(response, part)} if part else {}
         return 200, msgspec.msgpack.encode(msgspec.structs.replace(_NOTHING, **wanted))
 
 
 def _not_kept(response_id: str, keep_s: float) -> RequestError:
-    """What a client hears that goes on from a response which is not there."""
+    """Return the error for a client that continues from a response that is not kept."""
     how_long = (
         f"Responses are kept for {keep_s:g} s, unless they are many, or the gateway that"
         " has them ends; send the conversation itself as input."

@@ -1,12 +1,12 @@
-"""The keys file: read, written by `hadal keys`, and followed while a server runs.
+"""Keys file: read, written by `hadal keys`, and followed while a server runs.
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-A file that cannot be read any more changes nothing, and the log says why. So does a file without keys,
-or with none of the tenants that it had before, unless it says that `hadal keys revoke` took them out:
-it may have been emptied or overwritten by accident. A file that differs at each look is being written,
-and is read once it stays. The other gateways may be on hosts without the file; they refuse all requests
-until they have its keys.
+An unreadable file changes nothing, and the log says why. A file without keys, or without any of the
+previous tenants, changes nothing either, unless `hadal keys revoke` noted there that it removed
+them: it may have been emptied or overwritten by accident. A file that differs at each look is still
+being written, and is read once it is stable. The other gateways may run on hosts without the file;
+they refuse all requests until they have its keys.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hadal.runtime.process.private import read_private, replace_private
 log = logging.getLogger("hadal.gateway")
 
 PATH = "/keys"
-"""Under which the gateway with the front answers the others."""
+"""Path under which the gateway with the front sends the keys to the others."""
 FOLLOW_S = 1.0
 """Time between two looks at the file."""
 _COMMENT = "#"
 _REVOKED = "# revoked: "
-"""Before the name of a tenant that `hadal keys revoke` took out."""
+"""Prefix of a note: the name of a tenant that `hadal keys revoke` removed follows."""
 _UNCHANGED = 304
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """The lines of a keys file that hold keys, each of which can be read. Raises ConfigError, which
-    names the line and does not show it.
+    """Return the lines of a keys file that contain valid keys. Raises ConfigError, which names the
+    bad line but does not show it.
     """
     return _keys_in(path, _lines(path))
 
 
 def _keys_in(path: Path, written: Iterable[str]) -> tuple[str, ...]:
-    """Return the lines that hold keys. Raises ConfigError as `read_lines`."""
+    """Return the lines that contain keys. Raises ConfigError as `read_lines` does."""
     lines = []
     for number, line in enumerate(written, 1):
         if line.strip() and not line.lstrip().startswith(_COMMENT):
@@ -80,7 +80,7 @@ def _names(lines: Iterable[str]) -> set[str]:
 
 
 def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
-    """The keys of a server: given ones, and those of its file. Raises ConfigError."""
+    """Return the keys of a server: given ones, and those of its file. Raises ConfigError."""
     try:
         return Keys((*given, *lines), is_closed=True)
     except ConfigError as error:
@@ -88,8 +88,8 @@ def keys_of(given: Sequence[str], path: Path, lines: Sequence[str]) -> Keys:
 
 
 def add_line(path: Path, line: str) -> bool:
-    """Add a key to a file, which is made if there is none. Return whether its name was revoked before.
-    Raises ConfigError if the file cannot be read or written, or has a key of that name.
+    """Add a key to a file, creating the file if necessary. Return True if its name was revoked
+    before. Raises ConfigError if the file cannot be read or written, or has a key of that name.
     """
     with _locked(path):
         written = _lines(path) if path.exists() else []
@@ -106,8 +106,8 @@ def add_line(path: Path, line: str) -> bool:
 
 
 def remove_name(path: Path, name: str) -> None:
-    """Take the keys of a tenant out of a file, and note there that it was revoked. Raises ConfigError
-    if it has none, or if no other tenant has any.
+    """Remove the keys of a tenant from a file, and note there that it was revoked. Raises
+    ConfigError if it has no key, or if no other tenant has one.
     """
     with _locked(path):
         written = _lines(path)
@@ -125,13 +125,13 @@ def remove_name(path: Path, name: str) -> None:
 
 
 def _revoked(written: Iterable[str]) -> set[str]:
-    """Return the names that were revoked, by the notes in a file."""
+    """Return the revoked names, from the notes in a file."""
     return {line.removeprefix(_REVOKED).strip() for line in written if line.startswith(_REVOKED)}
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer of a file at a time."""
+    """Lock the file's folder: one writer at a time."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -144,7 +144,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write the file. It stays its owner's if root writes it for a server of another account."""
+    """Write the file. If root writes it for a server of another account, the owner stays the
+    same.
+    """
     text = "\n".join(lines).strip("\n")
     try:
         replace_private(path, f"{text}\n".encode())
@@ -153,23 +155,23 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
 
 
 class KeysFile:
-    """A file as a gateway follows it."""
+    """Keys file followed by a gateway."""
 
     def __init__(self, given: Sequence[str], path: Path) -> None:
-        """`given`: keys beside those of the file."""
+        """`given`: keys in addition to those of the file."""
         self._given = tuple(given)
         self._path = path
         self._names: set[str] = set()
-        """Tenants of the content that was accepted last."""
+        """Tenants of the last accepted content."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
-        """What was seen instead the last time: it is read once it stays."""
+        """Different state seen at the last look: the file is read once this state is stable."""
         self._answer: tuple[str, bytes] = ("", b"")
-        """What other gateways are told: a digest of the keys, and their lines."""
+        """Answer to other gateways: a digest of the keys, and their lines."""
 
     def changed(self) -> Keys | None:
-        """The keys, if the file is another than the last time that it was read, and has been since
-        the last look. Raises ConfigError, once for each time that it changes.
+        """Return the keys if the file has changed since it was last read and has been stable since
+        the last look, else None. Raises ConfigError, once per change.
         """
         seen = self._stat()
         if seen == self._seen:
@@ -187,7 +189,7 @@ class KeysFile:
         return keys
 
     def _check_kept(self, names: set[str], revoked: set[str]) -> None:
-        """Raise ConfigError for a file that may have been emptied or overwritten by accident."""
+        """Raise ConfigError if the file may have been emptied or overwritten by accident."""
         if not names:
             raise ConfigError(f"{self._path}: there is no key in it.")
         left = self._names - revoked
@@ -206,20 +208,20 @@ class KeysFile:
         return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_ctime_ns
 
     async def page(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """What another gateway asks for: the lines, if it has others."""
+        """Answer another gateway: send the lines if its digest differs."""
         digest, body = self._answer
         return (_UNCHANGED, b"") if query.get("digest") == digest else (200, body)
 
 
 class KeysHeard:
-    """The keys as a gateway without the front hears of them."""
+    """Keys of a gateway without the front, received from the front's gateway."""
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[QueryReply | None]]) -> None:
         self._ask = ask
         self._digest = ""
 
     async def changed(self) -> Keys | None:
-        """The keys, if they are others than the last time. Raises ConfigError."""
+        """Return the keys if they have changed since the last time. Raises ConfigError."""
         answer = await self._ask({"digest": self._digest})
         if answer is None or answer.status != 200 or not answer.body:
             return None
@@ -231,7 +233,7 @@ class KeysHeard:
 async def follow(
     changed: Callable[[], Awaitable[Keys | None]], take: Callable[[Keys], None]
 ) -> None:
-    """Take new keys whenever there are some, until cancelled."""
+    """Accept new keys whenever they change, until cancelled."""
     while True:
         try:
             keys = await changed()

@@ -1,13 +1,13 @@
-"""Threads that do the work on bodies before they are admitted, so that a costly one holds up no
-cheap one.
+"""Threads that process bodies before admission, so that an expensive body does not delay cheap
+ones.
 
     short      bodies of at most SHORT_BYTES: the longest turn between two tenants' requests
-    long       all others: a turn is one body, which gateway/text/lengths bounds by the context
-    grammars   schemas and tools: each look at one may cost a process and its new start
+    long       larger bodies: a turn is one body, which gateway/text/lengths bounds by the context
+    grammars   schemas and tools: each check may cost a process and its restart
 
-In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library releases
-the interpreter's lock, so all lanes and the event loop run at the same time. Knows no HTTP, no
-tokenizer and no model.
+In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library
+releases the interpreter's lock, so all lanes and the event loop run at the same time. Independent
+of HTTP, tokenizers and models.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ SHORT_BYTES = 32 * 1024
 
 
 class Lane:
-    """One thread, and whose turn it is there."""
+    """One thread, and the tenants' turns in it."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._tenant_to_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self, tenant: str, make: Callable[[], T]) -> T:
-        """Run `make` in the thread, behind the tenant's earlier calls."""
+        """Run `make` in the thread, after the tenant's earlier calls."""
         async with self._tenant_to_turn[tenant]:
             return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def close(self) -> None:
-        """End the thread. What has not begun is cancelled."""
+        """End the thread and cancel calls that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Lanes:
-    """All lanes."""
+    """Lanes for short bodies, long bodies and grammars."""
 
     def __init__(self) -> None:
         self.short, self.long = Lane("tokenise"), Lane("tokenise-long")
         self.grammars = Lane("grammars")
 
     def for_bytes(self, num_bytes: int) -> Lane:
-        """Return the lane of a body, with all that is read besides for it."""
+        """Return the lane for a body; `num_bytes` includes other data read for it."""
         return self.short if num_bytes <= SHORT_BYTES else self.long
 
     def close(self) -> None:
-        """End their threads."""
+        """End the threads of all lanes."""
         for lane in (self.short, self.long, self.grammars):
             lane.close()

@@ -1,6 +1,6 @@
-"""A gateway's link to the front, as everything behind it sees it: near or far.
+"""Link from a gateway to the front, in the same process or over the wire.
 
-`Host` (desk/host) has the front in its own process; `FarHost` (desk/far_host) reaches it over the wire.
+`Host` (desk/host) has the front in its own process; `FarHost` (desk/far_host) uses the wire.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hadal.policy.admission import Refusal
 
 
 class FrontWire(Protocol):
-    """The part of runtime/wire that a link needs."""
+    """Part of runtime/wire that a link needs."""
 
     def send(self, to: str, message: AnyMessage) -> None: ...
 
@@ -27,7 +27,7 @@ class FrontWire(Protocol):
 
 
 class FrontLink(Protocol):
-    """The front's methods for a gateway, and the gateway's own drain. Methods are called from the
+    """Methods of the front for a gateway, and the gateway's own drain. All are called from the
     event loop's thread.
     """
 
@@ -54,8 +54,8 @@ class FrontLink(Protocol):
         """Return the front's state as this gateway knows it."""
 
     def check_room(self, tenant: str) -> None:
-        """Raise ApiError, 429 or 503, if not one more generation of a tenant would be admitted.
-        Asked before a body is read, it spares that work.
+        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted. A
+        check before the body is read saves reading it.
         """
 
     def reserve(
@@ -67,22 +67,22 @@ class FrontLink(Protocol):
         """
 
     async def check_counting(self, tenant: str) -> None:
-        """Raise ApiError 429 if the tenant has no tokens left for a prompt to be counted."""
+        """Raise ApiError 429 if the tenant's quota has no tokens left for counting a prompt."""
 
     def counted(self, tenant: str, num_tokens: int) -> None:
         """Draw the tokens of a counted prompt from the tenant's quota."""
 
     def set_quotas(self, unix_s: float, quotas: tuple[Quota, ...]) -> None:
-        """Set the quotas of all tenants. `unix_s`: the time of day."""
+        """Set the quotas of all tenants. `unix_s`: the current Unix time."""
 
     def unread(self) -> tuple[str, ...]:
-        """Return the tenants with a budget and spending that is still to be read from the ledger."""
+        """Return the tenants with a budget and spending that was not read from the ledger yet."""
 
     def spent(self, spent: Spent) -> None:
-        """Give the front the tenants' spending from the ledger."""
+        """Pass the tenants' spending, read from the ledger, to the front."""
 
     def charged(self, charged: Charged) -> None:
-        """Give the front the charge of one generation, as it was recorded."""
+        """Pass the recorded charge of one generation to the front."""
 
     def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
         """Submit the choices of one request; the mailbox receives their deliveries."""
@@ -96,13 +96,15 @@ class FrontLink(Protocol):
         """
 
     def drain(self) -> None:
-        """Admit nothing new; running requests go on."""
+        """Admit nothing new; running requests continue."""
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
+        """Wait until a drain is requested; the caller bounds the wait by the life of the
+        process.
+        """
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open. Returns False after `timeout_s`."""
+        """Wait until no generation is open. Return False after `timeout_s`."""
 
     def heartbeat(self, pid: int) -> None:
         """Report to the supervisor that this process works."""
@@ -111,11 +113,11 @@ class FrontLink(Protocol):
         """Return a page of the front's process. Raises HadalError."""
 
     def end(self) -> None:
-        """End: no more is sent or received."""
+        """End the link: nothing more is sent or received."""
 
 
 def as_error(refusal: Refusal) -> ApiError:
-    """Return a refusal of the front as a reply."""
+    """Return a refusal of the front as an ApiError."""
     return overloaded(
         refusal.status,
         sentence(refusal.reason),

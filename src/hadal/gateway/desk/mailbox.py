@@ -1,8 +1,8 @@
-"""Where the front's deliveries for one HTTP request wait until its task takes them, all at once.
+"""Mailbox of the front's deliveries for one HTTP request, until its task takes them all at once.
 
-One request may have several choices; they share a mailbox and so one wake-up. A task that does not
-come back to it, as its client reads nothing, fills it: then its host stops the generations. Knows
-asyncio, nothing of HTTP.
+A request with several choices has one mailbox and so one wake-up. If its client reads nothing, its
+task stops taking deliveries and the mailbox fills; then its host stops the generations. Depends on
+asyncio, not on HTTP.
 """
 
 from __future__ import annotations
@@ -18,27 +18,25 @@ from hadal.runtime.process.logs import REQUEST_ID, fields
 log = logging.getLogger("hadal.gateway")
 
 Close: TypeAlias = "Callable[[Mailbox, Callable[[], None]], None]"
-"""A host's method: it stops the generations of a mailbox, and calls what it is given when they have
-stopped.
+"""Method of a host that stops the generations of a mailbox, and calls the given function when they
+have stopped.
 """
 
 MAX_WAITING = 4096
-"""Most deliveries that may wait in a mailbox of up to eight choices; beyond eight, an eighth of it
-for each. Whoever reads at all, however slowly, takes all that wait at once, so a mailbox this full
-is read by nobody.
+"""Most deliveries waiting in a mailbox of up to eight choices; above eight, an eighth of it per
+choice. Even a slow reader takes all waiting deliveries at once, so a mailbox this full has no
+reader.
 """
 
 
 class Outbox:
-    """Deliveries for the generations of another gateway, sent there together. The other side of its
-    mailboxes.
+    """Deliveries for the generations of another gateway, sent there together; the counterpart of
+    its mailboxes.
     """
 
     def __init__(self) -> None:
         self.open_ids: dict[str, str] = {}
-        """Generations whose last delivery has not come -> the id of the HTTP request of each, as
-        logs have it.
-        """
+        """Generations without their last delivery yet -> the id of their HTTP request in logs."""
         self._items: list[Deliver] = []
 
     def put(self, deliver: Deliver) -> None:
@@ -48,13 +46,13 @@ class Outbox:
         self._items.append(deliver)
 
     def take(self) -> tuple[Deliver, ...]:
-        """All that came since the last time, in order."""
+        """Return all deliveries since the last call, in order."""
         items, self._items = self._items, []
         return tuple(items)
 
 
 class Mailbox:
-    """Deliveries of some generations, each under the index of its choice."""
+    """Deliveries of one request's generations, each with the index of its choice."""
 
     __slots__ = (
         "_close",
@@ -76,27 +74,27 @@ class Mailbox:
         num_choices: int = 1,
         close: Close | None = None,
     ) -> None:
-        """`close` stops the generations of one that is full; None: it may grow."""
+        """`close` stops the generations of a full mailbox; None: it may grow."""
         self._most = max(MAX_WAITING, MAX_WAITING // 8 * num_choices)
         self._close = close
         self.log_id = log_id
-        """The HTTP request's id, by which the log names it."""
+        """Id of the HTTP request, for the log."""
         self.gone = False
-        """The client left: nobody reads any more."""
+        """True once the client left, so that the deliveries have no reader."""
         self.open_ids: dict[str, int] = {}
-        """Generations whose last delivery has not come, and the index of each."""
+        """Generations without their last delivery yet -> index of the choice."""
         self.closings: dict[str, Closing] = {}
-        """Closings of generations that ended, those included whose deliveries nobody wants any
-        more.
-        """
+        """Closings of ended generations, also of those without deliveries any more."""
         self.listener: Callable[[], None] | None = None
-        """Called for each delivery, and when the client leaves, unless a task waits in `take`."""
+        """Function called for each delivery, and when the client leaves, unless a task waits in
+        `take`.
+        """
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, deliver: Deliver) -> None:
-        """Add a delivery. One for a generation that ended or is not ours is dropped."""
+        """Add a delivery. It is dropped if its generation has ended or is not in this mailbox."""
         if deliver.closing is not None:
             self.closings[deliver.request_id] = deliver.closing
         index = self.open_ids.get(deliver.request_id)
@@ -110,17 +108,17 @@ class Mailbox:
                 "nothing of the stream is read; it is stopped", extra=fields(request_id=self.log_id)
             )
             self.gone = True
-            # Soon: what the front has decided with this is sent before what it decides next.
+            # Not now: the front's effects up to this one must be sent before its next decision.
             self._loop.call_soon(self._close, self, lambda: None)
         self._wake()
 
     def leave(self) -> None:
-        """The client went away: wake the task so that it can clean up."""
+        """Wake the task so that it can clean up: the client went away."""
         self.gone = True
         self._wake()
 
     async def take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """Return all that came, in order; an empty list after `timeout_s` or when the client
+        """Return all deliveries, in order; an empty list after `timeout_s` or when the client
         left.
         """
         if not self._items and not self.gone:
@@ -134,7 +132,7 @@ class Mailbox:
         return self.take_now()
 
     def take_now(self) -> list[tuple[int, Deliver]]:
-        """Return all that came, in order."""
+        """Return all deliveries, in order."""
         items, self._items = self._items, []
         return items
 
@@ -148,9 +146,9 @@ class Mailbox:
 def mailbox_for(
     generations: Iterable[Generation], close: Close
 ) -> tuple[Mailbox, tuple[Generation, ...]]:
-    """A mailbox for the choices of one request, and those that are to be begun.
+    """Return a mailbox for the choices of one request, and the generations to begin.
 
-    One that asks for no token at all has ended before anybody else needs to hear of it.
+    A generation that asks for no token ends here, without being submitted.
     """
     generations = tuple(generations)
     mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), close)

@@ -1,8 +1,8 @@
-"""What operators see: counts and times of requests, and the state of the units, in Prometheus' text
-form.
+"""Metrics for operators: counts and times of requests, and the state of the units, in Prometheus'
+text format.
 
-Times are observed once per request. What changes with every token is kept in plain numbers and read
-only when scraped. Knows the front's snapshot, nothing of HTTP.
+Times are observed once per request. Values that change with every token are plain numbers, read
+only at a scrape. Depends on the front's snapshot, not on HTTP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 
 PICO_PER_USD = 10**12
 _REFUSAL_CODES = (OVERLOADED, RATE_CODE, BUDGET_CODE, NEVER_CODE)
-"""Those that are there from the start, so that their first one is a rise."""
+"""Codes exported from the start, so that the first refusal shows as an increase."""
 
 _UNIT_GAUGES = {
     "hadal_kv_blocks": ("KV blocks of a unit.", "num_blocks"),
@@ -56,9 +56,7 @@ _UNIT_GAUGES = {
 }
 _OF_STEPS = ("hadal_step_ms", "hadal_overhead_ms")
 _IDLE_S = 10.0
-"""What was measured of its steps is not shown of a unit that had nothing to do for so long: it is
-no news.
-"""
+"""Step measurements of a unit idle for this long are outdated, and are not exported."""
 _UNIT_COUNTERS = {
     "hadal_steps": ("Steps of a unit since it started.", "num_steps"),
     "hadal_replicas_moved": (
@@ -76,7 +74,9 @@ _UNIT_COUNTERS = {
 }
 _LINK_KINDS = LinkBytes.__struct_fields__
 _Cached = dict[str, tuple[str, dict[str, str]]]
-"""Metric -> (what it is, the name in UnitReport.cache of each tier; "" where there are no tiers)."""
+"""Metric -> (description, tier -> its name in UnitReport.cache; tier "" where there are no
+tiers).
+"""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
         "Prompt tokens whose KV a unit found, by where.",
@@ -113,7 +113,7 @@ _CACHE_GAUGES: _Cached = {
 
 
 class Metrics:
-    """Counters of the gateway, and at each scrape those of the front and the units."""
+    """Counters of the gateway; at each scrape also those of the front and the units."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class Metrics:
         starts: Callable[[], Mapping[str, int]] = dict,
         missing: Callable[[FrontSnapshot], Iterable[str]] = lambda snapshot: (),
     ) -> None:
-        """`ledger`: None where there is none, and then nothing is `charged`: pico-dollars by tier.
-        `refused`: connections by process and by what they asked for. `gateway`: its name, where
-        there are several: what each counts by itself has it for a label. `starts`: how often each
-        process was started. `missing`: names of units and ranks that are wanted and not there.
+        """`ledger`: None without a ledger; then nothing is `charged`, in pico-dollars by tier.
+        `refused`: process -> (kind of connection -> number). `gateway`: its name if there are
+        several, as a label of its own counts. `starts`: number of starts by process. `missing`:
+        names of wanted units and ranks that are not up.
         """
         self._gateway = gateway
         self._front = _FrontCollector(snapshot, {} if refused is None else refused, starts, missing)
@@ -183,24 +183,24 @@ class Metrics:
         self._registry.register(_ConnectionCollector(num_refused))
 
     def show_batches(self, lines: Callable[[], tuple[int, int, Mapping[str, int]]]) -> None:
-        """`lines`: those that wait, those that run, and how many had which outcome."""
+        """Export the lines of batches: `lines` returns (waiting, running, outcome -> number)."""
         self._registry.register(_BatchCollector(lines))
 
     def count_usage(self, usage: Usage) -> None:
-        """A reply was sent whole: what its usage says, whether the client asked for it or not."""
+        """Count the usage of a complete reply, also if the client did not ask for `usage`."""
         self._usage_tokens.labels("hit").inc(usage.num_cached_tokens)
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """What this gateway has counted by itself, for the `text` of another. As gateway/desk/host has
-        it.
+        """Return this gateway's own counts, for `text` in another gateway. A page for
+        desk/pages.
         """
         families = [
             _Family(
                 metric.name,
                 metric.documentation,
                 metric.type,
-                # A gauge may hold a bool, which the decoder of another gateway refuses as a number.
+                # A gauge may contain a bool, which the other gateway's decoder rejects as a number.
                 tuple((one.name, one.labels, float(one.value)) for one in metric.samples),
             )
             for metric in self._registry.collect()
@@ -208,8 +208,8 @@ class Metrics:
         return 200, _encode(families)
 
     def text(self, others: Mapping[str, bytes] = {}) -> bytes:
-        """Prometheus' text exposition format. `others`: what other gateways have counted, by their
-        names.
+        """Return Prometheus' text exposition format. `others`: counts of other gateways, by
+        name.
         """
         registry = CollectorRegistry()
         registry.register(_Collected(self._own(others)))
@@ -217,7 +217,9 @@ class Metrics:
         return generate_latest(registry)
 
     def latency(self, others: Mapping[str, bytes] = {}) -> dict[str, Buckets]:
-        """Times to the first token and per token, of all gateways. `others`: as `text` has them."""
+        """Return times to the first token and per token, of all gateways. `others`: as for
+        `text`.
+        """
         return {
             name: _buckets(f"{metric}_bucket", self._own(others))
             for name, metric in (
@@ -245,7 +247,7 @@ class Metrics:
 
 
 def _buckets(name: str, metrics: Iterable[Metric]) -> Buckets:
-    """A histogram's cumulative counts, summed over gateways."""
+    """Return a histogram's cumulative counts, summed over gateways."""
     bound_to_count: dict[float, float] = {}
     for metric in metrics:
         for sample in metric.samples:
@@ -257,7 +259,7 @@ def _buckets(name: str, metrics: Iterable[Metric]) -> Buckets:
 
 
 class _Family(msgspec.Struct, frozen=True, array_like=True):
-    """A metric with its samples (name, labels, value), on its way to another gateway."""
+    """Metric with its samples (name, labels, value), as sent to another gateway."""
 
     name: str
     documentation: str
@@ -270,13 +272,13 @@ _decode = msgspec.msgpack.Decoder(list[_Family]).decode
 
 
 class _Collected(Collector):
-    """Metrics that are there already."""
+    """Metrics that were collected before."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of time, as _FrontCollector's."""
+        """Yield nothing, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -285,7 +287,7 @@ class _Collected(Collector):
 
 class OutputTokens(Collector):
     """Output tokens of a gateway, as `usage` and the ledger count them: all tokens that replies
-    received, also if a client left or a stop string ended the reply.
+    received, also if the client left or a stop string ended the reply.
 
     Running replies are added up at each scrape, so that a token costs nothing and a rate is smooth.
     """
@@ -299,17 +301,17 @@ class OutputTokens(Collector):
         self._running.add(reply)
 
     def end(self, reply: Reply) -> None:
-        """Keep the count of a reply that has ended. Does nothing for a reply without `begin`."""
+        """Add the count of an ended reply. Does nothing for a reply without `begin`."""
         if reply in self._running:
             self._running.remove(reply)
             self.add(reply.usage.num_output_tokens)
 
     def add(self, num_tokens: int) -> None:
-        """Count tokens that were charged: those of a batch's line."""
+        """Count tokens of a batch's line, when it is charged."""
         self._num_counted += num_tokens
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of time, as _FrontCollector's."""
+        """Yield nothing, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -323,7 +325,7 @@ class OutputTokens(Collector):
 
 
 class _LedgerCollector(Collector):
-    """Reads the ledger's writer when it is scraped."""
+    """Ledger metrics, read from its writer at each scrape."""
 
     def __init__(
         self, counts: Callable[[], LedgerCounts], charged: Callable[[], Mapping[str, int]]
@@ -332,7 +334,7 @@ class _LedgerCollector(Collector):
         self._charged = charged
 
     def describe(self) -> Iterator[Metric]:
-        """Describe the metrics, as _FrontCollector does."""
+        """Yield nothing, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -363,13 +365,13 @@ class _LedgerCollector(Collector):
 
 
 class _ConnectionCollector(Collector):
-    """Reads the gateway's connection limit when it is scraped."""
+    """Connections refused by the gateway's limit, read at each scrape."""
 
     def __init__(self, num_refused: Callable[[], int]) -> None:
         self._num_refused = num_refused
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of time, as _FrontCollector's."""
+        """Yield nothing, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -381,13 +383,13 @@ class _ConnectionCollector(Collector):
 
 
 class _BatchCollector(Collector):
-    """Reads the worker on batches when it is scraped."""
+    """Metrics of the batch worker, read at each scrape."""
 
     def __init__(self, lines: Callable[[], tuple[int, int, Mapping[str, int]]]) -> None:
         self._lines = lines
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of time, as _FrontCollector's."""
+        """Yield nothing, as _FrontCollector does."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -409,7 +411,7 @@ class _BatchCollector(Collector):
 
 
 class _FrontCollector(Collector):
-    """Reads the front, and what processes reported to the gateway, when it is scraped."""
+    """Metrics of the front, and of processes' reports to the gateway, read at each scrape."""
 
     def __init__(
         self,
@@ -424,7 +426,7 @@ class _FrontCollector(Collector):
         self._missing = missing
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of time: the registry need not scrape to register."""
+        """Yield nothing: the registry then need not scrape to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -538,7 +540,7 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
 
 
 def _link_metric(loads: dict[str, UnitReport]) -> Metric:
-    """What a unit does not send has no series."""
+    """Return the bytes between ranks. Kinds of bytes that a unit does not send have no series."""
     link_bytes = CounterMetricFamily(
         "hadal_link_bytes",
         "Bytes between ranks by what they are, within a node or between nodes: tokens dispatched to"
@@ -555,7 +557,7 @@ def _link_metric(loads: dict[str, UnitReport]) -> Metric:
 
 
 def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
-    """A unit that never drafts has no series."""
+    """Yield speculative decoding metrics. A unit that never drafts has no series."""
     drafting = {unit: load for unit, load in loads.items() if load.drafts_tried}
     if not drafting:
         return
@@ -588,7 +590,7 @@ def _cache_metrics(
     metrics: _Cached,
     loads: dict[str, UnitReport],
 ) -> Iterator[Metric]:
-    """What a unit does not count has no series."""
+    """Yield cache metrics. Counts that a unit does not report have no series."""
     for name, (text, tier_to_field) in metrics.items():
         tiers = ("tier",) if len(tier_to_field) > 1 else ()
         family = kind(name, text, labels=("unit", *tiers))

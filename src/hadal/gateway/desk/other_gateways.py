@@ -1,7 +1,7 @@
-"""The other gateways of a deployment, as the gateway with the front knows them: present or ended, and the
-generations that each has open.
+"""Other gateways of a deployment, as the gateway with the front sees them: present or ended, and
+the open generations of each.
 
-Knows their wire messages, and no front.
+Depends on their wire messages, not on a front.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hadal.gateway.desk.link import FrontWire
 from hadal.gateway.desk.mailbox import Outbox
 
 EXPECTED_S = 8 * GATEWAY_HEARTBEAT_S
-"""How long a new front expects to hear of the other gateways: what they had open under the one
-before is this one's.
+"""Time for which a new front expects a first heartbeat from the other gateways: it takes over the
+generations that they had open under the previous front.
 """
 
 
@@ -27,41 +27,41 @@ class OtherGateways:
         self._wire = wire
         self._outboxes = {name: Outbox() for name in names}
         self._expected = set(self._outboxes)
-        """Gateways that may be there, and were not heard yet."""
+        """Gateways that may be running, but have sent no heartbeat yet."""
         self._present: dict[str, int] = {}
-        """Gateways that were heard and have not ended -> the process of each."""
+        """Gateways that sent heartbeats and have not ended -> the process id of each."""
         self._ended: dict[str, int] = {}
-        """Gateway -> its process that ended last: messages of that process may arrive later."""
+        """Gateway -> process id that ended last: its messages may still arrive later."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._outboxes
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all, whether they are there or not."""
+        """Names of all other gateways, present or not."""
         return self._outboxes.keys()
 
     @property
     def present(self) -> list[str]:
-        """Names of the gateways that are there, sorted."""
+        """Names of the present gateways, sorted."""
         return sorted(self._present)
 
     @property
     def is_expected(self) -> bool:
-        """A gateway may be there that was not heard yet."""
+        """True if a gateway may be running that has sent no heartbeat yet."""
         return bool(self._expected)
 
     @property
     def are_gone(self) -> bool:
-        """No gateway is there, and none is expected."""
+        """True if no gateway is present and none is expected."""
         return not self._present and not self._expected
 
     def expect_no_more(self) -> None:
-        """Take every gateway that was not heard for absent."""
+        """Treat every gateway without a heartbeat so far as absent."""
         self._expected.clear()
 
     def heard(self, name: str, pid: int) -> bool:
-        """Take a heartbeat. Return whether it is of a process that has not ended."""
+        """Accept a heartbeat. Return True if it is from a process that has not ended."""
         self._expected.discard(name)
         if pid == self._ended.get(name):
             return False
@@ -69,17 +69,17 @@ class OtherGateways:
         return True
 
     def open(self, name: str, generations: Collection[Generation], log_id: str) -> Outbox:
-        """Return the outbox of a gateway, which has these generations open from now on."""
+        """Return the gateway's outbox, with these generations open in it from now on."""
         outbox = self._outboxes[name]
         outbox.open_ids |= {generation.request_id: log_id for generation in generations}
         return outbox
 
     def open_ids(self, name: str, request_ids: Collection[str]) -> list[str]:
-        """Return those of the ids that the gateway has open, sorted."""
+        """Return the ids that the gateway has open, sorted."""
         return sorted(self._outboxes[name].open_ids.keys() & request_ids)
 
     def ended(self, name: str) -> list[str]:
-        """Forget a gateway that ended. Return the ids of the generations that it had open, sorted."""
+        """Forget a gateway that ended. Return the ids of its open generations, sorted."""
         left, self._outboxes[name] = self._outboxes[name], Outbox()
         self._expected.discard(name)
         if name in self._present:
@@ -87,7 +87,7 @@ class OtherGateways:
         return sorted(left.open_ids)
 
     def deliver(self) -> None:
-        """Send each gateway what came for its generations."""
+        """Send each gateway the deliveries for its generations."""
         for name, outbox in self._outboxes.items():
             if delivers := outbox.take():
                 self._wire.send(name, Delivered(delivers))

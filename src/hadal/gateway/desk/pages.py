@@ -1,6 +1,7 @@
-"""Pages that gateways ask each other for, by path: facts of the front's process, another's counts.
+"""Pages that gateways request from each other by path: facts of the front's process, counts of
+others.
 
-Knows the wire's Query and QueryReply, and no single page. Used by the event loop's thread.
+Depends on the wire's Query and QueryReply, not on any single page. Used by the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from hadal.gateway.edge.errors import as_api_error
 
 log = logging.getLogger("hadal.gateway")
 Page = Callable[[Mapping[str, str]], Awaitable[tuple[int, bytes]]]
-"""Answers a query with a status and a body. Raises HadalError."""
+"""Function that answers a query with a status and a body. Raises HadalError."""
 COUNTING = "/counting"
-"""Page of the front's gateway: the refusal of a tenant's prompt to be counted, or null, as JSON."""
+"""Page of the front's gateway: as JSON, the refusal of counting a tenant's prompt, or null."""
 
 
 class Pages:
-    """The pages of this process, by path in `table`, and the questions that it has asked others."""
+    """Pages of this process by path (`table`), and its open questions to other processes."""
 
     def __init__(self, name: str, send: Callable[[str, AnyMessage], None]) -> None:
-        """`name`: this process's on the wire."""
+        """`name`: this process's name on the wire."""
         self.table: dict[str, Page] = {}
         self._name = name
         self._send = send
@@ -36,7 +37,7 @@ class Pages:
     async def ask(
         self, whom: str, path: str, query: Mapping[str, str], timeout_s: float
     ) -> QueryReply | None:
-        """Another process's page; None if it does not answer in time."""
+        """Request another process's page; None if it does not answer in time."""
 
         def send(name: str, reply_id: int) -> None:
             self._send(name, Query(self._name, reply_id, path, dict(query)))
@@ -44,11 +45,11 @@ class Pages:
         return (await self._asked.ask([whom], send, timeout_s)).get(whom)
 
     def give_up(self) -> None:
-        """Whoever was asked is gone."""
+        """End all open questions: the process that was asked has ended."""
         self._asked.give_up()
 
     def take(self, message: Query | QueryReply) -> None:
-        """Answer a question, or hand an answer to who waits for it."""
+        """Answer a question, or pass an answer to the call that waits for it."""
         if isinstance(message, Query):
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._answering.add(task)

@@ -1,4 +1,4 @@
-"""Open questions to other processes, which answer with messages of their own."""
+"""Open questions to other processes, which answer with messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ M = TypeVar("M")
 
 
 class Questions(Generic[M]):
-    """All open questions of one kind. The event loop's thread alone uses it."""
+    """All open questions of one kind. Used only by the event loop's thread."""
 
     def __init__(self) -> None:
         self._num_asked = 0
@@ -19,8 +19,8 @@ class Questions(Generic[M]):
     async def ask(
         self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
     ) -> dict[str, M]:
-        """Ask all of `whom`, `send(name, reply_id)` being called for each. Returns the answers that
-        came in time.
+        """Ask all processes in `whom` by `send(name, reply_id)`. Return the answers that came in
+        time.
         """
         self._num_asked += 1
         reply_id = self._num_asked
@@ -41,12 +41,12 @@ class Questions(Generic[M]):
         }
 
     def take(self, name: str, reply_id: int, answer: M) -> None:
-        """An answer is here. One that nobody waits for any more is dropped."""
+        """Accept an answer. It is dropped if no call waits for it any more."""
         future = self._open.get((name, reply_id))
         if future is not None and not future.done():
             future.set_result(answer)
 
     def give_up(self) -> None:
-        """Whoever was asked is gone: nothing more is waited for."""
+        """End all open questions: the processes asked have ended."""
         for future in self._open.values():
             future.cancel()

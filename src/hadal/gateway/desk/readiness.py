@@ -1,4 +1,4 @@
-"""Readiness of the server: whether it can answer requests, and what /health says of it."""
+"""Readiness of the server: can it answer requests, and what does /health report?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.gateway.edge.intake import Patience
 
 
 class GatewayReadiness:
-    """Owner of the one fact that outlives units: the server could answer once."""
+    """Record that the server could once answer requests; it outlives units."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class GatewayReadiness:
         was_ready: bool = False,
     ) -> None:
         """`was_ready`: the server could answer under an earlier process of this gateway. Units that
-        are down come back, and until then requests wait at the front.
+        are down will return, and requests wait at the front until then.
         """
         self._deployment = deployment
         self._link = link
@@ -54,7 +54,7 @@ class GatewayReadiness:
             )
 
     def health(self, snapshot: FrontSnapshot) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and the fields of /health, for the front as it is in `snapshot`."""
+        """Return the HTTP status and the fields of /health for this snapshot of the front."""
         return health_of(
             self._deployment,
             snapshot,

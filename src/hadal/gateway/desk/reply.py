@@ -5,8 +5,8 @@
                              pieces of a running stream go straight to its connection (gateway/edge/streams)
 
 A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
-front still gets a status of its own; from then on errors are events of the stream. Knows ASGI's
-send; makes no JSON.
+front still gets its own status. Later errors are events of the stream. Depends on ASGI's `send`;
+makes no JSON itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ log = logging.getLogger("hadal.gateway")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the chunks of a stream.
+    (b"x-accel-buffering", b"no"),  # Stops nginx from buffering the stream.
 ]
 _LEFT = "the client closed the connection"
 _WAIT_S = 60.0
 _GRACE_S = 5.0
-"""The front ends a request that is late; this is how much later it is ended without the front."""
+"""The front ends a late request at its deadline. Without an answer from the front, the reply ends
+this much later.
+"""
 _CODES = {
     400: "context_length_exceeded",
     429: "overloaded",
@@ -52,23 +54,23 @@ _CODES = {
 
 @dataclass
 class Times:
-    """When things happened to a request, in the clock's seconds."""
+    """Times of one request's events, in the clock's seconds."""
 
     start_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_tokens: int = 0
     is_read: bool = False
-    """The request's body became generations, which the front has."""
+    """True once the request's body became generations and these were submitted to the front."""
 
 
 @dataclass
 class Meter:
-    """What one choice's deliveries said besides text.
+    """Measurements of one choice's deliveries, besides text.
 
-    Tokens of one delivery come together, and the first one comes by itself, out of prefill. The time
-    from first to last, over the tokens after the first, is therefore the mean time between two.
-    That holds for steps of any number of tokens.
+    Tokens of one delivery arrive together, and prefill delivers the first one alone. So the mean
+    time between tokens is (last - first) / (number of tokens - 1), for steps of any number of
+    tokens.
     """
 
     num_cached: int = 0
@@ -77,11 +79,11 @@ class Meter:
 
 
 class ClientGone(Exception):
-    """The client closed the connection, or does not read."""
+    """Raised if the client closed the connection or does not read."""
 
 
 async def send_within(timeout_s: float, send: Send, message: Message) -> None:
-    """Hand a message to the server, which waits while its buffer is full. Raises ClientGone."""
+    """Pass a message to the server, which waits while its buffer is full. Raises ClientGone."""
     try:
         async with asyncio.timeout(timeout_s):
             await send(message)
@@ -90,7 +92,7 @@ async def send_within(timeout_s: float, send: Send, message: Message) -> None:
 
 
 class Reply:
-    """The running choices of one HTTP request."""
+    """Running choices of one HTTP request."""
 
     def __init__(
         self,
@@ -112,28 +114,28 @@ class Reply:
         self._now = now
         self._timeout_s = timeout_s
         self._deadline_s = times.start_s + timeout_s + _GRACE_S
-        """Time at which the reply fails, unless a delivery comes before."""
+        """Time at which the reply fails, unless a delivery arrives before."""
         self._patience = patience
         self._num_open = len(work.choices)
         self.meters = [Meter() for _ in work.choices]
-        """A meter for each choice."""
+        """One meter per choice."""
         self._limits: RateLimits | None = None
 
     @property
     def usage(self) -> Usage:
-        """Counted so far."""
+        """Token counts so far."""
         assemblers = [choice.assembler for choice in self.work.choices]
         return Usage(
             self.work.num_prompt_tokens,
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
-            # Choices stand together by prompt. A prompt counts once, so what its first choice found
-            # is what counts.
+            # Choices are grouped by prompt. A prompt counts once, by the cached tokens of its first
+            # choice.
             sum(meter.num_cached for meter in self.meters[:: self.work.ask.n]),
         )
 
     async def send_whole(self, send: Send) -> int:
-        """Wait for every choice, then send one JSON body; returns the status. Raises ApiError,
+        """Wait for every choice, then send one JSON body. Return the status. Raises ApiError,
         ClientGone.
         """
         pieces = [Piece() for _ in self.work.choices]
@@ -161,13 +163,12 @@ class Reply:
         return 200
 
     async def send_stream(self, send: Send, outlet: Outlet) -> int:
-        """Send events as tokens come; returns 200, or the status of an error sent in the stream.
-        `outlet` writes events between the first and the last, as far as it can.
-
-        Raises ApiError (before the first byte only), ClientGone.
+        """Send events as tokens arrive. Return 200, or the status of an error sent in the stream.
+        `outlet` writes the events between the first and the last, as far as it can. Raises ApiError
+        (before the first byte only), ClientGone.
         """
         deliveries = await self._take(self._patience.keep_alive_s)
-        # An error in the first delivery gets a status of its own.
+        # An error in the first delivery still gets its own HTTP status.
         for _, deliver in deliveries:
             self._raise_error(deliver)
         headers = [*_STREAM_HEADERS, *self._limit_headers()]
@@ -175,7 +176,7 @@ class Reply:
         if not deliveries:
             await self._send(send, self._format.keep_alive)
         try:
-            pieces = self._pieces(deliveries)  # They say what a cache had of the prompt.
+            pieces = self._pieces(deliveries)  # Before `begin`: sets the number of cached tokens.
             data = self._format.begin(self.usage)
             data += b"".join(
                 self._format.opening(i, choice.prefix, self._prompt_ids(choice))
@@ -193,8 +194,9 @@ class Reply:
         return 200
 
     async def _run(self, outlet: Outlet) -> bytes:
-        """Write events without this task until one needs it. Return that one: the last, one that the
-        connection did not take, or what keeps a quiet stream alive. Raises ApiError, ClientGone.
+        """Write events without this task for as long as possible. Return the event that needs the
+        task: the last, one that the connection did not take, or a keep-alive. Raises ApiError,
+        ClientGone.
         """
         running = _RunningStream(self, outlet)
         self.mailbox.listener = lambda: outlet.streams.ready(running)
@@ -207,23 +209,25 @@ class Reply:
             outlet.streams.leave(running)
 
     def quiet_until_s(self) -> float:
-        """Return the time at which a stream for which nothing comes is late."""
+        """Return the time at which the stream is late if nothing arrives before."""
         return min(self._now() + self._patience.keep_alive_s, self._deadline_s)
 
     def arrived(self) -> tuple[bytes, bool] | None:
-        """Return the events of all that came, and whether the last is among them; None if there is no
-        news. Raises ApiError, ClientGone.
+        """Return the events of all arrived deliveries, and True if the last is among them. Return
+        None if nothing new arrived. Raises ApiError, ClientGone.
         """
         news = self._news(self._heard(self.mailbox.take_now()))
         return (self._chunks(self._pieces(news)), not self._num_open) if news else None
 
     def quiet(self) -> bytes:
-        """Return what keeps a stream alive for which nothing came. Raises ApiError if it is too late."""
+        """Return a keep-alive for a stream that received nothing. Raises ApiError past the
+        deadline.
+        """
         self._check_deadline()
         return self._format.keep_alive
 
     def _chunks(self, pieces: dict[int, Piece]) -> bytes:
-        """One write for all that is ready."""
+        """Return the events of all pieces, joined for a single write."""
         usage = self.usage if self.work.ask.has_usage_so_far else None
         return b"".join(self._format.chunks(index, piece, usage) for index, piece in pieces.items())
 
@@ -231,7 +235,7 @@ class Reply:
         return choice.generation.prompt if self.work.ask.return_token_ids else ()
 
     def _pieces(self, deliveries: list[tuple[int, Deliver]]) -> dict[int, Piece]:
-        """By choice: the tokens of one that came together share an event."""
+        """Return one piece per choice: tokens of a choice that arrived together share an event."""
         pieces: dict[int, Piece] = {}
         for index, deliver in deliveries:
             piece = self._assemble(index, deliver)
@@ -271,7 +275,7 @@ class Reply:
                 )
             if (
                 not deliver.final
-            ):  # A stop string, or a text in circles: the engine does not know of it.
+            ):  # A stop string or a repetition: the engine goes on until cancelled.
                 self._link.cancel(self.mailbox, choice.generation.request_id)
         return piece
 
@@ -289,7 +293,9 @@ class Reply:
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """What came, or nothing after so long. That a tenant with a quota was let in is no news."""
+        """Return new deliveries, or none after `timeout_s`. A delivery that only says that a tenant
+        with a quota was admitted is not new.
+        """
         until_s = self._now() + timeout_s
         while True:
             deliveries = await self._take_any(max(0.0, until_s - self._now()))
@@ -308,7 +314,7 @@ class Reply:
         return self._heard(await self.mailbox.take(min(timeout_s, left_s)))
 
     def _heard(self, deliveries: list[tuple[int, Deliver]]) -> list[tuple[int, Deliver]]:
-        """Return what came: the reply may take longer again. Raises ClientGone."""
+        """Postpone the deadline if deliveries arrived, and return them. Raises ClientGone."""
         if deliveries:
             self._deadline_s = self._now() + self._timeout_s + _GRACE_S
         if self.mailbox.gone:
@@ -321,27 +327,27 @@ class Reply:
             raise ApiError(504, text, code="request_timeout")
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Send a part of the body; a client that does not read is left."""
+        """Send a part of the body. Raises ClientGone if the client does not read."""
         message = {"type": "http.response.body", "body": data, "more_body": more}
         await send_within(self._patience.send_s, send, message)
         # After the last byte the server reports the end of the connection in the same way; that is
-        # no failure.
+        # not a failure.
         if more and self.mailbox.gone:
             raise ClientGone(_LEFT)
 
 
 class _RunningStream:
-    """A reply that writes to its connection without its task."""
+    """Reply that writes to its connection without its task."""
 
     def __init__(self, reply: Reply, outlet: Outlet) -> None:
         self.rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """The event that is left to the reply's task."""
+        """Event that the reply's task has to write."""
         self.due_s = reply.quiet_until_s()
         self._reply = reply
         self._outlet = outlet
 
     def push(self) -> None:
-        """Write what came."""
+        """Write the events that arrived."""
         if self.rest.done():
             return
         try:
@@ -356,7 +362,7 @@ class _RunningStream:
             self.rest.set_exception(error)
 
     def late(self) -> None:
-        """Leave it to the task to say that nothing came."""
+        """Pass a keep-alive, or the error of a late reply, to the task."""
         if self.rest.done():
             return
         try:

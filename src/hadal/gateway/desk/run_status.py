@@ -1,4 +1,4 @@
-"""The supervisor's status.json as a gateway reads it: starts, cores and problems of the processes.
+"""Supervisor's status.json, as read by a gateway: starts, cores and problems of the processes.
 
 Without a run folder the status is empty.
 """
@@ -12,7 +12,7 @@ from hadal.runtime.process.status import Status, read_status, wrong_nodes
 
 
 class RunStatus:
-    """Facts of the run's processes, read anew at each call."""
+    """Facts about the run's processes, read from the file at each call."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -1,8 +1,6 @@
-"""What the server offers, without HTTP: from a request's body to generations, under the
-deployment's limits.
+"""Turn the bodies of requests into generations, within the deployment's limits, without HTTP.
 
-Knows the model's tokenizer, template and context, the deployment's limits and the host of the
-front.
+Depends on the model's tokenizer, template and context, the deployment's limits, and block names.
 """
 
 from __future__ import annotations
@@ -70,25 +68,25 @@ from hadal.tokens.table import MAX_ID, read_json
 T = TypeVar("T")
 
 FIM_MARKS = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
-"""Before the text before, before the text behind, and at the end (DeepSeek-V3's technical report,
-3.1: prefix, suffix, middle).
+"""Control tokens of fill-in-the-middle: before the prefix, before the suffix, and at the end where
+the model writes the middle (DeepSeek-V3's technical report, 3.1).
 """
 COUNTED_CONTEXTS = 2
-"""Longest prompt that is counted without being generated from, as a multiple of the context."""
+"""Longest prompt that is only counted, as a multiple of the model's context."""
 OFF_LOOP_BYTES = 1024
-"""Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
-bytes.
+"""Largest body that is parsed and tokenised on the event loop; larger ones use a thread. A
+tokenizer takes 1 to 2 ms for a body of this size.
 """
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the gateway must know of a model. No weights."""
+    """Model facts that the gateway needs, without weights."""
 
     name: str
     vocabulary: Vocabulary
     chat: ChatFormat | None
-    """None: the model has no template and only completes texts."""
+    """None: the model has no chat template and only completes texts."""
     context_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -109,9 +107,9 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
         chat=read_chat_format(folder, vocabulary),
         context_tokens=min(config.max_position_embeddings, max_length),
         vocab_size=config.vocab_size,
-        # transformers takes generation_config.json's alone. Where that names none its replies do not
-        # end by themselves; here config.json's count then.
-        # An id that the model has no logit for is never drawn, and a mask has no bit for it.
+        # As in transformers, generation_config.json's ids count alone. If it names none, replies in
+        # transformers do not end by themselves; here config.json's ids are used. Ids beyond the
+        # vocabulary are left out: the model has no logit for them, and a grammar's mask no bit.
         eos_ids=tuple(
             each
             for each in dict.fromkeys(eos_ids or config.eos_token_ids)
@@ -124,12 +122,12 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
 def _read_defaults(
     path: Path, accepted: Collection[str]
 ) -> tuple[tuple[int, ...], SamplingDefaults, int]:
-    """Return a generation_config.json's ids that end a reply, its way to sample, and the most tokens
-    of a prompt and its reply together. The file may be missing, and null is as good as nothing.
+    """Return generation_config.json's ids that end a reply, its sampling defaults, and the most
+    tokens of a prompt and its reply together. The file may be missing, and null counts as absent.
     Raises CheckpointError.
     """
     read = read_json(path) if path.exists() else {}
-    # An accepted key is as good as absent.
+    # An accepted key counts as absent.
     fields = {key: read[key] for key in read if f"{path.stem}.{key}" not in accepted}
     eos = fields.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -152,7 +150,7 @@ def _read_defaults(
         )
     temperature = _default(fields, "temperature", path, 2.0)
     sampling = SamplingDefaults(
-        # `do_sample` false says that the model is meant to be greedy, whatever else the file holds.
+        # do_sample false: the model is meant to be greedy, even if the file sets a temperature.
         temperature=0.0 if samples is False else temperature,
         top_p=_default(fields, "top_p", path, 1.0),
         top_k=max(0, top_k or 0),
@@ -173,21 +171,21 @@ def _default(fields: dict[str, Any], name: str, path: Path, high: float) -> floa
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's replies: what the engine is asked, and how its tokens become text."""
+    """One of a request's replies: the generation to run, and the assembler of its text."""
 
     generation: Generation
     assembler: Assembler
     prefix: str = ""
-    """What is shown before it."""
+    """Text shown before the reply."""
     scored: ScoredPrompt | None = None
-    """The prompt, where it is shown with how likely its tokens are: that comes first."""
+    """The prompt, if it is shown with its tokens' log-probabilities; they come before the reply."""
     is_prompt_only: bool = False
-    """Nothing is generated: the token that is drawn to have the prompt scored is not shown."""
+    """True if only the prompt is shown: the one token drawn to score the prompt is hidden."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request that passed every check."""
+    """Request that passed every check."""
 
     ask: CommonFields
     choices: tuple[Choice, ...]
@@ -195,7 +193,7 @@ class Work:
 
 
 def _scored(work: Work, asked: CompletionAsk) -> Work:
-    """The same with how likely each prompt is."""
+    """Return the work with each prompt to be scored: log-probabilities of its tokens."""
     choices = tuple(
         dataclasses.replace(
             choice,
@@ -214,7 +212,7 @@ def _scored(work: Work, asked: CompletionAsk) -> Work:
 
 
 class Service:
-    """Turns bodies into work."""
+    """Parser and checker of request bodies, which makes Work from them."""
 
     def __init__(
         self,
@@ -228,7 +226,7 @@ class Service:
         self._names = names
         self._formats = Formats()
         self._random_bytes = random_bytes
-        # Few threads: prompts wait for each other rather than take the ranks' cores.
+        # Few threads: prompts wait for each other and leave CPU cores to the ranks.
         self._lanes = Lanes()
         context = model.context_tokens
         self._max_counted_tokens = COUNTED_CONTEXTS * context
@@ -242,10 +240,11 @@ class Service:
         parse: Callable[[bytes], ChatAsk] = parse_chat,
         num_more_bytes: int = 0,
     ) -> Work:
-        """`tenant`: whoever asks; `parse` reads the bodies of an endpoint; `num_more_bytes`: size of
-        what else it reads. Raises RequestError, ApiError.
+        """Begin a chat and return its work. `tenant` is the caller, `parse` reads the bodies of an
+        endpoint, and `num_more_bytes` is the size of other data that `parse` reads. Raises
+        RequestError, ApiError.
         """
-        # Always off the loop: the template's process may take as long as its limits let it.
+        # Always off the loop: the template's process may use all the time that its limits allow.
         num_bytes = len(body) + num_more_bytes
         begun = await self.off_loop(
             tenant, lambda: self._chat(parse(body), request_id, tenant), num_bytes
@@ -255,7 +254,9 @@ class Service:
         return await self._run(self._lanes.grammars, tenant, begun)
 
     async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
-        """How many tokens the prompt of a chat has, which is not begun. Raises as `chat` does."""
+        """Return the number of tokens in a chat's prompt, without starting it. Raises as `chat`
+        does.
+        """
 
         def number() -> int:
             parsed = parse(body)
@@ -268,7 +269,7 @@ class Service:
         """Begin a completion, as `chat` begins a chat."""
         if len(body) <= OFF_LOOP_BYTES:
             parsed = self._parse_completion(body)
-            if parsed.ask.format is None:  # A schema is looked at, which takes as long as it takes.
+            if parsed.ask.format is None:  # Checking a schema takes unbounded time.
                 return self._completion(parsed, request_id, tenant)
 
         def read() -> CompletionAsk:
@@ -277,7 +278,7 @@ class Service:
             return parsed
 
         parsed = await self.off_loop(tenant, read, len(body))
-        prompts = [  # Each is a turn of its own.
+        prompts = [  # Each prompt is a turn of its own: other tenants run in between.
             await self.off_loop(tenant, partial(self._given, parsed, given), len(body))
             for given in parsed.prompts
         ]
@@ -287,16 +288,18 @@ class Service:
         return await self._run(self._lanes.grammars, tenant, finish)
 
     async def tokenize(self, body: bytes, tenant: Tenant) -> Tokenized:
-        """The tokens that a prompt or a chat has, as vLLM says it. Raises RequestError, ApiError."""
+        """Return the tokens of a prompt or a chat, in vLLM's format. Raises RequestError,
+        ApiError.
+        """
         return await self.off_loop(tenant, lambda: self._tokenize(body, tenant), len(body))
 
     async def detokenize(self, body: bytes, tenant: Tenant) -> Detokenized:
-        """The text that some tokens have. Raises RequestError, ApiError."""
+        """Return the text of token ids. Raises RequestError, ApiError."""
         return await self.off_loop(tenant, lambda: self._detokenize(body, tenant), len(body))
 
     async def off_loop(self, tenant: Tenant, make: Callable[[], T], num_bytes: int) -> T:
-        """Make something of a request of `num_bytes` in a thread, one of a tenant at a time, so that
-        tenants take turns there. Raises ApiError 504 at the request's deadline.
+        """Run `make` in a thread, for a request of `num_bytes`. Each tenant has one call at a time,
+        so tenants take turns. Raises ApiError 504 at the request's deadline.
         """
         return await self._run(self._lanes.for_bytes(num_bytes), tenant, make)
 
@@ -313,12 +316,12 @@ class Service:
             ) from None
 
     def close(self) -> None:
-        """End the tokenising threads, and the process that looks at formats."""
+        """End the tokenising threads, and the process that checks formats."""
         self._lanes.close()
         self._formats.close()
 
     def _chat(self, parsed: ChatAsk, request_id: str, tenant: Tenant) -> Work | Callable[[], Work]:
-        """Return the work, or the rest that the lane of grammars has to do for it."""
+        """Return the work, or a function that makes it, to be run in the grammars lane."""
         self._check(parsed.ask, tenant)
         prompt = self._prompt(parsed, self._max_prompt_tokens)
         chat = self.model.chat
@@ -339,7 +342,9 @@ class Service:
         return finish() if calls is None and parsed.ask.format is None else finish
 
     def _check_thinking(self, parsed: ChatAsk) -> None:
-        """Raise RequestError for thinking, or a budget of it, that this model cannot do."""
+        """Raise RequestError if this model does not support the requested thinking or its
+        budget.
+        """
         chat, ends = self.model.chat, THINK_CLOSE in self.model.vocabulary.control_ids
         if parsed.switch_field and chat is not None and not chat.has_reasoning:
             raise RequestError(
@@ -355,7 +360,7 @@ class Service:
             )
 
     def _prompt(self, parsed: ChatAsk, max_tokens: int) -> Prompt:
-        """A chat in tokens. Raises RequestError, also for one of more than `max_tokens`."""
+        """Return a chat as tokens. Raises RequestError, also if it has more than `max_tokens`."""
         chat = self.model.chat
         if chat is None:
             raise RequestError(
@@ -379,7 +384,8 @@ class Service:
         self._check_model(name, tenant)
         if (asked.messages is None) == (asked.prompt is None):
             raise RequestError("Send either prompt or messages.", "prompt")
-        most = self._max_counted_tokens  # Whether it is too long for the model is what they ask.
+        # Clients ask this to learn if a prompt is too long, so allow more than the context.
+        most = self._max_counted_tokens
         if asked.prompt is None:
             if asked.add_special_tokens:
                 raise RequestError(
@@ -416,7 +422,7 @@ class Service:
         return self._completed(parsed, prompts, request_id, tenant)
 
     def _given(self, parsed: CompletionAsk, given: str | tuple[int, ...]) -> tuple[Prompt, str]:
-        """Return one of the prompts, and its text where the reply begins with it."""
+        """Return one of the prompts, and its text if the reply begins with it."""
         vocabulary = self.model.vocabulary
         if isinstance(given, str) and parsed.suffix is not None:
             prompt, text = self._infill(given, parsed.suffix), given
@@ -439,8 +445,8 @@ class Service:
         return _scored(work, parsed) if parsed.ask.sampling.num_prompt_logprobs >= 0 else work
 
     def _infill(self, before: str, behind: str) -> Prompt:
-        """The prompt of a model that was taught to fill in what is missing between two texts, in
-        which nothing is a control token.
+        """Return the prompt for a fill-in-the-middle model; the texts before and behind the gap
+        contain no control tokens. Raises RequestError if the model has no such tokens.
         """
         vocabulary = self.model.vocabulary
         ids = [vocabulary.control_ids.get(mark) for mark in FIM_MARKS]
@@ -511,8 +517,8 @@ class Service:
         calls: Calls | None = None,
         budget: int | None = None,
     ) -> Work:
-        """`sections`: a chat's, whose reply sets its reasoning apart; `calls`: and calls of tools,
-        where any are offered. `budget`: most tokens of its reasoning.
+        """Make the work. `sections`: the reply is a chat's and separates its reasoning. `calls`:
+        tool calls that the reply may contain. `budget`: most tokens of reasoning.
         """
         for prompt, _ in prompts:
             check_length(len(prompt.ids), self._max_prompt_tokens, ask.prompt_name)
@@ -535,15 +541,16 @@ class Service:
                 is_held=ask.format is not None,
             )
             grammar = self._grammar(ask, prompt, calls, budget)
-            for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
+            # The seed and index alone decide: each prompt draws as if it came alone.
+            for index in range(ask.n):
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
                 )
                 if grammar is not None:
                     sampling = replace(generation.sampling, grammar=grammar)
                     generation = replace(generation, sampling=sampling)
-                # Here, where a long prompt is off the event loop; its other choices have the same
-                # names.
+                # Named here, because a long prompt is off the event loop here. Choices of one
+                # prompt share names.
                 generation = self._names.named(generation)
                 names = generation.chain, generation.fingerprint
                 assembler = Assembler(self.model.vocabulary, reading)
@@ -553,7 +560,7 @@ class Service:
     def _grammar(
         self, ask: CommonFields, prompt: Prompt, calls: Calls | None, budget: int | None
     ) -> Grammar | None:
-        """What the answer must be, in the form that ranks follow."""
+        """Return the grammar that constrains the answer, as ranks use it; None: no constraint."""
         is_held = calls is not None and calls.choosing.is_held
         control_ids = self.model.vocabulary.control_ids
         opens, closes = control_ids.get(THINK_OPEN, -1), control_ids.get(THINK_CLOSE, -1)
@@ -568,7 +575,8 @@ class Service:
         )
         if ask.format is None and not is_held:
             return bounded if has_budget else None
-        # Where an answer may be anything, calls are held from their mark on, wherever it comes.
+        # If the answer may be any text, the grammar constrains only the calls, each from its mark
+        # on.
         is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
         thinks = (prompt.thinks or may_think) and not is_opened
         begins_after = closes if thinks else -1
@@ -602,7 +610,8 @@ class Service:
         if is_opened:
             end = control_ids[calls.format.calls_end]
             return replace(grammar, text=text, opens=begins, closes=end)
-        # A call is told by its mark (gateway/text/stream), in a reasoning as elsewhere.
+        # The reply's parser recognises a call by its marks (gateway/text/stream), in reasoning too:
+        # bar them there.
         prefix = prompt.prefix_ids if format is not None else ()
         return replace(grammar, text=text, prefix=prefix, barred=begins)
 
@@ -616,7 +625,7 @@ class Service:
         tenant: Tenant,
         names: tuple[bytes, str],
     ) -> Generation:
-        """`names`: those that its prompt has already, and the fingerprint that they are under."""
+        """`names`: the prompt's block names if it has them, and the fingerprint they belong to."""
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
         max_tokens, most = ask.max_tokens, min(room, limits.max_output_tokens or room)
@@ -634,7 +643,7 @@ class Service:
                 "context_length_exceeded",
             )
         if not max_tokens and ask.sampling.num_prompt_logprobs >= 0:
-            max_tokens = 1  # Only who draws a token computes the prompt.
+            max_tokens = 1  # The prompt is only computed if a token is drawn.
         eos_ids = () if ask.ignore_eos else self.model.eos_ids
         return Generation(
             request_id=request_id,
@@ -660,7 +669,7 @@ class Service:
 
 
 def _schema_of(wanted: AnswerFormat | None) -> dict[str, Any] | None:
-    """What an answer has to follow; of "json_object" that it is an object."""
+    """Return the schema of the answer; for "json_object" it only requires an object."""
     if wanted is None:
         return None
     return {"type": "object"} if wanted.schema is None else wanted.schema

@@ -1,6 +1,6 @@
 """The API keys in force: their tenants, the tenants' rights, and their quotas at the front.
 
-Knows headers and keys; the front decides by the quotas (policy/quotas).
+Depends on headers and keys; the front applies the quotas (policy/quotas).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.edge.errors import ApiError
 
 _CLOCK_S = 1.0
-"""Largest error of the time of day by which the front tells days apart for budgets."""
+"""Largest error of the Unix time by which the front separates days for budgets."""
 KeysChanged = Callable[[], Awaitable[Keys | None]]
-"""Returns the keys if they have changed. Raises ConfigError."""
+"""Function that returns the keys if they have changed. Raises ConfigError."""
 
 
 class Tenancy:
@@ -32,8 +32,8 @@ class Tenancy:
         has_ledger: bool = False,
         changed: KeysChanged | None = None,
     ) -> None:
-        """`changed`: source of later keys; None: the keys stay. Raises ConfigError for a budget
-        without a ledger.
+        """`changed`: source of later keys; None: the keys never change. Raises ConfigError for a
+        budget without a ledger.
         """
         self._has_ledger = has_ledger
         self._check_budgets(keys)
@@ -42,7 +42,7 @@ class Tenancy:
         self._clock = clock
         self._changed = changed
         self._ahead_s = 0.0
-        """Unix time minus `clock.now`, as the front has it."""
+        """Unix time minus `clock.now`, as last sent to the front."""
 
     def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
         """Return the tenant of a request. Raises ApiError 401, 503."""
@@ -59,8 +59,8 @@ class Tenancy:
             )
 
     def take(self, keys: Keys) -> None:
-        """Accept these keys from now on, and no others; running requests go on. Raises ConfigError
-        for a budget without a ledger.
+        """Accept these keys and no others from now on; running requests continue. Raises
+        ConfigError for a budget without a ledger.
         """
         self._check_budgets(keys)
         had_quotas, self.keys = bool(self.keys.quotas), keys
@@ -68,13 +68,13 @@ class Tenancy:
             self._send_quotas()
 
     async def follow(self) -> None:
-        """Accept the keys that the source has, until cancelled."""
-        self.take(self.keys)  # Now that there is a loop, the front gets the quotas.
+        """Accept new keys of the source whenever they change, until cancelled."""
+        self.take(self.keys)  # The event loop runs now, so the quotas can be sent to the front.
         if self._changed is not None:
             await follow(self._changed, self.take)
 
     def keep_time(self) -> None:
-        """Send the front the time of day again where quotas need it and the clock was set."""
+        """Send the front the Unix time again if quotas need it and the clock was set."""
         clock = self._clock
         if self.keys.quotas and abs(clock.unix_time() - clock.now() - self._ahead_s) > _CLOCK_S:
             self._send_quotas()

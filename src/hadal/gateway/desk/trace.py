@@ -1,8 +1,8 @@
-"""`hadal trace`: what a live unit's next steps look like. The server's answer to GET /trace, and
-the command.
+"""`hadal trace`: record a live unit's next steps. Contains the answer to GET /trace and the
+command.
 
-The unit's leader marks its next steps as traced; each rank notes when its ops ran. A unit without
-work has no steps: the answer is 504 then, not an empty trace.
+The unit's leader (scheduler) marks its next steps as traced; each rank records when its ops ran. A
+unit without work takes no steps: the answer is then 504, not an empty trace.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ DEFAULT_STEPS = 3
 DEFAULT_WAIT_S = 30.0
 _CONNECT_S = 5.0
 _LANE_CHARS = 13
-"""Width of the names of lanes, left of a picture."""
+"""Width of the lane names, left of a picture."""
 _FREE = Path("trace.json")
 _MAX_FREE = 999
 
 
 class TraceReply(msgspec.Struct, frozen=True):
-    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events,
-    balance, link_bytes.
+    """Body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events, balance,
+    link_bytes.
     """
 
     unit: str
     steps: tuple[TracedStep, ...]
     clocks: tuple[HostClock, ...] = ()
-    """Of the hosts, where ranks are on several."""
+    """Clock offsets of the hosts; empty if all ranks are on one host."""
 
 
 class TraceError(HadalError):
-    """There is no trace to be had; the text is for the user."""
+    """Raised if there is no trace; the text is for the user."""
 
 
 async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, str]) -> TraceReply:
-    """Trace the next `steps` of `unit`, waiting `wait_s` for them. Raises ApiError 400, 404, 429,
-    504.
+    """Trace the next `steps` of `unit`, waiting up to `wait_s` for them. Raises ApiError 400, 404,
+    429, 504.
     """
     unit = query.get("unit", "decode-0")
     num_steps = _number(query, "steps", DEFAULT_STEPS, 1, MAX_STEPS)
@@ -95,7 +95,7 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
             " meanwhile: a unit without work takes no steps.",
             code="no_step",
         )
-    # JSON knows numbers only: a NaN would become null, which is no balance.
+    # JSON has no NaN: it would become null, which is no valid balance.
     return TraceReply(
         unit,
         tuple(replace(step, balance=shown(step.balance)) for step in trace.steps),
@@ -119,7 +119,7 @@ def _number(query: Mapping[str, str], name: str, default: float, low: float, hig
 def fetch(
     url: str, unit: str, num_steps: int, *, wait_s: float = DEFAULT_WAIT_S, api_key: str = ""
 ) -> TraceReply:
-    """Ask a running server. Raises TraceError."""
+    """Request a trace from a running server. Raises TraceError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     params = {"unit": unit, "steps": str(num_steps), "wait_s": str(wait_s)}
     address = f"{url.rstrip('/').removesuffix('/v1')}/trace"
@@ -148,9 +148,9 @@ def _error_of(reply: httpx.Response) -> str:
 
 
 def describe(reply: TraceReply, width: int = 110) -> str:
-    """What a person wants to know of the steps, and a picture: one layer of the last, or where a
-    rank runs all layers as one kernel, the steps one after the other. `width`: of the picture's
-    lines.
+    """Return a readable summary of the steps, and a picture. The picture shows one layer of the
+    last step, or consecutive steps if a rank runs all layers as one kernel. `width`: characters per
+    line.
     """
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
     if reply.clocks:
@@ -197,7 +197,9 @@ def _describe_link(step: TracedStep) -> str:
 
 
 def _describe_bytes(link_bytes: LinkBytes) -> str:
-    """What went between ranks, and the part of it between nodes; empty where nothing went."""
+    """Return the bytes sent between ranks and the share sent between nodes; "" if none were
+    sent.
+    """
     both = {"dispatch": link_bytes.dispatch, "combine": link_bytes.combine}
     said = [
         f"{kind} {sum(parts) / 1e6:.2f} MB ({parts[1] / sum(parts):.0%} between nodes)"
@@ -217,8 +219,8 @@ def _count(number: int, noun: str, plural: str) -> str:
 
 
 def write(reply: TraceReply, asked: Path | None) -> Path:
-    """Write it for ui.perfetto.dev or chrome://tracing; returns where: the file asked for, else the
-    first of trace.json, trace-2.json ... that is not there yet. Raises TraceError.
+    """Write the trace for ui.perfetto.dev or chrome://tracing. Return the path: `asked`, or the
+    first unused name of trace.json, trace-2.json ... Raises TraceError.
     """
     content = msgspec.json.encode(chrome_trace(reply.unit, reply.steps, reply.clocks))
     output = asked or _FREE

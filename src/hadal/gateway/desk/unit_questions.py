@@ -1,6 +1,7 @@
-"""What the gateway with the front asks units: audits of their ledgers, traces of steps, places of experts.
+"""Questions that the gateway with the front sends to units: ledger audits, step traces, and
+locations of experts.
 
-Knows the wire's messages, and no page.
+Depends on the wire's messages, not on pages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hadal.gateway.desk.questions import Questions
 
 
 class UnitQuestions:
-    """Open questions to units. The event loop's thread alone uses it."""
+    """Open questions to units. Used only by the event loop's thread."""
 
     def __init__(self, wire: FrontWire) -> None:
         self._wire = wire
@@ -29,7 +30,7 @@ class UnitQuestions:
         self._experts = Questions[ExpertsAnswer]()
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> dict[str, Audit]:
-        """Have units check their ledgers. Return the answers that came in time."""
+        """Have units check their ledgers. Return the answers that arrived in time."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, AuditRequest(reply_id))
@@ -37,8 +38,8 @@ class UnitQuestions:
         return await self._audits.ask(units, send, timeout_s)
 
     async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
-        """Have a unit trace its next steps. None if it did not answer in time: most likely it had
-        nothing to do.
+        """Have a unit trace its next steps. Return None if it did not answer in time, most likely
+        because it had no work.
         """
 
         def send(unit: str, reply_id: int) -> None:
@@ -47,7 +48,9 @@ class UnitQuestions:
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
     async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
-        """Return where the experts of units of many ranks lie, as JSON; of those that answer in time."""
+        """Return the locations of experts, as JSON, for the multi-rank units that answer in
+        time.
+        """
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, ExpertsRequest(reply_id))
@@ -56,7 +59,7 @@ class UnitQuestions:
         return {unit: answer.body for unit, answer in answers.items()}
 
     def take(self, answer: Audit | Trace | ExpertsAnswer) -> None:
-        """Take a unit's answer."""
+        """Accept a unit's answer."""
         match answer:
             case Audit(unit, reply_id):
                 self._audits.take(unit, reply_id, answer)

@@ -93,7 +93,7 @@ class Edge:
         allows = origin is not None and self._allows(origin)
         extra = [(b"x-request-id", seen.request_id.encode())]
         if is_anthropics(scope["path"]):
-            extra.append((b"request-id", seen.request_id.encode()))  # The name that Anthropic's clients read.
+            extra.append((b"request-id", seen.request_id.encode()))  # Anthropic's name for it.
         if origin is not None and allows:
             extra += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -210,7 +210,7 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return True if a name or address can only mean this machine, whatever DNS answers."""
+    """Return True if a name or address can only mean this machine, independent of DNS."""
     return is_near(name) or name.endswith(".localhost")
 
 

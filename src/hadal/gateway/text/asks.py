@@ -1,6 +1,6 @@
-"""A request as every API states it: its turns or prompts, its format, and its sampling.
+"""Requests in a form common to all APIs: turns or prompts, answer format, and sampling.
 
-The APIs' bodies are read into these values (gateway/api); text is made of them here. Knows no JSON.
+gateway/api reads bodies into these values; this room makes their text. Independent of JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hadal.gateway.text.tools import NO_TOOLS, Choosing
 
 INT64_MAX = 2**63 - 1
 PUBLIC = "public"
-"""The `cache_salt` that shares a chat's leading system messages with everybody."""
+"""`cache_salt` that shares the KV of a chat's leading system messages with all tenants."""
 
 
 @dataclass(frozen=True)
 class PastCall:
-    """A call of a tool that an assistant made. `arguments`: JSON as text, as it wrote them."""
+    """Tool call made by an assistant. `arguments`: JSON text as the model wrote it."""
 
     id: str
     name: str
@@ -31,37 +31,37 @@ class PastCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a chat: role system, user, assistant or tool, and its text."""
+    """One message of a chat: role (system, user, assistant or tool) and text."""
 
     role: str
     content: str
     calls: tuple[PastCall, ...] = ()
-    """An assistant's."""
+    """Calls of an assistant's turn."""
     call_id: str = ""
-    """Which call a tool's message is the result of."""
+    """Id of the call that a tool's message answers."""
     name: str = ""
-    """Of who says it, for templates that show it."""
+    """Optional speaker name, passed to the chat template."""
 
     @property
     def num_chars(self) -> int:
-        """Length of its texts."""
+        """Return the total length of its texts."""
         return len(self.content) + sum(len(call.name) + len(call.arguments) for call in self.calls)
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What an answer's text must be."""
+    """Required format of an answer's text."""
 
     name: str
     schema: dict[str, Any] | None
     """None: any JSON object."""
     field: str = "response_format"
-    """By which it was asked for."""
+    """Request field that asked for the format."""
 
 
 @dataclass(frozen=True)
 class CommonFields:
-    """What both endpoints ask of the engine. None: the model's or the deployment's default."""
+    """Engine options common to all endpoints. None: the model's or the deployment's default."""
 
     model: str
     stream: bool
@@ -69,15 +69,15 @@ class CommonFields:
     n: int
     max_tokens: int | None
     max_name: str
-    """The field that `max_tokens` was asked for by."""
+    """Request field that set `max_tokens`."""
     prompt_name: str
-    """The field that the prompt was given by."""
+    """Request field with the prompt."""
     min_tokens: int
     temperature: float | None
     top_p: float | None
     top_k: int | None
     sampling: Sampling
-    """Everything but temperature, top_p, top_k and seed, which have defaults of their own."""
+    """Everything except temperature, top_p, top_k and seed, which have defaults of their own."""
     seed: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -85,88 +85,90 @@ class CommonFields:
     return_token_ids: bool
     stop_repetition: bool = True
     priority: int = 0
-    """Larger is sooner among those that wait."""
+    """Larger values leave the queue sooner."""
     cache_salt: str | None = None
-    """None: what the tenant's other requests leave behind is reused, and the other way round."""
+    """Separate cache for one of the tenant's users. None: KV is shared with the tenant's other
+    requests.
+    """
     format: AnswerFormat | None = None
     """None: any text."""
     omits_reasoning: bool = False
-    """The reply says that the model thinks, and not what."""
+    """True: the reply shows that the model thinks, but not its reasoning."""
     ends_with_room: bool = False
-    """More tokens may be asked for than the context, or the server's limit, has room for: the answer
-    ends there.
-    """
+    """True: max_tokens may exceed the context or the server's limit; the answer then ends there."""
     has_usage_so_far: bool = False
     """With `include_usage`: each chunk of a stream has the usage so far."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How the chat template renders a chat, and where in the reply the prompt ends."""
+    """Options for rendering a chat with the chat template, and the part of the reply that the
+    prompt contains.
+    """
 
     thinking: bool | None = None
-    """Whether the model thinks; False closes the reasoning before it starts. None: as the chat
-    template has it.
+    """True or False: think or not; False closes the reasoning before it starts. None: the chat
+    template decides.
     """
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     choosing: Choosing = NO_TOOLS
     prefix: str = ""
-    """Beginning of the reply, which goes on from there and has no other reasoning."""
+    """Beginning of the reply, which continues from there without further reasoning."""
     reasoning: str = ""
-    """Beginning of the reply's reasoning; without a prefix, the reply goes on from there."""
+    """Beginning of the reply's reasoning; without a prefix, the reply continues from there."""
     opens_reply: bool = True
-    """The template may say which turn comes next."""
+    """True: the template may add the header of the next turn."""
     goes_on: bool = False
-    """The prompt ends where the last turn's text does, and the reply goes on from there."""
+    """True: the prompt ends with the last turn's text, and the reply continues it."""
 
 
 PLAIN = Rendering()
-"""A rendering as the template has it, of nothing but turns."""
+"""Rendering with the template's defaults, for turns only."""
 
 
 @dataclass(frozen=True)
 class ChatAsk:
-    """A body of /chat/completions, checked."""
+    """Checked body of /chat/completions, or an equal request of another API."""
 
     ask: CommonFields
     turns: tuple[Turn, ...]
     rendering: Rendering = PLAIN
     budget: int | None = None
-    """Most tokens of its reasoning; None: no limit of their own."""
+    """Most reasoning tokens; None: no separate limit."""
     budget_field: str = ""
-    """Field that asked for the budget."""
+    """Field that set the budget."""
     switch_field: str = field(default="", compare=False)
-    """Field that demands thinking, if one does."""
+    """Field that demands thinking; empty: none does."""
 
 
 @dataclass(frozen=True)
 class CompletionAsk:
-    """A body of /completions, checked."""
+    """Checked body of /completions."""
 
     ask: CommonFields
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
     has_echoed_logprobs: bool = False
-    """Those of the prompt's tokens stand before those of the reply's."""
+    """True: `logprobs` includes the echoed prompt's tokens, before the reply's."""
     has_prompt_logprobs: bool = False
-    """vLLM's form of them."""
+    """True: log-probabilities of the prompt are wanted in vLLM's form."""
     suffix: str | None = None
-    """What follows what is asked for; None: nothing has to."""
+    """Text that follows the answer (fill-in-the-middle); None: plain completion."""
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How a model wants to be sampled where a client does not say otherwise."""
+    """Sampling defaults of a model, where a client sets none."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: of all tokens."""
+    """0: sample from all tokens."""
 
 
 def with_defaults(ask: CommonFields, own: SamplingDefaults, seed: int, index: int) -> Sampling:
-    """The sampling of choice `index`: the model's own where the client gave none, and a seed for
-    itself.
+    """Return the sampling of choice `index`: the model's defaults for unset values, and a seed of
+    its own.
     """
     return msgspec.structs.replace(
         ask.sampling,

@@ -1,10 +1,10 @@
-"""The way from a chat's messages to a prompt's ids, by the model's own chat template.
+"""Turn a chat's messages into a prompt's ids, with the model's own chat template.
 
-What users type never becomes a control token: before the template sees a message, a *shield*
-character is put behind the first character of every control token in it, and taken out again once
-the rendered text has been cut at its control tokens. So a template may trim, split and compare
-texts as it likes, and only its own control tokens count. A message without control tokens reaches
-the template as it is, and its prompt is the one that transformers renders.
+Text from users never becomes a control token. Before the template sees a message, a *shield*
+character is put after the first character of every control token in it. The shields are removed
+once the rendered text has been split at its control tokens. So a template may trim, split and
+compare texts, and only its own control tokens count. A message without control tokens reaches the
+template unchanged, and its prompt is the one that transformers renders.
 """
 
 from __future__ import annotations
@@ -33,38 +33,36 @@ from hadal.tokens.added import read_special_tokens
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 _CHARS_PER_CHAR = 8
-"""Characters that a template may write for one of a request's: escapes of JSON are six."""
+"""Characters that a template may write per character of a request: JSON escapes need six."""
 _CHARS_PER_MESSAGE = 4096
-"""What a template may add to each message, besides its own text once; more is a template that runs
-away.
-"""
+"""Characters that a template may add to each message; more is a runaway template."""
 _TOOLS = re.compile(r"\btools\b")
-"""In a template that lists them."""
+"""Pattern in a template that lists tools."""
 _SCHEMA = re.compile(r"\banswer_schema\b")
-"""In a template that shows the model what its answer must be."""
+"""Pattern in a template that shows the model the schema of its answer."""
 _RESERVED = {
     *("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"),
     "answer_schema",
 }
 _SAMPLE = PastCall("functions.sample_tool:0", "sample_tool", '{"key": "some value"}')
-"""A call with which is found out how a template takes calls."""
+"""Sample call to find out the form of calls that a template accepts."""
 
 
 class CallsForm(NamedTuple):
-    """How a template takes a turn of calls."""
+    """Form of a turn with calls that a template accepts."""
 
     has_content: bool = True
-    """Whether one without text has the empty text for content, else none. Where it has none, what
-    is said before calls is a message of its own, for with a text the template leaves calls out.
+    """True: a turn without text has "" as content; False: None. With False, text before calls is a
+    message of its own, because such a template omits calls of a message with text.
     """
     is_parsed: bool = False
-    """Arguments are objects, not texts."""
+    """True: arguments are objects, not texts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in tokens. `thinks`: the reply starts inside the reasoning; `has_thought`: and the
-    prompt ends there. `may_think`: the model may open a reasoning itself.
+    """Prompt in tokens. `thinks`: the reply starts inside the reasoning. `has_thought`: the prompt
+    also contains a beginning of it. `may_think`: the model may open a reasoning itself.
     """
 
     ids: tuple[int, ...]
@@ -72,17 +70,17 @@ class Prompt:
     may_think: bool = False
     has_thought: bool = False
     prefix: str = ""
-    """The beginning of the reply, which is the end of the prompt, and ..."""
+    """Beginning of the reply, which is the end of the prompt."""
     prefix_ids: tuple[int, ...] = ()
-    """... its tokens."""
+    """Tokens of `prefix`."""
     num_public: int = 0
-    """Number of first ids that follow from the leading system messages alone, and are to be shared
-    with everybody.
+    """Number of first ids that depend only on the leading system messages, and are shared with all
+    tenants.
     """
 
 
 class ChatFormat:
-    """The chat templates of one model: one of several by name, as transformers chooses it."""
+    """Chat templates of one model; a request's template is chosen by name, as in transformers."""
 
     def __init__(
         self,
@@ -91,9 +89,9 @@ class ChatFormat:
         special_tokens: Mapping[str, str],
         source: str,
     ) -> None:
-        """`templates`: texts by name; `special_tokens`: texts of special tokens by name, which
-        templates may show; `source` names the templates' file. Raises CheckpointError for a template
-        that does not parse.
+        """`templates`: name -> text. `special_tokens`: name -> text, which templates may show.
+        `source`: the templates' file, for errors. Raises CheckpointError if a template does not
+        parse.
         """
         self._vocabulary = vocabulary
         self._special_tokens = dict(special_tokens)
@@ -112,11 +110,11 @@ class ChatFormat:
             if name in self._templates
         )
         self.tools = next((each for each in formats if each is not None), None)
-        """How the model writes calls; None: it does not."""
+        """Format of the model's calls; None: it cannot call."""
         self._marks = Marks(vocabulary, (THINK_OPEN, THINK_CLOSE))
         texts = [each.text for each in self._templates.values()]
         self.has_reasoning = any(THINK_OPEN in text or THINK_CLOSE in text for text in texts)
-        """A template knows a mark of reasoning."""
+        """True if a template contains a mark of reasoning."""
 
     def prompt(
         self,
@@ -128,11 +126,12 @@ class ChatFormat:
         schema: dict[str, Any] | None = None,
         field: str = "messages",
     ) -> Prompt:
-        """Render and tokenise. `is_public` counts what may be shared with everybody. `schema`: what the
-        answer has to follow, for a template that shows it. `field`: by which the turns were given.
+        """Render and tokenise. `is_public`: count the ids that may be shared with all tenants.
+        `schema`: the answer's schema, for a template that shows it. `field`: the request field with
+        the turns.
 
-        Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
-        tokenise.
+        Raises RequestError. A prompt that is sure to exceed `max_tokens` is refused without being
+        tokenised.
         """
         thinking, kwargs, choosing = (
             rendering.thinking,
@@ -195,7 +194,7 @@ class ChatFormat:
         )
 
     def _tokens(self, text: str, shield: Shield, max_tokens: int, field: str) -> tuple[int, ...]:
-        """Return the ids of a rendered text. Raises RequestError for what is sure to be too long."""
+        """Return the ids of a rendered text. Raises RequestError if it is sure to be too long."""
         fewest = self._vocabulary.fewest_tokens(text.replace(shield.char, ""))
         check_length(max(1, fewest) if text else 0, max_tokens, field)
         ids = encode_within(
@@ -207,7 +206,7 @@ class ChatFormat:
         return tuple(ids)
 
     def _template(self, *, has_tools: bool) -> _Template:
-        """Choose as transformers does (`get_chat_template`). Raises RequestError."""
+        """Choose the template as transformers does (`get_chat_template`). Raises RequestError."""
         if has_tools and WITH_TOOLS in self._templates:
             return self._templates[WITH_TOOLS]
         if DEFAULT in self._templates:
@@ -221,8 +220,8 @@ class ChatFormat:
     def _listed(
         self, template: _Template, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """Tools for the template to list; where it lists none, the system prompt does, and None is
-        returned.
+        """Return the tools for the template to list. If it lists none, describe them in the system
+        prompt and return None.
         """
         if not tools or self.tools is None or template.lists_tools:
             return tools or None
@@ -245,9 +244,9 @@ class ChatFormat:
             )
 
     def _calls_form(self, template: _Template) -> CallsForm:
-        """The first in which the template renders a call's name and its arguments as JSON; models
-        of one family have been published with templates of several. It is the plain one for a
-        template that writes arguments otherwise.
+        """Return the first form in which the template renders a call's name and its arguments as
+        JSON. Models of one family exist with templates of several forms. A template that writes
+        arguments otherwise gets the plain form.
         """
         if template.calls_form is not None:
             return template.calls_form
@@ -267,8 +266,8 @@ class ChatFormat:
         return template.calls_form
 
     def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
-        """A call's id -> the one that stands in its head, where a model is taught such ids: a chat
-        may have begun elsewhere.
+        """Return call id -> the id in the call's head, for models taught such ids: a chat may have
+        begun with another server.
         """
         if self.tools is None or not self.tools.prefix:
             return {}
@@ -281,14 +280,14 @@ class ChatFormat:
         }
 
     def _messages(self, template: _Template, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        """Turns as the template expects them."""
+        """Return the turns in the form that the template expects."""
         ids = self._own_ids(turns)
         return [message for turn in turns for message in self._messages_of(template, turn, ids)]
 
     def _messages_of(
         self, template: _Template, turn: Turn, ids: Mapping[str, str]
     ) -> list[dict[str, Any]]:
-        """One of them. `ids`: calls' ids that are others there."""
+        """Return the messages of one turn. `ids`: call id -> its id in the model's form."""
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
         if turn.name:
             message["name"] = turn.name
@@ -306,10 +305,10 @@ class ChatFormat:
     def _num_public(
         self, turns: Sequence[Turn], values: dict[str, Any], shield: Shield, ids: tuple[int, ...]
     ) -> int:
-        """How many of the first ids are also those of the leading system messages by themselves.
+        """Return the number of first ids equal to those of the leading system messages alone.
 
-        What is rendered of those messages alone says nothing of any other, wherever the template
-        puts them; nor do switches of the template that are true or false.
+        The rendering of those messages alone contains nothing of other messages, wherever the
+        template puts them; nor do boolean switches of the template.
         """
         leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
         if not leading:
@@ -351,8 +350,8 @@ class ChatFormat:
         opens_reply: bool = True,
         tools: list[Any] | None = None,
     ) -> str:
-        # As transformers passes them: all are there, and a special token that the model does not
-        # have is undefined.
+        # Passed as transformers does: all three are defined, but a special token that the model
+        # lacks is undefined.
         own = {"add_generation_prompt": opens_reply, "tools": tools, "documents": None}
         return template.processes.render(
             messages, {**self._special_tokens, **values, **own}, max_chars + len(template.text)
@@ -361,26 +360,26 @@ class ChatFormat:
 
 @dataclass
 class _Template:
-    """One template and what is known of it."""
+    """One template and its known properties."""
 
     processes: TemplatePool
     text: str
     calls_form: CallsForm | None = None
-    """How it takes calls; None: not found out yet."""
+    """Accepted form of calls; None: not determined yet."""
 
     @cached_property
     def lists_tools(self) -> bool:
-        """The template shows the tools of a request itself."""
+        """Return True if the template lists a request's tools itself."""
         return _TOOLS.search(self.text) is not None
 
     @cached_property
     def shows_schema(self) -> bool:
-        """The template shows the schema of an answer."""
+        """Return True if the template shows the schema of an answer."""
         return _SCHEMA.search(self.text) is not None
 
 
 def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
-    """Read the chat templates of a folder; None where there is none, as in base models. Raises
+    """Read the chat templates of a folder; None if there is none, as in base models. Raises
     CheckpointError.
     """
     templates, source = read_templates(folder)
@@ -392,10 +391,10 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
 def raw_prompt(
     vocabulary: Vocabulary, text: str, *, max_tokens: int, adds_special: bool = True
 ) -> Prompt:
-    """Return a prompt of /completions. Its author writes the template too, so control tokens in it
-    count. `adds_special`: with the tokens that the tokenizer puts around every text.
+    """Return a prompt of /completions. Control tokens in it count, because its author writes the
+    template too. `adds_special`: add the tokens that the tokenizer puts around every text.
 
-    Raises RequestError for what is sure to exceed `max_tokens`.
+    Raises RequestError for a prompt that is sure to exceed `max_tokens`.
     """
     check_length(max(1, vocabulary.fewest_tokens(text)), max_tokens, "prompt")
     ids = encode_within(vocabulary.encode_controlled, text, max_tokens, "prompt")
@@ -403,7 +402,7 @@ def raw_prompt(
 
 
 def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:
-    """All texts of a chat."""
+    """Yield all texts of a chat."""
     for turn in turns:
         yield from (turn.content, turn.call_id, turn.name)
         for call in turn.calls:
@@ -411,8 +410,8 @@ def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def _outline(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a template may show of a schema: its fields, and of each its type and what is said of it.
-    All of them texts, so that no odd schema makes a template fail.
+    """Return the part of a schema that a template may show: its fields, with types and
+    descriptions. All values are texts, so an odd schema cannot make a template fail.
     """
     fields = schema.get("properties")
     if not isinstance(fields, dict):
@@ -454,7 +453,5 @@ def _calls_of(
 
 
 def _answer_of(turn: Turn) -> str:
-    """What is kept of an earlier turn: of a reply only what follows the reasoning, as DeepSeek-R1
-    wants it.
-    """
+    """Return a turn's text without reasoning, as DeepSeek-R1 requires for earlier replies."""
     return turn.content.rpartition(THINK_CLOSE)[2] if turn.role == "assistant" else turn.content

@@ -1,8 +1,7 @@
-"""The format that an answer must have: from a request's response_format and tools to a grammar that
-ranks follow.
+"""Turn the required format of an answer (response_format, tools) into a grammar for the ranks.
 
-What cannot be followed is said here, before anything is computed. To look at a schema may cost much,
-if it was made for that, so a process of its own does it within limits.
+Unsupported schemas are refused here, before anything is computed. Checking a malicious schema may
+be expensive, so a separate process does it within limits.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from hadal.gateway.text.tools import Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
-"""Processor time for one grammar; a rank takes as long again, and its step waits. Of 608 schemas of
-others the slowest took .05 s.
+"""Processor time for one grammar. A rank takes as long again, and its step waits. Of 608 schemas
+from public sources, the slowest took 0.05 s.
 """
 _TOGETHER = 16
-"""Tools whose schemas are looked at within that time."""
+"""Number of tool schemas checked together within CPU_S."""
 _KEPT = 256
-"""Grammars that are remembered as good ones."""
+"""Number of valid grammars that are remembered."""
 
 
 class Formats:
-    """Grammars that were looked at. One thread at a time: that of the lane of grammars."""
+    """Checked grammars. Used by one thread at a time, that of the grammars lane."""
 
     def __init__(self) -> None:
         self._process: ConfinedProcess | None = None
         self._good: OrderedDict[tuple[str, ...], None] = OrderedDict()
 
     def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
-        """The text of the format's grammar. `prefix`: what an answer begins with. Raises
-        RequestError for one that cannot be followed; ApiError 503 if that cannot be found out.
+        """Return the text of the format's grammar. `prefix`: the beginning of the answer. Raises
+        RequestError for an unsupported schema, ApiError 503 if the check cannot run.
         """
         plain = grammar_text(wanted.schema, follows_reasoning=False)
-        # Line breaks behind a reasoning would hide that nothing can follow them.
+        # Line breaks after reasoning would hide that no text can follow them.
         self._check_content(plain, wanted, "" if follows_reasoning else prefix)
         if not follows_reasoning:
             return plain
@@ -58,9 +57,9 @@ class Formats:
         is_opened: bool = False,
         prefix: str = "",
     ) -> str:
-        """The text of the grammar of a reply that is calls, or that format; or of the stretch of a
-        reply that is calls (`is_opened`). Raises as `text` does; what is wrong with a tool's
-        parameters is said of the tool.
+        """Return the grammar's text for a reply that is calls, or that format. With `is_opened`:
+        for the calls within a reply. Raises as `text` does; errors in a tool's parameters name the
+        tool.
         """
         content = None
         if wanted is not None:

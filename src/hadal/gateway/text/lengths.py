@@ -1,11 +1,10 @@
-"""Limits on the length of prompts, so that what is far too long is refused before it is tokenised
-whole.
+"""Limits on the length of prompts: texts far too long are refused before they are tokenised whole.
 
-Two checks come before a text is tokenised. A text of N characters has N / (longest token) tokens or
-more; that costs nothing. A vocabulary with long tokens (DeepSeek's has 128 spaces) makes that bound
-weak, so a text that would need few tokens per character is tokenised piece by piece first, until the
-pieces have twice the tokens that are allowed. Cutting a text adds a few tokens per piece, never that
-many. So a prompt costs at most four times its limit in tokens, whatever the body holds.
+Two checks precede tokenising. A text of N characters has at least N / (longest token) tokens; this
+check is free. A vocabulary with long tokens (DeepSeek's has 128 spaces) makes that bound weak. So a
+long text is tokenised piece by piece first, until the pieces have twice the allowed tokens. Cuts
+add a few tokens per piece, never that many. So a prompt costs at most four times its limit in
+tokens, for any body.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from hadal.core.errors import RequestError
 PIECE_CHARS = 16 * 1024
 """Length of a piece, in characters."""
 USUAL_CHARS = 4
-"""Characters per token up to which a text of the allowed length is tokenised at once."""
+"""Characters per token: up to this ratio, a text of the allowed length is tokenised at once."""
 FAR = 2
-"""Multiple of the allowed tokens beyond which pieces refuse a text."""
+"""Multiple of the allowed tokens beyond which the pieces refuse a text."""
 
 
 def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
-    """Raise RequestError for a prompt of `num_tokens` or more."""
+    """Raise RequestError if a prompt of at least `num_tokens` tokens is empty or too long."""
     if not num_tokens:
         raise RequestError(f"{field} holds no token; send some text.", field)
     if num_tokens > max_tokens:
@@ -38,8 +37,8 @@ def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
 def encode_within(
     encode: Callable[[str], list[int]], text: str, max_tokens: int, field: str
 ) -> list[int]:
-    """Return the ids of a text. Raise RequestError, before all of it is tokenised, for a text of far
-    more than `max_tokens`. The caller checks the exact number.
+    """Return the ids of a text. Raise RequestError for a text of far more than `max_tokens` before
+    all of it is tokenised. The caller checks the exact number.
     """
     if len(text) > USUAL_CHARS * max_tokens + PIECE_CHARS:
         num_tokens = 0

@@ -1,30 +1,30 @@
-"""Find the first of several strings in a text that arrives in pieces, and hold back what may be the start
-of one.
+"""Find the first of several strings in a text that arrives in pieces, and hold back a possible
+start of one.
 
     text so far   "The answer is 4.\n\nQue"     patterns  "\n\nQuestion", "</s>"
     given out     "The answer is 4."
     held back                     "\n\nQue"     until the next piece decides
 
-Which pattern matches, and where, depends on the text alone and not on how it was cut: the match that ends
-first wins, and of those that end together the one that starts first. Knows no tokens.
+The match depends only on the text, not on how it was cut: the match that ends first wins; of those
+that end together, the one that starts first. Independent of tokens.
 """
 
 from __future__ import annotations
 
 _NESTED_CHARS = 256
-"""Held back at most, where starts stand within starts: so long a text of nothing else is no
-accident of a model.
+"""Most characters held back for starts within starts: a longer text of only those is no accident of
+a model.
 """
 
 
 class Matcher:
-    """Feed it text; it returns what is safe to show."""
+    """Matcher of several patterns: fed with text, it returns the text that is safe to show."""
 
     __slots__ = ("_firsts", "_held", "_is_nested", "_patterns")
 
     def __init__(self, patterns: tuple[str, ...], *, is_nested: bool = False) -> None:
-        """`patterns` are not empty. `is_nested`: matches are taken out, and what stands around one
-        may match then.
+        """`patterns` are not empty. `is_nested`: matches are removed, and the text around one may
+        match then.
         """
         self._patterns = patterns
         self._is_nested = is_nested
@@ -32,16 +32,16 @@ class Matcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """Return the text that may be shown, the pattern that matched, and what is to be fed next.
+        """Return the text that may be shown, the pattern that matched, and the text to feed next.
 
-        That is what follows the match; nested, what stands before it as well. After a match the
-        matcher is empty.
+        The text to feed next follows the match; nested, it includes the text before the match.
+        After a match the matcher is empty.
         """
         if not self._held and self._firsts.isdisjoint(
             text
-        ):  # Most texts; a vocabulary may have hundreds of patterns.
+        ):  # Most texts end here; a vocabulary may have hundreds of patterns.
             return text, None, ""
-        # What is held back holds no match, so a match ends within the new text.
+        # Held text contains no match, so a match ends within the new text.
         text = self._held + text
         best: tuple[int, int, str] | None = None
         for pattern in self._patterns:
@@ -64,13 +64,13 @@ class Matcher:
         return text[:keep], None, ""
 
     def flush(self) -> str:
-        """The end: what was held back was no match."""
+        """Return the held text at the end: it was not a match."""
         held, self._held = self._held, ""
         return held
 
     def _start_of_match(self, text: str) -> int:
-        """Where the longest end of `text` begins that a pattern begins with; len(text) if there is
-        none.
+        """Return the start of the longest suffix of `text` that begins a pattern; len(text) if
+        there is none.
         """
         first = len(text)
         for pattern in self._patterns:

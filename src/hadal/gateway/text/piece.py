@@ -1,7 +1,6 @@
-"""What some tokens brought to a reply, as APIs' formats write it: text, calls, log-probabilities and the
-finish.
+"""New output of a reply: text, calls, log-probabilities and the finish, from a few tokens.
 
-Values only; gateway/text/stream makes them. Knows no JSON.
+Values only; gateway/text/stream makes them, and the APIs' formats write them. Independent of JSON.
 """
 
 from __future__ import annotations
@@ -15,38 +14,40 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A prompt with how likely its tokens are. Each form of that is asked for by itself."""
+    """Prompt with its tokens' log-probabilities. Clients request each of the two forms
+    separately.
+    """
 
     text: str
     ids: tuple[int, ...]
     is_echoed: bool
     is_told: bool
     scores: tuple[Score, ...] = ()
-    """Of its tokens from the second on."""
+    """Scores of the prompt's tokens, from the second token on."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What some tokens brought: text to show, and the tokens whose log-probabilities go with it."""
+    """New text to show, and the tokens for its log-probabilities."""
 
     reasoning: str = ""
     content: str = ""
     reasoning_tokens: list[Token] = field(default_factory=list)
     content_tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
-    """Set on the last piece: "stop", "length" or "tool_calls"."""
+    """Finish reason, on the last piece: "stop", "length" or "tool_calls"."""
     token_ids: list[int] = field(default_factory=list)
-    """Every token taken in, the stop id too; only where they were asked for."""
+    """Ids of all received tokens, the stop id too; only if requested."""
     calls: list[CallDelta] = field(default_factory=list)
     late: list[tuple[int, str]] = field(default_factory=list)
-    """Which of the content came behind calls: behind how many of `calls`, and the text."""
+    """Parts of the content after calls: (number of preceding `calls`, text)."""
     stop: str | None = None
     """The stop string that ended the reply."""
     prompt: ScoredPrompt | None = None
-    """It comes first."""
+    """Scored prompt, which precedes the rest of the piece."""
 
     def add(self, other: Piece) -> None:
-        """Append what came next."""
+        """Append the piece that follows."""
         if self.calls and (early := other.early):
             self.late.append((len(self.calls), early))
         self.late += [(num_calls + len(self.calls), text) for num_calls, text in other.late]
@@ -62,7 +63,7 @@ class Piece:
 
     @property
     def early(self) -> str:
-        """The content before all calls."""
+        """Return the content before all calls."""
         return self.content[: len(self.content) - sum(len(text) for _, text in self.late)]
 
     def __bool__(self) -> bool:

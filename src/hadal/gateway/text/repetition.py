@@ -1,9 +1,8 @@
-"""Tell a generation that goes round in circles from one that only repeats something a while: tokens in,
-period out.
+"""Detect a generation that repeats itself endlessly: tokens in, period out.
 
-Conservative: counting, tables, and a word that is asked for a hundred times go through. A text in which
-the same 64 tokens or fewer came at least 16 times in a row, over at least 512 tokens, with nothing
-between, is a loop. Knows no text.
+Conservative: counting, tables, and a word requested a hundred times are not loops. A loop is a run
+of at most 64 tokens repeated at least 16 times without a break, over at least 512 tokens.
+Independent of text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ WINDOW = MAX_PERIOD * MIN_TIMES
 
 
 def repeated_period(tokens: Sequence[int]) -> int:
-    """How many tokens are repeated without end at the end of `tokens`; 0 if none are."""
+    """Return the number of tokens repeated endlessly at the end of `tokens`; 0 if none are."""
     size = len(tokens)
     for period in range(1, MAX_PERIOD + 1):
         run = max(MIN_TOKENS, period * MIN_TIMES)
@@ -32,21 +31,23 @@ def repeated_period(tokens: Sequence[int]) -> int:
 
 
 _LOOK_TOKENS = 64
-"""Tokens of a text between two looks for a repetition, however they come."""
+"""Number of a text's tokens between two checks, however they are grouped."""
 
 
 class Repetition:
-    """The last tokens of one text, in which a repetition is looked for."""
+    """Last tokens of one text, checked for repetition."""
 
     def __init__(self, min_tokens: int) -> None:
-        """`min_tokens`: number of first tokens after which no look is taken."""
+        """`min_tokens`: number of first tokens after which no check happens."""
         self.period = 0
-        """Tokens that the text repeats without end; 0: none."""
+        """Number of tokens that the text repeats endlessly; 0: none."""
         self._min_tokens = min_tokens
         self._recent: list[int] = []
 
     def has_begun(self, token: int, num_tokens: int) -> bool:
-        """Take a token in, the `num_tokens`th of its text, and return whether the text repeats itself."""
+        """Accept a token, the `num_tokens`th of its text. Return True if the text repeats
+        itself.
+        """
         self._recent.append(token)
         if num_tokens % _LOOK_TOKENS or num_tokens <= self._min_tokens:
             return False

@@ -1,5 +1,5 @@
-"""What is said of a JSON schema before anybody follows it: its size, and what llguidance would take
-for something else (tokens/grammars looks at all the rest). Values in, a complaint out.
+"""Checks of a JSON schema before a grammar is built: its size, and parts that llguidance would
+misread (tokens/grammars checks the rest). Values in, a complaint out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hadal.gateway.text.references import resolved
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64
-"""Objects and lists of a schema within each other; one of properties nests three a level."""
+"""Deepest nesting of objects and lists in a schema; a level of properties counts as three."""
 MAX_EXACT = 2**53
-"""Numbers are floats where a schema is followed: beyond this, whole ones are rounded."""
+"""Largest exact whole number: the grammar engine uses floats, and would round larger ones."""
 _NUMBERS = (
     "const",
     "enum",
@@ -24,12 +24,12 @@ _NUMBERS = (
     "exclusiveMaximum",
     "multipleOf",
 )
-"""What a number stands behind that an answer is held to."""
+"""Keywords with numbers that constrain an answer."""
 
 
 def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
-    """Return a schema with all its references as plain pointers. Raises RequestError for a schema that
-    is not supported; `of` and `param` name it in the error.
+    """Return a schema with all its references as plain pointers. Raises RequestError for an
+    unsupported schema; `of` and `param` name it in the error.
     """
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise RequestError(
@@ -42,7 +42,7 @@ def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether objects and lists nest deeper."""
+    """Return True if objects and lists nest deeper than `depth`."""
     level = [value]
     for _ in range(depth + 1):
         level = [inner for outer in level for inner in _inner(outer)]
@@ -66,8 +66,8 @@ def _complaint(schema: dict[str, Any]) -> str | None:
 
 
 def _may_repeat(part: dict[str, Any]) -> bool:
-    """Whether names of an object could be fewer than it has: nothing keeps one that it does not list
-    from being given twice.
+    """Return True if an object could meet `minProperties` with repeated names: unlisted names may
+    be given twice.
     """
     least, required = part.get("minProperties"), part.get("required")
     is_open = part.get("additionalProperties") is not False or "patternProperties" in part
@@ -83,7 +83,7 @@ def _inner(value: Any) -> Iterator[Any]:
 
 
 def _all(value: Any) -> Iterator[Any]:
-    """The value and all that is in it."""
+    """Yield the value and all values inside it."""
     waiting = [value]
     while waiting:
         yield (one := waiting.pop())
@@ -95,8 +95,8 @@ def _is_rounded(value: Any) -> bool:
 
 
 class _Finite:
-    """Which parts of a schema some text of finite length satisfies, as far as that depends on what
-    refers to itself: the least solution, which begins with no reference having an end.
+    """Decision which parts of a schema some finite text satisfies, as far as self-references
+    matter. Computes the least solution, starting with no reference satisfiable.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class _Finite:
                     self._has_end[ref] = is_changing = True
 
     def of(self, part: Any) -> bool:
-        """Whether this one has an end."""
+        """Return True if a finite text satisfies this part."""
         if not isinstance(part, dict):
             return True
         alternatives = [
@@ -126,7 +126,7 @@ class _Finite:
         )
 
     def _needed(self, part: dict[str, Any]) -> Iterator[Any]:
-        """What every text of it has within."""
+        """Yield the parts that every text of this part must contain."""
         if part.get("type") in ("object", ["object"]) and isinstance(part.get("required"), list):
             properties = part.get("properties")
             for name in part["required"]:
@@ -141,7 +141,9 @@ class _Finite:
                 yield part.get("items")
 
     def _resolved(self, ref: str) -> Any:
-        """What a reference within the schema is to; None for any other, which is refused later."""
+        """Return the target of a reference within the schema; None for others, which are refused
+        later.
+        """
         if not ref.startswith("#"):
             return None
         found: Any = self._root

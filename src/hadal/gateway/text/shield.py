@@ -1,7 +1,7 @@
-"""Make control tokens in users' texts plain text: a *shield* character stands behind the first
-character of each, until the prompt has been cut at its control tokens.
+"""Turn control tokens in users' texts into plain text: a *shield* character follows the first
+character of each, until the prompt has been split at its control tokens.
 
-Knows a model's marks and no templates.
+Depends on a model's marks, not on templates.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.split import any_of
 
 _CHARS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
-"""Noncharacters first, then private use: one that no message contains is taken."""
+"""Candidates for shields, noncharacters before private use. The first one in no message is used."""
 
 
 class Marks:
-    """Texts that steer a model's chats."""
+    """Control texts that steer a model's chats."""
 
     def __init__(self, vocabulary: Vocabulary, more: Iterable[str]) -> None:
-        """`more`: texts beside the vocabulary's own marks."""
+        """`more`: texts in addition to the vocabulary's own marks."""
         texts = {*vocabulary.marks, *more}
         texts |= {vocabulary.normalized(text) for text in vocabulary.marks}
         texts.discard("")
@@ -49,34 +49,34 @@ class Marks:
         )
 
     def begins_one(self, text: str) -> bool:
-        """Return whether a mark may begin at the text's end."""
+        """Return True if a mark may begin at the text's end."""
         sizes = range(1, min(self._longest, len(text) + 1))
         return any(text[len(text) - size :] in self._beginnings for size in sizes)
 
     def _ends_one(self, text: str) -> bool:
-        """Return whether a mark may end at the text's beginning."""
+        """Return True if a mark may end at the text's beginning."""
         begin = text[: self._longest].lstrip()
         return any(begin[:size] in self._ends for size in range(1, len(begin) + 1))
 
 
 @dataclass(frozen=True)
 class Shield:
-    """The shield of one request."""
+    """Shield characters of one request."""
 
     marks: Marks
     char: str
-    """Character behind the first one of a mark."""
+    """Character put after the first character of a mark."""
     end: str
-    """Another character that no text contains, which marks a place."""
+    """Another character that occurs in no text; marks a place."""
     is_guarding: bool
     """True if texts of the request may form a mark where a template joins them."""
 
     def put(self, text: str) -> str:
-        """Return the text with the shield in every mark. A text without marks stays as it is."""
+        """Return the text with the shield in every mark; a text without marks is unchanged."""
         num_marks = _num(self.marks, text)
         normalized = self.marks.normalized(text)
         if normalized != text and _num(self.marks, normalized) > num_marks:
-            text = normalized  # It becomes a mark when it is normalised.
+            text = normalized  # Normalising would create a mark.
         text = self.marks.first_chars.sub(lambda match: match[0] + self.char, text)
         if self.is_guarding and self.marks.begins_one(end := text.rstrip()):
             text = end + self.char + text[len(end) :]
@@ -93,8 +93,8 @@ class Shield:
         return value
 
     def found(self, text: str) -> str:
-        """Return a rendered text with the shield's characters themselves where the template escaped
-        them, as JSON, Python and URLs do.
+        """Return a rendered text with the shield's characters unescaped, where the template escaped
+        them as JSON, Python and URLs do.
         """
         for char in (self.char, self.end):
             for escape in _escapes(char):
@@ -103,8 +103,8 @@ class Shield:
 
 
 def _first_chars(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the first character of each of these texts. It begins with
-    those characters: where they do not occur, Python passes over a text without trying it.
+    """Return a regular expression for the first character of each of these texts. It begins with
+    those characters, so Python skips a text without them quickly.
     """
     char_to_rests: dict[str, set[str]] = {}
     for text in texts:

@@ -1,13 +1,13 @@
-"""Turns one choice's tokens into its text: pure, one object per choice, fed as tokens come.
+"""Turn one choice's tokens into its text: pure, one object per choice, fed as tokens arrive.
 
-Four stages, each of which may hold something back:
+Each of the four stages may hold text back:
 
     tokens --bytes--> UTF-8 decoder --> sections ---------> control marks --> stop strings --> Piece
                       (half characters) (<think>, </think>) (taken out)       (starts of one)
 
-Control marks steer a chat and are no text of its reply, be they tokens of their own or spelled out.
-The final text depends on the tokens alone, never on how they were grouped. Knows no JSON, no HTTP
-and no clock.
+Control marks steer a chat and are not text of its reply, both as tokens of their own and spelled
+out. The final text depends only on the tokens, never on their grouping. Independent of JSON, HTTP
+and clocks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementald
 
 
 class Section(Enum):
-    """Where in the reply a token falls."""
+    """Section of the reply that a token belongs to."""
 
     START = auto()
-    """Not yet known: a reply may begin with "<think>"."""
+    """Not known yet: a reply may begin with "<think>"."""
     REASONING = auto()
     CONTENT = auto()
     CALLS = auto()
@@ -41,7 +41,7 @@ class Section(Enum):
 
 @dataclass(frozen=True)
 class Calls:
-    """What a reply may call, and how the model writes it."""
+    """Tools that a reply may call, and the model's format of calls."""
 
     format: ToolFormat
     choosing: Choosing
@@ -49,69 +49,69 @@ class Calls:
 
 @dataclass(frozen=True)
 class TextReading:
-    """How the text of a request's replies is read from their tokens."""
+    """Options for reading the text of a request's replies from their tokens."""
 
     sections: bool
-    """Reasoning and answer are set apart, as in a chat."""
+    """True: separate reasoning from the answer, as in a chat."""
     thinks: bool = False
-    """The prompt ends inside the reasoning."""
+    """True: the prompt ends inside the reasoning."""
     has_thought: bool = False
-    """The prompt has the beginning of the reasoning."""
+    """True: the prompt contains the beginning of the reasoning."""
     stops: tuple[str, ...] = ()
     min_tokens: int = 0
-    """Number of first tokens in which no stop string counts, and no repetition."""
+    """Number of first tokens in which stop strings and repetition do not end the reply."""
     logprobs: bool = False
-    """Pieces have the tokens of their text."""
+    """True: pieces contain the tokens of their text."""
     token_ids: bool = False
-    """Pieces have the ids of all tokens."""
+    """True: pieces contain the ids of all tokens."""
     stop_repetition: bool = False
-    """A text that goes round in circles ends, as one that reached its length."""
+    """True: endless repetition ends the reply, with the finish "length"."""
     calls: Calls | None = None
     """Tools that the reply may call; None: none are offered."""
     is_held: bool = False
-    """The answer follows a grammar: what is spelled like a mark in it is none."""
+    """True: the answer follows a grammar; text in it that looks like a mark is content."""
 
 
 class TokenText:
-    """The text of one choice's tokens, from their bytes."""
+    """Decoder of one choice's tokens, from their bytes to text."""
 
     def __init__(self, vocabulary: Vocabulary, hidden: Container[int]) -> None:
-        """`hidden`: ids without a text."""
+        """`hidden`: ids without text."""
         self._bytes = vocabulary.token_bytes
         self._hidden = hidden
         self._decoder = new_decoder("replace")
 
     def next(self, token: int) -> str:
-        """Return the text that ends with a token; "" if it has none, or half a character."""
+        """Return the text completed by a token; "" if it has none, or ends within a character."""
         if token in self._hidden or not 0 <= token < len(self._bytes):
             return ""
         return self._decoder.decode(self._bytes[token])
 
     def is_blank(self, token: int) -> bool:
-        """Return whether a token has no text but white space."""
+        """Return True if a token has only white space, or no text."""
         has_text = token not in self._hidden and 0 <= token < len(self._bytes)
         return not (has_text and self._bytes[token].strip())
 
     def rest(self) -> str:
-        """Return the text of half a character, and begin anew."""
+        """Return the text of an incomplete character, and reset."""
         tail = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return tail
 
 
 class ThinkMarks:
-    """Marks around a reasoning: a token each where the vocabulary has one, else spelled out."""
+    """Marks around reasoning: single tokens if the vocabulary has them, else spelled out."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.open_id = vocabulary.control_ids.get(THINK_OPEN)
         self.close_id = vocabulary.control_ids.get(THINK_CLOSE)
         self._start = ""
-        """First text of a reply, as long as it may be a part of the opening mark."""
+        """First text of a reply, while it may still become the opening mark."""
         self._close = Matcher((THINK_CLOSE,)) if self.close_id is None else None
 
     def opening(self, text: str) -> tuple[bool, str] | None:
-        """Take the first text of a reply. Return whether a mark opens its reasoning, and the text
-        without the mark; None if more text has to decide.
+        """Accept the first text of a reply. Return True if a mark opens its reasoning, and the text
+        without the mark; None if more text is needed to decide.
         """
         self._start += text
         if self.open_id is not None:
@@ -124,8 +124,8 @@ class ThinkMarks:
         return is_open, text.removeprefix(THINK_OPEN)
 
     def closing(self, text: str) -> tuple[str, bool, str]:
-        """Take text of the reasoning. Return the part that may be shown, whether a mark closes the
-        reasoning, and the text behind it.
+        """Accept text of the reasoning. Return the part that may be shown, True if a mark closes
+        the reasoning, and the text after it.
         """
         if self._close is None:
             return text, False, ""
@@ -133,24 +133,24 @@ class ThinkMarks:
         return shown, mark is not None, rest
 
     def rest(self) -> str:
-        """Return the held text: it was no mark."""
+        """Return the held text: it was not a mark."""
         rest, self._start = self._start, ""
         return rest if self._close is None else rest + self._close.flush()
 
 
 class UnshownTokens:
-    """Tokens of one section without shown text yet, for their log-probabilities."""
+    """Tokens of one section without shown text yet, kept for their log-probabilities."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Token]] = deque()
-        """Each with the place in the section where its text starts."""
+        """(position in the section where the token's text starts, token)."""
         self._num_chars = 0
-        """Characters of this section that reached the stop strings."""
+        """Number of this section's characters that reached the stop strings."""
         self._num_shown = 0
-        """Characters of this section that passed the stop strings."""
+        """Number of this section's characters that passed the stop strings."""
 
     def add(self, token: Token) -> None:
-        """Take a token, before its text comes."""
+        """Add a token, before its text."""
         self._waiting.append((self._num_chars, token))
 
     def came(self, num_chars: int) -> None:
@@ -163,12 +163,12 @@ class UnshownTokens:
         self._move(self._num_shown, shown)
 
     def end_section(self, shown: list[Token]) -> None:
-        """Move the section's tokens to `shown`."""
+        """Move the section's remaining tokens to `shown`."""
         self._move(self._num_chars + 1, shown)
         self._num_chars = self._num_shown = 0
 
     def drop(self) -> None:
-        """Forget all tokens: a stop string begins in the text of the first."""
+        """Drop all tokens: a stop string begins in the text of the first."""
         self._waiting.clear()
 
     def _move(self, before: int, shown: list[Token]) -> None:
@@ -178,39 +178,39 @@ class UnshownTokens:
 
 
 class CallSection:
-    """The calls of one reply, in as many sections as it has."""
+    """Calls of one reply, in all its sections of calls."""
 
     def __init__(self, vocabulary: Vocabulary, calls: Calls) -> None:
         ids, format = vocabulary.control_ids, calls.format
         self.begins = ids[format.calls_begin], ids[format.call_begin]
-        """Marks that begin calls wherever they come."""
+        """Marks that begin calls in any section."""
         self._id_to_mark = {ids[mark]: mark for mark in format.marks}
         self._is_parallel = calls.choosing.is_parallel
         self._reader = CallReader(format)
         self._gap: list[Token] = []
-        """Blanks before and behind calls: theirs, unless something is said behind them."""
+        """Blank tokens around calls: dropped, unless more text follows them."""
 
     @property
     def num_calls(self) -> int:
-        """Calls with a complete name."""
+        """Return the number of calls with a complete name."""
         return self._reader.num_calls
 
     @property
     def is_over(self) -> bool:
-        """The section's end was read."""
+        """True once the end of the section was read."""
         return self._reader.is_over
 
     @property
     def is_enough(self) -> bool:
-        """The reply has the one call that it may have."""
+        """True if only one call is allowed and the reply has it."""
         return not self._is_parallel and self._reader.num_ended > 0
 
     def begin(self) -> None:
-        """Begin a section."""
+        """Begin a section of calls."""
         self._reader.is_over = False
 
     def is_between(self, token: int) -> bool:
-        """Return whether a token stands between two calls."""
+        """Return True if a token stands between two calls."""
         return token not in self._id_to_mark and self._reader.is_between
 
     def take(self, token: int, text: TokenText) -> None:
@@ -224,26 +224,26 @@ class CallSection:
             self._reader.mark(mark)
 
     def hold(self, token: Token) -> None:
-        """Keep a token between calls until the next one decides."""
+        """Hold a token between calls until the next one decides."""
         self._gap.append(token)
 
     def held(self) -> list[Token]:
-        """Return the tokens between calls: they are content."""
+        """Return the tokens held between calls: they are content."""
         tokens, self._gap = self._gap, []
         return tokens
 
     def end(self, text: TokenText, finish: str) -> None:
-        """End the present call as the reply ends."""
+        """End the current call as the reply ends."""
         self._reader.text(text.rest())
         self._reader.end(is_complete=finish == "stop", is_cut=finish == "length")
 
     def news(self) -> tuple[list[CallDelta], str]:
-        """Return what came of calls since the last time, and what turned out to be plain text."""
+        """Return new call deltas, and text that turned out not to be a call."""
         return self._reader.take()
 
 
 class Assembler:
-    """The text of one choice. `num_tokens` and `num_reasoning_tokens` count what was taken in."""
+    """Text of one choice. `num_tokens` and `num_reasoning_tokens` count the accepted tokens."""
 
     def __init__(self, vocabulary: Vocabulary, reading: TextReading) -> None:
         sections = reading.sections
@@ -263,17 +263,19 @@ class Assembler:
         self._marks = Matcher(marks, is_nested=True)
         self._stop = Matcher(reading.stops) if reading.stops else None
         self._trim = sections and reading.thinks and not reading.has_thought
-        """Newlines that follow a think mark are dropped until something else comes."""
+        """True: drop newlines after a think mark until other text follows."""
         self._repetition = Repetition(reading.min_tokens) if reading.stop_repetition else None
         self._unshown = UnshownTokens() if reading.logprobs else None
 
     @property
     def period(self) -> int:
-        """Tokens that the text repeated without end when it was ended for that; 0: it was not."""
+        """Return the number of endlessly repeated tokens that ended the text; 0 if it ended
+        otherwise.
+        """
         return self._repetition.period if self._repetition is not None else 0
 
     def push(self, tokens: Iterable[Token]) -> Piece:
-        """Take tokens in. What comes after the finish is ignored."""
+        """Accept tokens. Tokens after the finish are ignored."""
         piece = Piece()
         for token in tokens:
             if self.finish is None:
@@ -281,7 +283,7 @@ class Assembler:
         return piece
 
     def end(self, finish: str) -> Piece:
-        """No more tokens come: show what was held back."""
+        """Show held text: no more tokens follow."""
         piece = Piece()
         if self.finish is None:
             self._end(finish, piece)
@@ -309,7 +311,7 @@ class Assembler:
             self._end("length", piece)
 
     def _take_text(self, token: Token, piece: Piece) -> None:
-        """A token that is no call's."""
+        """Accept a token outside of calls."""
         if self._unshown is not None:
             self._unshown.add(token)
         if self._section is Section.CONTENT:
@@ -321,7 +323,9 @@ class Assembler:
             self._end(token.finish, piece)
 
     def _take_call(self, token: Token, calls: CallSection, piece: Piece) -> None:
-        """A token of the section of calls, or one that begins it: what is said is said before it."""
+        """Accept a token of a section of calls, or one that begins it; earlier text is shown
+        first.
+        """
         if self._section is not Section.CALLS:
             self._drain(piece)
             if self.finish is not None:
@@ -340,7 +344,7 @@ class Assembler:
             self._end(token.finish or "stop", piece)
 
     def _take_between(self, token: Token, calls: CallSection, piece: Piece) -> None:
-        """A token of the section of calls that is in none: what is said there is content again."""
+        """Accept a token between calls: text there is content again."""
         calls.hold(token)
         if not self._text.is_blank(token.token):
             self._section = Section.CONTENT
@@ -352,12 +356,12 @@ class Assembler:
 
     def _show_calls(self, calls: CallSection, piece: Piece) -> None:
         deltas, text = calls.news()
-        # Of one token come deltas or text, or text and then the next call.
+        # One token yields deltas, or text, or text followed by the next call.
         self._add_content(self._without_marks(text), piece)
         piece.calls += deltas
 
     def _without_marks(self, text: str) -> str:
-        """Return a whole text without control marks, also without those that a removal joins."""
+        """Return the text without control marks, also without marks that a removal creates."""
         shown = ""
         mark: str | None = ""
         while text and mark is not None:
@@ -375,12 +379,12 @@ class Assembler:
             self._enter(Section.REASONING, piece)
             return True
         if token == self._think.close_id and self._section is Section.START:
-            # The end of a reasoning that never began: what follows it is the answer.
+            # End of reasoning that never began: the answer follows.
             self._trim = True
         return False
 
     def _split(self, text: str, piece: Piece) -> None:
-        """Tell the sections apart where their marks are spelled out."""
+        """Separate the sections if their marks are spelled out."""
         if self._section is Section.START:
             opening = self._think.opening(text)
             if opening is None:
@@ -402,7 +406,7 @@ class Assembler:
         self._filter(text, piece)
 
     def _filter(self, text: str, piece: Piece) -> None:
-        """Take control marks out."""
+        """Remove control marks."""
         if self._reading.is_held and self._section is Section.CONTENT:
             self._match_stops(text, piece)
             return
@@ -413,7 +417,7 @@ class Assembler:
                 return
 
     def _match_stops(self, text: str, piece: Piece) -> None:
-        """Withhold stop strings and what comes after."""
+        """Withhold stop strings and the text after them."""
         if self._trim:
             text = text.lstrip("\n")
         if not text:
@@ -449,7 +453,7 @@ class Assembler:
         piece.content += text
 
     def _tokens_of(self, piece: Piece) -> list[Token]:
-        """Return the list of a piece that this section's tokens go to."""
+        """Return the piece's token list for the current section."""
         is_reasoning = self._section is Section.REASONING
         return piece.reasoning_tokens if is_reasoning else piece.content_tokens
 
@@ -458,13 +462,13 @@ class Assembler:
             self._unshown.end_section(self._tokens_of(piece))
 
     def _flush(self, piece: Piece) -> None:
-        """Show what marks and stop strings hold back."""
+        """Show text held for marks and stop strings."""
         self._match_stops(self._marks.flush(), piece)
         if self.finish is None and self._stop is not None:
             self._show(self._stop.flush(), piece)
 
     def _drain(self, piece: Piece) -> None:
-        """The section ends here: nothing is held back any longer."""
+        """Show all held text: the section ends here."""
         if tail := self._text.rest():
             self._split(tail, piece)
         if text := self._think.rest():
@@ -475,7 +479,7 @@ class Assembler:
             self._flush(piece)
 
     def _enter(self, section: Section, piece: Piece) -> None:
-        """A think mark was read: its own token belongs to the reasoning."""
+        """Enter a section after a think mark; the mark's own token belongs to the reasoning."""
         if self.finish is not None:
             return
         self._section = Section.REASONING

@@ -1,4 +1,4 @@
-"""The chat templates of a model's folder, where transformers looks for them."""
+"""Chat templates in a model's folder, found at the same places as in transformers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hadal.core.errors import CheckpointError
 from hadal.tokens.added import CONFIG, read_config
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates that transformers chooses itself: the second one for requests with tools."""
+"""Template names that transformers chooses by itself: the second is for requests with tools."""
 
 
 def read_templates(folder: Path) -> tuple[dict[str, str], str]:
-    """Return the chat templates of a folder by name, none for a base model, and the name of their
+    """Return the chat templates of a folder by name (none for a base model) and the name of their
     file. Raises CheckpointError.
 
-    As in transformers, template files go before tokenizer_config.json. chat_template.json, which
-    processors write, comes last.
+    As in transformers, template files take precedence over tokenizer_config.json.
+    chat_template.json, which processors write, comes last.
     """
     own, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
     files = {DEFAULT: own} if own.exists() else {}

@@ -1,9 +1,9 @@
-"""Jinja as transformers gives it to chat templates: the same tags, globals, filters and tests.
+"""Jinja as transformers provides it to chat templates: the same tags, globals, filters and tests.
 
-Source: transformers 5.23, `utils/chat_template_utils.py`. It is Jinja's immutable sandbox with the tags
-`break`, `continue` and `generation`, a `tojson` that escapes nothing for HTML, `raise_exception` and
-`strftime_now`, and narrower `dict` and `namespace`. tests/unit/gateway/test_same_prompts.py compares
-prompts.
+Source: transformers 5.23, `utils/chat_template_utils.py`. It is Jinja's immutable sandbox with the
+tags `break`, `continue` and `generation`, a `tojson` that escapes nothing for HTML,
+`raise_exception` and `strftime_now`, and narrower `dict` and `namespace`.
+tests/unit/gateway/test_same_prompts.py compares prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 
 def parsed(text: str) -> jinja2.Template:
-    """Parse a chat template. Raises what Jinja raises."""
+    """Parse a chat template. Raises Jinja's errors."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
     )
@@ -37,12 +37,12 @@ def parsed(text: str) -> jinja2.Template:
 
 
 class _GenerationTag(Extension):
-    """The tag around an assistant's text, which trainers use. Rendering keeps its content."""
+    """Tag around an assistant's text, used for training. Rendering keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse to the tag's end. Names that are set within it are not seen behind it."""
+        """Parse to the tag's end. Names set inside are not visible after it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         block = nodes.CallBlock(self.call_method("_shown"), [], [], body)
@@ -53,7 +53,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict` without attributes that lead out of the sandbox."""
+    """Callable `dict` without attributes that lead out of the sandbox."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -64,10 +64,10 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` without attributes that begin with an underscore."""
+    """Jinja's `namespace` without attributes that begin with an underscore."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        # Without a parameter `self`, as a template may set an attribute of that name.
+        # No parameter `self`: a template may set an attribute of that name.
         own, given = args[0], dict(*args[1:], **values)
         for name in given:
             _check_name(name)
@@ -98,7 +98,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON. Jinja's own filter writes < and > as escapes."""
+    """Write JSON. Jinja's own filter escapes < and >."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,5 +1,5 @@
-"""Processes that render one template, as many as threads render at the same time. So a long chat that
-is being rendered holds up no short one.
+"""Processes that render one template, as many as threads render at once. So rendering a long chat
+does not delay short ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class TemplatePool:
-    """A first process, and more as they are needed. Any thread may call."""
+    """One process at the start, more when needed. Safe to use from any thread."""
 
     def __init__(self, make: Callable[[], ConfinedProcess]) -> None:
-        """Raises CheckpointError as `make` does for a template that does not parse."""
+        """Start the first process. Raises CheckpointError as `make` does if the template does not
+        parse.
+        """
         self._make = make
         self._lock = threading.Lock()
         self._idle = [make()]
@@ -44,7 +46,7 @@ class TemplatePool:
                 process.close()
 
     def close(self) -> None:
-        """End the idle processes; others end when they have answered."""
+        """End the idle processes; busy ones end after their answer."""
         with self._lock:
             self._is_closed = True
             idle = [*self._idle]
@@ -54,7 +56,7 @@ class TemplatePool:
     def _started(self) -> ConfinedProcess:
         try:
             return self._make()
-        except CheckpointError as error:  # It parsed once: the machine has no room or no time.
+        except CheckpointError as error:  # It parsed before: the machine lacks memory or time.
             log.warning("another process for chat templates does not start: %s", error)
             raise overloaded(
                 503, "The process that renders chats does not start; try again.", 1.0

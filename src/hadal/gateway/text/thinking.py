@@ -1,12 +1,12 @@
-"""Reads whether a model is to think, how much, and for how many tokens at most, from the switches of
-all services.
+"""Read from a request's switches, in the forms of all services, if and how much the model should
+think, and the most tokens for it.
 
     thinking, enable_thinking, reasoning.enabled      think or do not
     reasoning_effort, reasoning.effort                how much; "none" is not at all
     thinking_budget and its other names               most reasoning tokens
-    chat_template_kwargs                              the template's own switches, where no other says it
+    chat_template_kwargs                              the template's own switches, if no other is set
 
-Two fields that say different things are a 400. Values in, a value out; knows no template.
+Two fields with different values are a 400. Values in, a value out; independent of templates.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _EFFORTS = {
     "max": "max",
     "ultra": "max",
 }
-"""Effort -> value of the template's variable `reasoning_effort` (DeepSeek's guide to the thinking mode,
-autumn 2026). A template that does not read it has a model that thinks in one way.
+"""Effort -> value of the template's variable `reasoning_effort` (DeepSeek's guide to the thinking
+mode, autumn 2026). A template that does not use the variable has only one way of thinking.
 """
 
 
@@ -69,7 +69,7 @@ class ReasoningOptions(msgspec.Struct):
     enabled: bool | None = None
     max_tokens: _Count | None = None
     exclude: bool | None = None
-    """True: the reply leaves its reasoning out."""
+    """True: the reply omits its reasoning."""
 
 
 class ThinkingFields(msgspec.Struct, kw_only=True):
@@ -89,17 +89,17 @@ class ThinkingFields(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a request asks of the model's thinking."""
+    """Thinking options of a request."""
 
     is_on: bool | None = None
-    """Whether to think; None: the chat template decides."""
+    """True: think; False: do not; None: the chat template decides."""
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     budget: int | None = None
-    """Most reasoning tokens; None: no limit but the reply's."""
+    """Most reasoning tokens; None: only the reply's limit applies."""
     budget_field: str = ""
-    """Field that asked for the budget."""
+    """Field that set the budget."""
     switch_field: str = ""
-    """Switch that demands thinking; empty: none does. An effort asks for it without demanding it."""
+    """Switch that demands thinking; empty: none does. An effort only suggests it."""
 
 
 def read_thinking(
@@ -110,7 +110,7 @@ def read_thinking(
 ) -> Thinking:
     """Read a request's switches. Raises RequestError.
 
-    `output_effort`: effort of Anthropic's output_config, which by itself does not ask for thinking.
+    `output_effort`: effort of Anthropic's output_config, which alone does not switch thinking on.
     `variables`: further variables for the template.
     """
     options = request.reasoning or ReasoningOptions()
@@ -181,7 +181,9 @@ def _budget(request: ThinkingFields, options: ReasoningOptions) -> tuple[str, in
 
 
 def _one(given: Sequence[tuple[str, T | None]]) -> tuple[str, T | None]:
-    """Return the first field that has a value. Raises RequestError if two fields have different ones."""
+    """Return the first field with a value. Raises RequestError if two fields have different
+    values.
+    """
     said = [(name, value) for name, value in given if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:
