@@ -97,7 +97,7 @@ class CommonFields:
     ends_with_room: bool = False
     """True: max_tokens may exceed the context or the server's limit; the answer then ends there."""
     has_usage_so_far: bool = False
-    """With `include_usage`: each chunk of a stream has the usage so far."""
+    """Usage so far in each chunk of a stream, given `include_usage`."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""References within a JSON schema, of every form of 2020-12, as plain pointers into `$defs`.
+"""Rewrite all references of a JSON schema (2020-12) as plain pointers into `$defs`.
 
     $id, $anchor, $dynamicAnchor   name schemas                        (core specification, 8.2)
-    $ref, $dynamicRef              lead to them, or by a JSON pointer
+    $ref, $dynamicRef              refer to them, or by a JSON pointer
     after `resolved`               {"$ref": "#/$defs/ref-0"}, and no other form
 
-The code that reads a schema then handles one form only. A `$dynamicRef` depends on the resources that
-evaluation passed through (its dynamic scope), so a schema may be written several times, once per scope.
-Values in, values out.
+The code that reads a schema then handles one form only. A `$dynamicRef` depends on the resources
+that evaluation passed through (its dynamic scope), so a schema may be written several times, once
+per scope. Values in, values out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from urllib.parse import unquote, urldefrag, urljoin
 from hadal.core.errors import RequestError
 
 MAX_REFERRED = 1000
-"""Most schemas that the references of one schema may lead to. A schema counts once per dynamic scope."""
+"""Most schemas that the references of one schema may lead to. A schema counts once per dynamic
+scope.
+"""
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _OTHER_FORMS = (*_NAMES, "$dynamicRef")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -51,12 +53,12 @@ class _SchemaPlace(NamedTuple):
 
 
 class LeadsNowhere(Exception):
-    """Error of a reference that leads to no schema within its own schema."""
+    """Raised for a reference that leads to no schema within its own schema."""
 
 
 def resolved(schema: Schema, of: str, param: str) -> Schema:
-    """Return the schema with all its references as plain pointers. Raises RequestError for a reference
-    that leads out of the schema or nowhere; `of` and `param` name the schema in the error.
+    """Return the schema with all its references as plain pointers. Raises RequestError if a
+    reference leads out of the schema or nowhere; `of` and `param` name the schema in the error.
     """
     if not any(map(_is_other, _dicts(schema))):
         return schema
@@ -78,7 +80,7 @@ def _dicts(value: Any) -> Iterator[Schema]:
 
 
 def _is_other(part: Schema) -> bool:
-    """Return whether a schema has a name, or a reference that is no plain pointer."""
+    """Return True if a schema has a name, or a reference that is not a plain pointer."""
     if any(isinstance(part.get(name), str) for name in _OTHER_FORMS):
         return True
     ref = part.get("$ref")
@@ -86,13 +88,13 @@ def _is_other(part: Schema) -> bool:
 
 
 class _Names:
-    """Names of all schemas in a schema."""
+    """Names of all schemas within one schema."""
 
     def __init__(self, root: Schema) -> None:
         self.resources: dict[str, Schema] = {}
         """URI without fragment -> schema."""
         self.anchors: dict[tuple[str, str], _SchemaPlace] = {}
-        """(URI of a resource, anchor) -> schema, dynamic anchors among them."""
+        """(URI of a resource, anchor) -> schema, dynamic anchors included."""
         self.dynamic: set[tuple[str, str]] = set()
         self._bases: dict[int, str] = {}
         """Identity of a schema -> URI of its resource."""
@@ -101,7 +103,7 @@ class _Names:
         self.base = self.base_of(root, "")
 
     def base_of(self, schema: Any, outer: str) -> str:
-        """Return the URI of a schema's resource; `outer`: that of the schema around it."""
+        """Return the URI of a schema's resource; `outer`: that of the enclosing schema."""
         return self._bases.get(id(schema), outer)
 
     def _read(self, schema: Any, base: str) -> None:
@@ -113,7 +115,7 @@ class _Names:
             self.resources.setdefault(base, schema)
         self._bases[id(schema)] = base
         if isinstance(named, str) and len(named) > 1 and named.startswith("#"):
-            # As older drafts name anchors.
+            # Older drafts name anchors this way.
             self.anchors[base, named[1:]] = _SchemaPlace(schema, base)
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := schema.get(keyword), str):
@@ -124,7 +126,7 @@ class _Names:
             self._read(inner, base)
 
     def find(self, ref: str, base: str) -> tuple[_SchemaPlace, tuple[str, str]]:
-        """Return where a reference leads, and its resource and fragment. Raises LeadsNowhere."""
+        """Return a reference's target, and its resource and fragment. Raises LeadsNowhere."""
         uri, fragment = base, unquote(ref[1:])
         if not ref.startswith("#"):
             uri, encoded = urldefrag(urljoin(base, ref))
@@ -151,7 +153,7 @@ def _step(found: Any, name: str, pointer: str) -> Any:
 
 
 def _subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
-    """Yield each schema right within another, with the keyword that holds it."""
+    """Yield each direct subschema with the keyword that holds it."""
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
             yield from ((keyword, inner) for inner in value.values())
@@ -214,7 +216,7 @@ class _SchemaWriter:
         if keyword == "$dynamicRef" and (uri, fragment) in self._names.dynamic:
             outermost = next((one for one in scope if (one, fragment) in self._names.dynamic), uri)
             place = self._names.anchors[outermost, fragment]
-        # Resources without dynamic anchors do not change where a `$dynamicRef` leads.
+        # Only resources with dynamic anchors change the target of a `$dynamicRef`.
         dynamic = {one for one, _ in self._names.dynamic}
         key = id(place.schema), tuple(one for one in scope if one in dynamic)
         if key not in self._referred:

@@ -1,15 +1,15 @@
-"""A chat template at work in a process of its own, where it can neither hang the server nor eat its
-memory; so are the grammars that requests ask for looked at.
+"""Run a chat template in a separate process, where it can neither hang the server nor exhaust its
+memory. The process also checks the grammars of requests.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and from
-Python's insides, but not from endless loops, nor from texts that double until memory is gone, and
-Jinja folds constants while it parses. So the process parses and renders under limits that the
-kernel keeps: processor time for each call, and address space.
+A template is a program that comes with a model. Jinja's sandbox denies it files and Python's
+internals. It prevents neither endless loops nor texts that double until memory is gone, and Jinja
+folds constants while it parses. So the process parses and renders under limits enforced by the
+kernel: processor time per call, and address space.
 
     server    ["parse", text] ──►  process     {"ok": ...} or {"error": why}; after a limit the socket closes instead,
               ["render", ...] ──►              and the next call has a new process
 
-Knows no tokens and no HTTP.
+Independent of tokens and HTTP.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ from hadal.tokens.grammars import complaint
 log = logging.getLogger("hadal.gateway")
 
 CPU_S = 2.0
-"""Processor time that one call may take. A chat of 4 MiB is rendered in hundredths of that."""
+"""Processor time per call. Rendering a chat of 4 MiB takes a few hundredths of it."""
 MEMORY_BYTES = 1 << 29
-"""Address space of the process. It has a tenth of this before any template; a chat of 4 MiB takes
-another tenth.
+"""Address space of the process. It uses a tenth before any template; a chat of 4 MiB uses another
+tenth.
 """
 PATIENCE_S = 3.0
-"""How long an answer is waited for before another process is asked: this one may have been
-stopped.
-"""
+"""Time to wait for an answer before asking another process: this one may have been stopped."""
 DEADLINE_S = 30.0
-"""How long that one's is waited for: on a busy host it may get little of a processor."""
+"""Time to wait for the second process: on a busy host it may get little processor time."""
 _START_S = 60.0
-"""How long the first answer is waited for, which comes after the process's imports."""
+"""Time to wait for the first answer, which includes the process's imports."""
 _ENDING_S = 1.0
-"""How long a process whose socket has closed may take to be gone."""
+"""Time for a process to end after its socket has closed."""
 _OF_TEMPLATE = "the chat template's process"
 _RUN = """
 import sys
@@ -61,14 +59,12 @@ sys.path[:] = sys.argv[4:]
 from hadal.gateway.text.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
-"""Isolated from what PYTHON variables and their folders would load into it: its memory is
-counted.
-"""
+"""Isolated: PYTHON variables and their folders would load more modules, and memory is limited."""
 
 
 class ConfinedProcess:
-    """A process under limits that renders one template and looks at grammars. It is started again
-    whenever a limit ended it, and ends with whoever made it. Any thread may call.
+    """Process under limits that renders one template and checks grammars. It is restarted when a
+    limit ended it, and ends with its creator. Any thread may call.
     """
 
     def __init__(
@@ -81,7 +77,9 @@ class ConfinedProcess:
         patience_s: float = PATIENCE_S,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Raises CheckpointError for a template that does not parse; `source` names its file."""
+        """Start the process. Raises CheckpointError if the template does not parse; `source` names
+        its file.
+        """
         self._template = template
         self._limits = (str(cpu_s), str(memory_bytes))
         self._patience_s = patience_s
@@ -103,8 +101,8 @@ class ConfinedProcess:
     def render(
         self, messages: Sequence[Mapping[str, str]], values: Mapping[str, Any], max_chars: int
     ) -> str:
-        """Raises RequestError for what the template refuses, and for what exceeds a limit or
-        `max_chars`; ApiError 503 if two processes in a row are gone or silent.
+        """Render messages. Raises RequestError if the template refuses them, or if a limit or
+        `max_chars` is exceeded; ApiError 503 if two processes in a row have ended or do not answer.
         """
         try:
             return self._answer(["render", messages, values, max_chars])
@@ -114,8 +112,9 @@ class ConfinedProcess:
             ) from None
 
     def check(self, grammars: Sequence[str], prefix: str = "") -> tuple[int, str] | None:
-        """Which of these grammars cannot be followed (tokens/grammars), and why, the first of them;
-        None: all can. -1 for what it takes to look at them. Raises ApiError as `render` does.
+        """Return (index, reason) of the first grammar that is unsupported (tokens/grammars); None:
+        all are supported. Index -1: the check itself exceeded a limit. Raises ApiError as `render`
+        does.
         """
         try:
             at, _, why = self._answer(["check", grammars, prefix]).partition(":")
@@ -151,8 +150,7 @@ class ConfinedProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # What it may know of its surroundings is how to find Python's files; keys and addresses
-            # are not its own.
+            # The process needs only the way to Python's files; keys and addresses stay out of it.
             environment = {
                 name: value for name, value in os.environ.items() if not name.startswith("HADAL_")
             }
@@ -201,7 +199,7 @@ class ConfinedProcess:
         return str(reply["ok"])
 
     def _ended(self) -> Exception:
-        """What is to be said of a process that ended by itself."""
+        """Return the error for a process that ended by itself."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
@@ -209,21 +207,23 @@ class ConfinedProcess:
         self._stop()
         if code == -signal.SIGPROF:
             return _RefusedError(f"it takes more than {self._limits[0]} s of processor time")
-        if code == -signal.SIGABRT:  # Code that is not Python's ends so where memory is refused.
+        if code == -signal.SIGABRT:  # Native code aborts if memory is refused.
             return _RefusedError(f"it takes more than {int(self._limits[1]) >> 20} MiB of memory")
         return _LostError(f"it ended ({code})")
 
 
 class _RefusedError(Exception):
-    """What the template's process says of a call, or what the call cost it."""
+    """Refusal of a call by the template's process, or a limit that the call exceeded."""
 
 
 class _LostError(Exception):
-    """The process is gone or silent, which is nobody's fault who called."""
+    """Process that ended or does not answer, for reasons other than the call."""
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Closing the socket ends one that waits; one that computes or is stopped is killed."""
+    """End the process. Closing the socket ends an idle one; a computing or stopped one is
+    killed.
+    """
     connection.close()
     process.kill()
     process.wait()
@@ -234,15 +234,15 @@ def _send(connection: socket.socket, packed: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """None when the other end is gone."""
+    """Return the next message; None if the other end is closed."""
     head = _exactly(connection, U32.size)
     body = _exactly(connection, U32.unpack(head)[0]) if head else b""
     return msgspec.msgpack.decode(body) if body else None
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read `num_bytes` bytes; none when the other end is gone. Unlike runtime/transfer/peers.fill it
-    allocates as bytes arrive, because the template's process may announce any length.
+    """Read `num_bytes` bytes; none if the other end is closed. Unlike runtime/transfer/peers.fill
+    it allocates as bytes arrive, because the template's process may announce any length.
     """
     received = bytearray()
     while len(received) < num_bytes:
@@ -261,8 +261,7 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
     template: jinja2.Template | None = None
     with socket.socket(fileno=fd) as connection:
         while call := _receive(connection):
-            # The signal's default ends the process in the middle of whatever it does, a single huge
-            # operation included.
+            # By default the signal ends the process at once, even within a single huge operation.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 if call[0] == "parse":
@@ -284,7 +283,9 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
 
 
 def _packed(reply: dict[str, str]) -> bytes:
-    """Half of a surrogate pair is no text: a template that writes one is refused."""
+    """Encode a reply. Half of a surrogate pair is not text: a template that writes one is
+    refused.
+    """
     try:
         return msgspec.msgpack.encode(reply)
     except UnicodeEncodeError as error:
@@ -295,7 +296,7 @@ def _packed(reply: dict[str, str]) -> bytes:
 
 
 def _complaint(grammars: list[str], prefix: str) -> str:
-    """What is wrong with the first one that something is wrong with, behind its place."""
+    """Return "index:reason" for the first invalid grammar; "" if all are valid."""
     whys = ((at, complaint(text, prefix)) for at, text in enumerate(grammars))
     return next((f"{at}:{why}" for at, why in whys if why), "")
 

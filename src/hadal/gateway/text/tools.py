@@ -1,8 +1,8 @@
-"""Calls of tools in a model's own format: read while they come, whatever pieces they come in.
+"""Read tool calls in a model's own format, as they arrive and independent of how they are cut.
 
-Models of one family write a call between control tokens, which users cannot spell (gateway/text/chat).
-Which format a model has follows from those tokens and its chat template; a model that has none of
-them was not taught to call, and is asked for no call.
+Models of one family write a call between control tokens, which users cannot spell
+(gateway/text/chat). Those tokens and the chat template determine a model's format. A model with
+none of them was not taught to call, and no tools are offered to it.
 
     DeepSeek-V3, R1    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
                        ```json
@@ -12,8 +12,8 @@ them was not taught to call, and is asked for no call.
     Kimi-K2            <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
                        <|tool_call_argument_begin|>{...}<|tool_call_end|> ...
 
-A call counts once its name is complete. A call that the limit of the reply cuts off before that is dropped;
-any other incomplete call is shown as text, without its marks.
+A call counts once its name is complete. A call cut off earlier by the reply's limit is dropped; any
+other incomplete call is shown as text, without its marks.
 """
 
 from __future__ import annotations
@@ -32,35 +32,33 @@ from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128
 MAX_STRICT_BYTES = 1 << 17
-"""Of the schemas of a request's strict tools."""
+"""Most bytes of the schemas of a request's strict tools."""
 _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
-"""NAME, a line break, a fence. Some models leave out the first line break or the second."""
+"""NAME, a line break, a fence. Some models omit the first line break or the second."""
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
-""":0 for the first call of a conversation, and so on."""
+"""Number of a call: 0 for the first one of a conversation, and so on."""
 _MAX_HEAD = 256
-"""Characters of a name and what stands around it: what is longer is none, and is not looked at again
-and again.
-"""
+"""Most characters before the arguments: a longer text is not a name, and is not searched again."""
 _BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a client offers. `fields`: as it came, for the chat template."""
+    """Function offered by a client. `fields`: the original object, for the chat template."""
 
     name: str
     fields: dict[str, Any]
     is_strict: bool = False
-    """Its arguments are held to its parameters."""
+    """True: a grammar constrains its arguments to its parameters."""
     schema_field: str = field(default="", compare=False)
-    """The request's field that has its parameters."""
+    """Request field with its parameters."""
     schema: dict[str, Any] | None = field(default=None, compare=False)
     """Parameters of a strict tool, with all references as plain pointers."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The schema that they are held to; any object where they are not, and are held at all."""
+        """Return the schema of its arguments in a grammar; any object if the tool is not strict."""
         if not self.is_strict:
             return ANY_JSON_OBJECT
         return self.schema or _NO_ARGUMENTS
@@ -68,17 +66,17 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolWords:
-    """How an API writes what is said of tools: errors name what its client sent."""
+    """Words of one API for its tools: errors name fields as the client sent them."""
 
     function: str
-    """Between a tool and what it is made of."""
+    """Path from a tool to its function's fields."""
     schema: str
     forced: str
-    """The `tool_choice` that demands some call."""
+    """Value of `tool_choice` that demands some call."""
     named: str
-    """The one that demands a call of one tool."""
+    """Value of `tool_choice` that demands a call of one tool."""
     max_name: int = 64
-    """Characters of a tool's name."""
+    """Most characters of a tool's name."""
 
 
 CHAT_WORDS = ToolWords(
@@ -88,7 +86,7 @@ CHAT_WORDS = ToolWords(
 
 @dataclass(frozen=True)
 class Choosing:
-    """What a reply may call. `is_forced`: it is calls, of `name` if that is given."""
+    """Tools that a reply may call. `is_forced`: the reply must call, the tool `name` if given."""
 
     tools: tuple[Tool, ...] = ()
     is_forced: bool = False
@@ -97,7 +95,7 @@ class Choosing:
 
     @property
     def is_held(self) -> bool:
-        """Calls are held to a grammar."""
+        """Return True if a grammar constrains the calls."""
         return self.is_forced or any(tool.is_strict for tool in self.tools)
 
     @property
@@ -110,7 +108,7 @@ NO_TOOLS = Choosing()
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What came of a call: with an id its beginning, else more of its arguments."""
+    """New part of a call: its beginning if it has an id, else more of its arguments."""
 
     index: int
     arguments: str = ""
@@ -120,7 +118,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The control tokens of one family."""
+    """Control tokens of one family."""
 
     name: str
     calls_begin: str
@@ -129,16 +127,16 @@ class ToolFormat:
     call_end: str
     separator: str
     is_fenced: bool = False
-    """The word "function" stands before the separator, and behind it the name and a fence of JSON."""
+    """True: "function" precedes the separator; the name and a fence of JSON follow it."""
     prefix: str = ""
-    """Of a name, which is followed by the call's number then: functions.NAME:0."""
+    """Prefix of a name; the call's number then follows the name: functions.NAME:0."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         return (self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator)
 
     def call_list(self, choosing: Choosing, mark_to_id: Mapping[str, int]) -> CallList:
-        """How a reply calls what may be chosen, with these ids of the marks."""
+        """Return the grammar rules for calling the allowed tools, with these ids of the marks."""
         call_begin, call_end = mark_to_id[self.call_begin], mark_to_id[self.call_end]
         separator = mark_to_id[self.separator]
         calls = []
@@ -187,16 +185,18 @@ FORMATS = {
 
 
 def format_of(control_tokens: Collection[str], template: str) -> ToolFormat | None:
-    """The format of a model with these control tokens and this chat template; None: it has none."""
+    """Return the format for these control tokens and this chat template; None: the model has
+    none.
+    """
     known = [each for each in FORMATS.values() if set(each.marks) <= set(control_tokens)]
-    # V3 and V3.1 share their tokens; V3's template writes the fence of earlier calls.
+    # V3 and V3.1 share their tokens; V3's template writes a fence in earlier calls.
     fenced = "```json" in template
     return next((each for each in known if each.is_fenced == fenced or each.prefix), None)
 
 
 def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
-    """What follows the system prompt where the template lists no tools itself, as DeepSeek's: the text
-    with which those models were taught (model card of DeepSeek-V3.1, "ToolCall"). Its control tokens
+    """Return the text after the system prompt if the template lists no tools itself, as DeepSeek's.
+    Those models were trained with it (model card of DeepSeek-V3.1, "ToolCall"). Its control tokens
     count.
     """
     lines = ["", "", "## Tools", "You have access to the following tools:", ""]
@@ -227,8 +227,8 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
 
 
 def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
-    """Tools as a client describes them, in /chat/completions' form; `words`: those that errors
-    use. Raises RequestError.
+    """Read a client's tools, in /chat/completions' form; `words` are used in errors. Raises
+    RequestError.
     """
     if len(given) > MAX_TOOLS:
         raise RequestError(
@@ -294,7 +294,7 @@ def read_choice(
     is_parallel: bool | None,
     words: ToolWords = CHAT_WORDS,
 ) -> Choosing:
-    """What `tool_choice` and `parallel_tool_calls` say, in /chat/completions' form. Raises
+    """Read `tool_choice` and `parallel_tool_calls`, in /chat/completions' form. Raises
     RequestError.
     """
     if choice in (None, "auto", "none", "required"):
@@ -321,14 +321,14 @@ def read_choice(
 
 
 class At(Enum):
-    """Where in the section of calls a reply is."""
+    """Position of a reply in its section of calls."""
 
     BETWEEN = auto()
     """Before the next call."""
     HEAD = auto()
-    """Behind the mark that begins a call."""
+    """After the mark that begins a call."""
     NAME = auto()
-    """Behind the separator, where a name and a fence follow it."""
+    """After the separator, if a name and a fence follow it."""
     ARGUMENTS = auto()
 
 
@@ -337,36 +337,36 @@ def _new_id() -> str:
 
 
 class CallReader:
-    """Reads the section of calls of one reply, from behind the mark that begins it. What comes of it
-    is taken by `take`, however the section was cut. No two calls have one id.
+    """Reader of one reply's section of calls, from after the mark that begins it. `take` returns
+    the same results however the section was cut. Each call has an id of its own.
     """
 
     def __init__(self, format: ToolFormat, new_id: Callable[[], str] = _new_id) -> None:
         self.format = format
         self.num_calls = 0
-        """Whose names are complete."""
+        """Calls with a complete name."""
         self.num_ended = 0
         self.is_over = False
-        """The section's end was read."""
+        """True once the end of the section was read."""
         self._is_empty = False
-        """Nothing but blanks came of the present call's arguments."""
+        """True while the current call's arguments are blank."""
         self._new_id = new_id
         self._ids: set[str] = set()
         self._at = At.BETWEEN
         self._raw = ""
-        """What came of a call whose name is not complete, marks included."""
+        """Text of a call without a complete name, including marks."""
         self._held = ""
-        """Of a head, or of arguments: what may be part of something else."""
+        """Held text of a head or of arguments that may be part of something else."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
 
     @property
     def is_between(self) -> bool:
-        """No call has begun that has not ended."""
+        """Return True if no call is open."""
         return self._at is At.BETWEEN
 
     def mark(self, text: str) -> None:
-        """A control token."""
+        """Accept a control token."""
         format = self.format
         if text == format.call_begin:
             self.end()
@@ -378,7 +378,7 @@ class CallReader:
             self.is_over = text == format.calls_end
 
     def text(self, text: str) -> None:
-        """Plain text of a call."""
+        """Accept plain text of a call."""
         if self._at is At.ARGUMENTS:
             self._arguments(text)
             return
@@ -388,27 +388,27 @@ class CallReader:
             self._read_name()
 
     def end(self, *, is_complete: bool = True, is_cut: bool = False) -> None:
-        """End the present call, if there is one. `is_complete`: the model ended it; `is_cut`: the limit of
-        the reply did.
+        """End the current call, if there is one. `is_complete`: the model ended it; `is_cut`: the
+        reply's limit did.
         """
         if self._at is At.ARGUMENTS:
             rest, self._held = self._held, ""
             self._add(rest.rstrip().removesuffix("```").rstrip() if self.format.is_fenced else rest)
             if self._is_empty and is_complete:
-                self._add("{}")  # Clients read them as JSON.
+                self._add("{}")  # Clients parse the arguments as JSON.
             self.num_ended += 1
         elif not is_cut:
-            self._shown += self._raw  # No call came of it.
+            self._shown += self._raw  # It did not become a call.
         self._at, self._raw, self._held = At.BETWEEN, "", ""
 
     def take(self) -> tuple[list[CallDelta], str]:
-        """What came of calls since the last time, and what turned out to be plain text."""
+        """Return new call deltas, and text that turned out not to be a call."""
         deltas, shown = self._deltas, self._shown
         self._deltas, self._shown = [], ""
         return deltas, shown
 
     def _read_head(self) -> None:
-        """What stands before the separator: "function", a name, or functions.NAME:0."""
+        """Read the head before the separator: "function", a name, or functions.NAME:0."""
         head, self._held = self._held.strip(), ""
         if self.format.is_fenced:
             self._at = At.NAME
@@ -420,7 +420,7 @@ class CallReader:
             self._name(head)
 
     def _read_name(self) -> None:
-        """Behind the separator: a name, and arguments in a fence. Some models leave it out."""
+        """Read the name and the fence after the separator. Some models omit the fence."""
         found = _FENCED.match(self._held) or _BARE.match(self._held)
         if found is not None:
             rest = self._held[found.end() :]
@@ -430,7 +430,7 @@ class CallReader:
             self.end()
 
     def _name(self, name: str, number: int | None = None) -> None:
-        """A call counts from here on. `number`: the one in its head."""
+        """Count a call from its name on. `number`: the one in its head."""
         if not name:
             return
         own = f"{self.format.prefix}{name}:{number}"
@@ -444,7 +444,7 @@ class CallReader:
     def _arguments(self, text: str) -> None:
         text = self._held + text
         end = len(text)
-        if self.format.is_fenced:  # What may be the fence's end waits until something follows it.
+        if self.format.is_fenced:  # A possible end of the fence waits for more text.
             before = text.rstrip()
             end = len(before.removesuffix("```").removesuffix("``").removesuffix("`").rstrip())
         self._held = text[end:]

@@ -1,8 +1,8 @@
 """A model's tokenizer as the gateway uses it: text to ids, and each id to the bytes it stands for.
 
 Text may hold *control tokens*, the tokenizer's added tokens ("<|User|>", "</think>", end of
-sentence). The caller says where they count (`encode_controlled`) and where they are ordinary text
-(`encode_plain`). Knows no chat and no stream.
+sentence). The caller chooses: they count (`encode_controlled`), or they are ordinary text
+(`encode_plain`). Independent of chats and streams.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hadal.tokens.split import Splitter
 from hadal.tokens.table import read_fields, token_table
 
 _COMPOSED = 4
-"""Most characters that Unicode composes to one (U+1F82)."""
+"""Most characters that Unicode composes into one (U+1F82)."""
 _SAMPLES = ("Hadal 0", "a", "e f")
 """Texts that show which tokens a post-processor adds."""
 _PANIC = "PanicException"
-"""Of pyo3, which gives no module to import it from."""
+"""Name of pyo3's exception class, which cannot be imported from any module."""
 
 
 class Vocabulary:
     """Encoder and byte table of one model."""
 
     def __init__(self, fields: dict[str, Any], source: str) -> None:
-        """`fields` is the content of a tokenizer.json; `source` names it in errors. Raises
+        """`fields`: content of a tokenizer.json; `source`: its name in errors. Raises
         CheckpointError.
         """
         table = token_table(fields, source)
         given = {**fields, "added_tokens": [], "truncation": None, "padding": None}
         try:
-            # Added tokens are found here (`_pieces`), so that a control token which a user typed
-            # stays text. The library normalises and encodes what stands between them.
+            # Added tokens are found here (`_pieces`), so that a control token typed by a user stays
+            # text. The library normalises and encodes the text between them.
             self._words = Tokenizer.from_str(json.dumps(given))
             self._normalizer = self._words.normalizer
             self._words.normalizer = None
@@ -61,13 +61,13 @@ class Vocabulary:
         return len(self.token_bytes)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's number of tokens, without encoding it; 0 where the tokenizer
-        may leave characters out.
+        """Return a lower bound of the text's number of tokens, without encoding it; 0 if the
+        tokenizer may drop characters.
         """
         return -(-len(text) // self._longest) if self._longest else 0
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return ids of a text in which nothing is a control token."""
+        """Return ids of a text without control tokens: text that looks like one is ordinary."""
         return [
             each
             for piece in self._pieces(text, self._ordinary, "")
@@ -75,8 +75,8 @@ class Vocabulary:
         ]
 
     def encode_controlled(self, text: str, *, adds_special: bool = False) -> list[int]:
-        """Return ids of a text in which control tokens count, as the tokenizers library does.
-        `adds_special`: with the tokens that the tokenizer's post-processor puts around a text.
+        """Return ids of a text with control tokens, like the tokenizers library. `adds_special`:
+        add the tokens that the tokenizer's post-processor puts around a text.
         """
         ids = self._ids(text)
         return self.with_special(ids) if adds_special else ids
@@ -88,7 +88,7 @@ class Vocabulary:
         return self._ids(text, shield)
 
     def with_special(self, ids: Iterable[int]) -> list[int]:
-        """Return ids between those that the post-processor puts around every text."""
+        """Return the ids with the post-processor's tokens around them."""
         before, behind = self._around
         return [*before, *ids, *behind]
 
@@ -110,22 +110,22 @@ class Vocabulary:
     def _pieces(
         self, text: str, splitters: tuple[Splitter, Splitter], shield: str
     ) -> Iterator[str | int]:
-        """Cut a text at added tokens, and normalise what is between them: some tokens are looked for
-        before that, the others behind it.
+        """Split a text at added tokens, and normalise the text between them. Some tokens are
+        matched before normalising, the others after it.
         """
         before, behind = splitters
         for piece in before.split(text, shield):
             if isinstance(piece, int):
                 yield piece
-            elif shield and shield in piece:  # A normaliser might take a shield out.
+            elif shield and shield in piece:  # A normaliser might drop a shield.
                 parts = map(self.normalized, piece.split(shield))
                 yield from behind.split(shield.join(parts), shield)
             else:
                 yield from behind.split(self.normalized(piece), shield)
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Return ids of a normalised text, none of them a control token's. A vocabulary may list one
-        among its ordinary words; a single character never is one.
+        """Return ids of a normalised text without control tokens. A vocabulary may list one among
+        its ordinary words; a single character never is one.
         """
         ids = self._word_ids(text)
         if self.mark_ids.isdisjoint(ids):
@@ -137,7 +137,7 @@ class Vocabulary:
         """Return ids of a normalised text without added tokens."""
         if not text:
             return []
-        # encode_batch lets go of the GIL, encode does not: a long prompt would stop every stream.
+        # encode_batch releases the GIL, encode does not: a long prompt would stall all streams.
         ids: list[int] = self._words.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -153,13 +153,13 @@ class Vocabulary:
             if token.content in left_out:
                 continue
             pattern = self.normalized(token.content) if token.normalized else token.content
-            if not pattern:  # The library then cuts texts within characters.
+            if not pattern:  # The library would then split texts within characters.
                 raise ValueError(f"nothing is left of {token.content!r} when it is normalised")
             (behind if token.normalized else before)[pattern] = entry["id"], token
         return Splitter(before), Splitter(behind)
 
     def _added_around(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts before and behind every text."""
+        """Return the ids that the post-processor puts before and after every text."""
         found = {self._around_of(text) for text in _SAMPLES} - {None}
         if len(found) != 1:
             raise ValueError("its post_processor does more than to put tokens around a text")
@@ -167,7 +167,7 @@ class Vocabulary:
         return [*before], [*behind]
 
     def _around_of(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the ids around one text; None where the text has no tokens."""
+        """Return the ids around one text; None if the text has no tokens."""
         alone: list[int] = self._words.encode(text, add_special_tokens=False).ids
         ids: list[int] = self._words.encode(text, add_special_tokens=True).ids
         for at in range(len(ids) - len(alone) + 1):
@@ -176,9 +176,7 @@ class Vocabulary:
         return None
 
     def decode(self, ids: tuple[int, ...] | list[int]) -> str:
-        """The text of some ids, control tokens included. An id that no token has stands for
-        nothing.
-        """
+        """Return the text of ids, including control tokens. Unknown ids have no text."""
         known = (self.token_bytes[i] for i in ids if i < len(self.token_bytes))
         return b"".join(known).decode("utf-8", "replace")
 
