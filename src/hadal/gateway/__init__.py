@@ -1,1 +1,3 @@
-"""The HTTP process: OpenAI's API on one side, the front role on the other. Loads no torch."""
+"""HTTP process: OpenAI's API on one side, the front (request router) on the other. Loads no
+torch.
+"""

@@ -1,6 +1,6 @@
-"""The ASGI application: a route for each path of gateway/endpoints, behind the guard of every request.
+"""ASGI application: a route per path of gateway/endpoints, behind the guard of all requests.
 
-Every refusal leaves as an ApiError. Knows no handler.
+Every refusal is an ApiError. Independent of the handlers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.gateway.generate import Generate
 
 
 def routes_of(endpoints: Sequence[Endpoint]) -> list[Route]:
-    """A route for each path, with all the methods that are answered there."""
+    """Return a route per path, with all the methods served there."""
     by_path: dict[str, dict[str, EndpointHandler | Generate]] = {}
     for each in endpoints:
         for path in (each.path, *each.also):
@@ -48,7 +48,7 @@ def _by_method(handlers: Mapping[str, EndpointHandler | Generate]) -> EndpointHa
 
 
 def make_app(gateway: Gateway, more: Sequence[Endpoint] = ()) -> ASGIApp:
-    """The ASGI application; `more`: endpoints besides its own."""
+    """Return the ASGI application; `more`: endpoints in addition to the gateway's own."""
     app = Starlette(
         routes=routes_of(endpoints_of(gateway, more)),
         exception_handlers={
@@ -79,7 +79,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, wrong method."""
+    """Answer Starlette's own refusals: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path[:200]
     if error.status_code == 404:
@@ -113,12 +113,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Anything else is ours; the server logs it as it is raised again."""
+    """Answer any other error, which is a bug of ours; the server logs it when it is raised
+    again.
+    """
     return _refusal(as_api_error(HadalError(str(error))), request.url.path)
 
 
 async def _on_leave(request: Request, error: Exception) -> Response:
-    """The client went away while its body was read: nobody hears this."""
+    """Answer a client that left while its body was read: the answer is not sent."""
     return Response(status_code=499)
 
 

@@ -1,4 +1,4 @@
-"""A gateway put together from its deployment: with the front in its process, or with a link to it."""
+"""Build a gateway from its deployment, with the front in its process or with a link to it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from hadal.runtime.topology import GATEWAY, gateway_names
 log = logging.getLogger("hadal.gateway")
 
 _KEYS_S = 2.0
-"""Time after which a gateway without the front asks for the keys again."""
+"""Time after which a gateway without the front retries its request for the keys."""
 
 
 @dataclass(frozen=True)
 class _KeysSource:
-    """Keys at the start, and the place that later ones come from."""
+    """Keys at the start, and the source of later ones."""
 
     keys: Keys
     changed: KeysChanged | None = None
     page: Page | None = None
-    """The keys as the other gateways ask for them."""
+    """Page through which the other gateways fetch the keys."""
 
 
 def make_gateway(
@@ -72,8 +72,8 @@ def make_gateway(
     has_served: bool = False,
     folder: Path | None = None,
 ) -> Gateway:
-    """Return a whole gateway. `fingerprint`: as roles/front has it; `run_id`: for a recording;
-    `name`: of the process; `has_served`: another gateway served before this one; `folder`: of the
+    """Return a complete gateway. `fingerprint`: as for roles/front. `run_id`: for a recording.
+    `name`: of the process. `has_served`: another gateway served before this one. `folder`: of the
     run, with the supervisor's status. Raises ConfigError.
     """
     path = Path(deployment.model)
@@ -93,7 +93,7 @@ def make_gateway(
             front, wire, clock.now, epoch=made.epoch, others=gateways[1:], calls=calls
         )
         names, units = front.names, lambda: front.units.by_name
-    else:  # The gateway with the front records which units are up.
+    else:  # The front's gateway records the units' uptime.
         names = FrontNames(deployment.cache, fingerprint)
         link = FarHost(name, wire, clock.now, names)
     source = _keys_source(environment, link)
@@ -143,8 +143,8 @@ def make_gateway(
 
 
 def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource:
-    """Return the keys of the start, and the source of later ones. With a file that cannot be read
-    now, no key is accepted until it can be read. Raises ConfigError.
+    """Return the keys at the start, and the source of later ones. If the keys file is unreadable,
+    no key is accepted until it can be read. Raises ConfigError.
     """
     given = [key.strip() for key in environment.get(API_KEYS, "").split(",")]
     path = environment.get(API_KEYS_FILE, "")
@@ -168,8 +168,8 @@ def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource
 
 
 def open_ledger(url: str) -> LedgerWriter:
-    """Start to write a ledger; a database that is down now is retried. Raises LedgerError if the
-    database holds something else.
+    """Start to write a ledger. A database that is down is retried. Raises LedgerError if the
+    database has other content.
     """
     writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)))
     writer.start()

@@ -1,7 +1,7 @@
-"""/v1/files and /v1/batches over HTTP: rows of the table of endpoints (gateway/endpoints).
+"""HTTP endpoints /v1/files and /v1/batches: rows of the table of endpoints (gateway/endpoints).
 
-Every gateway has them; the work is done where the front is (gateway/desk/batches). While the database is
-down they answer 503. Knows the store's rows and the API's JSON.
+Every gateway has them; the gateway with the front processes the batches (gateway/desk/batches).
+While the database is down they answer 503. Depends on the store's rows and the API's JSON.
 """
 
 from __future__ import annotations
@@ -63,35 +63,35 @@ from hadal.runtime.batches import (
 log = logging.getLogger("hadal.batches")
 
 UPLOAD_S = 300.0
-"""How long a file may take to come."""
+"""Longest time for uploading a file."""
 MAX_OPEN_BATCHES = 100
-"""Of a tenant."""
+"""Most open batches per tenant."""
 _MULTIPART_BYTES = 1 << 16
-"""What stands around a file in its form."""
+"""Allowance for the form's bytes around a file."""
 _MAX_FILES, _MAX_BATCHES = 10_000, 100
-"""In one page of a list."""
+"""Largest numbers of files and of batches in one page of a list."""
 
 
 @dataclass
 class _Upload:
-    """A file that comes in."""
+    """File being uploaded."""
 
     num_kept: int
-    """Bytes of its tenant's files when it began."""
+    """Bytes of its tenant's files when the upload began."""
     num_bytes: int = 0
-    """That have come so far."""
+    """Bytes received so far."""
 
 
 class BatchPages:
-    """Files and batches over HTTP. `worker`: also where another gateway works on them."""
+    """Endpoints for files and batches. `worker` exists in every gateway; it runs in the front's."""
 
     def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
         self._gateway, self._worker, self._store = gateway, worker, worker.store
         self._arriving: Counter[str] = Counter()
-        """Bytes of each tenant's uploads that are on their way."""
+        """Tenant -> bytes of its uploads in progress."""
 
     def endpoints(self) -> list[Endpoint]:
-        """All of them."""
+        """Return all endpoints for files and batches."""
         file, batch = "/files/{file_id}", "/batches/{batch_id}"
         return [
             Endpoint(method, f"/v1{path}", self._guarded(page), about, (path,))
@@ -169,8 +169,8 @@ class BatchPages:
             await form.close()
 
     def _within(self, request: Request, tenant: str, upload: _Upload) -> Receive:
-        """A body's messages, counted as they come: what says how long it is may be missing or a
-        lie, and all that a tenant sends at once lies on the disk. Raises ApiError 413.
+        """Return a receiver of the body's messages that counts their bytes. Content-Length may be
+        missing or wrong, and uploads in progress occupy the disk. Raises ApiError 413.
         """
         config = self._worker.config
         max_bytes = config.max_file_mb << 20
@@ -354,7 +354,9 @@ class BatchPages:
 
 
 class _Contents(StreamingResponse):
-    """A file, of which each piece is taken in time or the connection given up."""
+    """Response with a file's contents. The connection is closed if the client is too slow to take a
+    piece.
+    """
 
     def __init__(self, pieces: AsyncIterator[bytes], num_bytes: int, send_s: float) -> None:
         headers = {"Content-Length": str(num_bytes)}

@@ -1,7 +1,8 @@
 """All endpoints of a gateway: method, path, handler and description of each.
 
-`routes_of` (gateway/app) and /openapi.json follow from this list. To add an endpoint, add a line here
-and an Operation in gateway/api/description. Endpoints that generate follow from gateway/desk/dialects.
+This list determines `routes_of` (gateway/app) and /openapi.json. To add an endpoint, add a line
+here and an Operation in gateway/api/description. gateway/desk/dialects determines the endpoints
+that generate.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ EndpointHandler = Callable[[Request], Awaitable[Response]]
 
 
 async def _page(gateway: Gateway, request: Request, media_type: str) -> Response:
-    """What only the process with the front knows. Raises HadalError."""
+    """Answer with a page of the process with the front. Raises HadalError."""
     status, body = await gateway.link.page(request.url.path, request.query_params)
     return Response(body, status, media_type=media_type)
 
 
 def _models_pages(gateway: Gateway) -> tuple[EndpointHandler, EndpointHandler]:
-    """The list of models, which has one, and that model by its name."""
+    """Return handlers for the list of models (it has one), and for a model by its name."""
     name = gateway.service.model.name
     model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
 
@@ -85,8 +86,8 @@ def _answering(
     answer: Callable[[bytes, Tenant], Awaitable[Shape]],
     counts: str = "",
 ) -> EndpointHandler:
-    """An endpoint that answers a body at once, for those who may generate and within their limits.
-    `counts`: field of its answer with the tokens that it counted, which its tenant's quota pays for.
+    """Return a handler that answers a body at once, with the tenant's key and within its limits.
+    `counts`: field of the answer with the number of counted tokens, charged to the tenant's quota.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -106,7 +107,7 @@ def _answering(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What answers one method at one path, and at the paths of `also`."""
+    """Handler of one method at one path, and at the paths of `also`."""
 
     method: str
     path: str
@@ -126,7 +127,7 @@ def _generating(gateway: Gateway) -> list[Endpoint]:
 
 
 def _responses_pages(gateway: Gateway) -> list[Endpoint]:
-    """Responses that are kept."""
+    """Return the endpoints for kept responses."""
 
     async def get(request: Request) -> Response:
         if request.query_params.get("stream") not in (None, "false"):
@@ -171,7 +172,7 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
 
 
 def _token_pages(gateway: Gateway) -> list[Endpoint]:
-    """Texts in tokens and back."""
+    """Return the endpoints that turn texts into tokens and back."""
     service = gateway.service
     return [
         Endpoint("POST", f"/v1{path}", _answering(gateway, answer, counts), about, (path,))
@@ -183,7 +184,7 @@ def _token_pages(gateway: Gateway) -> list[Endpoint]:
 
 
 def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoint]:
-    """All that is served, `more` among it: the routes and /openapi.json follow from it."""
+    """Return all endpoints, `more` included; routes and /openapi.json follow from this list."""
     service = gateway.service
     list_models, get_model = _models_pages(gateway)
     endpoints = _generating(gateway)

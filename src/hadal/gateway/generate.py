@@ -1,7 +1,7 @@
 """One generating endpoint, from a request's headers to the last byte of its reply.
 
-Knows HTTP and the order of the checks; the desk knows tenants, fronts and accounts, and the endpoint's
-dialect reads the body and writes the reply.
+Contains HTTP and the order of the checks. The desk handles tenants, fronts and accounts; the
+endpoint's dialect reads the body and writes the reply.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hadal.gateway.edge.streams import Outlet, refuse
 
 log = logging.getLogger("hadal.gateway")
 _COUNTED_STATUSES = ("200", "500", "503", "504")
-"""Those whose counts are there from the start: the first failure is a rise for whoever watches."""
+"""Statuses exported from the start, so that the first failure shows as an increase."""
 
 
 class Generate:
-    """One of the generating endpoints, as an ASGI application of its own: it must see the client
-    leave.
+    """One generating endpoint. It is an ASGI application itself, to notice that the client
+    leaves.
     """
 
     def __init__(self, gateway: Gateway, dialect: Dialect[Any]) -> None:
@@ -74,7 +74,7 @@ class Generate:
                 log.error("the request failed", exc_info=error)
             raise
         except (ClientGone, ClientDisconnect):
-            status = seen.status = 499  # What nginx logs for a client that closed the request.
+            status = seen.status = 499  # nginx's status for a client that closed the request.
         finally:
             seen.num_tokens = times.num_tokens
             self._count(status, times)
@@ -89,7 +89,7 @@ class Generate:
         request_id: str,
     ) -> int:
         gateway = self._gateway
-        gateway.link.check_room(tenant.name)  # Or it is refused before it costs more.
+        gateway.link.check_room(tenant.name)  # A refusal here saves the cost of parsing.
         work = await self._dialect.parse(body, request_id, tenant)
         ticket = gateway.desk.reserve(work, tenant)
         reply = gateway.desk.begin(work, self._dialect.format(work), ticket, request_id, times)
@@ -102,7 +102,7 @@ class Generate:
             else:
                 status = await reply.send_whole(send)
             end = str(status)
-            if status == 200 and times.first_token_s is not None:  # Else nothing was computed.
+            if status == 200 and times.first_token_s is not None:  # Otherwise nothing was computed.
                 gateway.metrics.count_usage(reply.usage)
             return status
         except (ClientGone, asyncio.CancelledError):
@@ -131,7 +131,7 @@ class Generate:
 
 
 async def _watch(receive: Receive, mailbox: Mailbox) -> None:
-    """Tell the reply when its client leaves."""
+    """Notify the reply when its client leaves."""
     while (await receive())["type"] != "http.disconnect":
         continue
     mailbox.leave()

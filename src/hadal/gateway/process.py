@@ -1,8 +1,9 @@
 """`python -m hadal.gateway.process --folder RUN --name gateway-1`: a gateway's process. Loads no
 torch.
 
-The one named "gateway" holds the front, the others pass their generations on to it. The end of one
-ends its streams; the supervisor starts it again on the listening socket that all of a host share.
+The one named "gateway" has the front; the others send their generations to it. When a gateway ends,
+its streams end. The supervisor restarts it on the listening socket that all gateways of a host
+share.
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ from hadal.runtime.wire import open_wire
 log = logging.getLogger("hadal.gateway")
 
 _SHUTDOWN_S = 2
-"""Seconds that connections which are still open have when nothing runs any more."""
+"""Time for open connections to close once no request runs any more, seconds."""
 _STARTED_S = 0.01
-"""Period of looking whether the port is served yet."""
+"""Period of checking if the port is served yet."""
 _TELL_S = 10.0
-"""Time between two lines of the log that say what still runs at the end."""
+"""Time between two log lines about generations still running while draining."""
 _SPENT_S = 1.0
-"""Time between two looks whether the ledger has to be read for a tenant with a budget."""
+"""Time between two checks if the ledger has to be read for a tenant with a budget."""
 _AGAIN_S = 1.0
-"""Time until what failed beside the streams begins again."""
+"""Time before a failed background task restarts."""
 _KEYS_KNOWN_S = 10.0
-"""How long such a gateway may take to know them before it serves without."""
+"""Time for a gateway without the front to get the keys before it serves without them."""
 _SWITCH_INTERVAL_S = 0.0001
-"""How long the tokenising thread may hold the interpreter while streams want it."""
+"""Longest time for which the tokenising thread may hold the GIL while streams wait for it."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with SIGTERM meaning: finish what runs."""
+    """uvicorn server with a SIGTERM that lets running requests finish."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
         self._drain = drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends at once."""
+        """Drain on the first signal, end at once on the second."""
         if self._drain_started:
             self.should_exit = self.force_exit = True
         self._drain_started = True
@@ -87,8 +88,8 @@ class _Server(uvicorn.Server):
 
 
 def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
-    """The supervisor's listening socket or, on a node, where there is none, one of our own at the
-    node's address. Raises ConfigError.
+    """Return the supervisor's listening socket. On a node without one, open a socket at the node's
+    address. Raises ConfigError.
     """
     given = environment.get(LISTEN_FD)
     if given is None:
@@ -97,14 +98,14 @@ def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
 
 
 def server_config(gateway: Gateway, more: Sequence[Endpoint] = ()) -> uvicorn.Config:
-    """How uvicorn serves the gateway; `more`: endpoints besides its own."""
+    """Return uvicorn's configuration; `more`: endpoints in addition to the gateway's own."""
     limit = ConnectionLimit(descriptor_limit(), gateway.clock.now)
     gateway.metrics.show_connections(lambda: limit.num_refused)
 
     class Limited(GatewayProtocol):
         connection_limit = limit
 
-    # Its own log notes every start, and every client that speaks no HTTP; neither is news.
+    # uvicorn's own log reports every start and every client without HTTP: noise here.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(gateway, more),
@@ -120,7 +121,7 @@ def server_config(gateway: Gateway, more: Sequence[Endpoint] = ()) -> uvicorn.Co
 
 
 async def serve(deployment: Deployment, gateway: Gateway, listening: socket.socket) -> int:
-    """Serve until drained or failed; returns the exit code."""
+    """Serve until drained or failed. Return the exit code."""
     loop = asyncio.get_running_loop()
     worker = _batch_worker(gateway, deployment)
     config = server_config(gateway, BatchPages(gateway, worker).endpoints() if worker else ())
@@ -154,11 +155,11 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     await asyncio.gather(*ending, return_exceptions=True)
     gateway.service.close()
     if (chat := gateway.service.model.chat) is not None:
-        await loop.run_in_executor(None, chat.close)  # It waits for a prompt under way.
+        await loop.run_in_executor(None, chat.close)  # It waits for a prompt being rendered.
     gateway.link.end()
     if (
         gateway.desk.accounting is not None
-    ):  # It may wait for its database: whoever sends the heartbeat meanwhile waits as well.
+    ):  # May wait for its database. Not on the loop, which sends heartbeats.
         await loop.run_in_executor(None, gateway.desk.accounting.end)
     if worker is not None:
         await loop.run_in_executor(None, worker.close)
@@ -168,14 +169,16 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
 
 def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
-    """None: there are no batches here. A database that is down now is waited for."""
+    """Return the worker for batches, or None without batches. A database that is down is
+    retried.
+    """
     url = batches_url(deployment.batches.url, deployment.ledger.url, deployment.port)
     return BatchWorker(gateway, BatchStore(url), deployment.batches) if url else None
 
 
 async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
-    """Do what streams do not wait for, until cancelled: where it fails it is told and begun again,
-    and no stream ends for it.
+    """Run a background task until cancelled, and restart it after a failure. Streams do not depend
+    on it.
     """
     while True:
         try:
@@ -187,7 +190,7 @@ async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
-    """Answer what batches ask, in the gateway that has the front, until cancelled."""
+    """Answer batches in the gateway with the front, until cancelled."""
     if worker is not None and gateway.link.has_front:
         gateway.metrics.show_batches(
             lambda: (worker.num_waiting, worker.num_running, worker.outcomes)
@@ -196,8 +199,8 @@ async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
 
 
 async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socket.socket) -> None:
-    """Serve the port until told to end. A gateway without the front begins when it knows the keys,
-    unless that takes too long: those that have them answer meanwhile.
+    """Serve the port until told to end. A gateway without the front first waits for the keys, at
+    most _KEYS_KNOWN_S; gateways with keys answer meanwhile.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(_KEYS_KNOWN_S):
@@ -207,7 +210,7 @@ async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socke
 
 
 async def _heartbeat(server: uvicorn.Server, link: FrontLink) -> None:
-    """Tell the supervisor that the event loop turns, from when the port is served until
+    """Report to the supervisor that the event loop runs, from the start of serving until
     cancelled.
     """
     while not server.started:
@@ -218,7 +221,7 @@ async def _heartbeat(server: uvicorn.Server, link: FrontLink) -> None:
 
 
 async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
-    """Tell the front what tenants with budgets spent today, once of each, until cancelled."""
+    """Send the front today's spending of tenants with budgets, once per tenant, until cancelled."""
     link, loop = gateway.link, asyncio.get_running_loop()
     url, was_said = ledger_url(gateway.deployment.ledger.url), False
     while link.has_front:
@@ -227,7 +230,8 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
             try:
                 of_batches: list[RequestFact] = []
                 if worker is not None:
-                    with suppress(BatchesDown):  # Then some may count twice, and none too little.
+                    # Then some charges may count twice, but none is missed.
+                    with suppress(BatchesDown):
                         of_batches = await worker.call(worker.store.charges)
                 unix_s = gateway.clock.unix_time()
                 link.spent(
@@ -242,14 +246,16 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
 
 
 async def _count_nodes(gateway: Gateway) -> None:
-    """Write to the ledger now and then which units are up, until cancelled."""
+    """Record periodically in the ledger which units are up, until cancelled."""
     while gateway.desk.accounting is not None:
         await asyncio.sleep(HEARTBEAT_S)
         gateway.desk.accounting.look()
 
 
 async def _drained(link: FrontLink, timeout_s: float) -> None:
-    """Return once a drain was asked for and everything that ran has ended."""
+    """Return once a drain was requested and all running generations have ended, or after the
+    timeout.
+    """
     await link.wait_draining()
     now = asyncio.get_running_loop().time
     end_s = now() + timeout_s
@@ -262,7 +268,7 @@ async def _drained(link: FrontLink, timeout_s: float) -> None:
 
 
 def main() -> int:
-    """Run until drained or failed; returns the exit code."""
+    """Run until drained or failed. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_epoch_arguments(parser)
     parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
@@ -272,8 +278,8 @@ def main() -> int:
     arguments = parser.parse_args()
     run = enter_child(arguments.name, arguments.folder)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # One text at a time is tokenised; threads of the tokenizers library would only take cores from
-    # the ranks.
+    # Texts are tokenised one at a time; threads of the tokenizers library would only take CPU cores
+    # from the ranks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
     has_front = arguments.name == GATEWAY
@@ -294,7 +300,7 @@ def main() -> int:
             log.info("API key %d is tenant %s in the ledger", number, tenant.name)
         listening = listener_of(run, environment)
         gc.collect()
-        gc.freeze()  # What is there now stays: no collection need look at it again.
+        gc.freeze()  # Objects so far are permanent: no collection needs to visit them again.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(run.deployment, gateway, listening))
     except ConfigError as error:

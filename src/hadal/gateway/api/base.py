@@ -1,8 +1,9 @@
-"""Fields that bodies share, decoded strictly, and their checks: `Common` those of OpenAI's two older
-endpoints, `Extensions` those of every API.
+"""Fields that several APIs share, decoded strictly, and their checks: `Common` for OpenAI's two
+older endpoints, `Extensions` for every API.
 
-Field names are OpenAI's; gateway/api/field_table has all of them, and those that are refused. Ranges
-that need no other field are checked while decoding, the rest below. Knows no single API.
+Field names are OpenAI's; gateway/api/field_table lists all fields, and those that are refused.
+Decoding checks ranges that depend on no other field; the functions below check the rest.
+Independent of any single API.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from hadal.gateway.text.thinking import ThinkingFields
 MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
-"""Highest priority of a request, and its negative the lowest; policy/batching says what a level is
-worth.
+"""Highest priority of a request; its negative is the lowest. policy/batching defines the effect of
+a level.
 """
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -38,13 +39,13 @@ class StreamOptions(msgspec.Struct):
 
 
 class UsageOptions(msgspec.Struct):
-    """OpenRouter's way to ask for usage."""
+    """OpenRouter's option to ask for usage."""
 
     include: bool | None = None
 
 
 class JsonSchema(msgspec.Struct):
-    """A schema by name. `strict` false is held to as well."""
+    """Named schema. It is enforced even if `strict` is false."""
 
     name: str
     schema: msgspec.Raw = NO_SCHEMA
@@ -56,39 +57,37 @@ class ResponseFormat(msgspec.Struct):
     type: str
     json_schema: JsonSchema | None = None
     schema: msgspec.Raw = NO_SCHEMA
-    """A schema without a name, as llama.cpp, Together and Fireworks have it."""
+    """Schema without a name, as in llama.cpp, Together and Fireworks."""
 
 
 class Extensions(ThinkingFields, kw_only=True):
-    """Fields of every endpoint that generates, in whichever API: extensions in most of them. Those of
-    thinking are refused where there is no chat template (gateway/api/field_table).
+    """Fields of every generating endpoint of all APIs; most of them are extensions. Thinking fields
+    are refused where there is no chat template (gateway/api/field_table).
     """
 
     seed: Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    """An extension: larger is sooner among those that wait, 0 if left out."""
+    """Extension: larger values leave the queue sooner; 0 if left out."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public":
-    what the leading system messages of a chat leave behind is reused by everybody, and the rest as
+    """Extension, as in vLLM: KV is reused only among requests of the same key and salt. "public":
+    KV of a chat's leading system messages is shared with all tenants, and the rest is treated as
     without a salt.
     """
     stop_repetition: bool | None = None
-    """An extension: a reply that repeats itself without end is ended as if it had reached its
-    length, unless this is false or `ignore_eos` asks for so many tokens whatever they are.
+    """Extension: ends a reply that repeats itself endlessly, as if it had reached its length.
+    Default true; with `ignore_eos` false.
     """
     do_sample: bool | None = None
-    """Zhipu's: false is a temperature of 0."""
+    """Zhipu's field: false means a temperature of 0."""
 
 
 def extensions(request: Extensions) -> dict[str, Any]:
-    """What a body says of them, for `Common`."""
+    """Return a body's values of these fields, for `Common`."""
     return {name: getattr(request, name) for name in Extensions.__struct_fields__}
 
 
 class Common(Extensions, kw_only=True):
-    """Fields of both of OpenAI's endpoints. None is what a client that leaves a field out may send
-    as well.
-    """
+    """Fields of both older OpenAI endpoints. None: left out, or sent as null."""
 
     model: str
     stream: bool | None = None
@@ -106,22 +105,22 @@ class Common(Extensions, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    """Logits are divided by it: with a smaller one they would not stay finite numbers."""
+    """Divisor of logits: below the minimum, logits could become infinite."""
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
     return_token_ids: bool | None = None
-    """Also give the tokens of the prompt and of the reply as ids."""
+    """True: also return the token ids of the prompt and the reply."""
     response_format: ResponseFormat | None = None
-    """For /completions an extension."""
+    """An extension in /completions."""
 
 
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 MAX_NAME_CHARS = 64
-"""OpenAI's limit for names of those who speak."""
+"""OpenAI's limit for names of speakers."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_STOPS = 16
@@ -143,8 +142,8 @@ def common_fields(
     prompt_name: str = "messages",
     stop_name: str = "stop",
 ) -> CommonFields:
-    """What a body asks of the engine. `max_name`, `prompt_name` and `stop_name` are what the endpoint
-    calls these fields. Raises RequestError.
+    """Return the engine options of a body. `max_name`, `prompt_name` and `stop_name`: the
+    endpoint's names for these fields. Raises RequestError.
     """
     if format is not None:
         check_end(request, "a response_format")
@@ -195,7 +194,7 @@ def common_fields(
 
 
 def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
-    """What `response_format` says. Raises RequestError."""
+    """Return the format in `response_format`, or None for plain text. Raises RequestError."""
     if asked is None:
         return None
     beside = b"" if bytes(asked.schema) == b"null" else bytes(asked.schema)
@@ -227,7 +226,9 @@ def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
 
 
 def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
-    """An answer that a JSON schema says, which `field` asks for. Raises RequestError."""
+    """Return the format of an answer that follows a JSON schema; `field` is the request's field.
+    Raises RequestError.
+    """
     if len(raw) > MAX_SCHEMA_BYTES:
         raise _bad_format(
             f"The schema of {field} {name!r} has {len(raw)} bytes; at most {MAX_SCHEMA_BYTES} are"
@@ -241,8 +242,8 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
 
 
 def check_end(request: Common, of: str) -> None:
-    """Raise RequestError if a field asks for an end other than the format's. `of`: its name in the
-    message.
+    """Raise RequestError if a field sets an end that conflicts with the format's. `of`: the
+    format's name in the message.
     """
     for name, is_asked in (
         ("ignore_eos", request.ignore_eos),
@@ -260,7 +261,7 @@ def _bad_format(message: str, field: str = "response_format") -> RequestError:
 
 
 def check_depth(value: Any, field: str) -> None:
-    """Raise RequestError for what nests deeper than anything needs to."""
+    """Raise RequestError if a value nests deeper than MAX_SCHEMA_DEPTH."""
     if is_deeper(value, MAX_SCHEMA_DEPTH):
         raise RequestError(f"{field} nests deeper than {MAX_SCHEMA_DEPTH} levels.", field)
 
@@ -277,7 +278,7 @@ def check_ids(ask: CommonFields, vocab_size: int) -> None:
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Raise RequestError for more of it than OpenAI takes with a response or a batch."""
+    """Raise RequestError if the metadata exceeds OpenAI's limits for a response or a batch."""
     texts = (text for pair in metadata.items() for text in pair)
     if len(metadata) > MAX_METADATA or any(len(text) > MAX_METADATA_CHARS for text in texts):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The body of /batches, and the endpoints that a batch may name."""
+"""Body of /batches, and the endpoints that a batch may name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from msgspec import Meta
 from hadal.gateway.api.decoding import NO_SCHEMA
 
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-"""What a batch can ask."""
+"""Endpoints for the requests of a batch."""
 BATCH_WINDOW = "24h"
 
 
 class NewBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body of /batches."""
+    """Body of /batches."""
 
     input_file_id: str
     endpoint: Annotated[str, Meta(extra_json_schema={"enum": [*BATCH_ENDPOINTS]})]

@@ -1,4 +1,4 @@
-"""Reads JSON bodies into typed values, strictly. Bytes in, values or a RequestError out."""
+"""Read JSON bodies into typed values, strictly. Bytes in, values or a RequestError out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from hadal.core.errors import RequestError
 
 T = TypeVar("T")
 NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-"""Default of a raw value. A factory, so that the API's description leaves it out: it has no raw JSON."""
+"""Default of a raw value. It is a factory so that /openapi.json leaves it out: a schema cannot
+contain raw JSON.
+"""
 _KIND_TO_DECODER: dict[Any, msgspec.json.Decoder[Any]] = {}
 _lock = threading.Lock()
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -20,11 +22,11 @@ _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
-"""Half of a surrogate pair, as JSON escapes it."""
+"""Half of a surrogate pair, as a JSON escape."""
 
 
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Return the decoder of a kind of body, made once.
+    """Return the decoder for a kind of body, created once.
 
     msgspec inspects a type when it is first decoded. If a second thread decodes the same type
     meanwhile, the process crashes (0.22, SIGSEGV). A body is decoded in the event loop or in the
@@ -37,9 +39,9 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Read a JSON body into `kind`. Raises RequestError, whatever the bytes are."""
+    """Read a JSON body into `kind`. Raises RequestError for any invalid bytes."""
     try:
-        body.decode("utf-8")  # msgspec looks only into the strings that it keeps.
+        body.decode("utf-8")  # msgspec validates only strings that it keeps.
         return _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         message = str(error)

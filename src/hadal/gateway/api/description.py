@@ -1,10 +1,10 @@
-"""/openapi.json: what is served, made from the structs that read bodies and those that errors and
-Hadal's own replies are encoded from.
+"""/openapi.json: description of all endpoints, made from the structs of bodies, errors and Hadal's
+own replies.
 
-A reply in OpenAI's or Anthropic's format has no schema here but a title: the type of their client for
-Python that reads it. An endpoint is one row of the table in gateway/endpoints, from which both its
-route and its description follow; so every served endpoint is described. Knows OpenAPI 3.1, no handler
-and no socket.
+A reply in OpenAI's or Anthropic's format has no schema here, only a title: the type of their Python
+client that reads it. One row of the table in gateway/endpoints gives an endpoint both its route and
+its description, so every served endpoint is described. Depends on OpenAPI 3.1, not on handlers or
+sockets.
 """
 
 from __future__ import annotations
@@ -45,45 +45,43 @@ from hadal.gateway.edge.errors import ApiErrorReply, MessageErrorReply
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 ALWAYS = (403, 421)
-"""What any path may answer: a server without keys is asked by a name or a page that is not its
-own.
-"""
+"""Statuses possible at any path: a server without keys refuses unknown host names and origins."""
 GENERATES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
-"""What may become of a request that computes something."""
+"""Error statuses of requests that compute something."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What one method at one path does."""
+    """Description of one method at one path."""
 
     summary: str
     reply: Any = None
-    """The struct that it is encoded from, or the name of the clients' type that reads it; None: it is
-    a text of `media_type`.
+    """Struct of the reply, or the name of the client's type that reads it; None: text of
+    `media_type`.
     """
     body: type[msgspec.Struct] | None = None
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] = ApiErrorReply
     media_type: str = "application/json"
     other_statuses: tuple[int, ...] = ()
-    """With which the same reply may come."""
+    """Further statuses with the same reply."""
     event: str = ""
-    """The name of the clients' type that reads an event's data; empty: nothing is streamed."""
+    """Name of the client's type that reads an event's data; empty: no stream."""
     needs_key: bool = True
-    """Described only: the handler checks the key."""
+    """Only for the description: the handler checks the key."""
     query: Mapping[str, str] = field(default_factory=dict)
-    """What may stand behind the question mark, and what it means."""
+    """Query parameter -> its meaning."""
     body_type: str = "application/json"
 
 
 class FileUpload(msgspec.Struct, forbid_unknown_fields=True):
-    """The form that brings a file, which gateway/batch_pages reads."""
+    """Form for uploading a file, read by gateway/batch_pages."""
 
     purpose: Literal["batch"]
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
 
 
-# Types of OpenAI's and Anthropic's clients for Python.
+# Types of OpenAI's and Anthropic's Python clients.
 _BATCH, _FILE, _MODEL = (f"openai.types.{name}" for name in ("Batch", "FileObject", "Model"))
 _RESPONSES = "openai.types.responses"
 _CHATS = "openai.types.chat.ChatCompletion"
@@ -196,7 +194,7 @@ BODY_TO_API: dict[type[msgspec.Struct], str] = {
 
 
 def _drop_refused(component: dict[str, Any], api: str) -> None:
-    """Take out of a body's schema what its endpoint refuses: APIs share structs."""
+    """Remove fields from a body's schema that its endpoint refuses: APIs share structs."""
     rows = rows_of(api)
     for name in [*component.get("properties", ())]:
         if name in rows and rows[name].verdict is Verdict.REFUSED:
@@ -204,7 +202,7 @@ def _drop_refused(component: dict[str, Any], api: str) -> None:
 
 
 class Described(Protocol):
-    """A row of the table."""
+    """Row of the table of endpoints."""
 
     @property
     def method(self) -> str: ...
@@ -217,7 +215,7 @@ class Described(Protocol):
 
 
 def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[str, Any]:
-    """The description. `is_open`: no key is needed."""
+    """Return the description. `is_open`: no key is needed."""
     rows = tuple(rows)
     kinds: dict[Any, None] = {}
     for row in rows:
@@ -305,13 +303,13 @@ def _operation(
 
 
 def _read_as(name: str) -> dict[str, Any]:
-    """Return the schema of an object that the clients' type of this name reads."""
+    """Return the schema of an object that the client's type of this name reads."""
     return {"type": "object", "title": name}
 
 
 def _stream_of(name: str) -> dict[str, Any]:
-    """Return the schema of an event. Its data is JSON that the clients' type of this name reads, or [DONE]
-    where OpenAI's older endpoints end.
+    """Return the schema of an event. Its data is JSON that the client's type of this name reads, or
+    [DONE] at the end of OpenAI's older endpoints.
     """
     properties = {"event": {"type": "string"}, "data": {"type": "string", "title": name}}
     return {"type": "object", "properties": properties, "required": ["data"]}

@@ -1,10 +1,10 @@
-"""Applies the table of fields to a body, before anything else reads it.
+"""Apply the table of fields to a body, before anything else reads it.
 
     body --names at the top and in objects--> refused: RequestError
-                                              other names of a field: the body with its own names
+                                              alias of a field: renamed to the field's own name
                                               in no row: the name, once, in the log
 
-A body is not decoded for this: values stay raw JSON, except those of refused fields, which are short.
+The body is not decoded for this: values stay raw JSON, except short values of refused fields.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
-"""Longest value of a small field. Allowed values are shorter, and megabytes take a second to read."""
+"""Longest value of a small field. Valid values are shorter, and parsing megabytes takes a
+second.
+"""
 MAX_LOGGED = 256
-"""Limit of the names that a process logs, since clients choose them."""
+"""Most names that a process logs, since clients choose them."""
 _MAX_NAME_CHARS = 64
 _Raws = dict[str, msgspec.Raw]
 _logged: set[tuple[str, str]] = set()
@@ -39,18 +41,20 @@ _logged: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class NamedBody:
-    """A body in which no field has another name than its own."""
+    """Body with every field under its own name."""
 
     body: bytes
     own_to_sent: Mapping[str, str] = field(default_factory=dict)
-    """Field -> other name that the client sent it by."""
+    """Field -> the alias that the client sent."""
 
     def sent(self, name: str) -> str:
-        """Return the name that the client used for a field."""
+        """Return the client's name for a field."""
         return self.own_to_sent.get(name, name)
 
     def read(self, make: Callable[[], T]) -> T:
-        """Return what `make` reads of the body. Its RequestErrors name fields as the client did."""
+        """Return the result of `make`, which reads the body. Its RequestErrors name fields as the
+        client did.
+        """
         try:
             return make()
         except RequestError as error:
@@ -64,21 +68,21 @@ class NamedBody:
 
 @dataclass
 class _FieldNode:
-    """A field, and the fields of the object or of the listed objects that it holds."""
+    """Field, with the fields of its object or of its listed objects."""
 
     row: FieldRow | None = None
     fields: dict[str, _FieldNode] = field(default_factory=dict)
     items: _FieldNode | None = None
     """Node of the listed objects."""
     quick: frozenset[str] = frozenset()
-    """Names that need no look: known, not refused, and without fields of their own."""
+    """Names that need no check: known, not refused, and without fields of their own."""
     looked_at: frozenset[str] = frozenset()
-    """Known names that need a look."""
+    """Known names that need a check."""
 
 
 def check_fields(body: bytes, api: str) -> NamedBody:
-    """Apply the table of an API to a body. Raises RequestError for refused fields, for fields that
-    contradict each other, and for bytes that are no JSON object.
+    """Apply an API's table to a body. Raises RequestError for refused fields, for contradicting
+    fields, and for bytes that are not a JSON object.
     """
     given = decode(body, _Raws)
     for name in _SMALL:
@@ -94,7 +98,7 @@ def check_fields(body: bytes, api: str) -> NamedBody:
 
 
 def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
-    """Return the body with the fields' own names. Raises RequestError where two names of one field
+    """Return the body with the fields' own names. Raises RequestError if two names of one field
     have different values.
     """
     own_to_sent: dict[str, str] = {}
@@ -128,7 +132,7 @@ def _check_object(given: _Raws, node: _FieldNode, where: str, unknown: dict[str,
 
 
 def _check_value(raw: bytes, node: _FieldNode, where: str, unknown: dict[str, None]) -> None:
-    """Check the objects in a value. The decoder refuses a value of the wrong type."""
+    """Check the objects in a value. The decoder later refuses a value of the wrong type."""
     if raw[:1] == b"{" and node.fields:
         _check_object(decode(raw, _Raws), node, where, unknown)
     elif raw[:1] == b"[" and node.items is not None:
@@ -140,7 +144,7 @@ def _check_value(raw: bytes, node: _FieldNode, where: str, unknown: dict[str, No
 def _objects_in(raw: bytes) -> Iterator[tuple[int, _Raws]]:
     try:
         yield from enumerate(msgspec.json.decode(raw, type=list[_Raws]))
-    except msgspec.ValidationError:  # Not all are objects.
+    except msgspec.ValidationError:  # Not all items are objects.
         for index, item in enumerate(decode(raw, list[msgspec.Raw])):
             if bytes(item).startswith(b"{"):
                 yield index, decode(bytes(item), _Raws)
@@ -155,8 +159,8 @@ def _check_refused(path: str, raw: bytes, row: FieldRow) -> None:
 
 
 def _is_one_of(value: Any, harmless: Sequence[Any]) -> bool:
-    """Return whether `value` is one of `harmless`, with its type: in Python 0 equals False and 1
-    equals True; in JSON neither does.
+    """Return True if `value` is in `harmless`, with its type: in Python 0 == False and 1 == True;
+    in JSON they differ.
     """
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless

@@ -1,4 +1,4 @@
-"""Lists of objects in pages, as OpenAI's API asks for and answers them."""
+"""Paged lists of objects, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hadal.core.errors import RequestError
 
 
 def read_limit(query: Mapping[str, str], most: int, default: int = 20) -> int:
-    """How many objects of a list are asked for. Raises RequestError."""
+    """Return the requested number of objects. Raises RequestError."""
     text = query.get("limit", str(default))
     if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
         raise RequestError(f"limit is {text[:40]!r}; 1 to {most} is possible.", "limit")
@@ -18,7 +18,7 @@ def read_limit(query: Mapping[str, str], most: int, default: int = 20) -> int:
 
 
 def is_ascending(query: Mapping[str, str]) -> bool:
-    """The order in which a list is asked for: what is left out is descending. Raises RequestError."""
+    """Return True for ascending order; the default is descending. Raises RequestError."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError("order has to be 'asc' or 'desc'.", "order")
@@ -26,7 +26,7 @@ def is_ascending(query: Mapping[str, str]) -> bool:
 
 
 def list_page(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of a list. `objects`: one more than fits, if there are more."""
+    """Return one page of a list. `objects`: one more than `limit`, if there are more."""
     shown = objects[:limit]
     return {
         "object": "list",

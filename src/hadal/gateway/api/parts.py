@@ -1,8 +1,7 @@
-"""A reply as a sequence of parts: reasoning, texts and calls of tools, in the order in which they
-came.
+"""Reply as a sequence of parts: reasoning, texts and tool calls, in their order of arrival.
 
-Two API formats answer in such parts, streamed or whole. Here the pieces of a reply become parts,
-however they were cut; what a part is called and how it is written, the formats know.
+Two API formats answer in such parts, streamed or whole. This file turns the pieces of a reply into
+parts, independent of how they were cut; the formats name the parts and write them.
 
     pieces   "Let me"  " see."  "It is"  weather(  {"city":  "Oslo"}  )
     changes  BEGUN GROWN  GROWN  ENDED BEGUN GROWN  ENDED BEGUN GROWN  GROWN  ENDED
@@ -21,7 +20,7 @@ from hadal.gateway.text.tools import CallDelta
 
 
 class PartKind(Enum):
-    """What a part is."""
+    """Kind of a part."""
 
     REASONING = auto()
     TEXT = auto()
@@ -29,7 +28,7 @@ class PartKind(Enum):
 
 
 class PartStage(Enum):
-    """What happened to a part."""
+    """Change of a part."""
 
     BEGUN = auto()
     GROWN = auto()
@@ -38,7 +37,7 @@ class PartStage(Enum):
 
 @dataclass
 class ReplyPart:
-    """One part. `texts` add up to its text: of a call, to the arguments."""
+    """One part. `texts` add up to its text; for a call, to its arguments."""
 
     index: int
     kind: PartKind
@@ -48,13 +47,13 @@ class ReplyPart:
 
     @property
     def text(self) -> str:
-        """What has come of it."""
+        """Return its text so far."""
         return "".join(self.texts)
 
 
 @dataclass(frozen=True)
 class PartChange:
-    """Something happened to a part. `text`: what it grew by."""
+    """Change of a part. `text`: added text, for GROWN."""
 
     stage: PartStage
     part: ReplyPart
@@ -62,14 +61,14 @@ class PartChange:
 
 
 class PartFold:
-    """The parts of one reply so far. The last one is open until another begins, or `end`."""
+    """Parts of one reply so far. The last one is open until another begins, or `end`."""
 
     def __init__(self) -> None:
         self.parts: list[ReplyPart] = []
         self._is_open = False
 
     def take(self, piece: Piece) -> list[PartChange]:
-        """What a piece changes."""
+        """Add a piece, and return the changes of parts."""
         changes: list[PartChange] = []
         for kind, text, call in _in_order(piece):
             if call is not None and call.id:
@@ -82,7 +81,7 @@ class PartFold:
         return changes
 
     def end(self) -> list[PartChange]:
-        """No more comes."""
+        """Close the open part, and return the changes."""
         changes: list[PartChange] = []
         self._close(changes)
         return changes
@@ -100,14 +99,14 @@ class PartFold:
 
 
 def parts_of(piece: Piece) -> list[ReplyPart]:
-    """A whole reply's."""
+    """Return the parts of a whole reply."""
     fold = PartFold()
     fold.take(piece)
     return fold.parts
 
 
 def _in_order(piece: Piece) -> Iterator[tuple[PartKind, str, CallDelta | None]]:
-    """Reasoning, then text, then calls and the texts between and behind them."""
+    """Yield reasoning, then text, then calls with the texts between and after them."""
     if piece.reasoning:
         yield PartKind.REASONING, piece.reasoning, None
     if early := piece.early:

@@ -1,6 +1,6 @@
-"""A reply as every API writes one: its usage, the outcome of each choice, and the protocol of a format.
+"""Reply in terms common to every API: usage, outcome of each choice, and the protocol of a format.
 
-Knows no single API's fields.
+Independent of any single API's fields.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, over all its choices; a prompt counts once however many choices
-    it has.
+    """Tokens of one HTTP request, over all its choices. A prompt counts once for all its
+    choices.
     """
 
     num_prompt_tokens: int
@@ -40,21 +40,21 @@ class Usage:
 
 @dataclass
 class Outcome:
-    """A finished choice."""
+    """Finished choice."""
 
     index: int
     piece: Piece
-    """All of it."""
+    """Complete output of the choice."""
     reasoned: bool
     prefix: str = ""
-    """The prompt's text, where it is echoed."""
+    """Text of the prompt, if it is echoed."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt's tokens, where they were asked for."""
+    """Tokens of the prompt, if they were requested."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What every chunk of a reply repeats."""
+    """Fields repeated in every chunk of a reply."""
 
     id: str
     created: int
@@ -63,44 +63,44 @@ class Head:
     include_usage: bool = False
     omits_reasoning: bool = False
     has_usage_so_far: bool = False
-    """Each chunk has the usage so far, besides the last one."""
+    """True: each chunk has the usage so far, not only the last one."""
 
 
 class ReplyFormat(Protocol):
-    """One endpoint's JSON, and its events.
+    """JSON and events of one endpoint.
 
-    begin, opening of every choice, chunks ..., then end or failure      a stream
-    whole                                                                a reply in one piece
+    begin, opening of every choice, chunks ..., then end or failure      a stream whole
+    a reply in one piece
     """
 
     keep_alive: bytes
-    """What a stream says while there is nothing to say."""
+    """Event that keeps an idle stream alive."""
 
     def begin(self, usage: Usage) -> bytes:
-        """What comes before all choices."""
+        """Return the events before all choices."""
         ...
 
     def opening(self, index: int, prefix: str, prompt_ids: tuple[int, ...] = ()) -> bytes:
-        """The chunk that opens a choice; empty where there is none. `prompt_ids`: tokens of its
-        prompt, where they were asked for.
+        """Return the chunk that opens a choice; empty if there is none. `prompt_ids`: tokens of its
+        prompt, if they were requested.
         """
         ...
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What some tokens brought. `usage`: that of the whole request so far."""
+        """Return the events for a piece. `usage`: that of the whole request so far."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """What follows the last chunk."""
+        """Return the events after the last chunk."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Return the event that ends a stream with an error."""
         ...
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes: ...
 
 
 def failure(error: ApiError) -> bytes:
-    """How a stream of OpenAI's says that it cannot go on."""
+    """Return the event that ends a stream of OpenAI's APIs with an error."""
     return b"data: " + error.body + b"\n\n"

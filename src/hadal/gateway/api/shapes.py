@@ -1,7 +1,8 @@
-"""Replies of Hadal's own endpoints: each is encoded from its struct here, from which /openapi.json has
-its schema as well.
+"""Replies of Hadal's own endpoints: each is encoded from its struct here, which also gives
+/openapi.json its schema.
 
-Knows no reply in another service's format: /openapi.json names the client's type that reads it.
+Replies in another service's format are not here: /openapi.json names the client's type that reads
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Greeting(Shape):
 
 
 class HealthReply(Shape, kw_only=True):
-    """Whether requests can be answered, and what is missing."""
+    """Readiness of the server, and missing units and ranks."""
 
     status: Literal["starting", "ready", "degraded", "draining"]
     units_up: dict[str, int]
@@ -56,7 +57,7 @@ class HealthReply(Shape, kw_only=True):
 
 
 class AuditReply(Shape):
-    """What every unit has in use, and what does not add up."""
+    """Resources in use by every unit, and inconsistencies."""
 
     problems: list[str]
     units: dict[str, dict[str, int]]

@@ -38,7 +38,7 @@ class Repetition:
     """Last tokens of one text, checked for repetition."""
 
     def __init__(self, min_tokens: int) -> None:
-        """`min_tokens`: number of first tokens after which no check happens."""
+        """`min_tokens`: number of first tokens without checks."""
         self.period = 0
         """Number of tokens that the text repeats endlessly; 0: none."""
         self._min_tokens = min_tokens

@@ -20,21 +20,21 @@ from hadal.gateway.text.vocabulary import Vocabulary
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 NOT_JSON = "INVALID_JSON"
-"""The key of a call's arguments that are no JSON object, where an object is needed: the one that
-Anthropic's guide to streamed tool calls names. A call that was cut off has such.
+"""Key for a call's arguments that are not a JSON object, where an object is required. Anthropic's
+guide to streamed tool calls names this key. Calls that were cut off have such arguments.
 """
 _encode = msgspec.json.Encoder().encode
 
 
 class MessagesFormatter:
-    """/v1/messages: one choice."""
+    """Format of /v1/messages, for one choice."""
 
     keep_alive = PING
 
     def __init__(
         self, head: Head, vocabulary: Vocabulary, *, max_tokens: int, context_tokens: int
     ) -> None:
-        """`max_tokens`: as the client asked."""
+        """`max_tokens`: the client's limit."""
         self._head = head
         self._max_tokens = max_tokens
         self._context_tokens = context_tokens
@@ -70,7 +70,7 @@ class MessagesFormatter:
         return _encode(self._message(content, self._reason(piece, usage), piece.stop, usage))
 
     def _reason(self, piece: Piece, usage: Usage) -> str | None:
-        # A reply that also calls tools ends with tool_use, whatever stop sequence it met.
+        # A reply with tool calls ends with tool_use, even if it met a stop sequence.
         if piece.stop is not None and piece.finish == "stop":
             return "stop_sequence"
         num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
@@ -96,7 +96,7 @@ class MessagesFormatter:
         }
 
     def _block(self, part: ReplyPart) -> dict[str, Any]:
-        """A block that is complete."""
+        """Return a complete block."""
         text = part.text
         if part.kind is PartKind.REASONING:
             shown = "" if self._head.omits_reasoning else text
@@ -111,7 +111,7 @@ class MessagesFormatter:
             return _event("content_block_start", index=part.index, content_block=_opened(part))
         if change.stage is PartStage.GROWN:
             if kind is PartKind.REASONING and self._head.omits_reasoning:
-                return PING  # The client sees that something goes on.
+                return PING  # Shows the client that the stream is alive.
             field, delta = _DELTAS[kind]
             return _delta(part.index, {"type": delta, field: change.text})
         signature = b""
@@ -128,7 +128,7 @@ _DELTAS = {
 
 
 def _opened(part: ReplyPart) -> dict[str, Any]:
-    """A block that nothing has come of."""
+    """Return a block without content, as a stream opens it."""
     if part.kind is PartKind.REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if part.kind is PartKind.TEXT:
@@ -141,13 +141,17 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
-    """`caller` says that the model called by itself: none of its programs runs here."""
+    """Return a call's block. `caller`: the model called directly; no programs of the model run
+    here.
+    """
     call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
     return {**call, "caller": {"type": "direct"}}
 
 
 def _object_of(arguments: str) -> Any:
-    """A call's arguments as the model wrote them; what is no object is not lost."""
+    """Return a call's arguments as the model wrote them; a text that is not an object is kept under
+    NOT_JSON.
+    """
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -156,7 +160,9 @@ def _object_of(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Tokens that were found in a cache are counted apart; what is written to one is not counted."""
+    """Return the usage. Tokens found in a cache are listed separately; tokens written to a cache
+    are not counted.
+    """
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},

@@ -1,11 +1,11 @@
-"""Anthropic's Messages API, as DeepSeek's own platform offers it: bodies and replies.
+"""Anthropic's Messages API, as DeepSeek's own platform offers it: read its bodies.
 
-    body --MessagesRequest--> ChatAsk, as /chat/completions makes it       Piece --PartFold--> blocks
+    body --MessagesRequest--> ChatAsk, as for /chat/completions       Piece --PartFold--> blocks
 
 One system text, then turns whose contents are blocks: text, thinking, tool_use and tool_result. A
 reply is a message of such blocks; streamed, each block begins, grows and stops. Thinking of earlier
-turns is not read again, as DeepSeek-R1 wants it, so its signature proves nothing and is not looked at.
-Knows no tokens and no sockets.
+turns is left out, as DeepSeek-R1 requires, so its signature is not checked. Independent of tokens
+and sockets.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class TextBlock(msgspec.Struct, tag="text"):
 
 
 class PlainBlock(msgspec.Struct):
-    """A text block where there are no others."""
+    """Text block where no other types are allowed."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """What an assistant thought in an earlier turn: taken in and not read."""
+    """Assistant's thinking of an earlier turn: accepted and ignored."""
 
     thinking: str
     signature: str | None = None
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
-    """Another service's: taken in and not read."""
+    """Redacted thinking from another service: accepted and ignored."""
 
     data: str | None = None
 
 
 class ToolUseBlock(msgspec.Struct, tag="tool_use"):
-    """A call that an assistant made."""
+    """Call made by an assistant."""
 
     id: str
     name: str
@@ -75,13 +75,13 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
 
 
 class ToolReference(msgspec.Struct, tag="tool_reference"):
-    """A deferred tool that a search found: from then on it is offered."""
+    """Deferred tool found by a search: offered from then on."""
 
     tool_name: str
 
 
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):
-    """What came of a call."""
+    """Result of a call."""
 
     tool_use_id: str
     content: str | list[TextBlock | ToolReference] | None = None
@@ -92,14 +92,14 @@ InputBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | 
 
 
 class InputMessage(msgspec.Struct):
-    """A message of the conversation. One of the system is text alone."""
+    """Message of the conversation. A system message has only text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[InputBlock]
 
 
 class ToolChoice(msgspec.Struct):
-    """Whether tools are called: "auto", "any" of them, this "tool", or "none"."""
+    """Policy for tool calls: "auto", "any" of them, this "tool", or "none"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -107,7 +107,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class OutputFormat(msgspec.Struct):
-    """A schema that the answer follows."""
+    """Schema for the answer."""
 
     type: Literal["json_schema"]
     schema: msgspec.Raw = NO_SCHEMA
@@ -119,7 +119,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class ClientTool(msgspec.Struct, kw_only=True):
-    """A function of the client's."""
+    """Function offered by the client."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     input_schema: dict[str, Any] | None = None
@@ -127,11 +127,11 @@ class ClientTool(msgspec.Struct, kw_only=True):
     type: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    """The tool is offered once a tool_reference names it."""
+    """True: the tool is offered only once a tool_reference names it."""
 
 
 class ContextEdit(msgspec.Struct):
-    """A change to the conversation before it is read. `keep`: how much of it stays."""
+    """Change to the conversation before it is read. `keep`: the amount that stays."""
 
     type: str
     keep: Any = None
@@ -142,7 +142,7 @@ class ContextManagement(msgspec.Struct):
 
 
 class CountRequest(Extensions, kw_only=True):
-    """A body of /v1/messages/count_tokens: a conversation."""
+    """Body of /v1/messages/count_tokens: a conversation."""
 
     model: str
     messages: list[InputMessage]
@@ -156,7 +156,7 @@ class CountRequest(Extensions, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """A body of /v1/messages."""
+    """Body of /v1/messages."""
 
     max_tokens: _Count
     stream: bool | None = None
@@ -165,7 +165,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     thread: Any = None
-    """A conversation that the server would keep, which is refused."""
+    """Conversation stored on the server; refused here."""
 
 
 def parse_messages(body: bytes) -> ChatAsk:
@@ -241,7 +241,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
         omits_reasoning=(
             isinstance(request.thinking, ThinkingSwitch) and request.thinking.display == "omitted"
         ),
-        ends_with_room=True,  # Clients send a max_tokens of their own where nobody asked for one.
+        ends_with_room=True,  # Clients send a default max_tokens even if their user set none.
     )
     return ChatAsk(
         ask,
@@ -254,7 +254,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
 
 
 _CLEAR_THINKING = "clear_thinking_20251015"
-"""Type of the edit that drops reasoning of earlier turns, all of which is dropped here anyway."""
+"""Type of the edit that drops reasoning of earlier turns; all of it is dropped here anyway."""
 
 
 def _check_edits(asked: ContextManagement | None) -> None:
@@ -291,12 +291,12 @@ _WORDS = ToolWords(
     "", "input_schema", "one of type 'any'", 'one of {"type": "tool", "name": ...}', max_name=128
 )
 _CLIENTS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
-"""Beginnings of types whose tools the client runs, by a schema of Anthropic's."""
+"""Type prefixes of tools that the client runs, with schemas defined by Anthropic."""
 
 
 def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form, which chat templates expect. A deferred tool is left out unless it
-    is in `referenced`.
+    """Return tools in OpenAI's form, which chat templates expect. A deferred tool is left out
+    unless it is in `referenced`.
     """
     given = []
     for index, tool in enumerate(tools):
@@ -333,8 +333,8 @@ def _choice_of(choice: ToolChoice) -> Any:
 
 
 def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
-    """The conversation, and what the reply goes on from: an assistant's message that is the
-    last.
+    """Return the conversation, and the text that the reply continues: that of a last message by the
+    assistant.
     """
     messages = request.messages
     if not messages:
@@ -364,8 +364,8 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
 
 
 _JOINED = {"user": "\n", "assistant": ""}
-"""Messages of one role that follow each other are one turn; what stands between their texts. An
-assistant's are what a reply goes on from, to the letter.
+"""Role -> separator of its texts. Consecutive messages of these roles become one turn. A reply
+continues an assistant's text exactly, so nothing is added there.
 """
 
 
@@ -375,7 +375,7 @@ def _together(turn: Turn, more: Turn) -> Turn:
 
 
 def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
-    """A message's turns: results of tools are turns of their own."""
+    """Yield a message's turns; results of tools are turns of their own."""
     blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     if len(blocks) > MAX_PARTS:
         raise RequestError(f"{where}.content has more than {MAX_PARTS} blocks.", f"{where}.content")
@@ -412,11 +412,11 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
                         f"{where}.content[{number}].tool_use_id",
                     )
                 num_results += 1
-                # Templates have no other place to say that a call failed.
+                # Templates have no other place to show that a call failed.
                 failed = "Error: " if is_error else ""
                 yield Turn("tool", failed + _result(content or ""), call_id=tool_use_id)
             case _:
-                continue  # Thinking, which is not read again.
+                continue  # Thinking of earlier turns is left out.
     if texts or calls or not num_results:
         yield Turn(message.role, "".join(texts), tuple(calls))
 

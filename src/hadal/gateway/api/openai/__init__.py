@@ -1,1 +1,1 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's Chat Completions and Completions APIs."""

@@ -1,8 +1,8 @@
-"""Replies as OpenAI's clients read them: whole bodies, and the chunks of a stream.
+"""Replies in OpenAI's format: whole bodies, and the chunks of a stream.
 
-A stream's chunks are glued from pieces that were encoded once, since one is written for nearly
-every token. A chunk holds all the tokens that came since the last one, so `usage` counts tokens and
-a count of chunks does not. Knows the API's JSON, nothing of where tokens come from or of sockets.
+A stream's chunks are joined from parts encoded once, since almost every token needs a chunk. A
+chunk holds all tokens since the last one, so `usage` counts tokens, and the number of chunks does
+not. Depends on the API's JSON, not on the source of tokens or on sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.gateway.text.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
-"""JSON has no minus infinity; OpenAI writes this."""
+"""Lowest log-probability written: JSON has no minus infinity, and OpenAI uses this value."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,15 +32,15 @@ _DELTAS = {
     "content": b'"delta":{"reasoning_content":null,"content":',
     "reasoning_content": b'"delta":{"content":"","reasoning_content":',
 }
-"""Every delta has both keys, and `content` is always a string: DeepSeek's own published client
-looks for reasoning in every chunk and adds up the content of those that have none.
+"""Each delta has both keys, and `content` is always a string. DeepSeek's own published client looks
+for reasoning in every chunk, and adds up the content of chunks without reasoning.
 """
 
 _LAST_DELTA = b'"delta":{"content":"","reasoning_content":null},"logprobs":null,"finish_reason":'
 
 
 class _Glue:
-    """data: {head, "choices":[{"index":I, BODY}], tail}"""
+    """Encoder of chunks: data: {head, "choices":[{"index":I, BODY}], tail}"""
 
     def __init__(self, head: Head, kind: str) -> None:
         fields = {
@@ -76,7 +76,7 @@ class _Glue:
 
 
 class ChatFormatter:
-    """/chat/completions."""
+    """Format of /chat/completions."""
 
     keep_alive = KEEP_ALIVE
 
@@ -103,7 +103,7 @@ class ChatFormatter:
         ids = _token_ids_body(piece)
         bodies = [*self._bodies(piece)]
         if ids and not bodies:
-            bodies = [_LAST_DELTA + b"null"]  # Tokens whose text is held back, or is not shown.
+            bodies = [_LAST_DELTA + b"null"]  # Tokens with held or hidden text.
         return b"".join(
             self._glue.chunk(index, body if at else body + ids) for at, body in enumerate(bodies)
         )
@@ -181,8 +181,8 @@ class ChatFormatter:
     def _logprobs(
         self, content: Sequence[Token] = (), reasoning_content: Sequence[Token] = ()
     ) -> dict[str, Any]:
-        """The same keys in a chunk and in a whole reply; OpenAI's description requires
-        `refusal`.
+        """Return log-probabilities. A chunk and a whole reply have the same keys; OpenAI's
+        description requires `refusal`.
         """
         return {
             "content": [self._logprob(token) for token in content],
@@ -205,7 +205,7 @@ class ChatFormatter:
 
 
 class CompletionFormatter:
-    """/completions."""
+    """Format of /completions."""
 
     keep_alive = KEEP_ALIVE
 
@@ -214,7 +214,7 @@ class CompletionFormatter:
         self._vocabulary = vocabulary
         self._glue = _Glue(head, "text_completion")
         self._offset_of: dict[int, int] = {}
-        """Where the next token of each choice starts in its text."""
+        """Choice -> position in its text where its next token starts."""
         self._decoder_of: dict[int, codecs.IncrementalDecoder] = {}
 
     def begin(self, usage: Usage) -> bytes:
@@ -293,8 +293,8 @@ class CompletionFormatter:
         )
 
     def _prompt_logprobs(self, index: int, prompt: ScoredPrompt) -> dict[str, list[Any]]:
-        """Of its first token nobody knows how likely it is. One that the text does not show, as that
-        which begins every text, is nowhere in it.
+        """Return the log-probabilities of an echoed prompt. The first token has none. A token that
+        the text does not show, such as the one that begins every text, does not advance the offset.
         """
         texts = [self._name_of(token) for token in prompt.ids]
         decoder, at, offsets = new_decoder("replace"), 0, []
@@ -314,7 +314,9 @@ class CompletionFormatter:
         }
 
     def _told(self, prompt: ScoredPrompt) -> list[Any]:
-        """As vLLM has it: by id, the token's own first."""
+        """Return the prompt's log-probabilities in vLLM's form: by id, the prompt's own token
+        first.
+        """
         told: list[Any] = [None]
         for token, score in zip(prompt.ids[1:], prompt.scores, strict=True):
             ranked = [(token, score.logprob, score.rank)]
@@ -357,8 +359,8 @@ class CompletionFormatter:
         }
 
     def _name_of(self, token: int) -> str:
-        """Its text; of a part of a character its bytes, as OpenAI's older models have it. So no two
-        are called the same.
+        """Return a token's text, or its bytes if it is part of a character, as OpenAI's older
+        models do. So names are unique.
         """
         raw = _bytes_of(self._vocabulary, token)
         try:
@@ -369,7 +371,7 @@ class CompletionFormatter:
     def _tops(
         self, name: str, logprob: float | None, top: Iterable[tuple[int, float]]
     ) -> dict[str, float]:
-        """The likeliest ones by name, the token's own among them."""
+        """Return the likeliest tokens by name, including the drawn token."""
         best = {self._name_of(other): _finite(other_logprob) for other, other_logprob in top}
         return {**best, name: _finite(logprob)}
 
@@ -386,7 +388,7 @@ def _called(call: CallDelta, arguments: str) -> dict[str, Any]:
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """What the deltas add up to."""
+    """Return the complete calls from their deltas."""
     return [
         _called(call, "".join(each.arguments for each in deltas if each.index == call.index))
         for call in deltas

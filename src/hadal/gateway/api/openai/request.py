@@ -1,9 +1,9 @@
-"""The way from the body of an API request to what is asked of the engine, every field checked.
+"""Read a request body of OpenAI's older APIs into engine options, checking every field.
 
-Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field names;
-gateway/api/field_table has all of them, and those not served. Ranges that need no other field are
-checked with the structs, the rest below. Each complaint is a RequestError that names the field and says
-what to do. Knows no tokenizer: prompts are still text.
+Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field
+names; gateway/api/field_table lists all fields, and those not served. Structs check ranges that
+depend on no other field; the functions below check the rest. Each RequestError names the field and
+says what to do. Does not depend on a tokenizer: prompts are still text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-    """The text of a part of type "refusal", which an assistant's message in a history may have."""
+    """Text of a "refusal" part, which an assistant's earlier message may have."""
 
 
 class CalledFunction(msgspec.Struct):
@@ -54,7 +54,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call in an assistant's message of the history."""
+    """Call in an assistant's message of the history."""
 
     id: str
     function: CalledFunction
@@ -62,29 +62,31 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message of a chat as clients write it."""
+    """One message of a chat, in the client's form."""
 
     role: str
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
-    """What the assistant said in the place of content."""
+    """Refusal that the assistant sent instead of content."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
     prefix: bool | None = None
-    """DeepSeek's: the reply goes on where this message ends, which is an assistant's and the last."""
+    """DeepSeek's field: the reply continues this message, which must be an assistant's and the
+    last.
+    """
     partial: bool | None = None
-    """Moonshot's and DashScope's name of `prefix`."""
+    """Name of `prefix` at Moonshot and DashScope."""
     reasoning_content: str | None = None
-    """DeepSeek's, with `prefix`: what the reply's reasoning begins with. Nothing elsewhere, where
-    clients send back what they got.
+    """DeepSeek's field, used with `prefix`: the beginning of the reply's reasoning. Ignored in
+    other messages, where clients send back earlier replies.
     """
 
 
 class ChatRequest(Common, kw_only=True):
-    """A body of /chat/completions."""
+    """Body of /chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Count | None = None
@@ -95,38 +97,40 @@ class ChatRequest(Common, kw_only=True):
     parallel_tool_calls: bool | None = None
     verbosity: str | None = None
     include_reasoning: bool | None = None
-    """vLLM's and OpenRouter's: false, and the reply leaves its reasoning out."""
+    """Field of vLLM and OpenRouter: false omits the reasoning from the reply."""
     add_generation_prompt: bool | None = None
-    """vLLM's: false, and the template does not say whose turn it is."""
+    """vLLM's field: false: the template does not add the header of the next turn."""
     continue_final_message: bool | None = None
-    """vLLM's: the reply goes on where the last message ends, whoever said it."""
+    """vLLM's field: the reply continues the last message, of any role."""
 
 
 class CompletionRequest(Common, kw_only=True):
-    """A body of /completions."""
+    """Body of /completions."""
 
     prompt: str | list[str | int | list[TokenId]]
     max_tokens: CountOrNone | None = None
-    """0: nothing is generated; with `echo` the prompt comes back."""
+    """0: nothing is generated; with `echo` the prompt is returned."""
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
-    """vLLM's: how likely the prompt's own tokens are; only where the reply is not streamed."""
+    """vLLM's field: log-probabilities of the prompt's tokens; only without streaming."""
     best_of: CountOrNone | None = None
-    """0 is what OpenAI's description allows, and means that it was left out."""
+    """0: OpenAI's description allows it; it counts as left out."""
 
 
 MAX_PROMPTS = 64
 _LIST = re.compile(rb'"(prompt|tokens)"\s*:\s*\[')
-"""The begin of a prompt, or of what is to be a text again, that is a list. No text holds one: in a
-string the quotes around the name would be escaped.
+"""Beginning of a list of prompts, or of tokens to decode. It cannot occur inside a string, where
+the quotes around the name would be escaped.
 """
 _IN_IDS = b"0123456789-, \t\r\n["
 
 
 def parse_chat(body: bytes, api: str = CHAT) -> ChatAsk:
-    """Read a body of /chat/completions, or one of `api` that has the same fields. Raises RequestError."""
+    """Read a body of /chat/completions, or of an `api` with the same fields. Raises
+    RequestError.
+    """
     named = check_fields(body, api)
     return named.read(lambda: _chat_of(decode(named.body, ChatRequest), named))
 
@@ -200,7 +204,7 @@ def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
 
 
 def with_model(body: bytes, name: str) -> bytes:
-    """A body with this model, for one that may leave it out."""
+    """Return the body with this model name, for endpoints with an optional model."""
     fields = decode(body, dict[str, msgspec.Raw])
     return msgspec.json.encode({**fields, "model": name})
 
@@ -254,7 +258,7 @@ def _completion_of(request: CompletionRequest, named: NamedBody) -> CompletionAs
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A body of /tokenize in vLLM's form: a prompt, or a chat with the fields of one."""
+    """Body of /tokenize in vLLM's form: a prompt, or a chat with a chat's fields."""
 
     model: str | None = None
     prompt: str | None = None
@@ -264,18 +268,18 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """A body of /detokenize in vLLM's form."""
+    """Body of /detokenize in vLLM's form."""
 
     tokens: list[TokenId]
     model: str | None = None
 
 
 def check_num_ids(body: bytes, max_tokens: int) -> None:
-    """Raise RequestError for a body with more token ids in a row than a prompt has, or more values
-    than any body.
+    """Raise RequestError for a body with more token ids in a row than a prompt may have, or more
+    values than any body may have.
 
-    Looks at the bytes alone, before they become as many numbers: those of a body of 4 MiB take half
-    a second, in which nothing else is done in the process, threads or not. These are milliseconds.
+    Scans bytes only, which takes milliseconds. Parsing the numbers of a 4 MiB body takes half a
+    second and blocks the process, even in a thread.
     """
     num_commas = body.count(b",")
     if num_commas > MAX_PROMPTS * max_tokens + MAX_OTHER_VALUES:
@@ -287,7 +291,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
         )
     for found in _LIST.finditer(body) if num_commas > max_tokens else ():
         name = found[1].decode()
-        # Only up to a quote, where another prompt may begin: so no byte is looked at twice.
+        # Only up to a quote, where another prompt may begin: so each byte is scanned once.
         quote = body.find(b'"', found.end())
         *lists, _ = body[found.end() : quote if quote >= 0 else len(body)].split(
             b"]", MAX_PROMPTS + 2
@@ -297,7 +301,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
                 break
             num_ids = ids.count(
                 b","
-            )  # One more than that, or as many where a comma parts it from the list before.
+            )  # A list has one id more than commas, or as many if a comma precedes it.
             if num_ids > max_tokens + 1:
                 raise RequestError(
                     f"{name} has {num_ids} tokens or more; at most {max_tokens} are allowed."
@@ -305,7 +309,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
                     name,
                     "context_length_exceeded",
                 )
-            if number > MAX_PROMPTS + 1:  # The last may be what follows a list of lists.
+            if number > MAX_PROMPTS + 1:  # One more for the text after a list of lists.
                 raise RequestError(
                     f"{name} has more than {MAX_PROMPTS} entries; no more are allowed.", name
                 )
@@ -405,7 +409,9 @@ def _text_of(message: ChatMessage, where: str) -> str:
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """One string, several, one list of token ids, or several."""
+    """Return one string, several strings, one list of token ids, or several lists as a tuple of
+    prompts.
+    """
     if isinstance(prompt, str):
         return (prompt,)
     if not prompt:

@@ -1,4 +1,4 @@
-"""Input items of a response: as the turns of a chat, and as lists that clients can read again."""
+"""Input items of a response: as the turns of a chat, and as lists for clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hadal.gateway.api.responses.tools import OfferedTools, as_arguments
 from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100
-"""Items of an input on one page."""
+"""Most items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text")
 _NO_TOOLS = OfferedTools()
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -23,14 +23,18 @@ _ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning and
 
 
 def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
-    """Items as turns: calls belong to the assistant's message before them. Raises RequestError."""
+    """Return items as turns: calls join the assistant's message before them. Raises
+    RequestError.
+    """
     if isinstance(items, str):
         return (Turn("user", items),)
     if not items:
         raise RequestError("input is empty; send a text or a list of items.", "input")
     turns: list[Turn] = []
     behind: dict[int, list[str]] = {}
-    """By turn: what an assistant says behind its calls. It stands before what came of them."""
+    """Turn -> assistant texts after its calls. They join that turn, before the results of the
+    calls.
+    """
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("function_call", "custom_tool_call"):
@@ -55,7 +59,7 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
                 behind.setdefault(len(turns) - 1, []).append(turn.content)
             else:
                 turns.append(turn)
-        elif item.type != "reasoning":  # Which is not read again.
+        elif item.type != "reasoning":  # Reasoning is left out.
             raise RequestError(
                 f"{where}.type is {item.type[:40]!r}; {_ITEMS} are supported.", f"{where}.type"
             )
@@ -67,7 +71,7 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
 
 
 def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The items of an input as they can be asked for, each with an id of its own."""
+    """Return the items of an input as clients may fetch them, each with an id of its own."""
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     data: list[dict[str, Any]] = []
@@ -79,13 +83,13 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             fields["content"] = [ItemPart(kind, item.content)]
         if isinstance(content := fields["content"], list):
             fields["content"] = [_listed_part(part) for part in content]
-        # Whatever clients' types promise is there, whether it was sent or not.
+        # Fields that clients' types require are present, even if they were not sent.
         if item.type == "reasoning":
             fields["summary"] = item.summary or []
         elif item.type != "message" or item.role == "assistant":
             fields["status"] = item.status or "completed"
         item_id = item.id or f"item_{index}"
-        while item_id in taken:  # A client may have given it twice; pages go on from an id.
+        while item_id in taken:  # Ids may repeat, but pages continue from an id.
             item_id = f"{item_id}_{index}"
         taken.add(item_id)
         fields["id"] = item_id
@@ -99,7 +103,9 @@ def _listed_part(part: ItemPart) -> dict[str, Any]:
 
 
 def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of what `listed` gave, as `order`, `limit` and `after` ask for. Raises RequestError."""
+    """Return a page of the result of `listed`, by `order`, `limit` and `after`. Raises
+    RequestError.
+    """
     limit = read_limit(query, MAX_LISTED)
     rows = items if is_ascending(query) else items[::-1]
     if after := query.get("after"):
@@ -144,7 +150,7 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
 
 
 class ItemPart(msgspec.Struct, omit_defaults=True):
-    """A part of a message's content: input_text, output_text or refusal."""
+    """Part of a message's content: input_text, output_text or refusal."""
 
     type: str
     text: str | None = None
@@ -152,8 +158,8 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct):
-    """An item of a conversation: a "message", a "function_call" or "custom_tool_call" and its output,
-    "reasoning", or an "item_reference" to one that a response has. Without a type it is a message.
+    """Item of a conversation: a "message", a "function_call" or "custom_tool_call" and its output,
+    "reasoning", or an "item_reference" to an item of a response. Without a type it is a message.
     """
 
     type: str = "message"

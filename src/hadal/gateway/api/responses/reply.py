@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def turn_of(parts: Sequence[ReplyPart]) -> Turn:
-    """What an assistant said, for the conversation to go on from."""
+    """Return the assistant's turn, for continuing the conversation."""
     text = "".join(part.text for part in parts if part.kind is PartKind.TEXT)
     calls = (
         PastCall(part.call_id, part.name, part.text) for part in parts if part.kind is PartKind.CALL
@@ -33,7 +33,7 @@ def turn_of(parts: Sequence[ReplyPart]) -> Turn:
 
 
 class ResponseFormatter:
-    """/v1/responses: one choice."""
+    """Format of /v1/responses, for one choice."""
 
     keep_alive = KEEP_ALIVE
 
@@ -46,8 +46,8 @@ class ResponseFormatter:
         sampling: Sampling,
         now: Callable[[], float],
     ) -> None:
-        """`keep` is given the response, and the turn that it is, before the client has it; None: it
-        is not kept. `sampling`: how it is drawn, with the model's defaults filled in.
+        """`keep` is called with the response and its turn before the client receives it; None: it
+        is not kept. `sampling`: the effective options, including the model's defaults.
         """
         self._head = head
         self._asked = asked
@@ -102,7 +102,7 @@ class ResponseFormatter:
         return response
 
     def _items(self, parts: Sequence[ReplyPart], status: str) -> list[dict[str, Any]]:
-        """All but the last are complete whatever became of the whole."""
+        """Return the output items. All but the last are complete, even if the reply is not."""
         return [self._item(part, status if part is parts[-1] else "completed") for part in parts]
 
     def _item(self, part: ReplyPart, status: str, *, is_empty: bool = False) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ResponseFormatter:
         return item | {"type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, part: ReplyPart) -> str:
-        """The part's, from which `response_id_of` makes the response's."""
+        """Return the part's item id, from which `response_id_of` computes the response's id."""
         is_custom = part.kind is PartKind.CALL and self._tools.name_of(part.name).is_custom
         prefix = "ctc" if is_custom else _PREFIXES[part.kind]
         return f"{prefix}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
@@ -146,7 +146,7 @@ class ResponseFormatter:
                     "response.output_text.delta", **inner, delta=change.text, logprobs=[]
                 )
             if self._tools.name_of(part.name).is_custom:
-                return b""  # The text is known when its JSON is complete.
+                return b""  # The text is known only once its JSON is complete.
             return self._event("response.function_call_arguments.delta", **at, delta=change.text)
         text = part.text
         if kind is PartKind.REASONING:
@@ -158,7 +158,7 @@ class ResponseFormatter:
         if kind is not PartKind.CALL:
             whole = _content_of(kind, text)
             data += self._event("response.content_part.done", **inner, part=whole)
-        # A part that ended before the last one is complete, though both came in one piece.
+        # Parts before the last one are complete, even if all arrived in one piece.
         is_cut = part is self._fold.parts[-1] and (self._finish or "") in INCOMPLETE
         status = "incomplete" if is_cut else "completed"
         return data + self._event(
@@ -226,7 +226,7 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
 
 
 def response_id_of(item_id: str) -> str | None:
-    """The id of the response that said an item; None for an id that is none of ours."""
+    """Return the id of the response that contains an item; None for a foreign id."""
     match = _ITEM_ID.fullmatch(item_id)
     return None if match is None else f"resp_{match[1]}"
 
@@ -239,14 +239,14 @@ def _format_fields(format: TextFormat) -> dict[str, Any]:
 
 
 def _choice_fields(choice: Any) -> Any:
-    """What was chosen, without whatever else stood there."""
+    """Return `tool_choice` without unknown fields."""
     if isinstance(choice, dict):
         return {"type": "function", "name": choice.get("name")}
     return choice or "auto"
 
 
 def _content_of(kind: PartKind, text: str) -> dict[str, Any]:
-    """The only part of an item's content."""
+    """Return the only part of an item's content."""
     if kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -255,7 +255,7 @@ def _content_of(kind: PartKind, text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
-        # Nothing is charged for what is written to a cache, nor counted.
+        # Tokens written to a cache are neither charged nor counted.
         "input_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
             "cache_write_tokens": 0,

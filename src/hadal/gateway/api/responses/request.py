@@ -1,11 +1,11 @@
-"""OpenAI's Responses API: bodies and replies.
+"""OpenAI's Responses API: read its bodies.
 
     input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
 
-A conversation is a list of items: messages, calls of functions, what came of them, and reasoning, which
-is not read again. A response that is kept (gateway/desk/kept) can be gone on from by its id; what is kept is
-the conversation up to its end, so nothing else need be there then. What it said may be named, item by
-item, instead of sent. Knows no tokens, no sockets and no clock.
+A conversation is a list of items: messages, function calls, their results, and reasoning, which is
+left out of prompts. A request can continue a kept response (gateway/desk/kept) by its id: the whole
+conversation up to its end is kept. A request may reference single items of a kept response instead
+of sending them. Independent of tokens, sockets and clocks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hadal.gateway.text.thinking import read_thinking
 from hadal.gateway.text.tools import read_choice, read_tools
 
 REFERENCE = "item_reference"
-"""The type of an item that names another."""
+"""Type of an item that references another."""
 
 
 class TextFormat(msgspec.Struct):
-    """What the answer's text is: "text", "json_object" or "json_schema"."""
+    """Format of the answer's text: "text", "json_object" or "json_schema"."""
 
     type: str
     name: str | None = None
@@ -58,7 +58,7 @@ class TextOptions(msgspec.Struct):
 
 
 class ResponsesRequest(Extensions, kw_only=True):
-    """A body of /v1/responses."""
+    """Body of /v1/responses."""
 
     model: str
     input: str | list[InputItem]
@@ -74,7 +74,7 @@ class ResponsesRequest(Extensions, kw_only=True):
     text: TextOptions | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    """Keep the response, so that it can be asked for and gone on from; true if left out."""
+    """True: keep the response, so that a client can fetch it and continue from it. Default true."""
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     truncation: str | None = None
@@ -82,13 +82,13 @@ class ResponsesRequest(Extensions, kw_only=True):
 
 @dataclass(frozen=True)
 class ResponseAsk:
-    """A body of /v1/responses, checked. `chat.turns` are those of its input alone."""
+    """Checked body of /v1/responses. `chat.turns`: turns of its input only."""
 
     request: ResponsesRequest
     chat: ChatAsk
 
     def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
-        """The chat behind what was said before. Raises RequestError."""
+        """Return the chat with the earlier turns before its input. Raises RequestError."""
         instructions = self.request.instructions
         first = (Turn("system", instructions),) if instructions else ()
         whole = (*first, *turns, *self.chat.turns)
@@ -112,8 +112,8 @@ def read_response(body: bytes) -> ResponsesRequest:
 
 
 def references_of(request: ResponsesRequest) -> list[str]:
-    """Ids of the items that a request names instead of sending them. Raises RequestError for one that
-    is named twice: what a request stands for is not to be much longer than the request.
+    """Return the ids of items that a request references. Raises RequestError for a repeated
+    reference, so that the resolved input is not much longer than the request.
     """
     if isinstance(request.input, str):
         return []
@@ -130,7 +130,7 @@ def references_of(request: ResponsesRequest) -> list[str]:
 
 
 class _Said(msgspec.Struct):
-    """Of a response: the items that it said."""
+    """Response, reduced to its output items."""
 
     output: list[msgspec.Raw]
 
@@ -140,8 +140,8 @@ class _ItemId(msgspec.Struct):
 
 
 def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dict[str, InputItem]:
-    """Of what these responses said the items that have one of `ids`, by id. Raises RequestError if
-    they are longer than `max_bytes`, as a body that sent them would be.
+    """Return the items of these responses that have one of `ids`, by id. Raises RequestError if
+    they exceed `max_bytes` in total, as for a body that sent them.
     """
     found: dict[str, InputItem] = {}
     wanted, num_bytes = set(ids), 0
@@ -160,7 +160,7 @@ def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dic
 
 
 def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) -> ResponseAsk:
-    """Check a request; `known`: the items that it may name, by id. Raises RequestError."""
+    """Check a request; `known`: id -> item that it may reference. Raises RequestError."""
     if not isinstance(request.input, str):
         items = [_referred(item, index, known) for index, item in enumerate(request.input)]
         request = msgspec.structs.replace(request, input=items)
@@ -219,7 +219,7 @@ def _check_options(request: ResponsesRequest) -> None:
             "truncation",
         )
     for entry in request.include or ():
-        if entry != "reasoning.encrypted_content":  # There is none: the reasoning is in the clear.
+        if entry != "reasoning.encrypted_content":  # There is none: the reasoning is not encrypted.
             raise RequestError(
                 f"include: {entry[:64]!r} is not supported; leave it out.", "include"
             )

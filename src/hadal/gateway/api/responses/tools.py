@@ -1,11 +1,11 @@
-"""Tools of the Responses API as a model is offered them, and its calls as the client knows them.
+"""Tools of the Responses API in the model's form, and its calls in the client's form.
 
     function                  offered by its name
     namespace                 its functions are offered as NAMESPACE__NAME; calls have both names
     custom                    a function with one text, which the call has as its input
-    web_search and the like   left out, as only a provider can run them; the log names them once
+    web_search and others     left out, as only a provider can run them; the log names them once
 
-Values in, values out; knows no tokens.
+Values in, values out; independent of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.gateway.api.fields import log_once
 from hadal.gateway.text.tools import ToolWords
 
 MAX_FLAT_CHARS = 128
-"""Longest name under which a tool is offered."""
+"""Longest name of an offered tool."""
 _LEFT_OUT = (
     "web_search",
     "file_search",
@@ -34,7 +34,7 @@ _LEFT_OUT = (
     "programmatic_tool_calling",
     "tool_search",
 )
-"""Types of tools that a provider runs, or their beginnings: some end with a date."""
+"""Types (or their prefixes: some end with a date) of tools that a provider runs."""
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
 _INPUT = "input"
 TOOL_WORDS = ToolWords(
@@ -47,7 +47,7 @@ TOOL_WORDS = ToolWords(
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A tool as the client describes it: a function, a namespace of tools, or a custom one."""
+    """Tool as the client describes it: a function, a namespace of tools, or a custom one."""
 
     type: str
     name: str | None = None
@@ -61,7 +61,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class CallName(NamedTuple):
-    """A tool as its client calls it."""
+    """Name of a tool in the client's form."""
 
     name: str
     namespace: str = ""
@@ -75,14 +75,14 @@ class OfferedTools:
     given: tuple[dict[str, Any], ...] = ()
     """Tools in the form of /chat/completions."""
     flat_to_name: Mapping[str, CallName] = field(default_factory=dict)
-    """Name under which a tool is offered -> the client's name."""
+    """Name offered to the model -> the client's name."""
 
     def name_of(self, flat: str) -> CallName:
-        """Return the client's name of a tool that the model calls by `flat`."""
+        """Return the client's name for a tool that the model calls `flat`."""
         return self.flat_to_name.get(flat, CallName(flat))
 
     def flat_of(self, name: str, namespace: str | None) -> str:
-        """Return the name under which a tool is offered, or was in an earlier turn."""
+        """Return the name by which a tool is offered, or was in an earlier turn."""
         for flat, call in self.flat_to_name.items():
             if (call.name, call.namespace) == (name, namespace or ""):
                 return flat
@@ -90,7 +90,7 @@ class OfferedTools:
 
 
 def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
-    """Read a request's tools. Raises RequestError for one whose form is not known here."""
+    """Read a request's tools. Raises RequestError for an unknown form."""
     given: list[dict[str, Any]] = []
     flat_to_name: dict[str, CallName] = {}
     for where, namespace, tool in _each(tools):
@@ -123,7 +123,9 @@ def as_arguments(text: str) -> str:
 
 
 def as_input(arguments: str) -> str:
-    """Return the input of a custom tool from its JSON arguments. Other texts are returned unchanged."""
+    """Return the input of a custom tool from its JSON arguments. Other texts are returned
+    unchanged.
+    """
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -143,7 +145,7 @@ def choice_of(choice: Any, tools: OfferedTools) -> Any:
 
 
 def _each(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str, ResponseTool]]:
-    """Yield (path, namespace, tool) for all tools that are offered."""
+    """Yield (path, namespace, tool) for all offered tools."""
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if _is_left_out(tool):
