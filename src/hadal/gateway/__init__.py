@@ -1,3 +1,1 @@
-"""HTTP process: OpenAI's API on one side, the front (request router) on the other. Loads no
-torch.
-"""
+"""HTTP process: OpenAI's API on one side, the front (router) on the other. Loads no torch."""

@@ -113,9 +113,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer any other error, which is a bug of ours; the server logs it when it is raised
-    again.
-    """
+    """Answer any other error, a bug of ours; the server logs it when it is raised again."""
     return _refusal(as_api_error(HadalError(str(error))), request.url.path)
 
 

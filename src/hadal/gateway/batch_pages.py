@@ -354,9 +354,7 @@ class BatchPages:
 
 
 class _Contents(StreamingResponse):
-    """Response with a file's contents. The connection is closed if the client is too slow to take a
-    piece.
-    """
+    """Response with a file's contents. It closes the connection if the client reads too slowly."""
 
     def __init__(self, pieces: AsyncIterator[bytes], num_bytes: int, send_s: float) -> None:
         headers = {"Content-Length": str(num_bytes)}

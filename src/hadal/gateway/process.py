@@ -88,8 +88,8 @@ class _Server(uvicorn.Server):
 
 
 def listener_of(run: Run, environment: dict[str, str]) -> socket.socket:
-    """Return the supervisor's listening socket. On a node without one, open a socket at the node's
-    address. Raises ConfigError.
+    """Return the supervisor's listening socket, or one at the node's address if none is given.
+    Raises ConfigError.
     """
     given = environment.get(LISTEN_FD)
     if given is None:
@@ -169,17 +169,13 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
 
 def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | None:
-    """Return the worker for batches, or None without batches. A database that is down is
-    retried.
-    """
+    """Return the worker for batches, or None without batches. A down database is retried."""
     url = batches_url(deployment.batches.url, deployment.ledger.url, deployment.port)
     return BatchWorker(gateway, BatchStore(url), deployment.batches) if url else None
 
 
 async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
-    """Run a background task until cancelled, and restart it after a failure. Streams do not depend
-    on it.
-    """
+    """Run a background task until cancelled, restarting it after failures; no stream ends."""
     while True:
         try:
             await begin()
@@ -210,9 +206,7 @@ async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socke
 
 
 async def _heartbeat(server: uvicorn.Server, link: FrontLink) -> None:
-    """Report to the supervisor that the event loop runs, from the start of serving until
-    cancelled.
-    """
+    """Report to the supervisor that the event loop runs, from serving on until cancelled."""
     while not server.started:
         await asyncio.sleep(_STARTED_S)
     while True:
@@ -253,9 +247,7 @@ async def _count_nodes(gateway: Gateway) -> None:
 
 
 async def _drained(link: FrontLink, timeout_s: float) -> None:
-    """Return once a drain was requested and all running generations have ended, or after the
-    timeout.
-    """
+    """Return once a drain was requested and all generations ended, or after the timeout."""
     await link.wait_draining()
     now = asyncio.get_running_loop().time
     end_s = now() + timeout_s

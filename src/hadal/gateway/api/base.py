@@ -1,9 +1,9 @@
 """Fields that several APIs share, decoded strictly, and their checks: `Common` for OpenAI's two
 older endpoints, `Extensions` for every API.
 
-Field names are OpenAI's; gateway/api/field_table lists all fields, and those that are refused.
-Decoding checks ranges that depend on no other field; the functions below check the rest.
-Independent of any single API.
+Field names are OpenAI's; gateway/api/field_table lists all fields, also the refused ones. Decoding
+checks ranges that depend on no other field; the functions below check the rest. Independent of any
+single API.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from hadal.gateway.text.thinking import ThinkingFields
 MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
-"""Highest priority of a request; its negative is the lowest. policy/batching defines the effect of
-a level.
-"""
+"""Highest priority of a request; its negative is the lowest. policy/batching applies them."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 CountOrNone = Annotated[int, Meta(ge=0, le=INT64_MAX)]

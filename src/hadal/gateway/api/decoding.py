@@ -12,9 +12,7 @@ from hadal.core.errors import RequestError
 
 T = TypeVar("T")
 NO_SCHEMA = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-"""Default of a raw value. It is a factory so that /openapi.json leaves it out: a schema cannot
-contain raw JSON.
-"""
+"""Default of a raw value. A factory, so that /openapi.json omits it: raw JSON fits no schema."""
 _KIND_TO_DECODER: dict[Any, msgspec.json.Decoder[Any]] = {}
 _lock = threading.Lock()
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")

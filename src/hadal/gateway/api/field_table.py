@@ -1,9 +1,8 @@
-"""All fields of request bodies that are known here, by API: served, refused by name, or known to
-change nothing.
+"""Known fields of request bodies, by API: served, refused by name, or without effect.
 
-One row is one field or several with the same answer. A path names a field: `a.b` is field b of object
-a, `a[].b` is field b of each object in list a. docs/api.md is made from these rows
-(`python -m tests.suite.fields --write`), and gateway/api/fields applies them to bodies. Sources: the public
+One row is one field, or several with the same answer. A path names a field: `a.b` is field b of
+object a, `a[].b` is field b of each object in list a. docs/api.md is made from these rows (`python
+-m tests.suite.fields --write`), and gateway/api/fields applies them to bodies. Sources: the public
 references and SDK types of the services that each row names, in November 2026. Values only.
 """
 
@@ -37,22 +36,22 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, eq=False)
 class FieldRow:
-    """Fields that are treated alike."""
+    """Fields with the same treatment."""
 
     paths: tuple[str, ...]
     verdict: Verdict
     note: str
-    """Served: the effect, if the name does not tell it. Refused: what to do instead. Inert: why it
+    """Served: the effect, if the name does not show it. Refused: what to do instead. Inert: why it
     changes nothing.
     """
     by: str
     """Services and engines that document the fields."""
     harmless: tuple[Any, ...] = ()
-    """Refused: values that ask for nothing and are accepted. null is always one of them; false, "",
-    [] and {} are too, unless true or null stands here.
+    """Refused: values without effect, which are accepted. null is always one of them; false, "", []
+    and {} are too, unless true or null is listed here.
     """
     alias: str = ""
-    """Served: the field of which these are other names."""
+    """Served: own name of the field; the paths are aliases. Empty: the paths are its own names."""
     unset: tuple[Any, ...] = ()
     """Values of an alias that count as absent."""
 

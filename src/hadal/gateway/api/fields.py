@@ -29,7 +29,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
-"""Longest value of a small field. Valid values are shorter, and parsing megabytes takes a
+"""Longest value of a small field: valid values are shorter, and parsing megabytes takes a
 second.
 """
 MAX_LOGGED = 256
@@ -52,9 +52,7 @@ class NamedBody:
         return self.own_to_sent.get(name, name)
 
     def read(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which reads the body. Its RequestErrors name fields as the
-        client did.
-        """
+        """Return the result of `make`. Its RequestErrors name fields as the client did."""
         try:
             return make()
         except RequestError as error:
@@ -98,8 +96,8 @@ def check_fields(body: bytes, api: str) -> NamedBody:
 
 
 def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
-    """Return the body with the fields' own names. Raises RequestError if two names of one field
-    have different values.
+    """Return the body with own field names. Raises RequestError if two names of a field differ in
+    value.
     """
     own_to_sent: dict[str, str] = {}
     rows = rows_of(api)

@@ -1,10 +1,10 @@
 """Facts that the gateway records in the ledger: one per generation, when its HTTP request has
 ended, and the uptime of each unit.
 
-A generation is billed for its streamed tokens: those that its reply accepted to show, as `usage`
-counts them. A prompt is billed once for all its choices, to the first choice that got a token. A
-request that never became a generation (a malformed body, an unknown key) has no fact. A request
-refused for lack of capacity has one.
+A generation is billed for the tokens that its reply accepted to show, as `usage` counts them. A
+prompt is billed once for all its choices, to the first choice that got a token. A request that
+never became a generation (a malformed body, an unknown key) has no fact. A request refused for lack
+of capacity has one.
 """
 
 from __future__ import annotations

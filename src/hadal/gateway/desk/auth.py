@@ -112,7 +112,7 @@ class Keys:
         return tuple(tenant.quota for tenant in self.tenants if tenant.quota is not None)
 
     def check(self, authorization: str | None) -> Tenant:
-        """Return the tenant whose key the header carries; without keys there is one tenant.
+        """Return the tenant of the header's key; without keys there is one tenant.
 
         Raises ApiError 401 for a header without any of the keys, 503 while they are not known.
         """

@@ -43,9 +43,7 @@ class BatchCharges:
             self._gateway.desk.accounting.hear(self._hear)
 
     async def settle(self) -> None:
-        """Drop facts that the ledger has, and charge the store's other facts. Raises
-        BatchesDown.
-        """
+        """Drop facts that the ledger has, and charge the store's others. Raises BatchesDown."""
         accounting = self._gateway.desk.accounting
         if accounting is None:
             return
@@ -61,7 +59,7 @@ class BatchCharges:
                 self._gateway.metrics.output.add(fact.tokens_out)
 
     def waive(self, facts: Sequence[RequestFact]) -> None:
-        """Charge nothing for a line whose answer was not recorded."""
+        """Charge nothing for a line without a recorded answer."""
         if self._gateway.desk.accounting is not None:
             self._gateway.desk.accounting.waive(facts)
 

@@ -20,9 +20,7 @@ MAX_ERRORS = 100
 def read_lines(
     pieces: Iterator[bytes], endpoint: str, max_lines: int, max_bytes: int
 ) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests of a file to an endpoint, and the errors in it. `max_bytes`: largest
-    body.
-    """
+    """Return a file's requests to an endpoint, and its errors. `max_bytes`: largest body."""
     lines: list[BatchLine] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()

@@ -115,9 +115,7 @@ class BatchStops:
 
 
 class BatchWorker:
-    """Worker that reads, answers and ends the batches of all tenants, in the event loop's
-    thread.
-    """
+    """Worker that reads, answers and ends all tenants' batches, in the event loop's thread."""
 
     def __init__(self, gateway: Gateway, store: BatchStore, config: BatchesConfig) -> None:
         self.store, self.config, self._gateway = store, config, gateway
@@ -228,9 +226,7 @@ class BatchWorker:
         return self._unix_s() >= batch.expires_s
 
     def _tenant_of(self, batch: BatchRow) -> Tenant | None:
-        """Return the tenant for the batch's next line; None: this gateway starts no more of its
-        lines.
-        """
+        """Return the tenant for the batch's next line; None: start no more lines of it here."""
         if batch.id in self._stops or self._gateway.link.draining:
             return None
         return self._tenant(batch.tenant)
@@ -307,18 +303,14 @@ class BatchWorker:
         return read_lines(pieces, batch.endpoint, self.config.max_lines, limits.max_body_bytes)
 
     def _tenant(self, name: str) -> Tenant | None:
-        """Return the tenant with its current settings; None: it has no key, or keys are not known
-        yet.
-        """
+        """Return the tenant with its current settings; None: no key, or keys are not known yet."""
         keys = self._gateway.tenancy.keys
         if keys.is_open:
             return keys.check(None) if name == EVERYONE else None
         return next((tenant for tenant in keys.tenants if tenant.name == name), None)
 
     async def _answer_all(self, batch: BatchRow) -> bool:
-        """Answer all lines. Return False if some have no answer because the batch or the server is
-        ending.
-        """
+        """Answer all lines. Return False if lines remain because the batch or the server ends."""
         tries: Counter[int] = Counter()
         while batch.id not in self._stops:
             after, begun = -1, 0
@@ -470,8 +462,8 @@ class BatchWorker:
         self.outcomes["failed" if is_error else "completed"] += is_new
 
     async def _until_up(self, batch: BatchRow, function: Callable[[], T]) -> T:
-        """Return the result of a store call, retrying while the store is down. Raises BatchesDown
-        once the batch has expired.
+        """Return a store call's result, retrying while it is down. Raises BatchesDown once
+        expired.
         """
         while True:
             try:
@@ -491,7 +483,7 @@ class BatchWorker:
         tries: Counter[int],
         facts: Sequence[RequestFact] = (),
     ) -> None:
-        """Record the error of a line as its answer, or leave the line for a retry if the server
+        """Record the error of a line as its answer, or leave it for a retry if the server
         failed.
         """
         tries[line.number] += error.status not in _LOAD

@@ -19,9 +19,7 @@ class Doors:
         return self._draining.is_set()
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is requested; the caller bounds the wait by the life of the
-        process.
-        """
+        """Wait until a drain is requested; the caller bounds the wait by the process's life."""
         await self._draining.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:

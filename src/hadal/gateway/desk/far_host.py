@@ -1,6 +1,6 @@
 """Link of a gateway without the front: sends generations and receives tokens over the wire.
 
-    Open ──► Delivered, Delivered ... of which the last one is final
+    Open ──► Delivered, Delivered ... the last one is final
     Open ──► Delivered ... (the front dies)
              a FrontHeartbeat with another epoch: Open, with the tokens so far ──► Delivered ...
 
@@ -338,7 +338,7 @@ class FarHost(Doors):
             self._wire.send(FRONT, Leave(self._name, tuple(left)))
 
     def _left(self, request_id: str) -> None:
-        """Forget a generation that the front has closed, or whose report is overdue."""
+        """Forget a generation that the front has closed, or did not close in time."""
         mailbox = self._leaving.pop(request_id, None)
         if mailbox is None:
             return

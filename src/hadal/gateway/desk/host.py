@@ -281,7 +281,7 @@ class Host(Doors):
             self._handle([Drain()])
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
-        """Have the front and every unit check their ledgers. Return (problems, the units'
+        """Have the front and all units check their ledgers. Return (problems, the units'
         answers).
         """
 

@@ -76,7 +76,7 @@ class KeptResponses:
     """Responses kept by one gateway. Used by the event loop's thread."""
 
     def __init__(self, max_bytes: int, keep_s: float, now: Callable[[], float]) -> None:
-        """With `max_bytes` or `keep_s` 0, nothing is kept."""
+        """`max_bytes` or `keep_s` 0: nothing is kept."""
         self.max_bytes = max_bytes
         self.keep_s = keep_s if max_bytes else 0.0
         self.num_bytes = 0

@@ -144,9 +144,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write the file. If root writes it for a server of another account, the owner stays the
-    same.
-    """
+    """Write the file. If root writes it for a server of another account, the owner stays."""
     text = "\n".join(lines).strip("\n")
     try:
         replace_private(path, f"{text}\n".encode())

@@ -99,9 +99,7 @@ class FrontLink(Protocol):
         """Admit nothing new; running requests continue."""
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is requested; the caller bounds the wait by the life of the
-        process.
-        """
+        """Wait until a drain is requested; the caller bounds the wait by the process's life."""
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no generation is open. Return False after `timeout_s`."""

@@ -74,9 +74,7 @@ _UNIT_COUNTERS = {
 }
 _LINK_KINDS = LinkBytes.__struct_fields__
 _Cached = dict[str, tuple[str, dict[str, str]]]
-"""Metric -> (description, tier -> its name in UnitReport.cache; tier "" where there are no
-tiers).
-"""
+"""Metric -> (description, tier -> its name in UnitReport.cache; tier "" if there are none)."""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
         "Prompt tokens whose KV a unit found, by where.",
@@ -192,9 +190,7 @@ class Metrics:
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return this gateway's own counts, for `text` in another gateway. A page for
-        desk/pages.
-        """
+        """Return this gateway's own counts, for `text` in another one. A page for desk/pages."""
         families = [
             _Family(
                 metric.name,
@@ -208,18 +204,14 @@ class Metrics:
         return 200, _encode(families)
 
     def text(self, others: Mapping[str, bytes] = {}) -> bytes:
-        """Return Prometheus' text exposition format. `others`: counts of other gateways, by
-        name.
-        """
+        """Return Prometheus' text exposition format. `others`: other gateways' counts, by name."""
         registry = CollectorRegistry()
         registry.register(_Collected(self._own(others)))
         registry.register(self._front)
         return generate_latest(registry)
 
     def latency(self, others: Mapping[str, bytes] = {}) -> dict[str, Buckets]:
-        """Return times to the first token and per token, of all gateways. `others`: as for
-        `text`.
-        """
+        """Return times to first token and per token, of all gateways. `others`: as for `text`."""
         return {
             name: _buckets(f"{metric}_bucket", self._own(others))
             for name, metric in (

@@ -5,8 +5,8 @@
                              pieces of a running stream go straight to its connection (gateway/edge/streams)
 
 A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
-front still gets its own status. Later errors are events of the stream. Depends on ASGI's `send`;
-makes no JSON itself.
+front still gets its own status. Later errors are events of the stream. Depends on ASGI; makes no
+JSON.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ _STREAM_HEADERS = [
 _LEFT = "the client closed the connection"
 _WAIT_S = 60.0
 _GRACE_S = 5.0
-"""The front ends a late request at its deadline. Without an answer from the front, the reply ends
-this much later.
-"""
+"""Time after the front's deadline at which a late reply ends without the front."""
 _CODES = {
     400: "context_length_exceeded",
     429: "overloaded",
@@ -69,8 +67,7 @@ class Meter:
     """Measurements of one choice's deliveries, besides text.
 
     Tokens of one delivery arrive together, and prefill delivers the first one alone. So the mean
-    time between tokens is (last - first) / (number of tokens - 1), for steps of any number of
-    tokens.
+    time between tokens is (last - first) / (tokens - 1), for steps of any size.
     """
 
     num_cached: int = 0
@@ -135,7 +132,7 @@ class Reply:
         )
 
     async def send_whole(self, send: Send) -> int:
-        """Wait for every choice, then send one JSON body. Return the status. Raises ApiError,
+        """Wait for all choices, then send one JSON body. Return the status. Raises ApiError,
         ClientGone.
         """
         pieces = [Piece() for _ in self.work.choices]
@@ -220,9 +217,7 @@ class Reply:
         return (self._chunks(self._pieces(news)), not self._num_open) if news else None
 
     def quiet(self) -> bytes:
-        """Return a keep-alive for a stream that received nothing. Raises ApiError past the
-        deadline.
-        """
+        """Return a keep-alive for a stream that received nothing. Raises ApiError if too late."""
         self._check_deadline()
         return self._format.keep_alive
 

@@ -4,7 +4,7 @@ Salts key the hashes that name blocks (kv/names). So a tenant can neither find n
 tenant's cached blocks, unless both made them public, and lookup times reveal nothing either. A salt
 is a hash: the key itself is in no message, log or file. It depends on the key alone, so a tenant
 finds its KV again after a restart, and in every deployment that shares the folder. Independent of
-rights and headers.
+rights.
 """
 
 from __future__ import annotations

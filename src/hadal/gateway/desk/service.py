@@ -254,9 +254,7 @@ class Service:
         return await self._run(self._lanes.grammars, tenant, begun)
 
     async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
-        """Return the number of tokens in a chat's prompt, without starting it. Raises as `chat`
-        does.
-        """
+        """Return the number of tokens in a chat's prompt; nothing starts. Raises as `chat` does."""
 
         def number() -> int:
             parsed = parse(body)
@@ -288,9 +286,7 @@ class Service:
         return await self._run(self._lanes.grammars, tenant, finish)
 
     async def tokenize(self, body: bytes, tenant: Tenant) -> Tokenized:
-        """Return the tokens of a prompt or a chat, in vLLM's format. Raises RequestError,
-        ApiError.
-        """
+        """Return the tokens of a prompt or a chat, as vLLM does. Raises RequestError, ApiError."""
         return await self.off_loop(tenant, lambda: self._tokenize(body, tenant), len(body))
 
     async def detokenize(self, body: bytes, tenant: Tenant) -> Detokenized:
@@ -342,9 +338,7 @@ class Service:
         return finish() if calls is None and parsed.ask.format is None else finish
 
     def _check_thinking(self, parsed: ChatAsk) -> None:
-        """Raise RequestError if this model does not support the requested thinking or its
-        budget.
-        """
+        """Raise RequestError if this model does not support the requested thinking or budget."""
         chat, ends = self.model.chat, THINK_CLOSE in self.model.vocabulary.control_ids
         if parsed.switch_field and chat is not None and not chat.has_reasoning:
             raise RequestError(

@@ -62,9 +62,7 @@ class TraceError(HadalError):
 
 
 async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, str]) -> TraceReply:
-    """Trace the next `steps` of `unit`, waiting up to `wait_s` for them. Raises ApiError 400, 404,
-    429, 504.
-    """
+    """Trace the next `steps` of `unit` within `wait_s`. Raises ApiError 400, 404, 429, 504."""
     unit = query.get("unit", "decode-0")
     num_steps = _number(query, "steps", DEFAULT_STEPS, 1, MAX_STEPS)
     wait_s = _number(query, "wait_s", DEFAULT_WAIT_S, 0.0, MAX_WAIT_S)
@@ -197,9 +195,7 @@ def _describe_link(step: TracedStep) -> str:
 
 
 def _describe_bytes(link_bytes: LinkBytes) -> str:
-    """Return the bytes sent between ranks and the share sent between nodes; "" if none were
-    sent.
-    """
+    """Return the bytes sent between ranks, and the share between nodes; "" if none."""
     both = {"dispatch": link_bytes.dispatch, "combine": link_bytes.combine}
     said = [
         f"{kind} {sum(parts) / 1e6:.2f} MB ({parts[1] / sum(parts):.0%} between nodes)"

@@ -38,8 +38,8 @@ class UnitQuestions:
         return await self._audits.ask(units, send, timeout_s)
 
     async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
-        """Have a unit trace its next steps. Return None if it did not answer in time, most likely
-        because it had no work.
+        """Have a unit trace its next steps. None: no answer in time, most likely for lack of
+        work.
         """
 
         def send(unit: str, reply_id: int) -> None:
@@ -48,9 +48,7 @@ class UnitQuestions:
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
     async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
-        """Return the locations of experts, as JSON, for the multi-rank units that answer in
-        time.
-        """
+        """Return the locations of experts, as JSON, of multi-rank units that answer in time."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, ExpertsRequest(reply_id))

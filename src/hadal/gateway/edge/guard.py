@@ -42,9 +42,7 @@ METHODS = "GET, POST, DELETE, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
 _POLLED = ("/health", "/metrics", "/status")
-"""Paths that machines poll every few seconds. Their successful requests are logged at debug level
-only.
-"""
+"""Paths polled by machines every few seconds; successes are logged at debug level only."""
 
 
 @dataclass

@@ -70,9 +70,7 @@ class Streams:
                 stream.push()
 
     def _arm(self) -> None:
-        """Set the timer for the earliest `due_s`. Streams may postpone theirs meanwhile; the timer
-        stays.
-        """
+        """Set the timer for the earliest `due_s`. It stays while streams postpone theirs."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

@@ -87,9 +87,7 @@ class CommonFields:
     priority: int = 0
     """Larger values leave the queue sooner."""
     cache_salt: str | None = None
-    """Separate cache for one of the tenant's users. None: KV is shared with the tenant's other
-    requests.
-    """
+    """Separate cache for one of the tenant's users. None: KV is shared within the tenant."""
     format: AnswerFormat | None = None
     """None: any text."""
     omits_reasoning: bool = False
@@ -102,14 +100,10 @@ class CommonFields:
 
 @dataclass(frozen=True)
 class Rendering:
-    """Options for rendering a chat with the chat template, and the part of the reply that the
-    prompt contains.
-    """
+    """Options for rendering a chat, and the part of the reply that the prompt contains."""
 
     thinking: bool | None = None
-    """True or False: think or not; False closes the reasoning before it starts. None: the chat
-    template decides.
-    """
+    """True or False: think or not; False closes the reasoning. None: the template decides."""
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     choosing: Choosing = NO_TOOLS
     prefix: str = ""
@@ -167,9 +161,7 @@ class SamplingDefaults:
 
 
 def with_defaults(ask: CommonFields, own: SamplingDefaults, seed: int, index: int) -> Sampling:
-    """Return the sampling of choice `index`: the model's defaults for unset values, and a seed of
-    its own.
-    """
+    """Return the sampling of choice `index`: defaults for unset values, and its own seed."""
     return msgspec.structs.replace(
         ask.sampling,
         temperature=own.temperature if ask.temperature is None else ask.temperature,

@@ -14,9 +14,7 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt with its tokens' log-probabilities. Clients request each of the two forms
-    separately.
-    """
+    """Prompt with its tokens' log-probabilities. Each of the two forms is requested separately."""
 
     text: str
     ids: tuple[int, ...]

@@ -141,9 +141,7 @@ class _Finite:
                 yield part.get("items")
 
     def _resolved(self, ref: str) -> Any:
-        """Return the target of a reference within the schema; None for others, which are refused
-        later.
-        """
+        """Return the target of a reference within the schema; None for others, refused later."""
         if not ref.startswith("#"):
             return None
         found: Any = self._root

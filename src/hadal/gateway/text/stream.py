@@ -269,9 +269,7 @@ class Assembler:
 
     @property
     def period(self) -> int:
-        """Return the number of endlessly repeated tokens that ended the text; 0 if it ended
-        otherwise.
-        """
+        """Return the number of endlessly repeated tokens that ended the text; 0: none did."""
         return self._repetition.period if self._repetition is not None else 0
 
     def push(self, tokens: Iterable[Token]) -> Piece:
@@ -323,9 +321,7 @@ class Assembler:
             self._end(token.finish, piece)
 
     def _take_call(self, token: Token, calls: CallSection, piece: Piece) -> None:
-        """Accept a token of a section of calls, or one that begins it; earlier text is shown
-        first.
-        """
+        """Accept a token of a section of calls, or its first mark; earlier text is shown first."""
         if self._section is not Section.CALLS:
             self._drain(piece)
             if self.finish is not None:

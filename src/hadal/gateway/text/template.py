@@ -221,9 +221,7 @@ class _LostError(Exception):
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the process. Closing the socket ends an idle one; a computing or stopped one is
-    killed.
-    """
+    """End the process. Closing the socket ends an idle one; a busy or stopped one is killed."""
     connection.close()
     process.kill()
     process.wait()
@@ -283,9 +281,7 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
 
 
 def _packed(reply: dict[str, str]) -> bytes:
-    """Encode a reply. Half of a surrogate pair is not text: a template that writes one is
-    refused.
-    """
+    """Encode a reply. Half of a surrogate pair is not text: a template writing one is refused."""
     try:
         return msgspec.msgpack.encode(reply)
     except UnicodeEncodeError as error:

@@ -20,9 +20,7 @@ class TemplatePool:
     """One process at the start, more when needed. Safe to use from any thread."""
 
     def __init__(self, make: Callable[[], ConfinedProcess]) -> None:
-        """Start the first process. Raises CheckpointError as `make` does if the template does not
-        parse.
-        """
+        """Start the first process. Raises CheckpointError as `make` does for a bad template."""
         self._make = make
         self._lock = threading.Lock()
         self._idle = [make()]

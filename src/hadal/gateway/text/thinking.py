@@ -181,9 +181,7 @@ def _budget(request: ThinkingFields, options: ReasoningOptions) -> tuple[str, in
 
 
 def _one(given: Sequence[tuple[str, T | None]]) -> tuple[str, T | None]:
-    """Return the first field with a value. Raises RequestError if two fields have different
-    values.
-    """
+    """Return the first field with a value. Raises RequestError if two fields' values differ."""
     said = [(name, value) for name, value in given if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:

@@ -141,17 +141,13 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
-    """Return a call's block. `caller`: the model called directly; no programs of the model run
-    here.
-    """
+    """Return a call's block. `caller`: the model itself; no programs of the model run here."""
     call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
     return {**call, "caller": {"type": "direct"}}
 
 
 def _object_of(arguments: str) -> Any:
-    """Return a call's arguments as the model wrote them; a text that is not an object is kept under
-    NOT_JSON.
-    """
+    """Return a call's arguments as the model wrote them, under NOT_JSON if not an object."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -160,8 +156,8 @@ def _object_of(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage. Tokens found in a cache are listed separately; tokens written to a cache
-    are not counted.
+    """Return the usage. Cached tokens count separately; tokens written to a cache are not
+    counted.
     """
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,

@@ -314,9 +314,7 @@ class CompletionFormatter:
         }
 
     def _told(self, prompt: ScoredPrompt) -> list[Any]:
-        """Return the prompt's log-probabilities in vLLM's form: by id, the prompt's own token
-        first.
-        """
+        """Return the prompt's log-probabilities in vLLM's form: by id, with its own token first."""
         told: list[Any] = [None]
         for token, score in zip(prompt.ids[1:], prompt.scores, strict=True):
             ranked = [(token, score.logprob, score.rank)]

@@ -74,9 +74,7 @@ class ChatMessage(msgspec.Struct):
     function_call: Any = None
     audio: Any = None
     prefix: bool | None = None
-    """DeepSeek's field: the reply continues this message, which must be an assistant's and the
-    last.
-    """
+    """DeepSeek's field: the reply continues this message, the last one and by the assistant."""
     partial: bool | None = None
     """Name of `prefix` at Moonshot and DashScope."""
     reasoning_content: str | None = None
@@ -128,9 +126,7 @@ _IN_IDS = b"0123456789-, \t\r\n["
 
 
 def parse_chat(body: bytes, api: str = CHAT) -> ChatAsk:
-    """Read a body of /chat/completions, or of an `api` with the same fields. Raises
-    RequestError.
-    """
+    """Read a body of /chat/completions, or of an `api` with equal fields. Raises RequestError."""
     named = check_fields(body, api)
     return named.read(lambda: _chat_of(decode(named.body, ChatRequest), named))
 
@@ -409,9 +405,7 @@ def _text_of(message: ChatMessage, where: str) -> str:
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    """Return one string, several strings, one list of token ids, or several lists as a tuple of
-    prompts.
-    """
+    """Return one string, several strings, one list of token ids, or several lists, as prompts."""
     if isinstance(prompt, str):
         return (prompt,)
     if not prompt:

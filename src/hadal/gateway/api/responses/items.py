@@ -23,18 +23,14 @@ _ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning and
 
 
 def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
-    """Return items as turns: calls join the assistant's message before them. Raises
-    RequestError.
-    """
+    """Return items as turns: calls join the assistant's last message. Raises RequestError."""
     if isinstance(items, str):
         return (Turn("user", items),)
     if not items:
         raise RequestError("input is empty; send a text or a list of items.", "input")
     turns: list[Turn] = []
     behind: dict[int, list[str]] = {}
-    """Turn -> assistant texts after its calls. They join that turn, before the results of the
-    calls.
-    """
+    """Turn -> assistant texts after its calls. They join that turn, before the calls' results."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("function_call", "custom_tool_call"):
@@ -103,7 +99,7 @@ def _listed_part(part: ItemPart) -> dict[str, Any]:
 
 
 def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of the result of `listed`, by `order`, `limit` and `after`. Raises
+    """Return a page of a list from `listed`, by `order`, `limit` and `after`. Raises
     RequestError.
     """
     limit = read_limit(query, MAX_LISTED)

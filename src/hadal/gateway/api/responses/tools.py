@@ -104,7 +104,7 @@ def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
 
 
 def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
-    """Return a request's tools for its reply: those that the model was offered."""
+    """Return a request's tools for its reply: only the offered ones."""
     return [
         {name: value for name, value in msgspec.to_builtins(tool).items() if value is not None}
         | (
@@ -123,9 +123,7 @@ def as_arguments(text: str) -> str:
 
 
 def as_input(arguments: str) -> str:
-    """Return the input of a custom tool from its JSON arguments. Other texts are returned
-    unchanged.
-    """
+    """Return the input of a custom tool from its JSON arguments; other texts are unchanged."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
