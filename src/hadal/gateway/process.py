@@ -195,8 +195,8 @@ async def _work_on(worker: BatchWorker | None, gateway: Gateway) -> None:
 
 
 async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socket.socket) -> None:
-    """Serve the port until told to end. A gateway without the front first waits for the keys, at
-    most _KEYS_KNOWN_S; gateways with keys answer meanwhile.
+    """Serve the port until the server exits. A gateway without the front first waits for the keys,
+    at most _KEYS_KNOWN_S; gateways with keys answer meanwhile.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(_KEYS_KNOWN_S):

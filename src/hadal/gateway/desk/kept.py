@@ -4,7 +4,7 @@
 
 Each gateway keeps its own responses, and the number in an id names that gateway. A gateway fetches
 another gateway's response from it: the one with the front directly, the others through that one. A
-gateway that ends loses its responses; nothing is written to a disk. When memory is short, the
+gateway that ends loses its responses; nothing is written to a disk. Above the limit of bytes, the
 tenant with the most bytes loses its oldest response first.
 """
 

@@ -2,11 +2,11 @@
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-An unreadable file changes nothing, and the log says why. A file without keys, or without any of the
-previous tenants, changes nothing either, unless `hadal keys revoke` noted there that it removed
-them: it may have been emptied or overwritten by accident. A file that differs at each look is still
-being written, and is read once it is stable. The other gateways may run on hosts without the file;
-they refuse all requests until they have its keys.
+An unreadable file changes nothing, and the log says why. A file without keys changes nothing
+either. Nor does one without any of the previous tenants, unless `hadal keys revoke` noted there
+that it removed them: an accident may have emptied or overwritten it. A file that differs at each
+look is still being written, and is read once it is stable. The other gateways may run on hosts
+without the file; they refuse all requests until they have its keys.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Room edge: what holds for any HTTP request, whichever page it asks for."""
+"""Room edge: rules for every HTTP request, independent of its page."""

@@ -126,7 +126,7 @@ def retry_after(seconds: float | None) -> dict[str, str]:
 
 
 def limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """Return headers with a tenant's quota and the rest of it, under the names that OpenAI uses."""
+    """Return headers with a tenant's quota and its remaining part, under OpenAI's names."""
     headers = {}
     for what, most, left, reset_s in (
         (
