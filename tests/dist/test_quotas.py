@@ -49,8 +49,8 @@ def twofold(mortal: StartServer, keys_file: Path) -> Server:
     "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
 )
 @pytest.mark.promise(
-    "within some three seconds all gateways, those on other hosts too, let a new key in "
-    "or a revoked one no more; what runs goes on"
+    "within three seconds or so all gateways, those on other hosts too, admit a new "
+    "key and refuse a revoked one; running requests continue"
 )
 @LIVE
 @pytest.mark.slow("gateways look at the file every two seconds")
@@ -110,8 +110,8 @@ def budgeted(
 
 
 @pytest.mark.promise(
-    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
-    "beside all that run"
+    "With dollars_per_day a request is admitted if the budget covers the most that it "
+    "can cost, beside all running requests"
 )
 @pytest.mark.promise(
     "what is written is not more than the budget: of what runs, the most that it can cost"

@@ -70,8 +70,8 @@ def test_a_schema_that_no_text_satisfies_is_refused(
 
 
 @pytest.mark.promise(
-    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more than"
-    " .25 s of a core to look at."
+    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
+    "than 0.25 s of a core to look at."
 )
 @pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
 def test_what_takes_too_long_to_look_at_is_refused(

@@ -122,7 +122,7 @@ def keys_file(folder: Path, *lines: str) -> Path:
 
 
 @pytest.mark.promise(
-    "add prints the key, this once: 256 random bits, of which the file has the SHA-256"
+    "hadal keys add prints the key, this once: 256 random bits, of which the file has the SHA-256"
 )
 def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "# ours", "sk-old priority")
@@ -175,8 +175,8 @@ def test_the_command_refuses_what_no_file_can_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "within some three seconds all gateways, those on other hosts too, let a new key in "
-    "or a revoked one no more; what runs goes on"
+    "within three seconds or so all gateways, those on other hosts too, admit a new "
+    "key and refuse a revoked one; running requests continue"
 )
 def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")
@@ -247,8 +247,8 @@ def test_root_leaves_a_file_to_the_server_that_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "within some three seconds all gateways, those on other hosts too, let a new key in "
-    "or a revoked one no more; what runs goes on"
+    "within three seconds or so all gateways, those on other hosts too, admit a new "
+    "key and refuse a revoked one; running requests continue"
 )
 async def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "one")

@@ -23,8 +23,8 @@ def wide(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more than"
-    " .25 s of a core to look at."
+    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
+    "than 0.25 s of a core to look at."
 )
 @pytest.mark.parametrize(
     ("schema", "said"),

@@ -78,9 +78,7 @@ def test_the_published_schedules_run_every_op_of_every_layer(v3: Resolved) -> No
         assert len(steps) == len(set(steps)) == 2 * layers * len(SCHEDULES[name].ops)
 
 
-@pytest.mark.promise(
-    "add --dry-run to see topology, memory, placement and messages of any deployment"
-)
+@pytest.mark.promise("--dry-run shows topology, memory, placement and messages of any deployment")
 @pytest.mark.promise("what would run where, in how much memory; starts nothing")
 def test_what_a_person_reads_of_the_published_plan(v3: Resolved) -> None:
     text = text_of(v3)
@@ -105,9 +103,7 @@ def test_serving_it_here_is_refused_in_one_line(v3: Resolved) -> None:
         resolve(v3.deployment)
 
 
-@pytest.mark.promise(
-    "add --dry-run to see topology, memory, placement and messages of any deployment"
-)
+@pytest.mark.promise("--dry-run shows topology, memory, placement and messages of any deployment")
 def test_every_configuration_makes_a_plan() -> None:
     for path in sorted(CONFIGS.glob("*.toml")):
         resolved = plan(read_deployment(path))

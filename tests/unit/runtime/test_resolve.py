@@ -197,7 +197,7 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
 
 
 @pytest.mark.promise(
-    "what does not fit is refused before anything is loaded, with what would make it fit"
+    "What does not fit is refused before anything is loaded, with what would make it fit."
 )
 @pytest.mark.parametrize(
     ("there_bytes", "remedy"),

@@ -110,8 +110,8 @@ def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
 
 
 @pytest.mark.promise(
-    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
-    "beside all that run"
+    "With dollars_per_day a request is admitted if the budget covers the most that it "
+    "can cost, beside all running requests"
 )
 def test_a_clock_that_is_set_back_over_midnight_opens_no_budget() -> None:
     tenants, quotas = FrontTenants(600.0), (Quota("t", day_pico_usd=100),)
@@ -163,8 +163,8 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
 
 
 @pytest.mark.promise(
-    "With dollars_per_day (days of UTC) a request is let in if the budget holds the most that it can cost "
-    "beside all that run"
+    "With dollars_per_day a request is admitted if the budget covers the most that it "
+    "can cost, beside all running requests"
 )
 @pytest.mark.promise(
     "what is written is not more than the budget: of what runs, the most that it can cost"
