@@ -1,4 +1,5 @@
-"""The front: every request from its submission to its last token, the units, and routes between.
+"""The front (request router): owner of all requests, from submission to last token, and of their
+routes.
 
-Knows no text, no HTTP and no process; the gateway gives it tokens and takes tokens from it.
+Independent of text, HTTP and processes: the gateway sends prompts and receives output as tokens.
 """

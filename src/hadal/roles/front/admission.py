@@ -1,7 +1,8 @@
-"""Admission of generations to the front: refusals by quota, queue and drain, and the refused demand.
+"""Admission of generations to the front: refusals by quota, queue and drain, and the refused
+demand.
 
-Fills the snapshots of `policy/admission`, which decides with `policy/quotas`. Knows no messages and
-does not queue what it admits.
+Fills the snapshots for `policy/admission`, which decides with `policy/quotas`. Sends nothing, and
+does not queue admitted requests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hadal.roles.unit.meters import RateMeter
 
 
 class FrontAdmission:
-    """Decides from the tables of requests and tenants, and changes no table but `totals`."""
+    """Admission decisions from the tables of requests and tenants; changes only `totals`."""
 
     def __init__(
         self,
@@ -28,16 +29,16 @@ class FrontAdmission:
         totals: Totals,
     ) -> None:
         self.is_draining = False
-        """The front ends: it admits nothing more."""
+        """True while the front shuts down: it admits no more requests."""
         self._finished = RateMeter()
-        """Requests that finished: the speed of the queue."""
+        """Rate of finished requests, which is the speed of the queue."""
         self._requests = requests
         self._tenants = tenants
         self._routing = routing
         self._totals = totals
 
     def drain(self) -> None:
-        """Admit nothing more: the front ends."""
+        """Admit no more requests: the front shuts down."""
         self.is_draining = True
 
     def ended(self, now_s: float) -> None:
@@ -56,10 +57,10 @@ class FrontAdmission:
         num_tokens: int = 0,
         most_pico_usd: int = 0,
     ) -> Refusal | None:
-        """Return why a tenant's next `num_wanted` generations are refused, all of them; None: they
-        are admitted. Changes nothing: asked before they are submitted, it avoids that some begin
-        and all are given up. `num_tokens`: of their prompts, 0 before those are read;
-        `most_pico_usd`: their highest cost together.
+        """Return why a tenant's next `num_wanted` generations are all refused; None if they are
+        admitted. Changes nothing. A check before submission avoids starting some generations and
+        then aborting all. `num_tokens`: total of their prompts, 0 before these are read;
+        `most_pico_usd`: total of their highest costs.
         """
         return self._quota_refusal(
             now_s, tenant, num_wanted, num_tokens, most_pico_usd
@@ -68,11 +69,9 @@ class FrontAdmission:
         )
 
     def submit_refusal(self, now_s: float, submit: Submit) -> Refusal | None:
-        """Return the refusal of one generation that `refusal` was not asked about; None: it is
-        admitted.
-        """
+        """Return why one generation is refused that `refusal` has not checked; None if it is admitted."""
         generation = submit.generation
-        # Asked only where it matters: with a queue of length 0.
+        # A free place matters only with a queue of length 0, so has_room is called only then.
         may_hold_none = self._routing.limits.max_queued == self._requests.num_waiting == 0
         is_placeable = may_hold_none and self._routing.has_room(generation)
         return self._quota_refusal(
@@ -80,21 +79,21 @@ class FrontAdmission:
         ) or self._admit(now_s, generation.tenant, 1, int(is_placeable))
 
     def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None:
-        """Return the refusal of a prompt that a tenant wants counted, without a generation. None if it
-        has tokens left. Changes nothing.
+        """Return why a request to count a prompt's tokens is refused; None if its tenant has tokens
+        left. Changes nothing.
         """
         return self._tenants.counting_refusal(now_s, tenant, self._requests.tenant_to_open[tenant])
 
     def batch_refusal(self) -> Refusal | None:
-        """Return the refusal of a batch's next request; None: it may start now."""
+        """Return why a batch's next request is refused; None if it may start now."""
         return admit_batch(self._routing.valley(self.is_draining))
 
     def turned_away(self, num_generations: int, num_tokens: int) -> None:
-        """Count generations that were refused before they were submitted."""
+        """Count generations that were rejected before they were submitted."""
         totals = self._totals
         num_let_in = totals.submitted - totals.refused
         totals.submitted += num_generations
-        # Unread prompts are taken to be as long as others are.
+        # Prompts that were not read count with the mean length of admitted ones.
         self.count_refused(
             num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in)
         )
@@ -102,7 +101,7 @@ class FrontAdmission:
     def count_refused(self, num_generations: int, num_tokens: int) -> None:
         """Count refused generations, and the tokens of their prompts as unserved demand."""
         self._totals.refused += num_generations
-        if not self.is_draining:  # Then there is room, and no more of it is needed.
+        if not self.is_draining:  # A drain refuses without a lack of capacity.
             self._totals.tokens_refused += num_tokens
 
     def _quota_refusal(

@@ -1,6 +1,6 @@
-"""The front's one timer: its next heartbeat, or earlier the end of a request's back-off.
+"""The front's only timer: the next heartbeat, or an earlier end of a request's back-off.
 
-Knows times and no clock.
+Gets times from its caller and reads no clock.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from hadal.core.seams import WakeAt
 
 
 class Alarm:
-    """One timer. To be woken too early does no harm."""
+    """A single timer. Spurious wake-ups are harmless."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._period_s = heartbeat_s
         self._heartbeat_s = -math.inf
         self._wake_s = math.inf
-        """What was asked for last."""
+        """Wake-up time requested last."""
         self._retry_s = math.inf
-        """When the next back-off ends."""
+        """End of the next back-off."""
 
     def retry_at(self, time_s: float) -> None:
-        """A request backs off until then."""
+        """Wake up when a request's back-off ends at `time_s`."""
         self._retry_s = min(self._retry_s, time_s)
 
     def set(self, now_s: float, next_retry_s: Callable[[float], float]) -> list[WakeAt]:
-        """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end
-        of the next back-off after a time.
+        """Return the wake-up to request after an event; empty if the pending one is early enough.
+        `next_retry_s` returns the end of the next back-off after a time.
         """
         if self._heartbeat_s <= now_s:
             self._heartbeat_s = now_s + self._period_s

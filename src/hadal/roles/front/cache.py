@@ -1,12 +1,11 @@
-"""Summary of the units' caches: the blocks that each unit can take out of its memory, by name.
+"""Summary of the units' caches: names of the blocks that each unit can reuse from its memory.
 
-The units' Cached messages keep it up to date. It decides where a prompt goes and nothing else: a unit
-finds out its real blocks itself, so a lost, doubled or late message costs time and never a token.
-Blocks on disk are not in it: every unit of a deployment reads the same folder, so the disk favours no
-unit.
+The units' Cached messages keep it up to date. It only helps to route prompts. A unit looks up its
+real blocks itself, so a lost, duplicated or late message costs time and never a token. Blocks on
+disk are not in it: every unit of a deployment reads the same folder, so the disk favours no unit.
 
-The summary keeps half of a name, 8 of its 16 bytes: two blocks share that half by chance once in 10^8
-years, and the only harm is a wrong guess.
+The summary keeps half of a name, 8 of its 16 bytes. Two blocks share that half by chance once in
+10^8 years, and the only harm is a wrong guess.
 """
 
 from __future__ import annotations
@@ -25,34 +24,32 @@ _STRIDE = NAME_BYTES // 8
 
 @dataclass(slots=True)
 class CacheSummary:
-    """One unit that is up."""
+    """Cached block names of one unit that is up."""
 
     epoch: str
     num_blocks: int
-    """Blocks of its pools when there were most: it cannot have more names than that."""
+    """Largest size that its pools have had, blocks: a limit for the number of names."""
     keys: dict[int, None] = field(default_factory=dict)
-    """Names in the order in which they were reported, so that what was reported first is forgotten
-    first.
-    """
+    """Halved names in the order in which they were reported; the earliest are forgotten first."""
 
 
 class FrontCache:
-    """Units by name; one that is down is not in it. About 100 bytes a block of the units' pools."""
+    """Summaries by unit; a unit that is down has none. About 100 bytes per block of the units' pools."""
 
     def __init__(self) -> None:
         self._units: dict[str, CacheSummary] = {}
 
     def up(self, unit: str, epoch: str, num_blocks: int) -> None:
-        """A unit starts, or starts again: what it has, it will report."""
+        """Add an empty summary for a started or restarted unit, which will report its blocks."""
         self._units[unit] = CacheSummary(epoch, num_blocks)
 
     def down(self, unit: str) -> None:
-        """Forget a unit, whose memory is gone."""
+        """Remove a unit, since its memory is gone."""
         self._units.pop(unit, None)
 
     def heard(self, message: Cached, num_blocks: int) -> None:
-        """Take in a change. What an earlier life of the unit said is dropped; `num_blocks` is the
-        unit's by now.
+        """Apply a Cached message; ignore one of an earlier process of the unit. `num_blocks` is the
+        unit's current number of blocks.
         """
         held = self._units.get(message.unit)
         if held is None or held.epoch != message.epoch:
@@ -63,18 +60,18 @@ class FrontCache:
         for key in _keys(message.dropped):
             held.keys.pop(key, None)
         held.keys.update(dict.fromkeys(_keys(message.added)))
-        # More than its pools can hold: a message that dropped some was lost.
+        # More names than blocks: a message that dropped some was lost.
         for key in list(islice(held.keys, max(0, len(held.keys) - held.num_blocks))):
             del held.keys[key]
 
     def num_names(self, unit: str) -> int:
-        """How many blocks the unit is known to have."""
+        """Return the number of blocks that the unit has reported and not dropped."""
         held = self._units.get(unit)
         return len(held.keys) if held is not None else 0
 
     def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
-        """Unit -> tokens of the longest prefix of the chain's text that it has; units that have
-        none are left out.
+        """Return unit -> tokens of the longest prefix of the chain's text that it has cached,
+        without units that have none.
         """
         keys = _keys(chain)
         if not keys:
@@ -88,8 +85,8 @@ class FrontCache:
         return unit_to_tokens
 
     def check(self, unit_to_epoch: Mapping[str, str]) -> list[str]:
-        """Problems of the summary; empty when it speaks of the units that are up, and within their
-        pools.
+        """Return problems; empty if the summary has exactly the units that are up, within their
+        pools' sizes.
         """
         problems = []
         if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
@@ -109,7 +106,7 @@ def _keys(names: bytes) -> array[int]:
 
 
 def _num_first(keys: array[int], known: Mapping[int, None]) -> int:
-    """How many of the first keys are known, up to the first that is not."""
+    """Return the number of known keys before the first unknown one."""
     for index, key in enumerate(keys):
         if key not in known:
             return index

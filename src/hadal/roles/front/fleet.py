@@ -1,8 +1,8 @@
-"""The front's part of a fleet that grows and shrinks: draining units, and the reports to the fleet.
+"""The front's part of a growing and shrinking fleet: drains of units, and reports of the demand.
 
-A draining unit gets no new request. Its running requests go on there until its deadline, and so do
-prompts being prefilled if no other decode unit of their weights is left; the front retries the rest
-elsewhere. The fleet decides which units drain; a repeated message changes nothing.
+A draining unit gets no new request. Its running requests may stay until its deadline. Prompts in
+prefill still go to a draining decode unit if no other one has their weights. The front retries the
+rest elsewhere. The fleet decides which units drain; a repeated message changes nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hadal.roles.front.units import FrontUnits
 
 
 class FrontFleet:
-    """Marks units as draining. `heartbeat_s`: between two reports, which are made while a unit
-    drains and, where the fleet follows the demand (`is_followed`), all the time. `out` is the
-    front's list of effects, which this appends to.
+    """Drains of units, and demand reports. `heartbeat_s`: interval of reports, seconds. Reports are
+    sent while a unit drains, and at all times if the fleet follows the demand (`is_followed`).
+    `out` is the front's list of effects, to which this class appends.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class FrontFleet:
         self._heartbeat_s = heartbeat_s
         self._is_followed = is_followed
         self._drained = False
-        """Whether a unit drained when it was looked last."""
+        """True if a unit was draining at the last check."""
         self._out = out
         self._said_s = -math.inf
 
     def heard(self, now_s: float, message: DrainUnit | KeepUnit) -> None:
-        """Begin or end a drain. A unit that is not up has nothing to drain."""
+        """Start or end the drain of a unit. A unit that is not up has nothing to drain."""
         unit = self._units.by_name.get(message.unit)
         if unit is None:
             return
@@ -62,7 +62,7 @@ class FrontFleet:
                 unit.drain_by_s = now_s + message.timeout_s
 
     def overdue(self, now_s: float) -> list[str]:
-        """Draining units whose deadline has passed."""
+        """Return draining units past their deadline."""
         return [
             unit.name
             for unit in self._units.by_name.values()
@@ -70,17 +70,17 @@ class FrontFleet:
         ]
 
     def report(self, now_s: float) -> None:
-        """Tell the fleet how much is asked for, if that is due."""
+        """Send the demand to the fleet, if a report is due."""
         if now_s - self._said_s < self._heartbeat_s:
             return
         drains = any(unit.drain_number for unit in self._units.by_name.values())
         drained, self._drained = self._drained, drains
-        if self._is_followed or drains or drained:  # Its end is told, too.
+        if self._is_followed or drains or drained:  # The end of a drain is reported, too.
             self._said_s = now_s
             self._out.append(Send(SUPERVISOR, self.demand()))
 
     def demand(self) -> Demand:
-        """The sums of this instant."""
+        """Return the current demand, with facts of every unit."""
         totals, queued = self._totals, self._requests.queued()
         waiting = sum(record.num_tokens for record in queued) + sum(
             u.num_tokens for u in self._units.of_role(PREFILL)
@@ -101,8 +101,9 @@ class FrontFleet:
         return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
 
     def _held(self) -> dict[str, int]:
-        """Draining unit -> all that would lose something with it: leased KV, and prompts that are
-        prefilled for whichever decode unit is left. The others' counts will do.
+        """Return draining unit -> number of requests that need it: requests on it, KV leased by it,
+        and prompts in prefill that no other decode unit could take. For other units `num_requests`
+        suffices.
         """
         draining = [unit for unit in self._units.by_name.values() if unit.drain_by_s is not None]
         if not draining:
@@ -125,11 +126,10 @@ class FrontFleet:
 
 
 def tokens_per_s_max(unit: Unit) -> float:
-    """What the unit would do if it were full, at the speed it measured last; 0: it has not measured
-    any.
+    """Return the unit's tokens/s when full, at its last measured speed; 0 if none is measured.
 
-    A decode step of more requests takes longer, so this says too much of one that is almost empty:
-    it is believed where it matters, when the unit is busy.
+    A decode step of more requests takes longer, so the value is too high for an almost empty unit.
+    It is accurate when the unit is busy, and only then it matters.
     """
     load = unit.load
     if load is None or unit.num_requests_max == 0:

@@ -1,10 +1,10 @@
-"""The front: holds every request from Submit to its last Deliver, and sends it through prefill and
-decode.
+"""The front (request router) owns every request from Submit to its last Deliver.
 
-It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost
-unit costs a request only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again
-with what was already streamed. Whatever comes from an older attempt is answered so that its sender
-frees it. Knows no tokenizer, no HTTP and no process.
+It sends requests through prefill and decode, and keeps all that a stream needs to continue on
+another unit: the prompt and every token so far. A lost unit therefore costs a request only time:
+RETRYING -> QUEUED, at its old place in the queue, then prefilled again with the tokens already
+streamed. Messages of older attempts are answered so that their sender frees them. Independent of
+tokenizers, HTTP and processes.
 """
 
 from __future__ import annotations
@@ -70,22 +70,23 @@ from hadal.roles.front.units import FrontUnits
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 
 RESERVE_S = 90.0
-"""Time after a request's end for which its highest cost stays reserved. Its gateway sends the actual
-cost when the HTTP request has ended; a client that reads slowly may delay that by half a minute twice.
+"""Seconds after a request's end during which its highest possible cost stays reserved. The gateway
+sends the actual cost when the HTTP request has ended; a slow reader may delay that by half a
+minute, twice.
 """
 RESUME_BATCH = 64
-"""Requests in one message to it."""
+"""Requests per Resume message."""
 CLOSED_STATUS = 499
-"""nginx's status for a client that went away."""
+"""nginx's HTTP status for a client that closed its connection."""
 NOT_FINITE_STATUS = 422
-"""Status that clients do not retry, since every attempt computes the same numbers."""
+"""HTTP status that clients do not retry, since every attempt computes the same numbers."""
 
 
 class Front:
-    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never
-    exceed it. `fingerprint`: of the KV of units that say none, and until one is up (UnitUp).
-    `keeps_text`: without it tokens are counted and forgotten, as where nobody reads them: in a
-    simulation without text.
+    """Request router of one deployment. `epoch` is new at every start. `max_context` is the model's
+    limit for prompt and output together. `fingerprint` identifies the KV of units that report none,
+    and is used until a unit is up (UnitUp). Without `keeps_text`, tokens are counted and not
+    stored: for simulations without text.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class Front:
 
     @property
     def idle(self) -> bool:
-        """Nothing is held: every request had its last Deliver."""
+        """True if no request is open: each has had its last Deliver."""
         return not self.requests.by_id
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: units that outlived the front before drop what they
-        held for it.
+        """Return the first effects. FrontUp makes units that outlived the previous front free
+        everything that they hold for it.
         """
         self._out[:] = [
             Send(f"{role}-{index}", FrontUp(self._epoch))
@@ -140,7 +141,7 @@ class Front:
         return [*self._out]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Take in what happened, in order, and return what to do, in order."""
+        """Process events in order, and return the effects in order."""
         self._out.clear()
         self.units.called(now_s)
         for event in events:
@@ -218,7 +219,7 @@ class Front:
             return
         refusal = None if submit.is_admitted else self.admission.submit_refusal(now_s, submit)
         if refusal is not None:
-            # More units would not let in what a quota keeps out.
+            # A quota refusal is no unserved demand: more units would not help.
             self.admission.count_refused(1, len(generation.prompt) if refusal.is_for_room else 0)
             self._out.append(refused(request_id, refusal))
             return
@@ -234,25 +235,23 @@ class Front:
             self._out.append(Deliver(request_id, (), limits=limits))
 
     def unread(self) -> tuple[str, ...]:
-        """Tenants with budgets that wait to be let in until Spent says what they had."""
+        """Return tenants with a daily budget but no Spent yet: their requests are refused until then."""
         return self.tenants.unread()
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:
-        """Send those that wait to prefill, in their turn, as long as there is room ahead of
-        them.
-        """
+        """Send queued requests to prefill, in their order, while there is capacity ahead."""
         while (record := self.requests.next_queued(now_s)) is not None:
             if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)
                 continue
             if is_batch(record.generation.tenant) and self.admission.batch_refusal() is not None:
-                return  # Nobody waits for it, and nobody is behind it who does.
+                return  # Batches are last in the order: nothing else is queued behind one.
             chosen = self._choose_prefill(record)
             if chosen is None:
                 if self._give_way(now_s, record):
                     continue
-                return  # Those behind it wait too: nobody is overtaken.
+                return  # Requests behind it wait too: none overtakes.
             self.requests.move(record, Transition.PLACE)
             unit, record.num_cached = chosen
             self.requests.charge_prompt(record)
@@ -262,8 +261,9 @@ class Front:
             self._send(unit, Prefill(self._current(record)))
 
     def _give_way(self, now_s: float, record: Record) -> bool:
-        """Put others' requests back for one that somebody waits for and that cannot start: those of
-        batches without which it could, else one of a tenant that had more. False: none has to.
+        """Preempt requests so that an interactive one can start. Choose batch requests if
+        preempting them suffices, else one request of a tenant above its share. Return True if any
+        was preempted.
         """
         tenant = record.generation.tenant
         if is_batch(tenant) or not self.requests.has_others_placed(tenant):
@@ -279,9 +279,9 @@ class Front:
         return bool(giving)
 
     def _take_slot(self, now_s: float, record: Record, unit: Unit) -> None:
-        """Put a running request back for one that is prefilled, if the unit's slots are all taken: the
-        latest of batches, else one of a tenant that had more. Its slot is free at once, or two steps later
-        if a plan has it.
+        """Preempt a running request if the unit has no slot for a prefilled one: the latest batch
+        request, else one of a tenant above its share. Its slot is free at once, or two steps later
+        if a plan has already scheduled it.
         """
         tenant, requests = record.generation.tenant, self.requests
         if unit.num_requests <= unit.num_requests_max or is_batch(tenant):
@@ -304,7 +304,7 @@ class Front:
     def _beyond_share(
         self, now_s: float, record: Record, may_go: Callable[[Record], bool]
     ) -> Record | None:
-        """The request that another tenant has to give back for this one."""
+        """Return the request to preempt for this one, of a tenant above its share, or None."""
         requests, totals = self.requests, self.totals
         asking = requests.tenant_view(record.generation.tenant)
         if record.state is not State.QUEUED:
@@ -321,7 +321,9 @@ class Front:
         return None if tenant is None else requests.last_of(tenant, may_go)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
-        """Bind a request to the first fingerprint under which a prefill unit takes it now."""
+        """Bind a request to the first fingerprint with a prefill unit that can start it now. Return
+        that unit and the positions it has cached, or None.
+        """
         for fingerprint in self.routing.fingerprints(record):
             record.bind(fingerprint)
             self._name(record)
@@ -346,7 +348,7 @@ class Front:
                 self._send(done.unit, Release(token.request_id, token.attempt))
             return
         if record.state is not State.PREFILLING:
-            return  # The same message twice.
+            return  # A duplicate message.
         if token.index != record.num_output:
             self._let_go(record)
             self._retry(
@@ -381,12 +383,12 @@ class Front:
         generation = msgspec.structs.replace(self._current(record), attempt_id=attempt_id)
         service = self.requests.counters[generation.tenant]
         self._send(unit, Decode(generation, done.lease, service))
-        # Decode goes first: the unit gives a slot that Cancel frees to a request that waits by then.
+        # Decode is sent before Cancel: a unit gives a freed slot to a request that it has queued.
         self._take_slot(now_s, record, self.units.by_name[unit])
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
-        """Tokens of the prompt that the first token cost no work for; a retry's are nobody's
-        news.
+        """Count and return the prompt tokens found in the cache; 0 if a token was drawn before,
+        since an earlier attempt was counted then.
         """
         if record.num_output > len(record.generation.output):
             return 0
@@ -443,11 +445,11 @@ class Front:
             )
         )
 
-    # ---- back: what was lost, given back or given up ----
+    # ---- back: requests lost, returned or failed ----
     def _returned(self, now_s: float, returned: Returned) -> None:
         record = self._record(returned.request_id, returned.attempt)
         if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
-            return  # It held nothing of a living attempt, and holds nothing of this one any more.
+            return  # The unit holds nothing of the current attempt, and has freed the returned one.
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
@@ -477,7 +479,7 @@ class Front:
         )
 
     def _let_go(self, record: Record, lost: str | None = None) -> None:
-        """Take a request away from its units; `lost` has let it go already."""
+        """Release a request on its units. `lost` is a unit that has released it already."""
         prefill_unit, decode_unit = record.prefill_unit, record.decode_unit
         self.requests.running.leave(record)
         record.prefill_unit = record.decode_unit = None
@@ -500,9 +502,7 @@ class Front:
         is_counted: bool = True,
         delay_s: float = 0.0,
     ) -> None:
-        """Queue a request again, at its old place, under a new attempt; too many counted retries
-        end it.
-        """
+        """Requeue a request at its old place as a new attempt. End it after too many counted retries."""
         self.totals.retries += 1
         record.num_retries += is_counted
         if record.num_retries > self._config.limits.max_retries:
@@ -518,13 +518,13 @@ class Front:
         self._requeue(record)
 
     def _requeue(self, record: Record) -> None:
-        """Let a request that its units let go wait under a new attempt."""
+        """Requeue a request that its units have released, as a new attempt."""
         self.requests.move(record, Transition.LOSE)
         record.attempt += 1
         self.requests.move(record, Transition.REQUEUE)
 
     def _fail(self, record: Record, error: str, status: int) -> None:
-        """End a request without finishing it."""
+        """End a request with an error."""
         self._let_go(record)
         self.requests.move(record, Transition.CANCEL)
         self.tenants.ended(record.request_id)
@@ -538,12 +538,12 @@ class Front:
             Deliver(record.request_id, (), True, error, status, retry_after_s, closing=closing)
         )
 
-    # ---- units come and go ----
+    # ---- units start and end ----
     def _load(self, now_s: float, load: UnitReport) -> None:
         unit = self.units.by_name.get(load.unit)
         if unit is None or unit.epoch != load.epoch:
-            # It speaks, but did not say that it is up; or an old process's last words arrive late.
-            # Ask who is there.
+            # The unit has not sent UnitUp, or this is a late report of an ended process. FrontUp
+            # makes the unit answer with UnitUp.
             self._send(load.unit, FrontUp(self._epoch))
             return
         self.units.heard(unit, load, now_s)
@@ -553,8 +553,8 @@ class Front:
         if unit is not None and unit.epoch == message.epoch:
             unit.seen_s = now_s
             return
-        # Before any work is sent there: a unit drops what it has when it first hears of a front, so
-        # a later FrontUp would cost it what this one had sent.
+        # Sent before any work: a unit frees everything at the first FrontUp of a new front, so a
+        # later FrontUp would lose work that this front has sent.
         self._send(message.unit, FrontUp(self._epoch))
         is_successor = unit is not None and (unit.orphan_s is not None or bool(message.held))
         if (
@@ -573,8 +573,8 @@ class Front:
             self._send(message.unit, Resume((), is_last=True))
 
     def _resume(self, now_s: float, message: UnitUp) -> None:
-        """A new leader took a unit over: what its ranks hold goes on there, from the last token
-        delivered.
+        """Resume attempts that a unit's ranks hold under a new leader, each from its last delivered
+        token. Retry the unit's other requests.
         """
         held, going = set(message.held), []
         for record in self.requests.on_unit(message.unit):
@@ -592,8 +592,8 @@ class Front:
             self._send(message.unit, Resume(part, is_last=first + RESUME_BATCH >= len(going)))
 
     def _leader_down(self, now_s: float, name: str, reason: str) -> None:
-        """A unit's ranks are left, and will have another leader. Decode requests wait for it, as
-        their KV does; all others are as quick elsewhere.
+        """Handle the loss of a leader while its ranks live and await a successor. Decode requests
+        wait for it, since their KV is still there; other requests are retried, which is as fast.
         """
         unit = self.units.by_name.get(name)
         if unit is None or unit.role != DECODE:
@@ -606,7 +606,7 @@ class Front:
                 self._retry(now_s, record, f"{name}: {reason}")
 
     def _unit_down(self, now_s: float, name: str, reason: str) -> None:
-        """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
+        """Remove a lost unit and retry its requests: on other units, or on its next process."""
         self.units.remove(name)
         self._choose_names()
         for record in self.requests.on_unit(name):
@@ -614,8 +614,8 @@ class Front:
             self._retry(now_s, record, f"{name}: {reason}")
 
     def _choose_names(self) -> None:
-        """Have prompts named as they would be placed now: those that come are named already then,
-        off the front's thread.
+        """Name arriving prompts under the fingerprint that would serve them now, so that the
+        gateway can compute the names outside the front's thread.
         """
         self.names.fingerprint = next(iter(self.units.serving()), self.names.fingerprint)
 
@@ -630,7 +630,7 @@ class Front:
                 self._fail(record, f"the request waited {timeout_s:g} s for a token.", 504)
         for name, reason in self.units.frozen(now_s):
             self._send(SUPERVISOR, UnitDown(name, reason))
-            # Of many ranks the leader is a process by itself.
+            # With more than one rank the leader is a separate process, so its ranks may live.
             if units_of(self._config, self.units.by_name[name].role).ranks > 1:
                 self._leader_down(now_s, name, reason)
             else:
@@ -645,9 +645,9 @@ class Front:
                 self._retry(now_s, record, f"{name} is drained", is_counted=False)
         self.fleet.report(now_s)
 
-    # ---- looking ----
+    # ---- views ----
     def _record(self, request_id: str, attempt: int) -> Record | None:
-        """The living request if `attempt` is its present one."""
+        """Return the open request if `attempt` is its current attempt, else None."""
         record = self.requests.by_id.get(request_id)
         return record if record is not None and record.attempt == attempt else None
 
@@ -655,7 +655,7 @@ class Front:
         self._out.append(Send(to, message))
 
     def snapshot(self) -> FrontSnapshot:
-        """What /metrics and /health show."""
+        """Return the state shown by /metrics and /health."""
         states = {state.value: count for state, count in self.requests.counts.items()}
         roles = {
             role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES
@@ -671,7 +671,7 @@ class Front:
         )
 
     def check(self) -> list[str]:
-        """Problems of the front's tables; empty when requests, units and sums agree."""
+        """Return problems of the front's tables; empty if requests, units and sums agree."""
         return [
             *self.requests.check(),
             *self.units.check(list(self.requests.placed())),
@@ -680,7 +680,7 @@ class Front:
 
 
 def refused(request_id: str, refusal: Refusal) -> Deliver:
-    """The only delivery of a generation that is not let in."""
+    """Return the only delivery of a rejected generation."""
     return Deliver(
         request_id,
         (),

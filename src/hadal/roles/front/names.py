@@ -1,8 +1,8 @@
 """Names of the blocks of a generation's text (kv/names), computed where they are missing.
 
-Any thread may use it: the gateway names a long prompt where it tokenises it, under the fingerprint of
-the weights that will probably serve it; the front names later blocks, or all of them under another
-fingerprint.
+Any thread may use this module. The gateway names a long prompt in the thread that tokenizes it,
+under the fingerprint of the weights that will probably serve it. The front names later blocks, or
+all of them under another fingerprint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hadal.kv.names import extend, root_of
 
 
 class FrontNames:
-    """None at all where nothing is cached."""
+    """Namer of blocks; it names nothing if caching is off."""
 
     def __init__(self, cache: CacheConfig, fingerprint: str) -> None:
-        """`fingerprint` stands for all that KV depends on besides the text."""
+        """Start with `fingerprint`, which identifies all inputs of KV besides the text."""
         self.fingerprint = fingerprint
-        """Under which a prompt that comes now is named."""
+        """Fingerprint under which arriving prompts are named."""
         self._is_on = cache.is_on
         self._fingerprint_to_root: dict[str, bytes] = {}
 
@@ -34,13 +34,13 @@ class FrontNames:
         output: Sequence[int] = (),
         fingerprint: str | None = None,
     ) -> Generation:
-        """`generation` with a chain that names the full blocks of its prompt and `output` under a
-        fingerprint: that of a prompt that comes now, if none is given. A chain under the same one
-        grows and stays what it is; another is left behind. A prompt that is to be scored has no
-        names: all of it is computed.
+        """Return `generation` with a chain: names of the full blocks of its prompt and `output`
+        under a fingerprint. The default is the fingerprint of arriving prompts. A chain under the
+        same fingerprint is extended; one under another is replaced. A prompt to be scored gets no
+        names, since all of it must be computed.
 
-        A hash for each block that has no name yet, so milliseconds for a very long prompt and next
-        to nothing after.
+        Costs one hash per block without a name: milliseconds for a very long prompt, almost nothing
+        afterwards.
         """
         fingerprint = self.fingerprint if fingerprint is None else fingerprint
         is_same = generation.fingerprint == fingerprint

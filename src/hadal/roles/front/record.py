@@ -1,4 +1,4 @@
-"""One request as the front knows it, from Submit to its last Deliver."""
+"""One request in the front's table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hadal.policy.batching import turn_s
 from hadal.policy.fairness import share_weight
 
 QueueKey = tuple[float, int, str]
-"""A place in the queue: whose turn is first, then who came first."""
+"""Place in the queue: time of the turn, then order of arrival."""
 
 
 @dataclass(slots=True)
@@ -23,45 +23,45 @@ class Record:
     number: int
     """The request's number in the order of arrival."""
     timeout_s: float
-    """Longest wait: in the queue, for the first token, and for each token after."""
+    """Longest wait, seconds: in the queue, for the first token, and for each later token."""
     moved_s: float
-    """Time of its last token, or of its arrival. While the request runs, `Running` has the newest."""
+    """Time of the last token, or of arrival; while the request runs, `Running` has the latest."""
     output: list[int]
-    """Tokens so far; empty where the front keeps no text."""
+    """Output tokens so far; empty if the front stores no text."""
     num_output: int = 0
-    """Tokens so far. While it runs, `Running` counts this and `num_blocks`."""
+    """Output tokens so far. While the request runs, `Running` counts this and `num_blocks`."""
     state: State = State.QUEUED
     attempt: int = 0
     prefill_unit: str | None = None
     decode_unit: str | None = None
     last_units: tuple[str, str] = ("", "")
-    """Prefill and decode units of the attempt that was placed last; empty: none."""
+    """Prefill and decode units of the latest placed attempt; empty string: none."""
     num_cached: int = 0
-    """Positions that its prefill unit was taken to have when it was sent there."""
+    """Positions expected in the prefill unit's cache when the request was sent there."""
     not_before_s: float = 0.0
     num_retries: int = 0
     is_fitted: bool = False
-    """`max_tokens` was checked against what the units can hold."""
+    """True once `max_tokens` has been checked against the capacity of the units."""
     num_blocks: int = 0
-    """Counted against decode while it is placed: its tokens and the one that comes."""
+    """Blocks reserved in decode while the request is placed: for its tokens and the next one."""
     num_blocks_taken: int = 0
-    """Held by what gave way to it, since it waits."""
+    """Blocks of requests preempted in its favour while it is queued."""
     is_charged: bool = False
-    """Its prompt counts as served to its tenant: a retry's is work again, but not the tenant's."""
+    """True once its prompt is charged to its tenant. A retry computes it again without a charge."""
     row: int = -1
-    """Row among the requests that run; negative: none."""
+    """Row in `Running`; negative if the request is not there."""
     chains: dict[str, bytes] = field(default_factory=dict)
-    """Fingerprint -> the chain of its text, of those that it was bound to before."""
+    """Fingerprint -> chain of the request's text, for fingerprints that it was bound to before."""
 
     @property
     def fingerprint(self) -> str:
-        """What it is bound to from being placed on: KV of no other is used for it. Bound anew when
-        it is placed again, for then all of its text is prefilled again.
+        """Fingerprint of the request's KV since it was placed; KV of any other is not used for it.
+        A new placement may choose another, since all of the text is prefilled again.
         """
         return self.generation.fingerprint
 
     def bind(self, fingerprint: str) -> None:
-        """Bind one that waits."""
+        """Bind a queued request to a fingerprint."""
         generation = self.generation
         if generation.fingerprint == fingerprint:
             return
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def queue_key(self) -> QueueKey:
-        """Key that orders the queue; the same when the request comes back."""
+        """Key that orders the queue; unchanged when the request is requeued."""
         return (
             turn_s(self.generation.arrived_s, self.generation.priority),
             self.number,
@@ -88,7 +88,7 @@ class Record:
 
     @property
     def share_weight(self) -> float:
-        """What its work is divided by where tenants share (policy/fairness)."""
+        """Divisor of the request's cost where tenants share (policy/fairness)."""
         return share_weight(self.generation.weight, self.generation.priority)
 
     @property

@@ -1,7 +1,6 @@
-"""Every request the front holds: its state, its owners, all its output so far, and the queue of
-those that wait.
+"""Table of the front's requests: state, owners, all output so far, and the queue.
 
-A state changes only through core/request.py's table. Knows neither units nor messages.
+A state changes only through core/request.py's table. Independent of units and messages.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from hadal.roles.front.record import QueueKey, Record
 from hadal.roles.front.running import Running
 
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
-"""States in which a unit works, or will, for the request."""
+"""States in which a request is assigned to one or two units."""
 _OWNED: dict[tuple[bool, bool], frozenset[str]] = {
     (False, False): frozenset(),
     (True, False): frozenset({"prefill_unit"}),
     (False, True): frozenset({"decode_unit"}),
     (True, True): frozenset({"prefill_unit", "decode_unit"}),
 }
-"""Whether a record names a prefill unit, and a decode unit -> what it owns."""
+"""(has a prefill unit, has a decode unit) -> resources that the request owns."""
 
 
 @dataclass(slots=True)
 class Placed:
-    """Sums over the requests that units work on whose KV is of one fingerprint."""
+    """Sums over the placed requests with one KV fingerprint."""
 
     num_requests: int = 0
     num_blocks: int = 0
@@ -48,27 +47,27 @@ _NONE = Placed()
 
 @dataclass(slots=True)
 class FrontRequests:
-    """Requests by id, in the order of arrival, with the queue and the sums the policies need."""
+    """Requests by id, in order of arrival, with the queue and the sums that policies need."""
 
     by_id: dict[str, Record] = field(default_factory=dict)
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     fingerprint_to_placed: dict[str, Placed] = field(default_factory=dict)
-    """A fingerprint that no request is bound to is not in it."""
+    """Fingerprint -> sums over its placed requests; no entry if it has none."""
     running: Running = field(default_factory=Running)
-    """Those in decode."""
+    """Requests sent to decode."""
     _tenant_to_queue: dict[str, list[QueueKey]] = field(default_factory=dict)
-    """Queue keys of those that wait, in their order. A tenant of whom nobody waits is not in it."""
+    """Tenant -> sorted queue keys of its queued requests; no entry if it has none."""
     tenant_to_placed: Counter[str] = field(default_factory=Counter)
-    """How many of a tenant's requests units work on, of all fingerprints."""
+    """Tenant -> number of its placed requests, over all fingerprints."""
     counters: ServiceCounters = field(default_factory=ServiceCounters)
-    """What tenants were served: by it they take turns."""
+    """Service received by each tenant, which orders tenants in the queue (policy/fairness)."""
     tenant_to_open: Counter[str] = field(default_factory=Counter)
-    """How many of a tenant's requests there are."""
+    """Tenant -> number of its open requests."""
     _tenant_to_weight: dict[str, float] = field(default_factory=dict)
-    """Of those tenants, as the last request has it."""
+    """Tenant with open requests -> weight in its latest request."""
     _num_arrived: int = 0
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
-    """Heap of (time to look at a request, its number, its id). It may have progressed or ended by then."""
+    """Heap of (time to check a request, its number, its id). It may have progressed or ended by then."""
 
     @property
     def num_placed(self) -> int:
@@ -80,17 +79,17 @@ class FrontRequests:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait, those of batches left out."""
+        """Number of queued requests, without batch requests."""
         queues = self._tenant_to_queue.items()
         return sum(len(queue) for tenant, queue in queues if not is_batch(tenant))
 
     @property
     def num_placed_of_batches(self) -> int:
-        """How many of batches' requests units work on."""
+        """Number of placed batch requests."""
         return sum(num for tenant, num in self.tenant_to_placed.items() if is_batch(tenant))
 
     def placed_of_batches(self) -> list[Record]:
-        """Those, the latest last."""
+        """Return placed batch requests, oldest first."""
         if not self.num_placed_of_batches:
             return []
         return [
@@ -100,12 +99,12 @@ class FrontRequests:
         ]
 
     def has_others_placed(self, tenant: str) -> bool:
-        """Whether units work on requests of any other tenant, batches' among them."""
+        """Return whether any other tenant, batch tenants included, has placed requests."""
         return len(self.tenant_to_placed) > (tenant in self.tenant_to_placed)
 
     def last_of(self, tenant: str, may_go: Callable[[Record], bool]) -> Record | None:
-        """The last in its order of a tenant's requests that units work on and that may go, its first
-        of all apart.
+        """Return the last of a tenant's placed requests, in queue order, that `may_go` accepts. The
+        tenant's first placed request is never returned, so that it can end.
         """
         placed = sorted(
             (record for record in self.placed() if record.generation.tenant == tenant),
@@ -114,7 +113,7 @@ class FrontRequests:
         return next((record for record in reversed(placed[1:]) if may_go(record)), None)
 
     def tenant_view(self, tenant: str) -> TenantView:
-        """What policy/fairness sees of a tenant that has requests here."""
+        """Return the view for policy/fairness of a tenant with open requests."""
         return TenantView(
             tenant,
             self.counters[tenant],
@@ -124,16 +123,16 @@ class FrontRequests:
         )
 
     def num_queued_of(self, tenant: str) -> int:
-        """How many of a tenant's requests wait."""
+        """Return the number of a tenant's queued requests."""
         return len(self._tenant_to_queue.get(tenant, ()))
 
     def num_tenants_with(self, tenant: str) -> int:
-        """How many tenants have requests that wait, this one counted in any case."""
+        """Return the number of tenants with queued requests, batches excluded and `tenant` included."""
         return len({name for name in self._tenant_to_queue if not is_batch(name)} | {tenant})
 
     def has_fewer(self, tenant: str, fingerprint: str) -> bool:
-        """Whether a tenant has fewer requests placed under a fingerprint than another, over their
-        weights. A batch never has.
+        """Return whether another tenant has more requests placed under a fingerprint, relative to
+        its weight. False for batches.
         """
         placed, weights = self.placed_under(fingerprint).tenant_to_num, self._tenant_to_weight
         if is_batch(tenant):
@@ -142,9 +141,7 @@ class FrontRequests:
         return any(num / weights[other] > held for other, num in placed.items())
 
     def add(self, generation: Generation, timeout_s: float, *, keeps_text: bool = True) -> Record:
-        """A new request, queued behind all whose turn is before its own (policy/batching).
-        `keeps_text`: see Front.
-        """
+        """Add a new request and queue it by its turn (policy/batching). `keeps_text`: see Front."""
         output = list(generation.output) if keeps_text else []
         record = Record(
             generation,
@@ -165,8 +162,8 @@ class FrontRequests:
         return record
 
     def move(self, record: Record, move: Transition) -> None:
-        """Walk the life's table; raises InvariantError for a move that cannot happen. An ended
-        request is forgotten.
+        """Apply a transition of core/request.py's table. Raises InvariantError for one that is not
+        in it. An ended request is removed.
         """
         before, after = record.state, next_state(record.state, move)
         record.state = after
@@ -196,7 +193,7 @@ class FrontRequests:
                 del self._tenant_to_weight[record.generation.tenant]
 
     def _count_placed(self, record: Record, change: int) -> None:
-        """Count a request in, or out again with all that it has become."""
+        """Add a request to the sums (`change` 1), or remove it with all that it has grown to (-1)."""
         tenant, fingerprint = record.generation.tenant, record.fingerprint
         placed = self.fingerprint_to_placed.get(fingerprint)
         if placed is None:
@@ -211,11 +208,11 @@ class FrontRequests:
             del self.fingerprint_to_placed[fingerprint]
 
     def placed_under(self, fingerprint: str) -> Placed:
-        """The sums over those that are bound to a fingerprint."""
+        """Return the sums over placed requests bound to a fingerprint."""
         return self.fingerprint_to_placed.get(fingerprint, _NONE)
 
     def grow(self, record: Record) -> None:
-        """Count its first token of this attempt, and the block that it may need."""
+        """Count the first token of an attempt, and the block that it may need."""
         record.num_output += 1
         self.counters.charge(record.generation.tenant, OUTPUT_COST / record.share_weight)
         grown = blocks_for(record.num_tokens + 1) - record.num_blocks
@@ -224,7 +221,7 @@ class FrontRequests:
             self.fingerprint_to_placed[record.fingerprint].num_blocks += grown
 
     def next_queued(self, now_s: float) -> Record | None:
-        """Whose turn it is (policy/fairness), of those that wait and are not backing off."""
+        """Return the next queued request in turn (policy/fairness); requests that back off are skipped."""
         heads = [
             head
             for queue in self._tenant_to_queue.values()
@@ -238,7 +235,7 @@ class FrontRequests:
         return turn_of(tenant, self.counters[tenant], num_placed, head.queue_key)
 
     def charge_prompt(self, record: Record) -> None:
-        """A unit begins with a request: what it has to read of the prompt is its tenant's."""
+        """Charge a prompt's uncached tokens to its tenant at its first placement; retries are free."""
         if not record.is_charged:
             record.is_charged = True
             num_read = len(record.generation.prompt) - record.num_cached
@@ -267,13 +264,13 @@ class FrontRequests:
             self.counters.leave(record.generation.tenant)
 
     def queued(self) -> list[Record]:
-        """Those that wait, in the order of their queue keys."""
+        """Return the queued requests in the order of their queue keys."""
         return [
             self.by_id[request_id] for _, _, request_id in merge(*self._tenant_to_queue.values())
         ]
 
     def next_retry_s(self, now_s: float) -> float:
-        """When the next back-off ends; infinity if nothing backs off."""
+        """Return the end of the next back-off; infinity if no request backs off."""
         waiting = chain.from_iterable(self._tenant_to_queue.values())
         times = [self.by_id[request_id].not_before_s for _, _, request_id in waiting]
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)
@@ -295,7 +292,7 @@ class FrontRequests:
         return late
 
     def on_unit(self, unit: str) -> list[Record]:
-        """Requests that lose something if this unit is lost, the oldest first."""
+        """Return requests that the loss of this unit would affect, oldest first."""
         return [
             record
             for record in self.by_id.values()
@@ -306,7 +303,7 @@ class FrontRequests:
         return (record for record in self.by_id.values() if record.state in PLACED)
 
     def check(self) -> list[str]:
-        """Problems of the requests; empty when states, owners, queue and sums agree."""
+        """Return problems of the requests; empty if states, owners, queue and sums agree."""
         problems = self.running.check()
         queues: dict[str, list[QueueKey]] = {}
         for record in self.by_id.values():
@@ -338,7 +335,7 @@ class FrontRequests:
 
 
 def _summed(records: list[Record]) -> dict[str, Placed]:
-    """What `fingerprint_to_placed` has to be where these are placed."""
+    """Return the correct `fingerprint_to_placed` for these placed requests."""
     sums: defaultdict[str, Placed] = defaultdict(Placed)
     for record in records:
         placed = sums[record.fingerprint]

@@ -1,4 +1,4 @@
-"""Routing of requests: views of the units for the policies, and the units that these choose.
+"""Routing of requests: views of the units for the policies, and the units that the policies choose.
 
 `policy/routing` and `policy/admission` decide; this file fills their snapshots.
 """
@@ -29,8 +29,8 @@ from hadal.roles.front.units import FrontUnits
 
 @dataclass(frozen=True)
 class RequestRouting:
-    """Where a request of the front may go: its tables put before the policies, one request at a
-    time. Looks, and changes neither table. The front applies what comes of it.
+    """Read-only access to the front's tables for the routing policies, one request at a time. The
+    front applies the results.
     """
 
     requests: FrontRequests
@@ -39,7 +39,7 @@ class RequestRouting:
     max_context: int
 
     def num_free(self) -> int:
-        """How many more requests units could work on, as far as they are not too long."""
+        """Return how many more requests the units have slots for, regardless of lengths."""
         num_free = 0
         for fingerprint in self.units.serving():
             num_placed = self.requests.placed_under(fingerprint).num_requests
@@ -48,7 +48,7 @@ class RequestRouting:
         return max(0, min(self.limits.max_running - self.requests.num_placed, num_free))
 
     def valley(self, is_draining: bool) -> ValleyView:
-        """What a batch's next request would lie beside."""
+        """Return the load beside which a batch's next request would run, for off-peak admission."""
         requests, prefill = self.requests, self.units.of_role(PREFILL)
         decode = [unit for unit in self.units.of_role(DECODE) if unit.is_open]
         num_others = requests.num_placed - requests.num_placed_of_batches
@@ -66,13 +66,13 @@ class RequestRouting:
         )
 
     def has_room(self, generation: Generation) -> bool:
-        """Whether a new request could start now; else it has to wait."""
+        """Return whether a new request could start now instead of being queued."""
         num_tokens = len(generation.prompt) + len(generation.output)
         return self._has_room(num_tokens, generation.tenant, self.units.serving())
 
     def fingerprints(self, record: Record) -> list[str]:
-        """Those of the weights that may take a request: one that has tokens stays with those that
-        made them, while they serve.
+        """Return fingerprints that may serve the request, best first. A request with output stays
+        on its fingerprint as long as a unit serves it.
         """
         serving = self.units.serving()
         is_bound = record.num_output and record.fingerprint in serving
@@ -85,7 +85,9 @@ class RequestRouting:
         fingerprints: Sequence[str],
         without: Sequence[Record] = (),
     ) -> bool:
-        """Whether a request could start under one of these if those `without` were on no units."""
+        """Return whether a request could start under one of these fingerprints without the placed
+        requests `without`.
+        """
         prefilling = Counter(one.prefill_unit for one in without if one.state is State.PREFILLING)
         return any(
             self._may_prefill(num_tokens, tenant, fingerprint, without)
@@ -104,8 +106,8 @@ class RequestRouting:
         )
 
     def in_the_way(self, record: Record) -> list[Record]:
-        """Requests of batches without which it could start now, the latest and no more than that
-        takes; none where it could not even without all of them.
+        """Return placed batch requests to preempt so that this request can start now: the latest
+        ones, and no more than needed. Empty if preempting all of them would not suffice.
         """
         has_room = partial(
             self._has_room, record.num_tokens, record.generation.tenant, self.fingerprints(record)
@@ -123,15 +125,15 @@ class RequestRouting:
             chosen.append(one)
             if has_room(chosen):
                 break
-        for one in chosen[:-1]:  # One may hold nothing of what is needed.
+        for one in chosen[:-1]:  # A chosen request may hold none of the needed capacity.
             others = [other for other in chosen if other is not one]
             if has_room(others):
                 chosen = others
         return chosen
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
-        """The prefill unit of its fingerprint that it starts on now, and how many of its positions
-        that has already; None if it waits.
+        """Return the prefill unit of the request's fingerprint that can start it now, and the
+        positions that it has cached there; None if the request must wait.
         """
         num_tokens, fingerprint = record.num_tokens, record.fingerprint
         tenant, has_place = record.generation.tenant, record.num_blocks_taken > 0
@@ -139,10 +141,10 @@ class RequestRouting:
             return None
         unit_to_cached: dict[str, int] = {}
         if record.generation.chain:
-            # Only where it could go now: one that waits for room asks again at every event.
+            # Only open units: a request that waits for capacity repeats this at every event.
             open_units = self.units.open_prefill_units()
             unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
-            # The last position is computed in any case, and a block is taken whole or not at all.
+            # The last position is always computed, and a block is reused whole or not at all.
             most = usable_blocks(num_tokens) * BLOCK_TOKENS
             unit_to_cached = {
                 unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()
@@ -152,7 +154,7 @@ class RequestRouting:
         return None if unit is None else (unit, unit_to_cached.get(unit, 0))
 
     def decode_unit(self, record: Record) -> str | None:
-        """The decode unit for its KV; None if it fits into none."""
+        """Return the decode unit for the request's KV; None if it fits into none."""
         num_blocks_max = blocks_for(
             len(record.generation.prompt) + record.generation.max_tokens - 1
         )
@@ -160,15 +162,15 @@ class RequestRouting:
         return choose_decode_unit(views, record.num_blocks, num_blocks_max)
 
     def fit(self, record: Record) -> str | None:
-        """Cap its output, once, by the context and by what one request can hold in the units; why
-        it can have none.
+        """Cap the request's output, once, by the context and by the KV that the units can hold for
+        one request. Return the error if no output is possible, else None.
         """
         if record.is_fitted or (capacity_tokens := self.units.capacity_tokens()) is None:
             return None
         record.is_fitted = True
         generation = record.generation
         num_prompt = len(generation.prompt)
-        # The last token of an output has no KV, so capacity + 1 tokens can be known.
+        # The last output token has no KV, so a sequence may have capacity + 1 tokens.
         longest = min(self.max_context, capacity_tokens + 1) - num_prompt
         if longest <= record.num_output:
             return f"the prompt has {num_prompt} tokens; a unit holds {capacity_tokens} at most."

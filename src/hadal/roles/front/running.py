@@ -1,12 +1,12 @@
-"""Requests that decode units work on, as arrays: a few operations count a whole unit's step.
+"""Requests sent to decode units, as arrays: a few operations count the tokens of a unit's step.
 
-    Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is given up: leave
+    Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is released: leave
 
-A message may have several tokens of an attempt. Its rows are taken as if each came alone.
+A message may have several tokens of an attempt. Its rows are counted as if each came alone.
 
-An attempt id holds the row that its attempt has here. No id is used twice, nor by another front, so a
-late message about an attempt that has left finds no row. While an attempt runs, its growing figures are
-here and not in its record. Knows no messages but Tokens.
+An attempt id contains the attempt's row. No id is used twice, not even by another front, so a late
+message about an attempt that has left finds no row. While an attempt runs, its growing counts are
+here and not in its record. Uses no message but Tokens.
 """
 
 from __future__ import annotations
@@ -28,44 +28,42 @@ _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
 _FIRST_BITS = 38
-"""Bits of the number in a front's first attempt id. A row leaves 39 of 63 bits for it, so that as
-many numbers again can follow.
+"""Bits of the number in a front's first attempt id. 63 bits less the row leave 39 bits for the
+number, so 2^38 more numbers can follow.
 """
 
 
 class Served(NamedTuple):
-    """Tokens that were drawn for a tenant."""
+    """Tokens drawn for one tenant."""
 
     tenant: str
     num_tokens: int
     cost: float
-    """Over its weight (policy/fairness)."""
+    """Cost of these tokens, divided by the request's weight (policy/fairness)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of one Tokens message. The others of its rows are of attempts that left, or came
-    before.
-    """
+    """Result of one Tokens message. Other rows are repeats, or last tokens of attempts that have left."""
 
     good: Ints
-    """Rows of the message that are the next token of their attempt, in order; they were counted."""
+    """Rows of the message with the next token of their attempt, in order; they are counted."""
     gaps: tuple[Record, ...]
-    """Attempts of which a token is missing."""
+    """Requests with a missing token."""
     unknown: tuple[int, ...]
-    """Ids of attempts that have left, or are another unit's, and go on there; what comes behind an
-    attempt's last token or a gap is of one that has left.
+    """Ids of attempts that continue on the unit but have left, or belong to another unit. An
+    attempt has left after its last token, or after a missing one.
     """
     num_blocks: int
-    """Blocks that the requests of the unit grew by."""
+    """Blocks that the unit's requests have grown by."""
     num_attempts: int
-    """Attempts that the good rows are of."""
+    """Number of attempts in the good rows."""
     served: tuple[Served, ...] = ()
-    """What tenants had of the good rows."""
+    """Tokens and costs of the good rows per tenant."""
 
 
 class Running:
-    """Rows of those that run. Grows by itself, up to MAX_ROWS at once."""
+    """Table of requests sent to decode. Grows on demand, up to MAX_ROWS rows."""
 
     def __init__(self, num_rows: int = 32) -> None:
         self._free: list[int] = []
@@ -80,22 +78,22 @@ class Running:
         self._num_blocks: Ints = np.zeros(0, np.int64)
         self._moved_s: Floats = np.zeros(0)
         self._is_pulled: Ints = np.zeros(0, np.int64)
-        """Whether its KV is where its tokens come from."""
+        """1 once the decode unit has the request's KV."""
         self._tenant_to_number: dict[str, int] = {}
         self._tenant: Ints = np.zeros(0, np.int64)
         self._cost: Floats = np.zeros(0)
-        """Of a token."""
+        """Cost of one output token for the request's tenant."""
         self._place: Ints = np.zeros(0, np.int64)
-        """Where a message that is being looked at names the row. Means nothing afterwards."""
+        """Scratch: index of the row in the current message. Meaningless afterwards."""
         self._grow(num_rows)
 
     def __len__(self) -> int:
         return len(self._records) - len(self._free)
 
     def begin(self, epoch: str) -> None:
-        """Give out this front's attempt ids. Those of two fronts are far apart: a unit may have
-        attempts of one that died beside its successor's, and neither's text may ever be taken for
-        the other's.
+        """Choose the start of this front's attempt ids from its epoch. Ids of two fronts are far
+        apart: a unit may hold attempts of a dead front beside its successor's, and their tokens
+        must not be mixed up.
         """
         self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
             64 - _FIRST_BITS
@@ -123,9 +121,7 @@ class Running:
             setattr(self, name, np.concatenate([column, np.zeros(num_more, column.dtype)]))
 
     def enter(self, record: Record) -> int:
-        """Let an attempt run: its tokens come from `record.decode_unit` from now on, under the
-        attempt id that is returned.
-        """
+        """Add an attempt and return its attempt id. Its tokens now come from `record.decode_unit`."""
         if record.row >= 0 or record.decode_unit is None:
             raise InvariantError(f"{record.request_id} cannot enter.")
         if not self._free:
@@ -149,18 +145,18 @@ class Running:
         return attempt_id
 
     def pulled(self, record: Record) -> None:
-        """A record's KV has arrived."""
+        """Note that a record's KV has arrived."""
         self._is_pulled[record.row] = True
 
     def sync(self, record: Record) -> None:
-        """Bring a record up to date, if it runs."""
+        """Update a record from its row, if it runs."""
         if record.row >= 0:
             record.num_output = int(self._num_output[record.row])
             record.num_blocks = int(self._num_blocks[record.row])
             record.moved_s = float(self._moved_s[record.row])
 
     def leave(self, record: Record) -> None:
-        """None of its tokens is waited for any more. The record is up to date."""
+        """Remove an attempt, if it runs: none of its tokens is expected any more. Updates the record."""
         if record.row < 0:
             return
         self.sync(record)
@@ -170,24 +166,24 @@ class Running:
         record.row = _NOBODY
 
     def attempt_id_of(self, record: Record) -> int:
-        """The attempt id of a record that runs."""
+        """Return the attempt id of a running record."""
         return int(self._attempt_id[record.row])
 
     def record_of(self, attempt_id: int) -> Record:
-        """The record that runs under an attempt id, which must be one of `take`'s."""
+        """Return the record that runs under an attempt id, which must be a running one."""
         record = self._records[attempt_id & (MAX_ROWS - 1)]
         assert record is not None
         return record
 
     def early(self, message: Tokens) -> list[Record]:
-        """Requests whose tokens come though nobody said that their KV was pulled."""
+        """Return requests with tokens in the message for which no Pulled has been received."""
         attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
         rows, known = self._rows(message.unit, attempt_ids)
         early = attempt_ids[known & (self._is_pulled[rows] == 0)].tolist()
         return [self.record_of(attempt_id) for attempt_id in dict.fromkeys(early)]
 
     def take(self, now_s: float, message: Tokens) -> Taken:
-        """Count the tokens that are what comes next."""
+        """Count the tokens that are the next ones of their attempts."""
         attempt_ids = np.frombuffer(message.attempt_ids, np.int64)
         indices = np.frombuffer(message.indices, np.int64)
         rows, known = self._rows(message.unit, attempt_ids)
@@ -200,8 +196,7 @@ class Running:
         counted = rows[good]
         np.add.at(self._num_output, counted, 1)
         self._moved_s[counted] = now_s
-        # A block is taken with the token before its first: there has to be room for the one that
-        # comes.
+        # A block is reserved one token before its first: the next token must have room.
         full = (self._num_prompt[counted] + indices[good] + 1) % BLOCK_TOKENS == 0
         np.add.at(self._num_blocks, counted[full], 1)
         gaps: list[Record] = []
@@ -225,7 +220,7 @@ class Running:
         )
 
     def _served(self, rows: Ints) -> tuple[Served, ...]:
-        """What a token for each of these rows is to tenants."""
+        """Return tokens and costs per tenant for one token in each of these rows."""
         if not rows.size:
             return ()
         numbers = self._tenant[rows]
@@ -238,23 +233,21 @@ class Running:
         )
 
     def _rows(self, unit: str, attempt_ids: Ints) -> tuple[Ints, Bools]:
-        """The rows that attempt ids name, and whether these attempts run there now, on this
-        unit.
-        """
-        # One beyond the last row is looked for in that one, which has another attempt id.
+        """Return the rows of attempt ids, and whether each attempt runs now on this unit."""
+        # A row beyond the last is looked up in the last one, which has another attempt id.
         rows = np.minimum(attempt_ids & (MAX_ROWS - 1), len(self._records) - 1)
         number = self._unit_to_number.get(unit, _NOBODY)
         known: Bools = (self._attempt_id[rows] == attempt_ids) & (self._unit[rows] == number)
         return rows, known
 
     def _are_repeated(self, rows: Ints) -> bool:
-        """Whether a row is named more than once."""
+        """Return whether a row occurs more than once."""
         places = np.arange(rows.size)
         self._place[rows] = places
         return bool((self._place[rows] != places).any())
 
     def check(self) -> list[str]:
-        """Problems; empty when rows and records agree."""
+        """Return problems; empty if rows and records agree."""
         problems = []
         rows = zip(self._attempt_id.tolist(), self._unit.tolist(), self._records, strict=True)
         for row, (attempt_id, number, record) in enumerate(rows):
@@ -278,17 +271,17 @@ class Running:
 def _as_if_one_by_one(
     attempt_ids: Ints, ahead: Ints, finishes: tuple[tuple[int, str], ...]
 ) -> tuple[Ints, Bools]:
-    """For each of N rows: how far it is ahead of what its attempt waits for once the rows before it
-    were taken, and whether its attempt is over by then, as it drew its last token or left one out.
+    """Return, for each of N rows, its distance from the token that its attempt expects after the
+    rows before it, and whether the attempt is over by then: after its last token, or after a gap.
 
-    `ahead` is what it would be if no row were taken.
+    `ahead` is that distance before any row is counted.
     """
     num_rows = attempt_ids.size
     order = np.argsort(attempt_ids, kind="stable")
     begins = np.diff(attempt_ids[order], prepend=attempt_ids[order[:1]] - 1) != 0
     group = np.cumsum(begins) - 1
-    # Up to a gap, what an attempt waits for is behind the furthest token that came. Nothing is
-    # further ahead than by N without a gap, and a group's numbers are above those of the one before.
+    # Up to a gap, an attempt expects the token behind the furthest one so far. Without a gap no row
+    # is more than N ahead, so N + 2 per group keeps a group's values above the previous group's.
     came = np.clip(ahead[order], -1, num_rows) + 1 + group * (num_rows + 2)
     furthest = np.maximum.accumulate(came)
     waited = np.where(begins, 0, np.roll(furthest, 1) - group * (num_rows + 2))

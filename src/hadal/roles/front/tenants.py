@@ -3,9 +3,9 @@
     admitted: the prompt's tokens are drawn from the bucket, and the highest cost is reserved
     -> output tokens are drawn -> Charged: the actual cost replaces the reserved one
 
-A charge is known by its request's id and counts once: gateways send the last charges again to a new
-front, which may have read them in the ledger. A tenant with a daily budget is refused until its Spent
-has arrived. Part of the front's state; decides nothing (policy/quotas).
+A charge is identified by its request's id and counts once: gateways resend the last charges to a
+new front, which may have read them from the ledger. A tenant with a daily budget is refused until
+its Spent has arrived. Part of the front's state; policy/quotas decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from hadal.policy.fairness import is_batch, owner_of
 from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse, refuse_tokens
 
 RECENT_S = 120.0
-"""Time for which a charge is known by its id. Gateways send charges again that are younger than half."""
+"""Seconds for which a charge's request id is remembered. Gateways resend only charges younger than
+half of that.
+"""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class _Recent:
     tenant: str
     day: int
     pico_usd: int
-    """0: the ledger's sum includes it."""
+    """0 if the ledger's sum already includes the charge."""
 
 
 class FrontTenants:
@@ -129,8 +131,8 @@ class FrontTenants:
     def ended(self, request_id: str) -> None:
         """Note that a request has ended: its reserved cost is released `reserve_s` after the next tick."""
         reserved = self._reserved.get(request_id)
-        # The charge of a batch's line comes when its answer is written down, however long the store
-        # is away. The process that would say it ends with this front.
+        # A batch line is charged when its answer is stored, however long the store is unavailable.
+        # The process that sends the charge ends with this front, so nothing stays reserved forever.
         if reserved is not None and not reserved.is_for_batch:
             self._ended.append(request_id)
 
@@ -159,7 +161,7 @@ class FrontTenants:
         """Set what tenants spent today: the ledger's sums, and recent charges that these do not include."""
         self._turn_day(now_s)
         if message.day != self._day:
-            return  # Read before midnight: it is read again.
+            return  # Read before midnight; the caller reads it again.
         read = {
             tenant: pico_usd
             for tenant, pico_usd in message.tenant_to_pico_usd.items()
@@ -189,7 +191,7 @@ class FrontTenants:
             self._release(request_id)
 
     def check(self) -> list[str]:
-        """Return problems; empty when sums agree."""
+        """Return problems; empty if the sums agree."""
         sums: dict[str, int] = {}
         for reserved in self._reserved.values():
             sums[reserved.tenant] = sums.get(reserved.tenant, 0) + reserved.pico_usd
@@ -218,7 +220,7 @@ class FrontTenants:
         day = int((now_s + self._clock) // DAY_S)
         if day == self._day:
             return
-        # A clock that was set back over midnight is in a day of which no sum is kept: it is read.
+        # After a clock is set back over midnight, that day's sums are unknown and read again.
         known = self._spent if day > self._day else ()
         self._day = day
         self._spent = self._with_recent(dict.fromkeys(known, 0))

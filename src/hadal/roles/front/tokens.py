@@ -1,7 +1,7 @@
-"""Tokens of a decode unit: counted for the unit as a whole, sent one by one to requests with a reader.
+"""Tokens of decode units: counted per message, delivered per request.
 
-Without text only a request's last token is sent, and none is kept. Changes the tables of requests and
-units; the front itself ends a request.
+Without text (`keeps_text` False), only a request's last token is delivered and none is stored.
+Changes the tables of requests, units and tenants; the front itself ends a request.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hadal.roles.front.units import FrontUnits
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What the front has to do about a Tokens message."""
+    """Results of a Tokens message for the front to act on."""
 
     delivers: tuple[Deliver, ...]
-    """Deliveries to requests that go on."""
+    """Deliveries to requests that continue."""
     ended: tuple[tuple[Record, tuple[Token, ...]], ...]
-    """Requests that drew their last token, which is behind the others that came with it; their
-    decode unit holds nothing of them.
+    """Requests that drew their last token, with all their tokens of the message. Their decode unit
+    holds nothing for them any more.
     """
     gaps: tuple[Record, ...]
-    """Requests of which a token is missing."""
+    """Requests with a missing token."""
     unknown: tuple[int, ...]
-    """Ids of attempts that nobody waits for."""
+    """Ids of attempts that no request waits for; the unit must stop them."""
 
 
 class FrontTokens:
-    """`epoch`: the front's; attempt ids of another one are unknown here."""
+    """Token counts and deliveries. `epoch` is this front's; attempt ids of another are unknown."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class FrontTokens:
         self._keeps_text = keeps_text
 
     def early(self, message: Tokens) -> list[Record]:
-        """Requests whose tokens come though nobody said that their KV was pulled."""
+        """Return requests with tokens in the message for which no Pulled has been received."""
         return self._requests.running.early(message)
 
     def take(self, now_s: float, message: Tokens) -> Came:
-        """Count a message's tokens."""
+        """Count a message's tokens, and return the deliveries and problems."""
         taken = self._requests.running.take(now_s, message)
         self._totals.tokens_out += taken.good.size
         for served in taken.served:
@@ -126,8 +126,8 @@ class FrontTokens:
 def by_request(
     rows: Iterable[tuple[Record, tuple[Token, ...]]],
 ) -> Iterator[tuple[Record, tuple[Token, ...]]]:
-    """The tokens of a request together, in their order: a step is one delivery to its reader,
-    however many tokens it drew.
+    """Yield each request's tokens together, in order: a step is one delivery to its reader, with
+    any number of tokens.
     """
     together: dict[str, tuple[Record, list[Token]]] = {}
     for record, tokens in rows:

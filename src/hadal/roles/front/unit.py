@@ -1,4 +1,4 @@
-"""One unit as the front knows it, and the views of it that policies get."""
+"""One unit in the front's tables, and its views for policies."""
 
 from __future__ import annotations
 
@@ -19,62 +19,58 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
-    """Blocks of its living ranks, as `num_requests_max` is of theirs: both follow its reports as
-    ranks come and go.
+    """Blocks of its living ranks. Like `num_requests_max`, it follows the unit's reports as ranks
+    are lost and return.
     """
     num_blocks_request: int
-    """What one request can hold there at most; 0 while no rank of it lives."""
+    """Most blocks that one request can hold there; 0 while no rank lives."""
     num_requests_max: int
     seen_s: float
     fingerprint: str = ""
-    """Of its KV (UnitUp): what is prefilled under it is decoded under it."""
+    """Fingerprint of its KV (UnitUp): a prompt is decoded under the fingerprint it was prefilled under."""
     num_requests: int = 0
     num_tokens: int = 0
-    """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache
-    aside.
-    """
+    """Prefill: tokens of requests sent there that are not yet prefilled, without cached ones."""
     num_pairs: int = 0
-    """Prefill: (token, position it attends to) pairs of those."""
+    """Prefill: (token, attended position) pairs of the tokens in `num_tokens`."""
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     tokens_step: float = 1.0
-    """Decode: tokens that a step draws for a request, smoothed; more than 1 where it has several passes
-    or drafts are right.
+    """Decode: tokens per step and request, smoothed; above 1 with several passes per step, or with
+    accepted drafts (speculative decoding).
     """
     load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
     decode_view: DecodeUnitView | None = None
-    """The view that the policies saw last, unless something changed since."""
+    """View that policies saw last, as in `prefill_view`; None after a change."""
     drain_number: int = 0
     drain_by_s: float | None = None
-    """Until when what it holds may stay, while nothing new is sent there (roles/front/front); None:
-    it does not drain.
+    """Deadline of the drain, until which its requests may stay (roles/front/fleet); None if it does
+    not drain.
     """
     orphan_s: float | None = None
-    """Since when what its ranks hold is kept for a new leader; None: they have one."""
+    """Time since which its ranks wait for a new leader with their requests; None: they have one."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that live and are led. One that has not reported said that it is up, which it is
-        with one at least.
-        """
+        """Living ranks with a leader. 1 before the first report: a unit that is up has at least one."""
         if self.orphan_s is not None:
             return 0
         return self.load.num_ranks if self.load is not None else 1
 
     @property
     def is_open(self) -> bool:
-        """New requests may be sent there."""
+        """True if new requests may be sent there."""
         return self.drain_by_s is None and self.orphan_s is None
 
     def changed(self) -> None:
-        """The unit is not as the policies saw it any more."""
+        """Drop the cached views after a change."""
         self.prefill_view = self.decode_view = None
 
 
 def prefill_work(record: Record) -> tuple[int, int]:
-    """Tokens and pairs that its prefill unit computes for a request: what is cached there is
-    context only.
+    """Return tokens and (token, position) pairs that the prefill unit computes for a request.
+    Cached positions are only attended to.
     """
     num_tokens = record.num_tokens - record.num_cached
     return num_tokens, num_pairs_of(record.num_cached, num_tokens)
@@ -101,7 +97,7 @@ def num_slots_beside(unit: Unit, num_others: int) -> int:
 
 
 def prefill_view(unit: Unit) -> PrefillUnitView:
-    """The unit as a request sees it of which it has nothing."""
+    """Return the unit's view for a request without cached positions there."""
     load = unit.load
     return PrefillUnitView(
         unit.name,

@@ -1,8 +1,8 @@
-"""The units as the front knows them: who is up, what was sent to each, what their caches hold, and
-which of them a request may go to. Snapshots for the policies are made here.
+"""Units in the front's table: units that are up, work sent to each, summaries of their caches, and
+the units that a request may go to. Snapshots for the policies are made here.
 
-Counts are the front's own, raised when it sends and lowered when it takes back, so they are never
-late; the units' reports are kept for the metrics and as heartbeats.
+The front counts work itself, when it sends it and when it releases it, so counts are never late.
+Reports of the units provide heartbeats, capacities, measured speeds and metrics.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from hadal.roles.suspects import Absence, Suspects
 
 _NOTHING: Mapping[str, int] = {}
 _SMOOTHING = 0.1
-"""Weight of a step's tokens per request: that of its time, which they stand beside (roles/unit)."""
+"""Weight of the latest step in `tokens_step`, equal to that of step times (StepMeter)."""
 ORPHAN_S = 10.0
-"""How long a unit's requests wait for a leader that takes its ranks over."""
+"""Seconds for which a unit's requests wait for a new leader of its ranks."""
 LAST_WORDS_S = 1.0
-"""How long a leader's reports may still come once it has ended."""
+"""Seconds for which reports of an ended leader may still arrive."""
 
 
 class FrontUnits:
-    """Units by name; one that is down is not in it."""
+    """Units that are up, by name."""
 
     def __init__(self, unit_timeout_s: float, heartbeat_s: float, fingerprint: str = "") -> None:
-        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `heartbeat_s`:
-        from one call of the front to the next, at most. `fingerprint`: of units that say none.
+        """Treat a unit as frozen if it sends no heartbeat for `unit_timeout_s` although it could
+        run. `heartbeat_s`: longest time between two calls of the front. `fingerprint`: for units
+        that report none.
         """
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)
@@ -45,10 +46,10 @@ class FrontUnits:
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
         self._fingerprint = fingerprint
         self._fingerprint_to_num: dict[str, int] = {}
-        """How many units of each are up, in the order in which the first of them came."""
+        """Fingerprint -> number of its units that are up; fingerprints in order of appearance."""
 
     def of_role(self, role: str) -> list[Unit]:
-        """The role's units, in the order in which they came up."""
+        """Return the role's units, in the order in which they came up."""
         return self._role_to_units[role]
 
     def add(self, message: UnitUp, now_s: float) -> None:
@@ -70,7 +71,7 @@ class FrontUnits:
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
     def remove(self, name: str) -> None:
-        """A unit is down, and what it had with it."""
+        """Remove a unit that is down, and its cache summary."""
         unit = self.by_name.pop(name, None)
         if unit is not None:
             self._role_to_units[unit.role].remove(unit)
@@ -80,15 +81,15 @@ class FrontUnits:
         self.cache.down(name)
 
     def fingerprint_of(self, message: UnitUp) -> str:
-        """That of a unit's KV."""
+        """Return the fingerprint of a unit's KV."""
         return message.fingerprint or self._fingerprint
 
     def serving(self) -> list[str]:
-        """Fingerprints that a prompt may be bound to, the best first; empty: it has to wait.
+        """Return fingerprints that a prompt may be bound to, best first; empty if it must wait.
 
-        With one there is no choice. With two, new weights are taking the place of old ones, and a
-        prompt goes where a unit of each role takes requests: to the weights that came last, as long
-        as they have room. What is prefilled under others would lead nowhere.
+        With one fingerprint there is no choice. With two, new weights are replacing old ones. Only
+        a fingerprint with an open unit of each role can serve a prompt; the newest is best as long
+        as it has capacity. KV prefilled under any other could not be decoded.
         """
         if len(self._fingerprint_to_num) < 2:
             return [*self._fingerprint_to_num]
@@ -99,12 +100,12 @@ class FrontUnits:
         return [one for one in reversed(self._fingerprint_to_num) if one in prefill & decode]
 
     def orphaned(self, unit: Unit, now_s: float) -> None:
-        """A unit's leader is gone. Said again, it changes nothing."""
+        """Note that a unit's leader is gone. A repeated call changes nothing."""
         unit.changed()
         unit.orphan_s = now_s if unit.orphan_s is None else unit.orphan_s
 
     def succeeded(self, unit: Unit, message: UnitUp, now_s: float) -> None:
-        """A unit has a new leader, and what was sent there still counts."""
+        """Note a unit's new leader; counts of work sent to the unit stay."""
         unit.changed()
         unit.epoch, unit.orphan_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
         unit.num_blocks, unit.num_requests_max = message.num_blocks, message.num_requests_max
@@ -112,7 +113,7 @@ class FrontUnits:
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
     def late_orphans(self, now_s: float) -> list[str]:
-        """Units that nobody took over in time."""
+        """Return units that no new leader took over in time."""
         units = self.by_name.values()
         return [
             unit.name
@@ -121,23 +122,23 @@ class FrontUnits:
         ]
 
     def heard(self, unit: Unit, load: UnitReport, now_s: float) -> None:
-        """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
+        """Apply a heartbeat. A unit's capacity changes when a rank is lost or returns."""
         unit.seen_s = now_s
         unit.changed()
         if unit.orphan_s is not None and unit.orphan_s + LAST_WORDS_S < now_s:
-            unit.orphan_s = None  # The one that ended led before: its successor was heard first.
+            unit.orphan_s = None  # LeaderDown came after its successor's UnitUp.
         unit.load = load
         unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
         unit.num_blocks_request = load.num_blocks_request or load.num_blocks
 
     def cached(self, message: Cached) -> None:
-        """What it can take out of its memory changed."""
+        """Apply a change of the blocks that a unit has cached in memory."""
         if message.unit in self.by_name:
             self.cache.heard(message, self.by_name[message.unit].num_blocks)
 
     def taker_of(self, message: Filled) -> str | None:
-        """Return the prefill unit that has most of the text before these blocks. None if none has all
-        of it, or one has the blocks, too.
+        """Return the prefill unit with most of the text before these blocks. None if no unit has
+        all of that text, or if one already has the blocks as well.
         """
         filler = self.by_name.get(message.unit)
         names = [
@@ -157,13 +158,15 @@ class FrontUnits:
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:
-        """The front was called at this time; comes before anything else."""
+        """Note that the front was called; call this first. Its own pauses do not count as units'
+        silence.
+        """
         if missed_s := self._absence.called(now_s):
             for unit in self.by_name.values():
                 unit.seen_s += missed_s
 
     def frozen(self, now_s: float) -> list[tuple[str, str]]:
-        """Units that sent no heartbeat for too long and could have, and what to say of each."""
+        """Return (unit, reason) of units that sent no heartbeat for too long although they could run."""
         silent = {
             unit.name: now_s - unit.seen_s
             for unit in self.by_name.values()
@@ -175,8 +178,8 @@ class FrontUnits:
         ]
 
     def capacity_tokens(self) -> int | None:
-        """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is
-        up.
+        """Return the most tokens of KV that one request can have on units of both roles; None if a
+        role has no living rank.
         """
         num_blocks = min(
             max(
@@ -187,7 +190,7 @@ class FrontUnits:
         )
         return num_blocks * BLOCK_TOKENS or None
 
-    # ---- what was sent to them ----
+    # ---- work sent to units ----
     def sent_to_prefill(self, name: str, record: Record) -> None:
         unit, (num_tokens, num_pairs) = self.by_name[name], prefill_work(record)
         unit.changed()
@@ -211,14 +214,14 @@ class FrontUnits:
         unit.num_blocks_used += num_blocks
 
     def grew(self, name: str, num_blocks: int) -> None:
-        """Requests of a decode unit have more blocks."""
+        """Add blocks that requests of a decode unit have grown by."""
         unit = self.by_name.get(name)
         if unit is not None and num_blocks:
             unit.changed()
             unit.num_blocks_used += num_blocks
 
     def drew(self, name: str, num_tokens: int, num_requests: int) -> None:
-        """A step of a decode unit drew so many tokens for so many requests."""
+        """Update a decode unit's tokens per request from one step."""
         unit = self.by_name.get(name)
         if unit is not None and num_requests:
             unit.tokens_step += _SMOOTHING * (num_tokens / num_requests - unit.tokens_step)
@@ -230,14 +233,14 @@ class FrontUnits:
             unit.num_requests -= 1
             unit.num_blocks_used -= num_blocks
 
-    # ---- what the policies see ----
+    # ---- views for policies ----
     def decode_step_s(self) -> float:
-        """How long a step of the slowest decode unit takes; 0 while none has measured any."""
+        """Return the step time of the slowest decode unit, seconds; 0 if none has been measured."""
         loads = [unit.load for unit in self.of_role(DECODE) if unit.load is not None]
         return max([load.step_ms + load.overhead_ms for load in loads], default=0.0) * 1e-3
 
     def open_prefill_units(self) -> list[str]:
-        """Those that take one more request."""
+        """Return prefill units that take one more request."""
         return [
             u.name
             for u in self.of_role(PREFILL)
@@ -247,8 +250,8 @@ class FrontUnits:
     def prefill_views(
         self, fingerprint: str, unit_to_cached: Mapping[str, int] = _NOTHING
     ) -> list[PrefillUnitView]:
-        """The prefill units as a request of a fingerprint sees them of which they have so many
-        positions already.
+        """Return views of a fingerprint's prefill units. `unit_to_cached`: positions of the request
+        in each unit's cache.
         """
         views = []
         for unit in self.of_role(PREFILL):
@@ -272,9 +275,9 @@ class FrontUnits:
         )
 
     def decode_views(self, fingerprint: str) -> list[DecodeUnitView]:
-        """The decode units that take what was prefilled under a fingerprint. Where all of them
-        drain, these do: nobody else could go on with its KV, and a part of an answer by other
-        weights is no answer of either.
+        """Return views of decode units that can use KV prefilled under a fingerprint. If all of
+        them drain, return those: no other unit can use the KV, and an answer must not mix two
+        weights.
         """
         led = [
             unit
@@ -294,8 +297,8 @@ class FrontUnits:
         num_blocks_used: int,
         num_transferring: int,
     ) -> DownstreamView:
-        """The decode units of a fingerprint, with what is bound to it. One that drains or has no
-        leader has room for what it holds and for nothing else.
+        """Return sums over a fingerprint's decode units, with the given counts of requests bound to
+        it. A unit that drains or has no leader has no capacity beyond its current requests.
         """
         units = [unit for unit in self.of_role(DECODE) if unit.fingerprint == fingerprint]
         return DownstreamView(
@@ -307,7 +310,7 @@ class FrontUnits:
         )
 
     def check(self, placed: Sequence[Record]) -> list[str]:
-        """Problems of the counts; empty when they are what the `placed` requests add up to."""
+        """Return problems of the counts; empty if they match the `placed` requests."""
         problems = []
         to_prefill: defaultdict[str | None, list[Record]] = defaultdict(list)
         to_decode: defaultdict[str | None, list[Record]] = defaultdict(list)
