@@ -1,1 +1,1 @@
-"""The leader of a decode unit: what runs in which slot, the table of its ranks, and their steps."""
+"""Leader (scheduler) of a decode unit: requests in slots, the table of its ranks, and its steps."""

@@ -1,15 +1,16 @@
-"""What a decode unit adds to the cache: blocks of generated text, so that the next turn finds them.
+"""Cache entries made by a decode unit: blocks of generated text, so that the next turn can reuse
+them.
 
     with a disk cache   a block is full --> it is written there
     else, on one host   the request ends --> its blocks stay, named, in this pool; Filled: prefill copies them
 
-A block is full once a completed step has written its last position and the request still wanted the
-token; then the table has all of its tokens. A step that failed or is void names nothing, because it is
-not known what it wrote. A block that waits for the disk has one more owner (roles/unit/disk_stores),
-so its request may end, move or be preempted meanwhile. A block that prefill is to copy has no owner: it
-can be evicted at any time, and its version tells the reader.
+A block is full once a completed step has written its last position and the request still needed the
+token; the table then has all of its tokens. A step that failed or is void names nothing, because
+its writes are unknown. A block that waits for the disk has one more owner (roles/unit/disk_stores),
+so its request may end, move or be preempted meanwhile. A block that prefill is to copy has no
+owner: it can be evicted at any time, and its version tells the reader.
 
-Prefill has named and stored what is full of the prompt. Knows no files.
+Prefill has named and stored the full blocks of the prompt. Independent of files.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from hadal.roles.unit.disk_stores import DiskStores, Owner
 
 @dataclass(frozen=True, slots=True)
 class AnswerCache:
-    """Where blocks of generated text are kept."""
+    """Destination of blocks of generated text."""
 
     fingerprint: str = ""
-    """See kv/names; empty: nowhere, and nothing is named."""
+    """KV fingerprint (kv/names); empty: blocks are neither named nor kept."""
     has_disk: bool = False
-    """On disk; else prefill is offered them."""
+    """True: blocks are written to disk. False: they are offered to prefill."""
 
 
 class DecodeCache:
-    """Names what requests fill. `answers`: what becomes of it."""
+    """Names of blocks that requests fill. `answers` sets where the blocks go."""
 
     def __init__(
         self, table: DecodeTable, pools: RankPools, per_rank: int, answers: AnswerCache
     ) -> None:
         self.stores = DiskStores(pools, holds=True)
-        """It owns blocks until they are written, as their requests may end before."""
+        """Disk writes. They own their blocks until written, since requests may end before."""
         self.is_on = bool(answers.fingerprint)
         self._has_disk = answers.has_disk
         self._root = root_of(answers.fingerprint.encode())
@@ -56,45 +57,43 @@ class DecodeCache:
         self._per_rank = per_rank
 
     def totals(self) -> dict[str, int]:
-        """What UnitReport.cache says; empty where there is no disk cache."""
+        """Return the values of UnitReport.cache; empty without a disk cache."""
         has_disk = self.is_on and self._has_disk
         return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if has_disk else {}
 
     # ---- the disk ----
     def begin_stores(self) -> list[StoreBlocks]:
-        """Begin the writes that may begin."""
+        """Return the disk writes that start now."""
         return self.stores.begin()
 
     def note_disk(self, event: BlocksStored | DiskNews) -> None:
-        """Note what was written, or what can be found on disk."""
+        """Note finished writes, or a change of the blocks on disk."""
         self.stores.note(event)
 
     def make_room(self, rank: int, num_blocks: int) -> int:
-        """Give up blocks of a rank that wait to be written; return how many came free."""
+        """Drop disk writes of a rank that have not started; return how many blocks that freed."""
         return self.stores.give_up(rank, num_blocks)
 
     def lose(self, rank: int) -> None:
-        """Forget the writes of a rank that is gone."""
+        """Forget the writes of a lost rank."""
         self.stores.lose(rank)
 
     def owners(self, rank: int) -> list[tuple[Owner, tuple[int, ...]]]:
-        """Which writes own which blocks of a rank."""
+        """Return the writes that own blocks of a rank, with these blocks."""
         return self.stores.owners(rank)
 
     def check(self) -> list[str]:
-        """Problems; empty when writes add up."""
+        """Return problems; empty if the writes add up."""
         return self.stores.check()
 
     # ---- names ----
     def placed(self, slot: int) -> None:
-        """A request's prompt is prefilled: note the text that its next block begins with, and what
-        it follows.
-        """
+        """Note the text in a new request's next block, and the names of its blocks before that."""
         table, occupant = self._table, self._table.occupant(slot)
         generation, num_full = occupant.generation, occupant.lease.num_tokens // BLOCK_TOKENS
         num_chained = num_full * NAME_BYTES
-        # A text without a full block has an empty chain, too: for those, only the fingerprint says
-        # what is cached.
+        # A text without a full block has an empty chain, too; then only the fingerprint decides
+        # whether blocks are named.
         table.is_named[slot] = self.is_on and (bool(generation.chain) or not num_full)
         if not table.is_named[slot]:
             return
@@ -109,8 +108,8 @@ class DecodeCache:
     def delivered(self, slots: Ints, values: Ints, lengths: Ints) -> None:
         """Name and queue the blocks that a completed step filled, and note its tokens.
 
-        Each slot stands once. Its request now has `lengths` positions of KV, and `values` is the token
-        drawn behind them. The clients got all of these tokens.
+        Each slot occurs once. Its request now has `lengths` positions of KV, and `values` is the
+        token drawn after them. All of these tokens went to the clients.
         """
         self._name_filled(slots, lengths)
         self._table.tail[slots, lengths % BLOCK_TOKENS] = values
@@ -122,7 +121,7 @@ class DecodeCache:
             return
         for slot, length in zip(slots[full].tolist(), lengths[full].tolist(), strict=True):
             salt = table.occupant(slot).generation.salt
-            # As the chain's names would be: each begins with the one before it.
+            # As in the chain: each name continues the one before it.
             before = table.names[slot][-NAME_BYTES:] or self._root
             name = extend(before, b"", table.tail[slot].tolist(), salt)
             table.names[slot] += name
@@ -133,15 +132,16 @@ class DecodeCache:
                 )
 
     def leave(self, slot: int, unit: str) -> list[Effect]:
-        """A request gets no more tokens: name the blocks that it filled here, so that they stay until
-        their room is needed, and offer them to prefill. Once for each slot; nothing where there are none.
+        """Name the blocks that an ended request filled here, so that they stay until their memory
+        is needed, and offer them to prefill. Runs once per slot; does nothing if no block was
+        filled.
         """
         table = self._table
         if self._has_disk or not table.is_named[slot]:
             return []
         table.is_named[slot] = False
         generation, chain = table.occupant(slot).generation, table.names[slot]
-        # Prefill named what was full before its last token.
+        # Prefill has named the blocks that were full before its last token.
         first = (len(generation.prompt) + len(generation.output) - 1) // BLOCK_TOKENS
         end, rank = num_names(chain), slot // self._per_rank
         if end == first:
@@ -149,7 +149,7 @@ class DecodeCache:
         pool = self._pools[rank]
         pool.name(table.block_ids[slot][first:end], chain, first)
         self._pools.take_names()  # Drop the changes: the front routes no prompt here.
-        # Another request may have filled the same.
+        # Another request may have filled blocks with the same names.
         block_ids = tuple(pool.named_as(split(slice_of(chain, first, end))))
         lease = KvLease(
             self._pools.names[rank],

@@ -1,6 +1,6 @@
-"""Requests on their way into a decode unit: they wait for a slot, and their KV is pulled.
+"""Requests on their way into a decode unit: the queue for slots, and pulls of their KV.
 
-Knows neither plans nor tokens.
+Independent of plans and tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hadal.roles.unit.tokens import given_back, has_other_weights
 
 
 class DecodeArrivals:
-    """`out` is the leader's list of effects, which this appends to."""
+    """Queue and pulls. `out` is the leader's list of effects, to which this class appends."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DecodeArrivals:
         fingerprint: str = "",
     ) -> None:
         self.waiting: dict[Key, Decode] = {}
-        """Prefilled, in the order in which they came."""
+        """Prefilled requests without a slot, in order of arrival."""
         self._unit = unit
         self._slots = slots
         self._table = slots.table
@@ -43,15 +43,15 @@ class DecodeArrivals:
         self._out = out
         self._fingerprint = fingerprint
         self._is_full = False
-        """Whether not all who waited had a slot, when they were last looked at."""
+        """True if requests stayed queued when slots were last filled."""
 
-    # ---- what comes from the front ----
+    # ---- messages of the front ----
     def accept(self, decode: Decode) -> None:
-        """Queue a request whose prompt is prefilled, or give it back with the reason."""
+        """Queue a prefilled request, or return it to the front with the reason."""
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
         if key in self.waiting or key in self._slots:
-            return  # The same message twice.
+            return  # A duplicate message.
         num_known = len(generation.prompt) + len(generation.output)
         fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(
             lease.num_tokens
@@ -78,8 +78,8 @@ class DecodeArrivals:
 
     @property
     def _num_slots_left(self) -> int:
-        """Slots for those who come now: they are not queued, even where nobody may be. None while
-        others wait, for then blocks are short.
+        """Free slots that a new arrival may take without queueing, even if no queue is allowed. 0
+        while requests are queued, because blocks are short then.
         """
         if self._is_full or self._slots.is_starved:
             return 0
@@ -91,34 +91,36 @@ class DecodeArrivals:
         return blocks_for(num_positions) > self._table.num_blocks_max
 
     def cancel(self, key: Key) -> None:
-        """Nobody waits for it any more; its slot is its owner's affair."""
+        """Drop a request from the queue. If it has a slot, the slot's owner releases that."""
         self.waiting.pop(key, None)
 
     def clear(self) -> None:
-        """All who wait belong to a front that is gone."""
+        """Drop all queued requests: their front is gone."""
         self.waiting.clear()
 
     def refuse_all(self) -> None:
-        """No rank lives. Another unit may have room; this one has none for long."""
+        """Return all queued requests: no rank lives. Another unit may have capacity; this one will
+        not soon.
+        """
         for key in self.waiting:
             self._out.append(given_back(self._unit, key, QUEUE_FULL))
         self.waiting.clear()
 
     # ---- slots ----
     def fill_slots(self) -> None:
-        """Give slots and blocks to those who wait, in the turns of their tenants, and start to pull their
-        KV: what of a flood is prefilled ahead of a slot keeps no other tenant waiting.
+        """Give slots and blocks to queued requests and start to pull their KV. Tenants take turns,
+        so that a flood prefilled ahead delays no other tenant.
         """
         self._fill_slots()
         self._is_full = bool(self.waiting)
 
     def _fill_slots(self) -> None:
         while self.waiting:
-            # A request that resumed may wait here too, if its Decode came twice.
+            # A resumed request may be queued here as well, if its Decode arrived twice.
             ready = [
                 decode for key, decode in self.waiting.items() if key not in self._slots.key_to_slot
             ]
-            # A tenant's latest message has its current service; that of the others is out of date.
+            # A tenant's latest message has its current service; earlier ones are outdated.
             services = {one.generation.tenant: one.service for one in self.waiting.values()}
             for slot in self._slots.assign([*in_turns(ready, _claim, services, {})]):
                 del self.waiting[self._table.occupant(slot).key]
@@ -129,13 +131,13 @@ class DecodeArrivals:
 
     # ---- pulls ----
     def _pull(self, slot: int) -> None:
-        """Copy the KV under a slot's lease."""
+        """Start to copy the KV under a slot's lease."""
         occupant, rank = self._table.occupant(slot), slot // self._slots.per_rank
         into = self._table.blocks_of(slot)[: len(occupant.lease.block_ids)]
         self._out.append(Pull(*occupant.key, occupant.lease, into, rank))
 
     def pulled(self, pulled: KvPulled) -> None:
-        """A copy from another unit ended."""
+        """Handle the end of a copy from another unit."""
         key, table = (pulled.request_id, pulled.attempt), self._table
         slot = self._slots.key_to_slot.get(key)
         if slot is None or table.state[slot] != SlotState.PULLING:

@@ -1,9 +1,9 @@
-"""KV that a decode unit's ranks hold since another leader led them, until the front claims it.
+"""KV that a decode unit's ranks hold from an earlier leader, until the front resumes it.
 
     RankReset: held --> UnitUp names the attempts ... Resume: some go on from the last token
     delivered, the rest is freed
 
-A front that sends nothing for HELD_S claims nothing. Knows no slots.
+All of it is freed if the front has not resumed it after HELD_S. Independent of slots.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HELD_S = 10.0
 
 
 class DecodeHeld:
-    """Owns the blocks of what is held."""
+    """Owner of the blocks held from an earlier leader."""
 
     def __init__(self, pools: RankPools) -> None:
         self._pools = pools
         self._by_rank: dict[int, dict[int, HeldKv]] = {}
-        """rank -> attempt id -> its KV there. One that was moving may lie on two ranks."""
+        """Rank -> attempt id -> its KV there. A moving attempt may lie on two ranks."""
         self._until_s = math.inf
 
     @property
@@ -35,18 +35,18 @@ class DecodeHeld:
         )
 
     def take(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
-        """These ranks were taken over; the pools own their KV for it already."""
+        """Hold the KV of ranks that were taken over; the pools list it under `held_by` already."""
         for rank, held in rank_to_held.items():
             self._by_rank[rank] = {kv.attempt_id: kv for kv in held.kv}
             self._until_s = now_s + HELD_S
 
     def lose(self, rank: int) -> None:
-        """The rank is gone."""
+        """Free the KV of a lost rank."""
         for kv in self._by_rank.pop(rank, {}).values():
             self._free(rank, kv)
 
     def release(self) -> None:
-        """Nobody goes on with what is left."""
+        """Free all KV that is left: no attempt resumes it."""
         for rank in list(self._by_rank):
             self.lose(rank)
         self._until_s = math.inf
@@ -56,8 +56,8 @@ class DecodeHeld:
             self.release()
 
     def claim(self, generation: Generation) -> tuple[int, HeldKv] | None:
-        """Hand over an attempt's KV, if all of it that its next step reads is there: (rank, KV),
-        its blocks now the attempt's own.
+        """Transfer KV to its attempt and return (rank, KV), if it has all positions that the
+        attempt's next step reads. Else return None.
         """
         num_tokens = len(generation.prompt) + len(generation.output) - 1
         for rank, of_rank in self._by_rank.items():
@@ -70,15 +70,15 @@ class DecodeHeld:
                 continue
             del of_rank[generation.attempt_id]
             key: Key = (generation.request_id, generation.attempt)
-            # Owned by the attempt before they are let go of here: a block that is nobody's is free,
-            # and ranks are told to forget it.
+            # The attempt acquires the blocks before they are freed here. A block without an owner
+            # is free, and its rank would be sent a message to forget it.
             self._pools[rank].acquire(kv.block_ids, key)
             self._free(rank, kv)
             return rank, kv
         return None
 
     def owners(self, rank: int) -> Iterator[tuple[Hashable, Sequence[int]]]:
-        """Who owns which of a rank's blocks, as the pools know it."""
+        """Return (owner, blocks) of a rank, as in the pools."""
         return ((held_by(rank, kv), kv.block_ids) for kv in self._by_rank.get(rank, {}).values())
 
     def _free(self, rank: int, kv: HeldKv) -> None:

@@ -1,18 +1,19 @@
-"""The decode unit's leader: pulls prefilled KV in, and steps the requests that it holds.
+"""Leader (scheduler) of a decode unit: pulls prefilled KV in, and steps the requests that it holds.
 
-Two plans are in flight, and where passes are short a plan has several (policy/passes), so that the Runner
-never waits for one. So the leader hears of a stop id one plan late, the rank at once.
+Two plans are in flight, so that the Runner never waits for one; where passes are short, a plan has
+several (policy/passes). The leader therefore receives a stop id one plan late. The rank applies it
+at once.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A - C |  was emitted already with B in it; B's rank leaves it out
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
-A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
-rank: `arrivals` takes them in, `slots` has what they hold there, `answers` the blocks that they fill,
-`table` what is sent of them. A plan is a difference, one for each rank, and all
-ranks step together. When the unit forms anew, the plans in flight are void: survivors go back to
-their last delivered token and join again. A leader that took its ranks over does the same with what
-the front wants to go on. Knows nothing of other units.
+A request that ends by token count is left out in time, as that is known beforehand. Each request
+belongs to a rank: `arrivals` queues it, `slots` owns its slot and blocks there, `answers` names the
+blocks that it fills, and `table` has its numbers for plans. A plan is a difference, one per rank,
+and all ranks step together. When the unit forms anew, the plans in flight are void: surviving
+requests go back to their last delivered token and join again. A leader that took its ranks over
+does the same with requests that the front resumes. Independent of other units.
 """
 
 from __future__ import annotations
@@ -64,18 +65,18 @@ _NO_SLOTS = np.zeros(0, np.int64)
 class _BegunStep:
     step_id: int
     computed: Bools
-    """Whether the plan computes a slot, [slots]."""
+    """True for slots that the plan computes, [slots]."""
     num_passes: int
     num_checked: Ints
-    """Drafts of each slot that it checks at most, [slots]."""
+    """Most drafts (speculative tokens) that it checks per slot, [slots]."""
     num_requests: int
-    """On the rank that has most of them."""
+    """Computed requests on the rank with the most."""
     num_drafts: tuple[int, int]
-    """Of each slot: what is there to check at most, and what this plan makes."""
+    """Drafts per slot: most that this plan can check, and the number that it makes."""
 
 
 class DecodeLeader:
-    """Keys of StepDone are rank * slots of a rank + the rank's slot."""
+    """Scheduler of a decode unit. Keys of StepDone are rank * slots per rank + the rank's slot."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class DecodeLeader:
         fingerprint: str = "",
         terms: MoveTerms | None = None,
     ) -> None:
-        """`pool_name`, `fingerprint`: see PrefillLeader. `terms`: when a move pays, as far as measured
-        steps do not say it better.
+        """`pool_name`, `fingerprint`: see PrefillLeader. `terms`: when a move pays, until measured
+        steps give better terms.
         """
         units, cache = deployment.decode, deployment.cache
         drafts = DraftChooser(num_drafts_max(deployment, config), is_fixed=units.drafts != AUTO)
@@ -144,13 +145,11 @@ class DecodeLeader:
         return self.slots.table
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: say that the unit is up."""
+        """Return the first effects: UnitUp and a heartbeat."""
         return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Take in what happened, in order, and return what to do, in order: one look at the unit
-        for all of it.
-        """
+        """Process events in order, plan once for all of them, and return the effects in order."""
         self._out.clear()
         for event in events:
             self._take(now_s, event)
@@ -159,7 +158,8 @@ class DecodeLeader:
         if not self.slots.is_starved:
             self.arrivals.fill_slots()
         self._out += self._cache.begin_stores()
-        # In front, for the event's plans and pulls are in the list by now (RankPools.take_freed).
+        # Inserted before this call's plans and pulls, which may write freed blocks
+        # (RankPools.take_freed).
         self._out[:0] = self.blocks.take_freed()
         self._out += self._heartbeat(now_s)
         return [*self._out]
@@ -194,9 +194,9 @@ class DecodeLeader:
             case TraceRequest():
                 self._out += self._tracer.ask(now_s, event)
             case ExpertsRequest():
-                pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
+                pass  # A single rank has all experts; with more ranks, roles/ranks answers.
             case Tick():
-                pass  # What is due by now is seen to below, as after any event.
+                pass  # `handle` does all due work after any event.
             case _:
                 raise InvariantError(
                     f"{self._unit}: a decode leader cannot take {type(event).__name__}"
@@ -205,7 +205,7 @@ class DecodeLeader:
     def _heartbeat(self, now_s: float) -> list[Effect]:
         return self._reporter.heartbeat(now_s, self.num_requests, 0, None)
 
-    # ---- what comes in ----
+    # ---- events ----
     def _pulled(self, pulled: KvPulled) -> None:
         self._report.copied(pulled.link_bytes)
         if self.slots.moved(pulled):
@@ -220,8 +220,8 @@ class DecodeLeader:
             self.slots.close(slot, self._in_flight.done_id)
 
     def _front_up(self, event: FrontUp) -> None:
-        """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be
-        the first one's.
+        """Drop the requests of an earlier front. KV held since an earlier leader may belong to the
+        first front and stays then.
         """
         is_first = not self._reporter.has_front
         if self._reporter.is_new_front(event):
@@ -234,7 +234,7 @@ class DecodeLeader:
         self._out += self._reporter.up()
 
     def _resume(self, event: Resume) -> None:
-        """Go on with what an earlier leader's requests left on the ranks."""
+        """Resume requests of an earlier leader on the ranks that hold their KV."""
         for generation in event.generations:
             if not self.slots.resume(generation):
                 key = (generation.request_id, generation.attempt)
@@ -243,8 +243,8 @@ class DecodeLeader:
             self.slots.release_held()
 
     def _reset(self, now_s: float, event: RankReset) -> None:
-        """The unit formed anew: nothing in flight will be done, and lost ranks' requests go
-        elsewhere.
+        """Handle a new formation: plans in flight are void, and requests of lost ranks return to
+        the front.
         """
         num_void: Ints = np.zeros(self.table.num_slots, np.int64)
         for step in self._in_flight:
@@ -264,7 +264,7 @@ class DecodeLeader:
             self.arrivals.refuse_all()
         self._out += self._reporter.reset()
 
-    # ---- what comes back from the Runner ----
+    # ---- results of the Runner ----
     def _step_done(self, done: StepDone) -> None:
         step = self._in_flight.take(done.step_id)
         self._report.stepped(done)
@@ -280,8 +280,8 @@ class DecodeLeader:
         self._out += self._tracer.done(done)
 
     def _learn(self, step: _BegunStep, done: StepDone, *, is_whole: bool) -> None:
-        """Note what a pass took and how often drafts were right. `is_whole`: all was computed that was
-        planned. Where requests drew stop ids it was not, and the step tells only the latter.
+        """Note the time of a pass and the drafts that were right. `is_whole`: all planned tokens
+        were computed. If requests drew stop ids they were not, and the step counts for drafts only.
         """
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()
@@ -296,7 +296,7 @@ class DecodeLeader:
         self._report.drafted(*self._drafts.counts)
 
     def _take_tokens(self, step: _BegunStep, done: StepDone) -> None:
-        """Send the tokens of a step, and close the slots that drew their last one."""
+        """Send the tokens of a step, and close slots that drew their last token."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
         ahead, num_drawn = self._ordered(slots, values, step)
@@ -304,13 +304,13 @@ class DecodeLeader:
         self._learn(step, done, is_whole=is_whole)
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
-        # The arrays count up to the last emitted plan; the plans since this one have moved them on.
+        # The arrays count up to the last emitted plan: later plans have advanced them already.
         index = table.output_index[slots] - step.num_passes + ahead
         for later in self._in_flight:
             index -= later.num_passes * later.computed[slots]
         is_stop = table.stops.are_drawn(slots, values) & (index >= table.min_tokens[slots])
         is_end = is_stop | (index + 1 >= table.max_tokens[slots])
-        # Nobody gets what is drawn for a request that is gone, or behind a request's last token.
+        # Drop tokens of ended requests, and tokens after a request's last one.
         is_kept = ~table.is_muted[slots]
         if ahead.any():
             num_kept = np.full(table.num_slots, len(slots))
@@ -339,18 +339,18 @@ class DecodeLeader:
             }
         attempt_ids = table.attempt_id[slots].tobytes()
         told = index.tobytes(), values.tobytes(), finishes, draws
-        # Filled goes out before the last token: it then reaches prefill before any prompt that goes on
-        # from that.
+        # Filled is sent before the last token, so that it reaches prefill before any follow-up
+        # prompt.
         self.slots.end(slots[ends])
         self._out.append(Send("front", Tokens(self._unit, attempt_ids, *told)))
 
     def _ordered(self, slots: Ints, values: Ints, step: _BegunStep) -> tuple[Ints, Ints]:
-        """How many tokens of its slot stand before each of a step's tokens, and how many every slot
-        drew, [slots]. Raises InvariantError if that is not what the step's plan asked for.
+        """Return each token's index among its slot's tokens of the step, and the number of tokens
+        per slot, [slots]. Raises InvariantError if they do not fit the step's plan.
         """
         num_drawn = np.bincount(slots, minlength=self.table.num_slots)
         most = step.computed * (step.num_passes + step.num_checked)
-        # A rank computes no more of a request that drew a stop id.
+        # A rank stops computing a request that drew a stop id.
         has_ended = self.table.is_muted.copy()
         has_ended[slots[self.table.stops.are_drawn(slots, values)]] = True
         fewest = (step.computed & ~has_ended) * step.num_passes
@@ -372,31 +372,31 @@ class DecodeLeader:
         return ahead, num_drawn
 
     def _fail(self, error: str) -> None:
-        """A step failed: unknown are what its requests' KV holds and what became of its joins and
-        leaves.
+        """Handle a failed step: the KV of its requests, and the state of its joins and leaves, are
+        unknown.
         """
         computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
         for slot in (*computed, *self.slots.moving.in_flight()):
             self._give_up(slot, error)
-        # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot
-        # does nothing.
+        # The next plan empties every slot, as it is unknown where the Runner stopped. Leaving an
+        # empty slot does nothing.
         self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
 
     def _give_up(self, slot: int, error: str) -> None:
-        """A computed slot's token is void: give its request back, and close it."""
+        """Return a computed slot's request to the front, as its token is void, and close the slot."""
         if not self.table.is_muted[slot]:
             key = self.table.occupant(slot).key
             self._out.append(given_back(self._unit, key, void(error)))
-        self.table.is_named[slot] = False  # What it filled may be void, too.
+        self.table.is_named[slot] = False  # Blocks that it filled may be void, too.
         self.slots.end(np.array([slot]))
 
-    # ---- what goes to the Runner ----
+    # ---- plans for the Runner ----
     def _plan(self) -> None:
         while not self._in_flight.is_full and self._plan_next():
             pass
 
     def _plan_next(self) -> bool:
-        """Make the next plan; False if there is nothing to compute, or blocks are missing for it."""
+        """Make the next plan; return False if there is nothing to compute, or if blocks are missing."""
         table, moving, step_id = self.table, self.slots.moving, self._in_flight.next_id
         table.state[table.at_max_tokens()] = SlotState.CLOSING
         moving.call_off_late(step_id)
@@ -409,15 +409,16 @@ class DecodeLeader:
         num_drafts = self._drafts.choose(num_requests)
         num_before = self._drafts.most_made(computed & (table.state == SlotState.ACTIVE))
         num_passes = self._num_passes(num_requests, num_drafts, num_before)
-        # One position is sure, and behind the last pass come the drafts that it makes.
+        # `grow` counts one position anyway; the last pass is followed by the drafts that it makes.
         num_more = num_positions(num_passes, num_before, num_drafts) - 1 + num_drafts
         grown = self.slots.grow(self._in_flight.done_id, num_more)
         if grown is None:
             return False
-        if not table.computed_next().any():  # All that were to be computed made room for others.
+        if not table.computed_next().any():  # All slots to compute were preempted.
             return self._plan_next()
         publishes = self.slots.choose_moves(step_id, self._passes.known_terms, self._terms)
-        # One that moves stands still for some plans, and its blocks were counted for one token.
+        # A moving request is not computed for some plans, and its target blocks count one token per
+        # plan.
         num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
         leaves, joins = self._change_rows()
         ready = [slot for slot, _ in joins]
@@ -444,7 +445,7 @@ class DecodeLeader:
 
     def _execute(self, step: _BegunStep, news: StepNews) -> None:
         """Send a step's plans to the ranks."""
-        # A pass of several checks what one pass drafts.
+        # `num_checked` is a sum over passes; each pass checks only what one pass drafts.
         work = self._work(step.computed, np.minimum(step.num_checked, max(step.num_drafts)))
         choice = self.scheduler.choose(step.step_id, work)
         if choice.num_micro_batches == 1:
@@ -471,7 +472,7 @@ class DecodeLeader:
         self._out.append(Execute(plans))
 
     def _change_rows(self) -> tuple[list[int], list[tuple[int, Join]]]:
-        """Take those out of the Runner's table that are done there, and put those in that are ready."""
+        """Remove finished slots from the Runner's table and add ready ones; return leaves and joins."""
         table = self.table
         leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
         table.is_in_runner[leaves] = False
@@ -482,13 +483,15 @@ class DecodeLeader:
         return leaves, joins
 
     def _num_passes(self, num_requests: int, num_drafts: int, num_before: int) -> int:
-        """Passes of the next plan; one if it is traced, or drafts another number than it checks."""
+        """Return the passes of the next plan: 1 if it is traced, or if it drafts another number
+        than it checks.
+        """
         if num_drafts != num_before or self._tracer.is_wanted:
             return 1
         return min(self._passes.num_wanted(num_requests), self._drafts.num_passes_max)
 
     def _terms(self) -> MoveTerms:
-        """When a move pays, by what steps took so far."""
+        """Return when a move pays, from the measured times of steps."""
         if not self.scheduler.is_calibrated:
             return self._passes.known_terms
         rates = self.scheduler.rates
@@ -498,8 +501,8 @@ class DecodeLeader:
         return self._passes.terms(kv_s, request_s)
 
     def _work(self, computed: Bools, num_checked: Ints) -> Ints:
-        """[R, 2] tokens of a plan, its drafts among them, and the positions that they attend to:
-        lengths count the one it writes.
+        """Return [R, 2]: tokens of a plan, drafts included, and the positions that they attend to.
+        Lengths include the position that the plan writes.
         """
         num_tokens = computed + num_checked
         parts = num_tokens, self.table.length * num_tokens
@@ -507,7 +510,7 @@ class DecodeLeader:
         return np.stack(sums, axis=1)
 
     def _trace(self, step: _BegunStep, choice: ScheduleChoice, work_R2: Ints) -> bool:
-        """Note how balanced a plan is; whether it is recorded."""
+        """Note how balanced a plan is, and return whether it is traced."""
         balance = step_balance(self.blocks.living, work_R2)
         self._report.balanced(balance)
         is_traced = self._tracer.is_wanted
@@ -518,14 +521,14 @@ class DecodeLeader:
             )
         return is_traced
 
-    # ---- what the front hears ----
+    # ---- reports ----
     @property
     def num_requests(self) -> int:
-        """Attempts of which something is held here."""
+        """Number of attempts that are queued or hold a slot."""
         return len(self.arrivals.waiting) + self.slots.num_requests
 
     def audit(self) -> list[str]:
-        """Problems of all ledgers; empty when table, allocators and plans in flight agree."""
+        """Return problems of all ledgers; empty if table, allocators and plans in flight agree."""
         table = self.table
         problems = self.slots.check() + self._in_flight.check()
         for step in self._in_flight:

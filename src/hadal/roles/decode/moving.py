@@ -1,15 +1,16 @@
-"""Requests that change their rank while they run, and the room that both ranks hold for them.
+"""Requests that move to another rank while they run, and the memory reserved for them on both
+ranks.
 
     plan s      | computed at the source for the last time; the plan publishes it |
-    s is done   |   room at the target, taken when the move was decided: Pull     |   plans s+1 and s+2 go without
+    s is done   |   Pull, into blocks reserved at the target with the decision    |   plans s+1 and s+2 go without
     KvPulled    |   the source is freed, the target joins the next plan           |   s+3, or s+4 at the latest
 
-A copy that is not finished when plan s+4 is made is called off: the request goes on at its source, with
-untouched KV. So it never rests for more than STALL_STEPS_MAX steps. The blocks that the copy writes stay
-taken until it has ended.
+A copy that is not finished when plan s+4 is made is called off: the request continues at its
+source, with untouched KV. It therefore never rests for more than STALL_STEPS_MAX steps. The blocks
+that the copy writes stay reserved until it has ended.
 
-A request owns its source until its KV is at the target, so any end of it happens there. Knows the table
-and the allocators, neither plans nor messages.
+A request owns its source slot until its KV is at the target, so it also ends there if it ends
+before. Depends on the table and the allocators; independent of plans.
 """
 
 from __future__ import annotations
@@ -30,35 +31,36 @@ from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, SlotS
 from hadal.roles.ranks.pools import RankPools
 
 STALL_STEPS_MAX = 3
-"""Two plans are made before any copy can have ended; one more gives it the time of another step."""
+"""Most steps that a moving request rests. Two plans are made before any copy can have ended; a
+third gives the copy the time of another step.
+"""
 _NUM_MORE = 2
-"""Positions that a request's first blocks at its target hold beside those written when its move is
-decided: the one of its last plan at the source, drafts aside, and the one of its first at the
-target.
+"""Positions reserved at the target beyond those written when the move is decided: one for the last
+plan at the source, drafts aside, and one for the first at the target.
 """
 LOOK_STEPS = 8
-"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the
-second.
-"""
+"""Plans between two checks of the imbalance; doubled while moves fail, up to LOOK_STEPS_MAX."""
 LOOK_STEPS_MAX = 512
 
 
 @dataclass(slots=True)
 class Trip:
-    """One request on its way."""
+    """One request that moves."""
 
     key: Key
     source: int
     step_id: int
-    """The last plan that computes it at the source."""
+    """Last plan that computes the request at its source."""
     target: int | None
-    """None: called off; it goes on at the source once that plan is done."""
+    """Target slot. None: called off; the request continues at its source once plan `step_id` is done."""
     lease: KvLease | None = None
-    """Under which the copy runs; None: it has not begun."""
+    """Lease of the copy; None if the copy has not begun."""
 
 
 class DecodeMoving:
-    """Slots are the unit's. `key_to_slot` is the owner's: where each request is."""
+    """Moves between ranks. Slots are numbered over the unit. `key_to_slot` is the owner's map of
+    requests.
+    """
 
     def __init__(
         self,
@@ -69,39 +71,37 @@ class DecodeMoving:
         num_drafts_max: int,
     ) -> None:
         self.arriving: dict[Key, int] = {}
-        """RESERVED and FILLING slots by the request whose KV comes there, also if it does not need
-        it any more.
-        """
+        """Request -> RESERVED or FILLING slot for its KV, even if the request no longer needs it."""
         self.num_moved = 0
         self.num_called_off = 0
-        """Moves that ended where they began, for whatever reason but the request's own end."""
+        """Moves that ended at their source, for any reason but the request's end."""
         self.stalls: Counter[int] = Counter()
-        """Steps that requests stood still -> how often, moved or called off."""
+        """Number of steps that a request rested for a move -> how often, called-off moves included."""
         self._table = table
         self._pools = pools
         self._per_rank = per_rank
         self._key_to_slot = key_to_slot
         self._num_more = _NUM_MORE + num_drafts_max
         self._trips: dict[int, Trip] = {}
-        """Source slot -> the move from there."""
+        """Source slot -> move from there."""
 
     def __len__(self) -> int:
         return len(self._trips)
 
-    # ---- which may move ----
+    # ---- candidates ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """What a request of each rank (`rows`) and slot would take elsewhere after the next plan
-        has computed it.
+        """Return the blocks that each request would need elsewhere once the next plan has computed
+        it, by rank (`rows`) and slot.
         """
         table, shape = self._table, (-1, self._per_rank)
-        # A plan publishes the KV of what moves, and has to compute it.
+        # The plan that publishes a request's KV must compute it.
         may_move = (table.state == SlotState.ACTIVE) & ~table.rests
         may_move &= ~table.is_muted & ~table.is_preempted
         may_move &= table.max_tokens - table.output_index >= terms.num_tokens_left_min
         may_move &= next_step_id - table.moved_step_id >= terms.gain_steps
         for key in (
             self.arriving
-        ):  # A copy of it still runs, and there is only one of a request at a time.
+        ):  # Its earlier copy still runs, and a request may have only one copy at a time.
             if key in self._key_to_slot:
                 may_move[self._key_to_slot[key]] = False
         slots = np.flatnonzero(may_move)
@@ -119,14 +119,14 @@ class DecodeMoving:
         )
 
     def _num_written(self, slots: Ints | int) -> Ints:
-        """Positions that these slots' requests may need at once at their targets."""
+        """Return the positions that these slots' requests may need at once at their targets."""
         written: Ints = self._table.length[slots] + self._table.num_unsure[slots]
         return written + self._num_more
 
-    # ---- a move's life ----
+    # ---- steps of a move ----
     def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
-        """Take the room that chosen moves need and return their slots; plan `step_id` is the last
-        to compute them.
+        """Reserve slots and blocks at the targets of chosen moves, and return the source slots.
+        Plan `step_id` is the last to compute them.
         """
         table, sources = self._table, []
         for move in moves:
@@ -143,13 +143,13 @@ class DecodeMoving:
         return sources
 
     def depart(self, sources: Sequence[int]) -> None:
-        """The plan that computes them for the last time is made."""
+        """Mark sources as MOVING: the plan that computes them for the last time is made."""
         for source in sources:
             self._table.state[source] = SlotState.MOVING
             self._table.left_step_id[source] = self._trips[source].step_id
 
     def done(self, done_step_id: int) -> list[Pull]:
-        """A plan was done: begin to copy what it computed for the last time."""
+        """Return the copies to start: of requests that the done plan computed for the last time."""
         pulls, table = [], self._table
         for trip in list(self._trips.values()):
             if trip.lease is not None or trip.step_id > done_step_id:
@@ -167,8 +167,8 @@ class DecodeMoving:
         return pulls
 
     def pulled(self, key: Key, error: str | None) -> None:
-        """A copy ended: its request goes on at the target, or at the source as if nothing had been
-        tried.
+        """Handle the end of a copy: the request continues at the target, or at the source if the
+        copy failed or was called off.
         """
         target = self.arriving.pop(key)
         trip = self._trips.get(self._key_to_slot.get(key, -1))
@@ -186,46 +186,44 @@ class DecodeMoving:
         self.num_moved += 1
 
     def call_off_late(self, next_step_id: int) -> None:
-        """Let those go on at their source that have stood still for as long as they may."""
+        """Call off moves of requests that have rested for STALL_STEPS_MAX steps."""
         for trip in list(self._trips.values()):
             if trip.lease is not None and next_step_id - trip.step_id - 1 >= STALL_STEPS_MAX:
                 self.call_off(trip.source)
 
     def call_off_into(self, ranks: Sequence[int]) -> None:
-        """These ranks are short of blocks: nobody moves there."""
+        """Call off moves into ranks that are short of blocks."""
         for trip in list(self._trips.values()):
             if trip.target is not None and trip.target // self._per_rank in ranks:
                 self.call_off(trip.source)
 
     def call_off(self, source: int) -> None:
-        """The request goes on where it is."""
+        """Call off a move: the request continues at its source."""
         trip, table = self._trips[source], self._table
         self._let_target_go(trip)
         if trip.lease is not None:
             self._go_on(trip)
-        elif table.is_in_runner[source]:  # No plan was made without it.
+        elif table.is_in_runner[source]:  # No plan has left it out yet.
             self._go_on(trip)
             table.state[source], table.left_step_id[source] = SlotState.ACTIVE, -1
 
     def joined(self, slots: Sequence[int], step_id: int) -> None:
-        """These are computed from this plan on."""
+        """Note that these slots are computed from plan `step_id` on."""
         for slot in slots:
             left = int(self._table.left_step_id[slot])
             if left >= 0:
                 self.stalls[step_id - left - 1] += 1
                 self._table.left_step_id[slot] = -1
 
-    # ---- what ends one ----
+    # ---- ends of moves ----
     def abandon(self, source: int) -> None:
-        """The request ends at its source, or leaves from there; nothing happens if it does not
-        move.
-        """
+        """End the move of a request that ends at its source or leaves from there, if it moves."""
         trip = self._trips.pop(source, None)
         if trip is not None:
             self._let_target_go(trip)
 
     def lose_target(self, slot: int) -> None:
-        """The rank of a RESERVED or FILLING slot is gone; no copy to it will end."""
+        """Handle the loss of the rank of a RESERVED or FILLING slot: no copy to it will end."""
         key = self._table.occupant(slot).key
         trip = self._trips.get(self._key_to_slot.get(key, -1))
         del self.arriving[key]
@@ -236,8 +234,8 @@ class DecodeMoving:
                 self._go_on(trip)
 
     def roll_back(self) -> None:
-        """The plans in flight are void: who has not left yet stays. Copies go on, for ranks that
-        live keep their KV.
+        """Call off moves without a copy, since the plans in flight are void. Copies continue:
+        living ranks keep their KV.
         """
         for trip in list(self._trips.values()):
             if trip.lease is None:
@@ -245,16 +243,16 @@ class DecodeMoving:
                 self._go_on(trip)
                 self._table.state[trip.source] = (
                     SlotState.ACTIVE
-                )  # As the void plans have it; the table undoes them.
+                )  # As in the void plans; the table undoes them.
 
     def in_flight(self) -> list[int]:
-        """Sources that a plan in flight computes, or should have: a failed step makes their KV
-        unknown.
+        """Return sources that a plan in flight computes, or should have: a failed step makes their
+        KV unknown.
         """
         return [trip.source for trip in self._trips.values() if trip.lease is None]
 
     def is_going(self, source: int) -> bool:
-        """Whether its blocks come free when the copy ends well."""
+        """Return whether the slot's blocks become free if its copy ends well."""
         trip = self._trips.get(source)
         return trip is not None and trip.target is not None
 
@@ -274,7 +272,7 @@ class DecodeMoving:
         self._table.vacate(slot)
 
     def check(self) -> list[str]:
-        """Problems; empty when trips, states and names agree, on both sides."""
+        """Return problems; empty if moves, states and keys agree, on both sides."""
         table, problems = self._table, []
         if set(table.slots_in(SlotState.MOVING).tolist()) != self._trips.keys():
             problems.append(f"slots {sorted(self._trips)} are on their way, and others are MOVING")
@@ -304,24 +302,24 @@ class DecodeMoving:
 
 
 class ImbalanceLooks:
-    """The plans before which the ranks' imbalance is looked at: seldom while moves fail."""
+    """Plans before which the ranks' imbalance is checked: fewer while moves fail."""
 
     def __init__(self, moving: DecodeMoving) -> None:
         self._moving = moving
         self._next_step_id = 0
         self._num_steps = LOOK_STEPS
         self._num_seen = (0, 0)
-        """Moved and called off, at the last look."""
+        """Moves done and moves called off, at the last check."""
 
     def is_due(self, step_id: int) -> bool:
-        """Return whether to look before plan `step_id`, which counts as a look."""
+        """Return whether to check before plan `step_id`; True counts as a check."""
         if step_id < self._next_step_id:
             return False
         seen = self._moving.num_moved, self._moving.num_called_off
         if seen[0] > self._num_seen[0]:
             self._num_steps = LOOK_STEPS
         elif seen[1] > self._num_seen[1]:
-            # Copies take too long for these steps, or fail: try seldom.
+            # Copies take too long for these steps, or fail: check less often.
             self._num_steps = min(2 * self._num_steps, LOOK_STEPS_MAX)
         self._num_seen = seen
         self._next_step_id = step_id + self._num_steps

@@ -1,5 +1,4 @@
-"""The decode unit's plans as they leave the leader: a step's changes by the unit's slots in, one
-plan a rank out.
+"""Plans of a decode step: changes by the unit's slots in, one plan per rank out.
 
 Decides nothing and changes nothing.
 """
@@ -22,7 +21,7 @@ from hadal.roles.unit.tokens import has_penalty
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """Slots of the unit that a step treats unlike the others; `second` has the ranks' own, by rank."""
+    """Slots of the unit that a step treats specially. `second` has each rank's own slots, by rank."""
 
     leaves: Sequence[int] = ()
     joins: Sequence[tuple[int, Join]] = ()
@@ -36,8 +35,8 @@ class StepNews:
 def make_plans(
     same: DecodePlan, num_ranks: int, per_rank: int, news: StepNews
 ) -> tuple[DecodePlan, ...]:
-    """The step's plans, one for each rank, with the ranks' own slots. `same`: the plan of a rank without
-    news.
+    """Return the step's plans, one per rank, with the rank's own slot numbers. `same`: the plan of
+    a rank without news.
     """
     rank_leaves = _by_rank(news.leaves, per_rank)
     rank_publishes = _by_rank(news.publishes, per_rank)
@@ -46,12 +45,12 @@ def make_plans(
     rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for slot, join in news.joins:
         rank_joins[slot // per_rank].append(join)
-    # With the grown block already: they go on at the rank that they never left.
+    # A join lists the grown block already: its request continues on a rank that it never left.
     joining = {slot for slot, _ in news.joins}
     for slot, position, block_id in news.grown:
         if slot not in joining:
             rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
-    # Most ranks of a large unit have no news, and one plan says it for all of them.
+    # Most ranks of a large unit have no news and share one plan.
     plans = [same] * num_ranks
     ranks = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *rank_resting}
     if news.second is not None:
@@ -70,7 +69,7 @@ def make_plans(
 
 
 def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
-    """Return the ranks' own slots of the unit's."""
+    """Return rank -> its own slot numbers, from slots of the unit."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for slot in slots:
         found[slot // per_rank].append(slot % per_rank)
@@ -78,8 +77,8 @@ def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
 
 
 def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
-    """How a slot enters its rank's table: from the last token delivered, the first time
-    prefill's.
+    """Return the slot's entry in its rank's table. It continues from the last delivered token,
+    which is prefill's at first.
     """
     generation = table.occupant(slot).generation
     prompt, output = (
@@ -103,7 +102,7 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
 
 
 def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ...]:
-    """Return the times of one pass out of those of a step of `num_passes`."""
+    """Return the operation times of one pass, given those of a step of `num_passes`."""
     if num_passes == 1:
         return tuple(op_times)
     return tuple(
@@ -113,8 +112,6 @@ def of_one_pass(op_times: Sequence[OpTime], num_passes: int) -> tuple[OpTime, ..
 
 
 def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
-    """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without
-    work.
-    """
+    """Return how evenly a step's requests and KV positions lie on the living ranks; empty without work."""
     requests, positions = work_R2[np.array(living, np.int64)].T.tolist()
     return balance_of({KV: positions, REQUESTS: requests})

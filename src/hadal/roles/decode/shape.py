@@ -1,7 +1,7 @@
-"""The shape of the next plan: its passes, its drafts, the slots that rest in it and its cut in two
-micro-batches, by what earlier steps showed.
+"""Shape of the next plan, from what earlier steps measured: passes, drafts, resting slots and
+micro-batches.
 
-Knows arrays by slot, neither messages nor blocks.
+Works on arrays by slot; independent of messages and blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hadal.roles.unit.schedule import StepScheduler
 
 
 class PassTimes:
-    """Measured seconds of passes of the model, by the requests in them."""
+    """Measured seconds of passes of the model, by the number of requests in them."""
 
     def __init__(self, promise: float, known_terms: MoveTerms) -> None:
-        """`promise`: see policy/rows. `known_terms`: when a move pays, before steps are measured."""
+        """`promise`: see policy/rows. `known_terms`: when a move pays, until steps are measured."""
         self.known_terms = known_terms
         self._promise = promise
         self._mean = StepMeter()
         self._line = LineMeter()
         self._num_requests_done = 1
-        """Requests in the last measured step, on the rank that had most of them."""
+        """Requests in the last measured step, on the rank with the most."""
 
     def add(self, num_requests: int, num_passes: int, seconds: float) -> None:
-        """Note a step that took `seconds`; `num_requests`: those of the rank with the most."""
+        """Note a step that took `seconds`; `num_requests`: requests on the rank with the most."""
         pass_s = seconds / num_passes
         self._mean.done(pass_s)
         self._line.add(num_requests, pass_s)
@@ -48,7 +48,7 @@ class PassTimes:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds of a pass without requests and of each request (LineMeter)."""
+        """Seconds of a pass without requests, and seconds per request (LineMeter)."""
         return self._line.line
 
     def num_wanted(self, num_requests: int) -> int:
@@ -58,8 +58,8 @@ class PassTimes:
         return passes_of(growth * self._mean.step_ms / 1e3)
 
     def terms(self, kv_s: float, request_s: float) -> MoveTerms:
-        """Return when a move pays. `kv_s` and `request_s`: the parts of a mean rank's KV and requests in a
-        pass.
+        """Return when a move pays. `kv_s`, `request_s`: seconds of a pass for a mean rank's KV and
+        requests.
         """
         return terms_of(kv_s, request_s, self.mean_s, self.known_terms)
 
@@ -73,27 +73,29 @@ class PassTimes:
 
 
 class SlotDrafts:
-    """Drafts of each slot: those to check, and those that the next plan makes."""
+    """Drafts (speculative tokens) per slot: to check, and to be made by the next plan."""
 
     def __init__(self, chooser: DraftChooser, num_slots: int) -> None:
         self._chooser = chooser
         self._next: int | None = None
-        """Drafts that the next plan makes of each slot, chosen while its blocks are not there yet."""
+        """Drafts that the next plan makes per slot, chosen already while the plan waits for blocks;
+        else None.
+        """
         self._made: Ints = np.zeros(num_slots, np.int64)
-        """Drafts that the last plan which computes a slot makes of it, [slots]."""
+        """Drafts per slot made by the last plan that computes the slot, [slots]."""
 
     @property
     def counts(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Drafts compared and drafts that were right, by place."""
+        """Drafts compared and drafts that were right, by place in the draft."""
         return self._chooser.num_tried, self._chooser.num_right
 
     @property
     def num_passes_max(self) -> int:
-        """Most passes of the next plan, as its number of drafts may be a trial."""
+        """Most passes of the next plan; a trial of another number of drafts limits them."""
         return self._chooser.num_passes_left
 
     def choose(self, num_requests: int) -> int:
-        """Return how many drafts the next plan makes of each slot: the same until that plan is made."""
+        """Return how many drafts the next plan makes per slot; fixed until that plan is made."""
         if self._next is None:
             self._next = self._chooser.choose(num_requests)
         return self._next
@@ -103,13 +105,13 @@ class SlotDrafts:
         return int(self._made[slots].max(initial=0))
 
     def join(self, slots: Sequence[int]) -> None:
-        """Note that slots join: their first step has only the token that they came with."""
+        """Note that slots join: in their first step they have no drafts to check."""
         self._made[slots] = 0
 
     def num_checked(self, table: DecodeTable, num_passes: int, num_drafts: int) -> Ints:
-        """Return how many drafts of each slot the next plan may check: those that the slot has, and in
-        each further pass those of the pass before. What has no room is not checked: of a slot further
-        on even less.
+        """Return how many drafts the next plan may check per slot: the slot's own, and in each
+        further pass the drafts of the pass before. Drafts beyond the slot's blocks are not checked;
+        a slot that is further on than its sure length checks even fewer.
         """
         room = np.maximum(table.room - 1 - table.length, 0)
         num_checked: Ints = np.minimum(self._made, room)
@@ -117,7 +119,7 @@ class SlotDrafts:
         return num_checked
 
     def planned(self, computed: Bools, num_drafts: int, num_requests: int, num_passes: int) -> None:
-        """Note the plan that `choose` was asked for."""
+        """Note that the plan is made for which `choose` was called."""
         self._chooser.repeated(num_requests, num_passes - 1)
         self._made[computed] = num_drafts
         self._next = None
@@ -129,7 +131,7 @@ class SlotDrafts:
         seconds: Sequence[float],
         compared: Compared,
     ) -> None:
-        """Learn from a step (DraftChooser). `num_drafts`: checked of each slot, and made."""
+        """Update from a done step (DraftChooser). `num_drafts`: per slot, checked and made."""
         self._chooser.done(num_requests, *num_drafts, seconds, compared)
 
     def reset(self) -> None:
@@ -139,8 +141,8 @@ class SlotDrafts:
 
 
 class SecondMicroBatch:
-    """Slots of the second micro-batch, by rank: the same while the same slots are computed and no slot
-    joins, as all grow alike.
+    """Slots of the second micro-batch, by rank. They stay while the same slots are computed and no
+    slot joins, as all grow alike.
     """
 
     def __init__(self, scheduler: StepScheduler, per_rank: int) -> None:
@@ -148,12 +150,12 @@ class SecondMicroBatch:
         self._shape = (-1, per_rank)
         self._slots: tuple[tuple[int, ...], ...] | None = None
         self._computed: Bools = np.zeros(0, np.bool_)
-        """Slots that a plan computed when `_slots` was chosen."""
+        """Slots computed by the plan for which `_slots` was chosen."""
 
     def choose(
         self, lengths: Ints, computed: Bools, *, has_joins: bool
     ) -> tuple[tuple[int, ...], ...]:
-        """Return each rank's own slots."""
+        """Return each rank's own slots of the second micro-batch."""
         if self._slots is None or has_joins or not np.array_equal(self._computed, computed):
             self._slots, self._computed = self._split(lengths, computed), computed
         return self._slots

@@ -1,10 +1,10 @@
-"""What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let
-go of them.
+"""Slots and blocks of a decode unit's requests, each on one rank, and the choice of requests to
+preempt.
 
-While a request moves, `moving` holds as much for it on a second rank.
+While a request moves, `moving` holds a second slot and blocks for it on another rank.
 
-Joins the table of slots with the ranks' allocators, so that both always change together. Knows no
-plans and no tokens; its owner says which plan was done last.
+Joins the table of slots with the ranks' allocators, so that both always change together.
+Independent of plans and tokens; the caller passes the last plan that was done.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hadal.roles.unit.tokens import given_back
 
 
 class DecodeSlots:
-    """`out` is the leader's list of effects: a request that has to go to the front again is appended
-    to it.
+    """Owner of slots and blocks. `out` is the leader's list of effects: requests that must return
+    to the front are appended to it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DecodeSlots:
         self.cache = DecodeCache(self.table, pools, slots_per_rank, answers or AnswerCache())
         self._held = DecodeHeld(pools)
         self.is_starved = False
-        """The next plan waits for blocks: nobody gets a slot before it has them."""
+        """True while the next plan waits for blocks: no request gets a slot before."""
         self._pools = pools
         self._unit = unit
         self._out = out
@@ -78,14 +78,14 @@ class DecodeSlots:
 
     # ---- in ----
     def assign(self, waiting: Sequence[Decode]) -> list[int]:
-        """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in
-        their order; the others, behind the end of the list, have to wait on.
+        """Give queued requests slots, and blocks of one rank for all their KV. Return the slots in
+        the order of `waiting`; requests at its end may stay queued.
         """
         view = self._view()
-        # No more than there are free slots: most of a long queue waits anyway.
+        # At most as many as there are free slots: the rest of a long queue waits anyway.
         num_slots = int((view.num_requests_max - view.num_requests).sum())
         arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
-        # A rank that runs short lets its latest arrived go (`_preempt`).
+        # A rank that runs short of blocks preempts its latest arrivals (`_preempt`).
         if self._is_in_turn:
             ranks = place_in_turn(view, arrivals, turn=self._num_arrivals, preempts=True)
         else:
@@ -105,8 +105,8 @@ class DecodeSlots:
         return placed
 
     def resume(self, generation: Generation) -> bool:
-        """Go on with an attempt whose KV a rank has held since another leader led it; False if it
-        is not all there.
+        """Resume an attempt with KV that a rank holds from an earlier leader. Return False if KV or
+        a free slot is missing.
         """
         key = (generation.request_id, generation.attempt)
         found = (
@@ -133,23 +133,23 @@ class DecodeSlots:
         return self._held.attempt_ids
 
     def hold(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
-        """Keep what ranks that were taken over hold until the front resumes it."""
+        """Hold the KV of ranks that were taken over until the front resumes it."""
         self._held.take(now_s, rank_to_held)
 
     def expire_held(self, now_s: float) -> None:
-        """Free what is held if the front did not resume it in time."""
+        """Free held KV that the front did not resume in time."""
         self._held.expire(now_s)
 
     def release_held(self) -> None:
-        """Free what is held: the front resumes no more of it."""
+        """Free held KV: the front resumes no more of it."""
         self._held.release()
 
     def num_free_slots(self, rank: int) -> int:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
 
     def make_room(self) -> bool:
-        """Give up blocks that wait for the disk, on all ranks, if a request has a slot but no blocks.
-        Return whether there are more free blocks now.
+        """Drop waiting disk writes on all ranks, if a slot is free but no blocks are. Return
+        whether that freed blocks.
         """
         living = self._pools.living
         if not any(self.num_free_slots(rank) for rank in living):
@@ -172,8 +172,8 @@ class DecodeSlots:
     def _arrival(self, decode: Decode) -> Arrival:
         generation = decode.generation
         num_known = len(generation.prompt) + len(generation.output)
-        # All that is prefilled, which the last token is not yet, and the position that the first
-        # step writes.
+        # Blocks for the prefilled positions (all but the last token) and for the position that the
+        # first step writes.
         num_blocks = blocks_for(num_known)
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
@@ -182,9 +182,9 @@ class DecodeSlots:
     def choose_moves(
         self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]
     ) -> list[int]:
-        """Look whether the ranks are so uneven that moving pays. Returns the slots that plan
-        `step_id` is to compute for the last time; room for them is taken elsewhere. `measured` is
-        asked only if the trigger says so.
+        """Choose moves if the ranks are so uneven that moving pays, and reserve blocks at their
+        targets. Return the slots that plan `step_id` computes for the last time. `measured` is
+        called only if the trigger fires.
         """
         if not self._may_move or not self._looks.is_due(step_id):
             return []
@@ -196,7 +196,7 @@ class DecodeSlots:
         return self.moving.reserve(choose_moves(view, running, now, preempts=True), step_id)
 
     def moved(self, pulled: KvPulled) -> bool:
-        """End the copy of a request's KV from rank to rank; False if none was under way."""
+        """End the copy of a request's KV from rank to rank; return False if none was under way."""
         key = (pulled.request_id, pulled.attempt)
         if key not in self.moving.arriving:
             return False
@@ -205,7 +205,7 @@ class DecodeSlots:
 
     # ---- out ----
     def end(self, slots: Ints) -> None:
-        """The last token that these requests get was delivered, or given back."""
+        """Close slots: the last token of their requests was delivered, or the requests were returned."""
         self.table.is_muted[slots] = True
         self.table.state[slots] = SlotState.CLOSING
         for slot in slots.tolist():
@@ -213,9 +213,7 @@ class DecodeSlots:
             self.moving.abandon(slot)
 
     def slots_of(self, attempt_ids: Sequence[int]) -> list[int]:
-        """Where the attempts with these ids are; those that are not here any more are left
-        out.
-        """
+        """Return the slots of the attempts with these ids, without attempts that are gone."""
         table = self.table
         is_held = np.isin(table.attempt_id, np.array(attempt_ids, np.int64)) & (
             table.state != SlotState.FREE
@@ -227,9 +225,7 @@ class DecodeSlots:
         ]
 
     def close(self, slot: int, done_step_id: int) -> None:
-        """Nobody wants this slot's tokens any more; free it as soon as nothing writes its
-        blocks.
-        """
+        """Drop a slot's further tokens, and free it as soon as nothing writes its blocks."""
         self.table.is_muted[slot] = True
         self._let_go(slot, done_step_id)
 
@@ -244,7 +240,7 @@ class DecodeSlots:
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
-        """Free a slot and its blocks; a preempted request goes back to the front."""
+        """Free a slot and its blocks; return a preempted request to the front."""
         key = self.table.occupant(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
             self._out.append(given_back(self._unit, key, PREEMPTED))
@@ -253,7 +249,7 @@ class DecodeSlots:
         del self.key_to_slot[key]
 
     def lose(self, rank: int) -> None:
-        """The rank is gone with all that was on it: its requests go back to the front."""
+        """Free all slots of a lost rank, and return its requests to the front."""
         first = rank * self.per_rank
         for slot in (first + np.flatnonzero(self.table.state[self.of_rank(rank)])).tolist():
             if self.table.state[slot] in ARRIVING:
@@ -269,8 +265,8 @@ class DecodeSlots:
         self._held.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
-        """No plan in flight will be done: survivors join again, and what was only waiting to leave
-        is freed.
+        """Undo the plans in flight: surviving requests join again, and slots that only waited to
+        leave are freed.
         """
         self.moving.roll_back()
         self.table.roll_back(num_void)
@@ -280,9 +276,9 @@ class DecodeSlots:
 
     # ---- growing ----
     def grow(self, done_step_id: int, num_more: int = 0) -> list[tuple[int, int, int]] | None:
-        """Give a block to every slot that needs one for the next plan; None if one of them has to
-        wait for it. For so many positions more, of further passes and drafts, where there are blocks to
-        spare.
+        """Give a block to every slot that needs one for the next plan; return (slot, position in
+        its block list, block id) of each, or None if a slot must wait for a block. `num_more`
+        further positions, for passes and drafts, get blocks only if enough are free.
         """
         needing = self.table.needing_block(num_more)
         if num_more and self._is_short(needing):
@@ -294,7 +290,7 @@ class DecodeSlots:
                 needing = self.table.needing_block()
             for rank in np.unique(needing // self.per_rank).tolist():
                 of_rank = set(needing[needing // self.per_rank == rank].tolist())
-                # Blocks that wait to be written to disk cost no request its place.
+                # Waiting disk writes are dropped before any request is preempted.
                 self.cache.make_room(rank, len(of_rank) - self._pools[rank].num_free)
                 self._preempt(rank, of_rank, done_step_id)
             needing = self.table.needing_block()
@@ -322,8 +318,8 @@ class DecodeSlots:
         return ranks
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
-        """Let a rank's latest arrived go until enough blocks are free or will be, when what is in
-        flight is done.
+        """Preempt a rank's latest arrivals until enough blocks are free, or will be when the plans
+        and copies in flight are done.
         """
         table = self.table
         num_missing = len(needing) - self._pools[rank].num_free
@@ -333,7 +329,7 @@ class DecodeSlots:
         for slot in (
             rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])
         ).tolist():
-            # One that goes asks for no block any more.
+            # A preempted slot frees its blocks and needs no further one.
             num_blocks = len(table.block_ids[slot]) + int(slot in needing)
             state = table.state[slot]
             is_closing = (
@@ -347,9 +343,9 @@ class DecodeSlots:
                     HolderView(slot, occupant.arrival, num_blocks, occupant.generation.tenant)
                 )
         for slot in choose_victims(holders, num_missing - num_blocks_coming):
-            # It owns its blocks until the plans in flight that write them are done, and goes back to
-            # the front only then: with every token that was drawn for it, or the retry would compute
-            # some of them again.
+            # The request owns its blocks until the plans in flight that write them are done. It
+            # returns to the front only then, with every token drawn for it: otherwise the retry
+            # would compute some again.
             table.is_preempted[slot] = True
             self._let_go(slot, done_step_id)
 
@@ -358,12 +354,12 @@ class DecodeSlots:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests, with those that are gone and whose copies have not ended."""
+        """Number of requests, and of ended ones with an unfinished copy."""
         num_gone = sum(key not in self.key_to_slot for key in self.moving.arriving)
         return len(self.key_to_slot) + num_gone
 
     def check(self) -> list[str]:
-        """Problems; empty when table, names and allocators agree."""
+        """Return problems; empty if table, keys and allocators agree."""
         table = self.table
         problems = self._pools.check() + table.check() + self.moving.check() + self.cache.check()
         holders: list[list[tuple[Hashable, Sequence[int]]]] = [

@@ -1,10 +1,9 @@
-"""The decode unit's requests as arrays, one row per slot: what a step reads and writes without a
-loop over requests.
+"""Requests of a decode unit as arrays, one row per slot: a step needs no loop over requests.
 
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
        '------------- resume ---------------^ ^--- roll_back: the plans in flight are void ---'
 
-A request that changes its rank has two slots for a while (roles/decode/slots):
+A request that moves to another rank has two slots for a while (roles/decode/moving):
 
     source   ACTIVE --depart--> MOVING --KvPulled--> FREE        (called off, or the copy failed: READY or ACTIVE)
     target   FREE --reserve--> RESERVED --last plan of the source done--> FILLING --KvPulled--> READY (else FREE)
@@ -12,13 +11,13 @@ A request that changes its rank has two slots for a while (roles/decode/slots):
 An ACTIVE or READY slot may rest in the next plan: it is in the Runner's table and is not computed
 (policy/rows).
 
-A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
+A unit's table holds its ranks' slots one after another: slot = rank * slots per rank + the rank's
 own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
-while two are in flight. A plan gives one token a pass, or more where it checks drafts: counted are
-those that are sure, and beside them what may come more. A slot stays CLOSING, with its blocks,
-until the last plan that computes it is done: only then may somebody else write there. So does one
-that is FILLING or PULLING, until its copy has ended, whatever became of its request. Knows neither
-messages nor the allocator.
+while two are in flight. A plan gives one token per pass, or more if it checks drafts (speculative
+decoding): sure tokens and possible further ones are counted apart. A slot stays CLOSING, with its
+blocks, until the last plan that computes it is done; only then may another request write there. A
+FILLING or PULLING slot stays until its copy has ended, even if its request is gone. Sends no
+messages and does not use the allocator.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ _NEVER = -(1 << 40)
 
 
 class SlotState:
-    """Numbers as they are: numpy takes fifty times as long to compare with a member of an
-    IntEnum.
-    """
+    """States as plain numbers: numpy compares 50x slower with members of an IntEnum."""
 
     FREE = 0
     PULLING = 1
@@ -54,25 +51,25 @@ class SlotState:
     ACTIVE = 3
     CLOSING = 4
     MOVING = 5
-    """Holds the request and its KV, and is not computed any more: a copy is going to another rank,
-    or will.
+    """Holds the request and its KV, and is not computed any more: a copy to another rank runs or
+    will start.
     """
     RESERVED = 6
-    """Holds room for a request that is MOVING; nothing is written there yet."""
+    """Holds blocks for a request that is MOVING; nothing is written there yet."""
     FILLING = 7
-    """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
+    """Receives the copy of a MOVING request's KV, even if the request no longer needs it."""
 
 
 STATE_TO_NAME: dict[int, str] = {
     number: name for name, number in vars(SlotState).items() if name.isupper()
 }
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
-"""States of a request that comes from another rank of the unit."""
+"""States of the target slot of a request that moves within the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """What a slot's request is called and asked for; the numbers that change are in the arrays."""
+    """Request in a slot: its fixed properties. Changing numbers are in the arrays."""
 
     generation: Generation
     lease: KvLease
@@ -84,7 +81,7 @@ class Occupant:
 
 
 class DecodeTable:
-    """Arrays by slot. Writers keep them true; `check` says whether they did."""
+    """Arrays by slot. Callers keep them consistent, which `check` verifies."""
 
     def __init__(self, num_slots: int, num_blocks_max: int) -> None:
         """`num_blocks_max` is the most blocks one request can hold."""
@@ -92,33 +89,33 @@ class DecodeTable:
         self.num_blocks_max = num_blocks_max
         self.state: States = np.zeros(num_slots, np.int8)
         self.is_in_runner: Bools = np.zeros(num_slots, np.bool_)
-        """The Runner's own table has the slot occupied, after the last emitted plan."""
+        """True if the slot is occupied in the Runner's own table after the last emitted plan."""
         self.is_muted: Bools = np.zeros(num_slots, np.bool_)
-        """Whatever the Runner draws for it is dropped: it finished, or nobody wants it."""
+        """True if the slot's further tokens are dropped: its request ended or was cancelled."""
         self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
-        """The request goes back to the front once its last tokens were delivered."""
+        """True if the request returns to the front once its last tokens are delivered."""
         self.length: Ints = np.zeros(num_slots, np.int64)
-        """KV positions written after the last emitted plan, at least; the next one writes this
+        """KV positions surely written after the last emitted plan. The next plan writes this
         position, or one up to `num_unsure` further on.
         """
         self.num_unsure: Ints = np.zeros(num_slots, np.int64)
-        """Drafts that the plans in flight check: tokens that may come beside one a pass."""
+        """Drafts that the plans in flight check: possible tokens beyond one per pass."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
-        """Index in the output of the first token that the next plan draws, at least."""
+        """Lowest possible output index of the first token that the next plan draws."""
         self.attempt_id: Ints = np.zeros(num_slots, np.int64)
-        """The attempt id by which the front knows its tokens."""
+        """Attempt id by which the front identifies the slot's tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stops = StopIds(num_slots)
         self.block_ids: list[list[int]] = [[] for _ in range(num_slots)]
         self.room: Ints = np.zeros(num_slots, np.int64)
-        """Positions that fit into those blocks."""
+        """Positions that fit into the slot's blocks."""
         self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
-        """The last emitted plan that computes the slot, or in which it rests."""
+        """Last emitted plan that computes the slot, or in which it rests."""
         self.rests: Bools = np.zeros(num_slots, np.bool_)
-        """Whether the slot rests in the next plan. Means nothing where none would compute it."""
+        """True if the slot rests in the next plan. Meaningless for slots that it could not compute."""
         self.turn: Ints = np.zeros(num_slots, np.int64)
-        """Its place in the queue of rows: the smallest is computed next (policy/rows). It means nothing
+        """Place in the queue of rows: the smallest is computed next (policy/rows). Meaningless
         before the slot is ACTIVE.
         """
         self.tenant: Ints = np.zeros(num_slots, np.int64)
@@ -128,26 +125,24 @@ class DecodeTable:
         self.is_batch: Bools = np.zeros(num_slots, np.bool_)
         self._tenant_to_number: dict[str, int] = {}
         self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
-        """The plan with which it last began to move; negative: never."""
+        """Plan with which the request's last move began; negative: it has not moved."""
         self.left_step_id: Ints = np.full(num_slots, -1, np.int64)
-        """While it stands still for a move: the last plan that computed it. Else -1."""
+        """Last plan that computed the slot, while it rests for a move; else -1."""
         self.last_token: Ints = np.zeros(num_slots, np.int64)
-        """The last token delivered, with which a join begins."""
+        """Last delivered token, with which a join begins."""
         self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
-        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far
-        as delivered, where it `is_named`.
-        """
+        """Delivered tokens of the block being filled, by position % BLOCK_TOKENS, if `is_named`."""
         self.is_named: Bools = np.zeros(num_slots, np.bool_)
-        """Blocks that it fills get names."""
+        """True if blocks that the slot fills get names."""
         self.names: list[bytes] = [b""] * num_slots
-        """Names of all full blocks of its text, where it `is_named`."""
+        """Names of all full blocks of the slot's text, if `is_named`."""
         self.outputs: dict[int, list[int]] = {}
-        """slot -> all delivered tokens, where a penalty or a grammar asks for them."""
+        """Slot -> all delivered tokens, if a penalty or a grammar needs them."""
         self.occupants: list[Occupant | None] = [None] * num_slots
 
     def slots_in(self, *states: int) -> Ints:
         is_in = self.state == states[0]
-        for state in states[1:]:  # np.isin takes ten times as long for two states.
+        for state in states[1:]:  # np.isin takes 10x as long for two states.
             is_in |= self.state == state
         return np.flatnonzero(is_in)
 
@@ -159,8 +154,8 @@ class DecodeTable:
         block_ids: Sequence[int],
         among: slice = slice(None),
     ) -> int:
-        """Give a slot to a request whose prompt is prefilled: `generation` has the first token, `lease` the
-        KV. The caller made sure that a slot is free `among` these.
+        """Give a free slot of `among` to a prefilled request and return it: `generation` has the
+        first token, `lease` the KV. The caller ensures that a slot is free.
         """
         slot = self._free_slot(among)
         self.state[slot] = SlotState.PULLING
@@ -185,13 +180,13 @@ class DecodeTable:
         return slot
 
     def set_lease(self, slot: int, lease: KvLease) -> None:
-        """Note which of a request's KV came from another unit."""
+        """Note which part of a request's KV came from another unit."""
         occupant = self.occupant(slot)
         self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
-        """Give a slot to a request whose KV is in these blocks already, up to the last token of its output.
-        The caller made sure that a slot is free `among` these.
+        """Give a free slot of `among` to a request and return it. Its KV is in `kv`'s blocks
+        already, up to the last output token. The caller ensures that a slot is free.
         """
         lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
         slot = self.reserve(generation, lease, arrival, kv.block_ids, among)
@@ -207,7 +202,7 @@ class DecodeTable:
         return (among.start or 0) + first_free
 
     def reserve_for(self, source: int, block_ids: Sequence[int], among: slice) -> int:
-        """Take a slot `among` these for the request at `source`, which goes on there for now."""
+        """Reserve a slot of `among` for the request at `source`, which continues there for now."""
         slot = self._free_slot(among)
         self.state[slot] = SlotState.RESERVED
         self.is_muted[slot] = self.is_preempted[slot] = False
@@ -218,8 +213,8 @@ class DecodeTable:
         return slot
 
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
-        """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still
-        has to be freed.
+        """Continue a request at `target`, which has its KV as in `lease`: it joins there next. The
+        caller frees `source`.
         """
         self._copy_row(source, target)
         self.names[target] = self.names[source]
@@ -251,7 +246,7 @@ class DecodeTable:
         self.stops.copy(source, target)
 
     def vacate(self, slot: int) -> None:
-        """Free a slot. The Runner may still list it: the next plan says that it leaves."""
+        """Free a slot. If the Runner still lists it, the next plan lets it leave."""
         self.state[slot] = SlotState.FREE
         self._set_blocks(slot, ())
         self.outputs.pop(slot, None)
@@ -266,9 +261,9 @@ class DecodeTable:
         return tuple(self.block_ids[slot])
 
     def is_as_pulled(self, slot: int) -> bool:
-        """No token was delivered since the KV was pulled. Still so after a join whose plans were
-        void: then it is not known whether the Runner saw it, and what it wrote lies behind what was
-        pulled and is written again.
+        """Return whether no token was delivered since the KV was pulled. True even after a join
+        with void plans: the Runner may have written positions behind the pulled ones, which are
+        then written again.
         """
         return int(self.length[slot]) == self.occupant(slot).lease.num_tokens
 
@@ -290,7 +285,7 @@ class DecodeTable:
     def rows(self, per_rank: int) -> tuple[Ints, RowsView]:
         """Return the slots that the next plan may compute, and how policy/rows sees them."""
         slots = np.flatnonzero(self.in_next())
-        # One that comes passes no row of its tenant.
+        # A joining request is placed behind all rows of its tenant.
         is_ready = self.state[slots] == SlotState.READY
         turns = np.where(is_ready, self.turn.max() + 1 + slots, self.turn[slots])
         return slots, RowsView(
@@ -298,9 +293,9 @@ class DecodeTable:
         )
 
     def needing_block(self, num_more: int = 0) -> Ints:
-        """Slots of the next plan that would write beyond their blocks, were all unsure tokens to
-        come; and where it may write so many `num_more` positions for further passes and drafts,
-        though none that the request's last token is behind.
+        """Return slots of the next plan that would write beyond their blocks if all unsure tokens
+        came. The plan may write `num_more` further positions, for passes and drafts, but none
+        behind a request's last token.
         """
         computed = self.computed_next()
         num_written = self.length + self.num_unsure + num_more + 1
@@ -308,59 +303,59 @@ class DecodeTable:
         return np.flatnonzero(computed & (np.minimum(num_written, num_wanted) > self.room))
 
     def at_max_tokens(self) -> Ints:
-        """Active slots whose last token is sure to be drawn by a plan already emitted: they leave
-        without waiting for it.
+        """Return active slots that are sure to draw their last token in a plan already emitted:
+        they leave without waiting for it.
         """
         return np.flatnonzero(
             (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
         )
 
     def most_passes(self, num_drafts: int) -> int:
-        """Return how many passes the next plan may have, 1 or more: its slots have blocks for them, and
-        tokens left, if all of so many drafts are right in each.
+        """Return the most passes of the next plan, 1 or more: its slots must have blocks and
+        remaining tokens even if all `num_drafts` drafts are right in each pass.
         """
         left = np.minimum(self.max_tokens - self.output_index, self.room - self.length)
         fewest = int((left - self.num_unsure)[self.computed_next()].min(initial=1 << 30))
         return max(1, fewest // (1 + num_drafts))
 
     def advance(self, step_id: int, num_checked: Ints | int = 0, num_passes: int = 1) -> Bools:
-        """Count so many more tokens for every active slot that does not rest, which `num_checked` of its
-        drafts may follow. Return which slots those are.
+        """Count `num_passes` more tokens for every active slot that does not rest, and up to
+        `num_checked` unsure ones. Return these slots.
         """
         active: Bools = self.state == SlotState.ACTIVE
         computed = active & ~self.rests
         self.length += num_passes * computed
         self.output_index += num_passes * computed
         self.num_unsure += num_checked * computed
-        # A slot that rests keeps its blocks just as long: its rank has it in the table.
+        # A resting slot keeps its blocks just as long: its rank has it in the table.
         self.last_step_id[active] = step_id
-        if (active & self.rests).any():  # Else all keep their order.
+        if (active & self.rests).any():  # Otherwise the order does not change.
             self.turn = requeued(self.turn, computed)
         return computed
 
     def settle(self, num_checked: Ints, slots: Ints, num_more: Ints) -> None:
-        """A plan is done that checked so many drafts of every slot: of these slots, `num_more` tokens
-        came beside those that were counted. It is negative where a stop id came before them.
+        """Settle a done plan that checked `num_checked` drafts per slot: in `slots`, `num_more`
+        tokens came beyond those counted. It is negative if a stop id came before them.
         """
         self.num_unsure -= num_checked
         self.length[slots] += num_more
         self.output_index[slots] += num_more
 
     def deliver(self, slots: Ints, values: Ints) -> None:
-        """Note the tokens that these slots' requests got, those of one slot in their order."""
-        self.last_token[slots] = values  # Of several of a slot, numpy keeps the last.
+        """Note tokens delivered for these slots; tokens of one slot are in order."""
+        self.last_token[slots] = values  # For repeated slots, numpy keeps the last value.
         if self.outputs:
             for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
                 if slot in self.outputs:
                     self.outputs[slot].append(value)
 
     def roll_back(self, num_void: Ints) -> None:
-        """Undo the last plans, which counted `num_void` tokens of each slot: back to the last token
-        delivered.
+        """Undo the last plans, which counted `num_void` tokens per slot: back to the last delivered
+        token.
 
-        The Runner's table is empty. What was being computed, or closed only because a void plan
-        would have drawn its last token, has to join again; closing slots that nobody wants stay as
-        they are.
+        The Runner's table is empty then. Computed slots join again, and so do slots that closed
+        only because a void plan would have drawn their last token. Closing slots of ended requests
+        stay closing.
         """
         self.length -= num_void
         self.output_index -= num_void
@@ -374,12 +369,12 @@ class DecodeTable:
         ] = SlotState.READY
 
     def releasable(self, done_step_id: int) -> Ints:
-        """Closing slots that no plan after `done_step_id` computes."""
+        """Return closing slots that no plan after `done_step_id` computes."""
         closing = np.flatnonzero(self.state == SlotState.CLOSING)
         return closing[self.last_step_id[closing] <= done_step_id]
 
     def check(self) -> list[str]:
-        """Problems of the table by itself; empty when rows and occupants agree."""
+        """Return problems of the table itself; empty if rows and occupants agree."""
         problems = []
         columns = (
             self.state,
@@ -403,8 +398,8 @@ class DecodeTable:
                 )
             if room != blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has room for {room} positions in {blocks} blocks")
-            # Drafts may have brought a request to its end, and a plan was out that computes it
-            # behind that: its rank writes what lies beyond the blocks into the scratch block.
+            # Drafts may have ended a request while a later plan that computes it was emitted
+            # already: its rank writes positions beyond the blocks into the scratch block.
             may_be_beyond = state == SlotState.CLOSING and is_muted
             if state != SlotState.FREE and not may_be_beyond and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
