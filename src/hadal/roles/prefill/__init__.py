@@ -1,1 +1,1 @@
-"""The leader of a prefill unit: prompts that wait or run, what caches have of them, and steps."""
+"""Leader (scheduler) of a prefill unit: queued and started prompts, cached prefixes, and steps."""

@@ -1,18 +1,17 @@
-"""What a prefill leader finds instead of computing it, and keeps for others to find: in its ranks'
-pools and on disk.
+"""Reuse of KV by a prefill leader: blocks found instead of computed, and kept for others to find.
 
-    find -> start: own what the pool has, read what the disk has (disk_loads) -> loaded -> (steps)
+    find -> start: own blocks in the pool, read blocks on disk (reads) -> loaded -> (steps)
     -> written: named
                                                                  the first token came -> finished:
-                                                                 stored (disk_stores)
-    take: copy what decode filled -> taken: named
+                                                                 stored (roles/unit/disk_stores)
+    take: copy blocks that decode filled -> taken: named
 
-A block is found by others as soon as it is complete; it goes to disk only when its prompt's first
-token proved that what is in it is sound, for that cannot be taken back. A token that is void takes
-with it all names of its rank.
+Other prompts find a block as soon as it is complete. It goes to disk only when its prompt's first
+token has shown that its content is sound, for a write to disk cannot be undone. A void token
+removes all names of its rank.
 
-Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is
-policy/cached_prefix's.
+Independent of steps and of the choice of ranks. policy/cached_prefix decides what is cheaper to
+compute than to read.
 """
 
 from __future__ import annotations
@@ -40,12 +39,14 @@ from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.disk_stores import DiskStores
 
 COPY_WAIT_S = 1.0
-"""Time that a prompt waits for a copy of what it would compute else. Shared memory copies gigabytes in it."""
+"""Seconds that a prompt waits for a copy of blocks that it would otherwise compute. Shared memory
+copies gigabytes in that time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """Owner of blocks that are being copied out of a decode unit's pool."""
+    """Owner of blocks that receive a copy from a decode unit's pool."""
 
     request_id: str
     attempt: int
@@ -53,18 +54,18 @@ class Taker:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """A copy under way: a rank's blocks `into` become those of `chain` from number `first` on."""
+    """Copy under way: a rank's blocks `into` become blocks of `chain` from number `first` on."""
 
     rank: int
     chain: bytes
     first: int
     into: tuple[int, ...]
     until_s: float
-    """A prompt that goes on from there waits for it no longer than this."""
+    """Time until which a prompt that continues this text waits for the copy."""
 
 
 class PrefixFinder:
-    """What prompts would begin with on each rank, at one moment."""
+    """Prefixes that prompts would find on each rank, at one moment."""
 
     def __init__(
         self,
@@ -74,31 +75,34 @@ class PrefixFinder:
         read_rates: ReadRates | None,
         queued_s: Mapping[int, float],
     ) -> None:
-        """`rates` of steps and of reads; None: unknown. `queued_s`: rank -> seconds of its reads."""
+        """`rates`, `read_rates`: of steps and of reads; None if unknown. `queued_s`: rank ->
+        seconds of its reads.
+        """
         self._pools = pools
         self._index = index
         self._rates = rates
         self._read_rates = read_rates
         self._queued_s = queued_s
         self._num_shared: dict[tuple[int, bytes], int] = {}
-        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
-        one plan ask again and again, as it is the same beginning that they share.
+        """(rank, last name of a prefix there) -> number of its blocks with an owner. Kept because
+        prompts of one plan often share their beginning.
         """
 
     def find(self, prompt: PrefillAttempt) -> Found:
-        """Return what a prompt would begin with on each rank."""
+        """Return the prefix that a prompt would find, by rank."""
         num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
         chain = slice_of(prompt.generation.chain, 0, num_most)
         if not chain:
             return {}
         found: dict[int, Prefix] = {}
-        # Most ranks find the same where all of them read one disk and have nothing of it in memory.
+        # If all ranks read one disk and have nothing of the text in memory, most find the same
+        # prefix.
         kinds: dict[tuple[int, int, float], Prefix] = {}
         rank_to_start = self._pools.prefixes(chain)
         start_to_num: dict[int, int] = {}
         end = 0
         for start in sorted({rank_to_start.get(rank, 0) for rank in self._pools.living}):
-            if end <= start:  # Else it is in what was found from an earlier start on.
+            if end <= start:  # Otherwise an earlier start has found this part.
                 end = start + self._index.num_found(slice_of(chain, start, num_most))
             start_to_num[start] = end - start
         for rank in self._pools.living:
@@ -116,7 +120,7 @@ class PrefixFinder:
         return found
 
     def _shared(self, rank: int, names: bytes) -> int:
-        """Return how many blocks of a rank's prefix are in use: they need no room."""
+        """Return how many blocks of a rank's prefix are in use: they need no free blocks."""
         key = rank, names[-NAME_BYTES:]
         if key not in self._num_shared:
             self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
@@ -124,11 +128,12 @@ class PrefixFinder:
 
 
 class PrefillCache:
-    """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
-    neither is touched. `out` is the leader's list of effects, which this appends to.
+    """Cache of a prefill unit. `keeps`: blocks stay in the pools; `has_disk`: blocks are written to
+    disk. A prompt without a chain uses neither. `out` is the leader's list of effects, to which
+    this class appends.
 
-    `recompute`: "auto": a price says what of the disk is read; "off": all that is there. `index`:
-    what is known to be on disk; None: nothing yet.
+    `recompute`: "auto": a price decides which blocks are read from disk; "off": all found ones are.
+    `index`: blocks known to be on disk; None: none yet.
     """
 
     def __init__(
@@ -147,9 +152,7 @@ class PrefillCache:
         self.stores = DiskStores(pools, index=index)
         self._index = self.stores.index
         self._counts: Counter[str] = Counter()
-        """Counts by the names of core/cache, without what the disk's reads and stores and the pools
-        count themselves.
-        """
+        """Counts by the names of core/cache, except counts that reads, stores and pools keep themselves."""
         self._unit = unit
         self._epoch = epoch
         self._pools = pools
@@ -158,16 +161,16 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """Blocks that each rank read since its last plan."""
+        """Blocks read into each rank's pool since its last plan."""
         self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []
-        """Writes of this event. Their blocks are owned already; they go out behind the event's plans,
-        so that no step waits for a write.
+        """Disk writes of this event. They own their blocks already, and are sent after the event's
+        plans, so that no step waits for a write.
         """
 
     # ---- a prompt starts ----
     def finder(self, now_s: float, rates: StepRates | None) -> PrefixFinder:
-        """Return what says what prompts find, until something changes; `rates`: None while nothing was
+        """Return a finder, which is valid until something changes. `rates`: None while nothing is
         measured.
         """
         return PrefixFinder(
@@ -179,8 +182,8 @@ class PrefillCache:
         )
 
     def start(self, now_s: float, starts: Sequence[Start]) -> None:
-        """Take all blocks of prompts that start. What is found is owned first, so that nobody's
-        room is made of it.
+        """Take all blocks of starting prompts. Found blocks are acquired first, so that none is
+        evicted for a new one.
         """
         for prompt, rank, prefix in starts:
             held = self._pools[rank].lookup(slice_of(prompt.generation.chain, 0, prefix.num_memory))
@@ -217,22 +220,20 @@ class PrefillCache:
                 )
 
     def _say_used(self, names: bytes) -> None:
-        """Report blocks as used to those who keep them on disk."""
+        """Report blocks as used to the keeper of the disk cache."""
         locations = self._index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))
 
-    # ---- what the disk says ----
+    # ---- events of the disk ----
     def loaded(self, now_s: float, event: BlocksRead) -> None:
-        """A read is answered: whoever waited for it goes on with what came, and computes the
-        rest.
-        """
+        """Handle a finished read: its prompt continues with the loaded blocks and computes the rest."""
         load = self.loads.end(now_s, event.read_id, event.num_loaded)
         num, prompt = event.num_loaded, load.prompt
         self._counts[cache.DAMAGED_BLOCKS] += event.num_damaged
         if num < len(
             load.into
-        ):  # The first that did not come; those behind it are of no use without it.
+        ):  # The first block that was not loaded; blocks behind it are useless without it.
             self._index.drop(slice_of(load.names, num, num + 1))
         if self._keeps:
             self._pools[load.rank].name(load.into[:num], load.chain, load.first)
@@ -246,8 +247,8 @@ class PrefillCache:
         self._say_used(slice_of(load.names, 0, num))
 
     def give_up(self, now_s: float) -> list[PrefillAttempt]:
-        """Let prompts that waited too long for the disk compute instead, in other blocks: the read
-        may still write its own. Returns those for which there is no room.
+        """Make prompts that waited too long for the disk compute instead, in other blocks: the read
+        may still write its own. Return prompts without free blocks for that.
         """
         stuck = []
         for load in self.loads.overdue(now_s):
@@ -263,26 +264,26 @@ class PrefillCache:
         return stuck
 
     def abandon(self, prompt: PrefillAttempt) -> None:
-        """Note that a prompt which is given up waits for no read."""
+        """Note that a dropped prompt waits for no read."""
         self.loads.abandon(prompt)
 
     def note_disk(self, event: BlocksStored | DiskNews) -> None:
-        """Note what was written, or what can be found on disk."""
+        """Note finished writes, or a change of the blocks on disk."""
         self.stores.note(event)
 
     def take_fetches(self, rank: int) -> tuple[int, ...]:
-        """Blocks that were read into the rank's pool since the last call."""
+        """Return the blocks read into the rank's pool since the last call."""
         fetches, self._fetches[rank] = self._fetches[rank], ()
         return fetches
 
     def fetch_again(self, rank_to_blocks: Sequence[tuple[int, ...]]) -> None:
-        """The plans that were to fetch them may never have run."""
+        """Keep these blocks for a later plan, as the plans that fetched them may never have run."""
         for rank, blocks in enumerate(rank_to_blocks):
             self._fetches[rank] += blocks
 
     # ---- a prompt is computed ----
     def written(self, prompt: PrefillAttempt) -> None:
-        """A prompt's KV is there up to `num_done`: let full blocks be found."""
+        """Name a prompt's full blocks up to `num_done`, so that other prompts find them."""
         full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
         if self._keeps and full > prompt.num_named:
             first = prompt.num_named
@@ -292,7 +293,7 @@ class PrefillCache:
             prompt.num_named = full
 
     def finished(self, prompt: PrefillAttempt) -> None:
-        """A prompt's first token came: count, and store what the disk has not."""
+        """Count a prompt's hits after its first token, and store blocks that the disk does not have."""
         generation, counts, prefix = prompt.generation, self._counts, prompt.prefix
         counts[cache.MEMORY_HIT_TOKENS] += prefix.num_memory * BLOCK_TOKENS
         counts[cache.DISK_HIT_TOKENS] += prefix.num_loading * BLOCK_TOKENS
@@ -301,20 +302,20 @@ class PrefillCache:
         if self._has_disk:
             for position, name in enumerate(split(generation.chain)):
                 self.stores.offer(prompt.rank, name, position, prompt.block_ids[position])
-            # Now, for this token may be its last, and then its blocks may be nobody's at the end of
-            # the event.
+            # Begun now: this token may be its last, and then its blocks may have no owner at the
+            # end of the event.
             self._begun += self.stores.begin()
 
     def failed(self, prompt: PrefillAttempt) -> None:
-        """A prompt's token is void, so what it attended to may be: nothing of its rank is found any
-        more.
+        """Forget all names of a rank after a void token, since the KV that it attended to may be
+        void, too.
         """
         self._pools.forget_names(prompt.rank)
 
-    # ---- what decode filled ----
+    # ---- blocks that decode filled ----
     def take(self, now_s: float, message: Filled, num_blocks_next: int) -> None:
-        """Copy what decode filled behind what a rank has of its text, if that takes no room from the
-        prompt that starts next (`num_blocks_next`) or from a block that is in use.
+        """Copy blocks that decode filled to the rank with most of the text before them. Do nothing
+        if that would take blocks in use, or blocks that the next prompt needs (`num_blocks_next`).
         """
         owner, chain = Taker(message.request_id, message.attempt), message.chain
         if not self._keeps or not self._pools.living or owner in self._takings:
@@ -330,7 +331,7 @@ class PrefillCache:
         skipped = len(lease.block_ids) - num_new
         if not num_new or skipped < 0:
             return
-        # Owned for a moment, so that no room is made of what the new blocks follow.
+        # Owned for a moment, so that the allocation does not evict the blocks before the new ones.
         pool.acquire(before, owner, is_use=False)
         has_room = pool.num_free >= num_new + num_blocks_next
         into = pool.allocate(num_new, owner) if has_room else None
@@ -348,8 +349,8 @@ class PrefillCache:
         self._out.append(Pull(owner.request_id, owner.attempt, part, into, rank))
 
     def taken(self, event: KvPulled) -> None:
-        """A copy ended: let its blocks be found, unless what they follow cannot be found any more. Raises
-        KeyError if none is under way.
+        """Name the blocks of an ended copy, unless the blocks before them are no longer found.
+        Raises KeyError if no such copy is under way.
         """
         owner = Taker(event.request_id, event.attempt)
         taking = self._takings.pop(owner)
@@ -360,14 +361,14 @@ class PrefillCache:
         self._pools.free(taking.rank, taking.into, owner)
 
     def ready(self, now_s: float, waiting: Iterable[PrefillAttempt]) -> Iterable[PrefillAttempt]:
-        """Return prompts without those that go on from what is being copied."""
+        """Return the prompts, without any that continue a text being copied."""
         coming = tuple(one.chain for one in self._takings.values() if now_s < one.until_s)
         if not coming:
             return waiting
         return [prompt for prompt in waiting if not prompt.generation.chain.startswith(coming)]
 
     def next_deadline_s(self, now_s: float) -> float | None:
-        """When a prompt stops waiting for a read or a copy."""
+        """Return when the next prompt stops waiting for a read or a copy; None if none waits."""
         times_s = [one.until_s for one in self._takings.values() if now_s < one.until_s]
         if (read_s := self.loads.next_deadline_s) is not None:
             times_s.append(read_s)
@@ -375,7 +376,7 @@ class PrefillCache:
 
     # ---- the end of an event ----
     def end_event(self) -> None:
-        """Begin the writes that may begin, and report to the front how the pools changed."""
+        """Start the disk writes that may start, and report changes of the pools to the front."""
         self._out += [*self._begun, *self.stores.begin()]
         self._begun.clear()
         added, dropped = self._pools.take_names()
@@ -383,7 +384,7 @@ class PrefillCache:
             self._out.append(Send("front", Cached(self._unit, self._epoch, added, dropped)))
 
     def totals(self) -> dict[str, int]:
-        """What UnitReport.cache says: everything that core/cache has a name for."""
+        """Return the values of UnitReport.cache, for all names in core/cache."""
         found = {
             **self._counts,
             **self.stores.counts,
@@ -394,7 +395,7 @@ class PrefillCache:
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> None:
-        """Report all that can be found, to a front that knows nothing of it."""
+        """Report all blocks that can be found, to a front that has not received any."""
         self._pools.take_names()
         names = self._pools.found_names
         if self._keeps:
@@ -402,7 +403,7 @@ class PrefillCache:
             self._out.append(Send("front", cached))
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """These ranks are gone with all they had; their prompts are forgotten already."""
+        """Forget everything of lost ranks; their prompts are removed already."""
         for owner in [owner for owner, taking in self._takings.items() if taking.rank in ranks]:
             del self._takings[owner]
         for rank in ranks:
@@ -411,7 +412,7 @@ class PrefillCache:
             self._fetches[rank] = ()
 
     def owners(self, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]:
-        """Which reads, writes and copies own which blocks of a rank."""
+        """Return the reads, writes and copies that own blocks of a rank, with these blocks."""
         owners: list[tuple[Hashable, tuple[int, ...]]] = [
             (load.owner, load.into) for load in self.loads.of_rank(rank)
         ]
@@ -419,5 +420,5 @@ class PrefillCache:
         return owners + list(self.stores.owners(rank))
 
     def check(self) -> list[str]:
-        """Problems; empty when reads and writes add up."""
+        """Return problems; empty if reads and writes add up."""
         return self.loads.check() + self.stores.check()

@@ -1,5 +1,5 @@
-"""The prefill unit's leader: turns prompts into first tokens, and holds their KV under a lease
-until decode has it.
+"""Leader (scheduler) of a prefill unit: turns prompts into first tokens, and leases their KV to
+decode.
 
     waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone-->
     leased --> gone
@@ -7,9 +7,9 @@ until decode has it.
 
 Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans
 may be in flight, so a prompt's next chunk is planned while the one before is computed. When the
-unit forms anew, the plans in flight are void: their chunks are planned again. Knows nothing of
-other units; the front decides what comes here and what becomes of it, and what of it need not be
-computed is found by roles/prefill/cache.
+unit forms anew, the plans in flight are void: their chunks are planned again. Independent of other
+units: the front sends prompts and handles the results. roles/prefill/cache finds the parts of a
+prompt that need not be computed.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class _PrefillStep:
     parts: tuple[PromptChunk, ...]
     """Chunks of all ranks and their micro-batches, in the order of StepDone's keys."""
     fetches: tuple[tuple[int, ...], ...]
-    """Blocks that each rank has read from disk for this step."""
+    """Blocks that each rank has read from disk or copied from decode before this step."""
 
 
 class PrefillLeader:
-    """Keys of StepDone number the chunks of all ranks' plans one after another, a rank's second
-    micro-batch behind its first.
+    """Scheduler of a prefill unit. Keys of StepDone number the chunks of all ranks' plans one after
+    another; a rank's second micro-batch follows its first.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class PrefillLeader:
         fingerprint: str = "",
         index: BlockIndex | None = None,
     ) -> None:
-        """`pool_name`: the pool of a unit that is one process, new at every start; ranks bring their own.
-        `fingerprint`: of its KV (UnitUp). `index`: blocks that are known to be on disk; None: none yet.
+        """`pool_name`: the pool of a unit that is one process, new at every start; ranks have their
+        own. `fingerprint`: of its KV (UnitUp). `index`: blocks known to be on disk; None: none yet.
         """
         units, cache = deployment.prefill, deployment.cache
         self._out: list[Effect] = []
@@ -105,8 +105,7 @@ class PrefillLeader:
             num_moe_layers=num_moe_layers(config),
         )
         self._identity = UnitIdentity(unit, PREFILL, epoch, fingerprint)
-        # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
-        # faster.
+        # A single rank delays no other: a token budget fills its steps as well, and plans faster.
         self._rules = PackRules(
             deployment.chunk_tokens,
             units.max_requests,
@@ -117,7 +116,7 @@ class PrefillLeader:
         self._waiting = PrefillQueue(units.max_waiting, deployment.limits.burst_tokens)
         self._started: dict[Key, PrefillAttempt] = {}
         self._num_tokens_left: int | None = None
-        """Tokens of all of them that are not planned yet; None: to be counted again."""
+        """Unplanned tokens of queued and started prompts; None: to be counted again."""
         self._in_flight: StepsInFlight[_PrefillStep] = StepsInFlight(unit)
         self._report = ReportBuilder(
             self._identity, self.blocks, units.max_requests, self.cache.totals
@@ -128,19 +127,17 @@ class PrefillLeader:
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: say that the unit is up."""
+        """Return the first effects: UnitUp and a heartbeat."""
         return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Take in what happened, in order, and return what to do, in order: one look at the unit
-        for all of it.
-        """
+        """Process events in order, plan once for all of them, and return the effects in order."""
         self._out.clear()
         for event in events:
             self._take(now_s, event)
             if not isinstance(
                 event, Prefill | Release | Filled | KvPulled
-            ):  # Those are most, and say themselves what they change.
+            ):  # These are most events, and update the count themselves.
                 self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)
@@ -188,19 +185,19 @@ class PrefillLeader:
             case TraceRequest():
                 self._out += self._tracer.ask(now_s, event)
             case ExpertsRequest():
-                pass  # A unit of one rank has all experts there; of many, roles/ranks answers.
+                pass  # A single rank has all experts; with more ranks, roles/ranks answers.
             case Tick():
-                pass  # What is due by now is seen to below, as after any event.
+                pass  # `handle` does all due work after any event.
             case _:
                 raise InvariantError(
                     f"{self._identity.unit}: a prefill leader cannot take {type(event).__name__}"
                 )
 
-    # ---- what comes in ----
+    # ---- events ----
     def _accept(self, generation: Generation) -> None:
         prompt = PrefillAttempt(generation, text_of(generation), number=self._waiting.num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
-            return  # The same message twice.
+            return  # A duplicate message.
         num_starts = self._rules.num_requests_max * self.blocks.num_living
         if has_other_weights(generation, self._identity.fingerprint):
             self._give_back(prompt.key, OTHER_WEIGHTS)
@@ -250,8 +247,8 @@ class PrefillLeader:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
 
     def _reset(self, event: RankReset) -> None:
-        """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back
-        to the front.
+        """Handle a new formation: plans in flight are void, and attempts of lost ranks return to
+        the front.
         """
         for step in self._in_flight:
             for part in step.parts:
@@ -274,12 +271,12 @@ class PrefillLeader:
         self.blocks.reset(event)
         if not self.blocks.num_living:
             for prompt in self._waiting:
-                # Another unit may have room; this one has none for long.
+                # Another unit may have capacity; this one will not soon.
                 self._give_back(prompt.key, QUEUE_FULL)
             self._waiting.clear()
         self._out += self._reporter.reset()
 
-    # ---- what comes back from the Runner ----
+    # ---- results of the Runner ----
     def _step_done(self, now_s: float, done: StepDone) -> None:
         step = self._in_flight.take(done.step_id)
         self._report.stepped(done)
@@ -320,8 +317,8 @@ class PrefillLeader:
         self._out += self._tracer.done(done)
 
     def _written(self, step: _PrefillStep, void: set[int]) -> None:
-        """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not
-        what it should be.
+        """Note that a step's chunks are in their blocks. `void`: id() of prompts with a void token;
+        their blocks get no names.
         """
         for part in step.parts:
             part.prompt.num_done = max(part.prompt.num_done, part.end)
@@ -350,9 +347,8 @@ class PrefillLeader:
         )
         lease = None
         if token.finish is None:
-            # The blocks never change their owner, so there is no moment at which they are nobody's:
-            # the attempt owns them as a lease as it did as a prompt, until decode has pulled them
-            # (Release) or the lease ends.
+            # The blocks are never without an owner: the attempt owns them as a prompt and then as a
+            # lease, until decode has pulled them (Release) or the lease expires.
             del self._started[prompt.key]
             self.leases.open(
                 HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank)
@@ -369,7 +365,7 @@ class PrefillLeader:
         done = PrefillDone(self._identity.unit, token, lease, num_cached, prompt.scores)
         self._out.append(Send("front", done))
 
-    # ---- what goes to the Runner ----
+    # ---- plans for the Runner ----
     def _plan(self, now_s: float) -> None:
         while not self._in_flight.is_full:
             rates = self.scheduler.rates
@@ -416,7 +412,7 @@ class PrefillLeader:
         choice: ScheduleChoice,
         works: Sequence[tuple[int, int]],
     ) -> tuple[PrefillPlan, ...]:
-        """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
+        """Return the step's plans, one per rank. `works`: tokens and pairs by rank."""
         balance = step_balance([works[rank] for rank in self.blocks.living], self.scheduler.rates)
         self._report.balanced(balance)
         is_traced = self._tracer.is_wanted
@@ -438,13 +434,13 @@ class PrefillLeader:
             for (first, second), fetches in zip(halves, step.fetches, strict=True)
         )
 
-    # ---- what the front hears ----
+    # ---- reports ----
     def _give_back(self, key: Key, reason: str) -> None:
         self._out.append(given_back(self._identity.unit, key, reason))
 
     @property
     def num_requests(self) -> int:
-        """Attempts of which something is held here."""
+        """Number of attempts that are queued, started or leased."""
         return len(self._waiting) + len(self._started) + len(self.leases)
 
     def _heartbeat(self, now_s: float) -> list[Effect]:
@@ -465,8 +461,8 @@ class PrefillLeader:
         )
 
     def audit(self) -> list[str]:
-        """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease,
-        a read, a write or a copy.
+        """Return problems of all ledgers; empty if every owner of a block is a started prompt, a
+        lease, a read, a write or a copy.
         """
         problems = self.blocks.check() + self.leases.check() + self.cache.check()
         for rank in range(self.blocks.num_ranks):

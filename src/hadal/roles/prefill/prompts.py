@@ -1,14 +1,15 @@
-"""A prefill unit's prompts: which chunks of which ones a step takes on each rank, and how a rank's
-part is cut in two.
+"""Prompts of a prefill unit: the chunks that a step takes on each rank, and the cut of a rank's
+part.
 
     waiting (of the unit) --pack: a rank is chosen--> started (on that rank, with all its blocks)
 
-One whose prefix is read from disk starts without a part: it has one when the blocks are here.
+A prompt that reads its prefix from disk starts without a chunk; it gets one when the blocks are
+there.
 
-Two rules: by cost, every rank the same time (policy/prefill_balance), or by a token budget of each
-rank (policy/batching).
+Two rules: by cost, with the same time on every rank (policy/prefill_balance), or by a token budget
+per rank (policy/batching).
 
-Knows no messages; the leader applies what comes out.
+Independent of messages; the leader applies the result.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.tokens import history_of
 
 Start = tuple["PrefillAttempt", int, Prefix]
-"""A prompt that takes its blocks now, its rank, and what it finds there."""
+"""Prompt that takes its blocks now, its rank, and the prefix that it finds there."""
 Found = Mapping[int, Prefix]
-"""rank -> what a prompt finds there; ranks with nothing of it are not in it."""
+"""Rank -> prefix that a prompt finds there; ranks without one are left out."""
 MEAN_SHARE = 2 / 3
-"""The part of `chunk_tokens` that a rank computes in a mean step that is cut by cost: light ranks
-may take half as much again, which makes up for dense ones. Between a half and four fifths
-throughput is the same within a point in simulation (bench/balance_prefill_sim) at 30 ms a step, and
-better the larger it is where a step costs more; steps are shorter the smaller it is.
+"""Share of `chunk_tokens` that a rank computes in a mean step cut by cost. Ranks with cheap tokens
+may take half as many more, which makes up for ranks with expensive ones. From 1/2 to 4/5, simulated
+throughput is the same within one point (bench/balance_prefill_sim) at 30 ms per step. A larger
+share is better if steps cost more; a smaller one makes steps shorter.
 """
 
 
@@ -55,29 +56,29 @@ class PrefillAttempt:
     generation: Generation
     tokens: tuple[int, ...]
     rank: int = -1
-    """Where it started."""
+    """Rank where it started; -1: it has not started."""
     block_ids: tuple[int, ...] = ()
     num_planned: int = 0
     num_done: int = 0
-    """Positions whose KV is in its blocks."""
+    """Positions with KV in its blocks."""
     prefix: Prefix = NOTHING
-    """What it found when it started; when it is here, `num_planned` counts it."""
+    """Prefix that it found when it started. `num_planned` includes the blocks that are in memory."""
     is_loading: bool = False
-    """Some of that is being read."""
+    """True while part of the prefix is read from disk."""
     num_named: int = 0
-    """Blocks that can be found by others."""
+    """Leading blocks that other prompts can find."""
     last_step_id: int = -1
-    """The last plan that writes its blocks: they cannot be freed before it is done."""
+    """Last plan that writes its blocks: they cannot be freed before it is done."""
     is_dropped: bool = False
-    """Nobody wants it any more; it only waits for that plan."""
+    """True if the attempt is no longer needed and only waits for plan `last_step_id`."""
     number: int = 0
     """The prompt's number in the order of arrival here."""
     start_to_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
-    """Of its tokens behind those of each part, by where that began."""
+    """Chunk start -> log-probabilities of the tokens after each position of that chunk."""
 
     @property
     def num_scores(self) -> int:
-        """As Chunk has it. A retry's prompt was scored already: that came with the first token."""
+        """Same value as in Chunk. -1 for a retry with output: the first token came with the scores."""
         generation = self.generation
         return -1 if generation.output else generation.sampling.num_prompt_logprobs
 
@@ -91,12 +92,12 @@ class PrefillAttempt:
 
     @property
     def turn(self) -> tuple[float, int]:
-        """The place among those that wait."""
+        """Sort key in the queue."""
         return turn_s(self.generation.arrived_s, self.generation.priority), self.number
 
     @property
     def claim(self) -> Claim:
-        """By which those that wait take turns."""
+        """Tenant and cost, for the turns of tenants."""
         generation = self.generation
         weight = share_weight(generation.weight, generation.priority)
         return Claim(generation.tenant, INPUT_COST * self.num_left / weight)
@@ -106,14 +107,14 @@ class PrefillAttempt:
         return len(self.tokens) - self.num_planned
 
     def view(self) -> PromptView:
-        """The prompt as it goes on where it started, or as it waits with nothing of it anywhere."""
+        """Return the view of a prompt where it started, or of a queued one without any prefix."""
         if self.is_loading:
             return self.view_with(self.prefix, num_blocks=0)
         num_blocks = 0 if self.block_ids else blocks_for(len(self.tokens))
         return PromptView(self.num_left, num_blocks, self.num_planned)
 
     def view_with(self, prefix: Prefix, num_blocks: int | None = None) -> PromptView:
-        """The prompt on a rank where it finds this prefix."""
+        """Return the prompt's view on a rank where it finds this prefix."""
         start = prefix.num_blocks * BLOCK_TOKENS
         if num_blocks is None:
             num_blocks = blocks_for(len(self.tokens)) - prefix.num_shared
@@ -131,7 +132,7 @@ class PromptChunk:
     end: int
 
     def chunk(self) -> Chunk:
-        """The chunk that the rank computes; a token is drawn after the prompt's last part."""
+        """Return the chunk for the rank to compute; a token is drawn after the prompt's last chunk."""
         prompt, generation = self.prompt, self.prompt.generation
         request_id, tokens = generation.request_id, prompt.tokens[self.start : self.end]
         block_ids = prompt.block_ids[: blocks_for(self.end)]
@@ -164,11 +165,11 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepContents:
-    """What a step takes."""
+    """Contents of a step."""
 
     starts: tuple[Start, ...]
-    """Prompts that start, in their order. One that the step has no time for yet takes its blocks
-    all the same: its rank is settled.
+    """Prompts that start, in their order. A prompt for which the step has no time yet takes its
+    blocks all the same: its rank is settled.
     """
     parts: tuple[tuple[PromptChunk, ...], ...]
     """Chunks of each rank."""
@@ -179,13 +180,13 @@ class PackRules:
     """The rules by which a unit's steps are packed."""
 
     chunk_tokens: int
-    """Most tokens of a rank in a step."""
+    """Most tokens per rank and step."""
     num_requests_max: int
-    """Most prompts that have started on a rank."""
+    """Most started prompts per rank."""
     is_by_cost: bool = True
-    """Every rank the same time; else every rank as many tokens as its budget."""
+    """True: the same time on every rank. False: a token budget per rank."""
     is_in_turn: bool = False
-    """By token budgets: prompts start on ranks in turn."""
+    """With token budgets: prompts start on ranks in turn."""
 
 
 def _found_nowhere(prompt: PrefillAttempt) -> Found:
@@ -200,11 +201,11 @@ def pack(
     rates: StepRates,
     find: Callable[[PrefillAttempt], Found] = _found_nowhere,
 ) -> StepContents:
-    """Return a step.
+    """Return the next step.
 
-    Started prompts go on first; those that wait start in their order, each where the least work is,
-    until one fits nowhere. `find` returns what of a prompt can be found; until `starts` have their
-    blocks that must stay so.
+    Started prompts come first. Queued prompts then start in their order, each on the rank with the
+    least work, until one fits nowhere. `find` returns the prefixes that a prompt finds; they must
+    stay there until `starts` have their blocks.
     """
     rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]
     num_starts = [rules.num_requests_max] * pools.num_ranks
@@ -226,7 +227,7 @@ def _pack_cost(
     rates: StepRates,
     find: Callable[[PrefillAttempt], Found],
 ) -> StepContents:
-    """Every rank the same time, as nearly the same tokens as that allows."""
+    """Pack a step with the same time on every rank, and tokens as equal as that allows."""
     living = pools.living
     limits = StepLimits(max(1, int(MEAN_SHARE * rules.chunk_tokens)), rules.chunk_tokens)
     views = [
@@ -273,8 +274,8 @@ def _pack_cost(
 
 
 def _views_with(prompt: PrefillAttempt, found: Found) -> dict[int, PromptView]:
-    """Rank -> the prompt where it finds this. Ranks that find the same share a view, which is then
-    priced once.
+    """Return rank -> the prompt's view there. Ranks with the same prefix share a view, which is
+    then priced once.
     """
     views = {id(prefix): prompt.view_with(prefix) for prefix in _kinds(found)}
     return {rank: views[id(prefix)] for rank, prefix in found.items()}
@@ -285,7 +286,7 @@ def _kinds(found: Found) -> list[Prefix]:
 
 
 def _num_left(prompt: PrefillAttempt, found: Found) -> int:
-    """Tokens that have to be computed where most of it is."""
+    """Return the tokens left to compute on the rank with the longest prefix."""
     return (
         prompt.num_left
         - max((prefix.num_blocks for prefix in _kinds(found)), default=0) * BLOCK_TOKENS
@@ -300,7 +301,7 @@ def _pack_tokens(
     rules: PackRules,
     find: Callable[[PrefillAttempt], Found],
 ) -> StepContents:
-    """Every rank as many tokens as its budget."""
+    """Pack a step with a token budget per rank."""
     chunk_tokens = rules.chunk_tokens
     ready = [[(p, p.view()) for p in prompts if not p.is_loading] for prompts in rank_to_prompts]
     views = {
@@ -315,10 +316,10 @@ def _pack_tokens(
     }
     starts: list[Start] = []
     full: set[int] = set()
-    """Whose turn came, and who had no room: those who come later wait behind that prompt."""
+    """Ranks that were full when their turn came: later prompts for them wait behind that prompt."""
     for prompt in islice(
         waiting, chunk_tokens * len(views)
-    ):  # Each takes a token at least, if it does not load.
+    ):  # Each prompt takes at least one token, unless it loads.
         if rules.is_in_turn:
             due = list(views)[prompt.number % len(views)]
             if (
@@ -327,7 +328,7 @@ def _pack_tokens(
             ):
                 full.add(due)
                 if len(full) == len(views):
-                    break  # Nobody is left: a long queue is not worth a longer look.
+                    break  # All ranks are full: skip the rest of a long queue.
                 continue
         found = find(prompt)
         there = {rank: prompt.view_with(prefix) for rank, prefix in found.items()}
@@ -337,7 +338,7 @@ def _pack_tokens(
             else choose_prefill_rank(list(views.values()), prompt.view(), there)
         )
         if rank is None:
-            break  # Those behind it wait too: nobody is overtaken.
+            break  # Prompts behind it wait too: none overtakes.
         starts.append((prompt, rank, found.get(rank, NOTHING)))
         view, taken = there.get(rank, prompt.view()), views[rank]
         num_taken = 0
@@ -364,13 +365,14 @@ def _pack_tokens(
             )
         )
     running = {id(part.prompt) for of_rank in parts for part in of_rank}
-    # By rank, as their blocks are taken; one without a part waits on, unless it is for the disk.
+    # Sorted by rank, as their blocks are taken. A prompt without a chunk stays queued, unless it
+    # reads from disk.
     starts = [start for start in starts if start[2].num_loading or id(start[0]) in running]
     return StepContents(tuple(sorted(starts, key=lambda start: start[1])), tuple(parts))
 
 
 def work_on(parts: Sequence[PromptChunk]) -> tuple[int, int]:
-    """Tokens and (token, position) pairs of a rank's parts."""
+    """Return tokens and (token, position) pairs of a rank's chunks."""
     return (
         sum(part.end - part.start for part in parts),
         sum(num_pairs_of(part.start, part.end - part.start) for part in parts),
@@ -378,9 +380,7 @@ def work_on(parts: Sequence[PromptChunk]) -> tuple[int, int]:
 
 
 def step_balance(works: Sequence[tuple[int, int]], rates: StepRates) -> dict[str, float]:
-    """How equal a step's living ranks are, by what each does; nothing where there is nobody to be
-    equal to.
-    """
+    """Return how equal the work of a step's living ranks is; empty for fewer than two ranks."""
     if len(works) < 2:
         return {}
     tokens, pairs = zip(*works, strict=True)
@@ -391,8 +391,8 @@ def step_balance(works: Sequence[tuple[int, int]], rates: StepRates) -> dict[str
 def cut(
     parts: Sequence[PromptChunk], num_first: Sequence[int]
 ) -> tuple[list[PromptChunk], list[PromptChunk]]:
-    """The parts of two micro-batches, `num_first` tokens of each part in the first. A prompt cut is
-    in both.
+    """Return the chunks of two micro-batches, with `num_first` tokens of each chunk in the first. A
+    chunk that is cut is in both.
     """
     first, second = [], []
     for part, num_tokens in zip(parts, num_first, strict=True):

@@ -1,6 +1,7 @@
-"""Prompts of a prefill unit that wait for their blocks: their order, and the turns of their tenants.
+"""Queue of prompts that wait for blocks in a prefill unit: their order, and the turns of their
+tenants.
 
-Knows no ranks and no steps.
+Independent of ranks and steps.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from hadal.roles.prefill.prompts import PrefillAttempt
 
 
 class PrefillQueue:
-    """Iterates over prompts in the order of their turns; tenants take turns beyond that."""
+    """Queue of prompts, iterated by priority and arrival; `in_turns` adds the turns of tenants."""
 
     def __init__(self, num_max: int, burst_tokens: float) -> None:
-        """`num_max`: most prompts that wait beyond those that could start in an empty unit.
+        """`num_max`: most queued prompts beyond as many as an empty unit could start.
         `burst_tokens`: see ServiceCounters.
         """
         self.num_arrived = 0
@@ -25,9 +26,9 @@ class PrefillQueue:
         self._num_max = num_max
         self._prompts: dict[Key, PrefillAttempt] = {}
         self._tenant_to_num: Counter[str] = Counter()
-        """Waiting prompts of each tenant that has any."""
+        """Tenant -> number of its queued prompts; no entry for 0."""
         self._counters = ServiceCounters(burst_tokens)
-        """Tokens of prompts that began here."""
+        """Tokens of prompts that started here, by tenant."""
 
     def __iter__(self) -> Iterator[PrefillAttempt]:
         return iter(self._prompts.values())
@@ -40,11 +41,11 @@ class PrefillQueue:
 
     @property
     def first(self) -> PrefillAttempt | None:
-        """The next prompt, tenants aside."""
+        """Next prompt, regardless of tenants."""
         return next(iter(self._prompts.values()), None)
 
     def has_room(self, num_starts: int) -> bool:
-        """Return whether one more may wait in a unit in which `num_starts` prompts can have started."""
+        """Return whether one more prompt may wait in a unit that can start `num_starts` prompts."""
         return len(self._prompts) < self._num_max + num_starts
 
     def add(self, prompt: PrefillAttempt) -> None:
@@ -60,7 +61,7 @@ class PrefillQueue:
             self._prompts = dict(sorted(self._prompts.items(), key=lambda item: item[1].turn))
 
     def take(self, key: Key) -> PrefillAttempt | None:
-        """Remove a prompt and return it; None if it does not wait."""
+        """Remove a prompt and return it; None if it is not queued."""
         prompt = self._prompts.pop(key, None)
         if prompt is not None:
             tenant = prompt.generation.tenant
@@ -84,7 +85,7 @@ class PrefillQueue:
     def in_turns(
         self, ready: Iterable[PrefillAttempt], started: Iterable[PrefillAttempt]
     ) -> Iterable[PrefillAttempt]:
-        """Return the prompts that are `ready`, out of these, in the order in which they may start."""
+        """Return the prompts of `ready`, all queued here, in the order in which they may start."""
         if len(self._tenant_to_num) < 2:
             return ready
         held = Counter(prompt.generation.tenant for prompt in started)

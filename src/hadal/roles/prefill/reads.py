@@ -1,8 +1,8 @@
-"""Reads of the disk cache that are under way: their blocks, readers, deadlines and measured times.
+"""Reads of the disk cache under way: their blocks, readers, deadlines and measured times.
 
-Until a read is answered its blocks belong to it, whichever prompt owns them besides: a prompt that
-gives up, or is given up, leaves them to it, and late data is written where no step computes. Knows no
-allocator and no index.
+Until a read is answered it owns its blocks, besides any prompt. A prompt that gives up or is
+dropped leaves the blocks to the read, so late data is written where no step computes. Independent
+of allocators and indexes.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from hadal.policy.cached_prefix import ReadRates
 from hadal.roles.prefill.prompts import PrefillAttempt
 
 READ_TIMEOUT_S = 5.0
-"""A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it
-is computed.
+"""Longest wait of a prompt for the disk, seconds, or `LATE` times the predicted time if that is
+longer. Then the prompt is computed.
 """
 LATE = 2.0
 KNOWN_S = 30.0
-"""What was measured counts for so long: a disk that was slow is tried again."""
+"""Seconds for which measured rates are used: after that, a slow disk is tried again."""
 _FADE = 0.9
-"""Weight of what was measured before, at each new measurement."""
+"""Weight of earlier measurements at each new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Owns the blocks of a read."""
+    """Owner of the blocks of a read."""
 
     read_id: int
 
 
 @dataclass(slots=True)
 class DiskRead:
-    """One read."""
+    """One read from disk."""
 
     read_id: int
     rank: int
     names: bytes
     first: int
-    """Which block of its text names[0] is."""
+    """Number of the first block, `names[0]`, in its text."""
     chain: bytes
     into: tuple[int, ...]
     began_s: float
     predicted_s: float
     deadline_s: float
     prompt: PrefillAttempt | None
-    """Who waits for it; None: nobody any more."""
+    """Prompt that waits for the read; None if none does any more."""
     owner: Reader
     """Owner of the blocks `into`."""
 
 
 class ReadMeter:
-    """A line through the reads so far: seconds of one, and of a block. Old ones fade."""
+    """Line through the reads so far: seconds per read and per block. Old reads fade."""
 
     def __init__(self) -> None:
         self._known_until_s = -math.inf
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """Sums of the weights w, and of w n, w n^2, w t and w n t, where n blocks took t."""
+        """Sums of the weights w, and of w n, w n^2, w t and w n t, for reads of n blocks in t seconds."""
 
     def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
-        """A read of `num_blocks` took so long, the reads before it aside."""
+        """Add a read of `num_blocks`; `elapsed_s` is without the reads before it."""
         n, t = num_blocks, elapsed_s
         self._sums = tuple(  # type: ignore[assignment]
             _FADE * old + new
@@ -70,38 +70,38 @@ class ReadMeter:
         self._known_until_s = now_s + KNOWN_S
 
     def rates(self, now_s: float) -> ReadRates | None:
-        """None while nothing is known, or not any more."""
+        """Return the rates; None if nothing is known, or if it is outdated."""
         if now_s > self._known_until_s:
             return None
         w, n, nn, t, nt = self._sums
         spread = w * nn - n * n
-        # All of one size: what a block takes and what the read takes cannot be told apart.
+        # If all reads have one size, seconds per block and per read cannot be separated.
         block_s = (w * nt - n * t) / spread if spread > 1e-9 * w * nn else t / n
         block_s = min(max(block_s, 0.0), t / n)
         return ReadRates(max(0.0, (t - block_s * n) / w), block_s)
 
 
 class DiskReads:
-    """The reads of one unit."""
+    """Disk reads of one unit."""
 
     def __init__(self, timeout_s: float = READ_TIMEOUT_S) -> None:
         self.meter = ReadMeter()
         self.timeout_s = timeout_s
         self._reads: dict[int, DiskRead] = {}
-        """Reads under way, in the order of their beginning."""
+        """Reads under way, oldest first."""
         self._num_begun = 0
         self._answered_s: dict[int, float] = {}
-        """rank -> when its last answer came."""
+        """Rank -> time of its last answer."""
 
     def __len__(self) -> int:
         return len(self._reads)
 
     def rates(self, now_s: float) -> ReadRates | None:
-        """Return what reads take; None while that is unknown."""
+        """Return the measured rates of reads; None if unknown."""
         return self.meter.rates(now_s)
 
     def begin(self, now_s: float, prompt: PrefillAttempt, first: int, num_blocks: int) -> DiskRead:
-        """`prompt`'s blocks from `first` on will be read into the blocks that it has for them."""
+        """Add a read of a prompt's blocks from `first` on, into the blocks that it has for them."""
         chain = prompt.generation.chain
         names = slice_of(chain, first, first + num_blocks)
         rates = self.rates(now_s)
@@ -123,25 +123,27 @@ class DiskReads:
         return load
 
     def end(self, now_s: float, read_id: int, num_loaded: int) -> DiskRead:
-        """A read is answered; returns it. Raises KeyError if it is not under way."""
+        """Remove an answered read and return it. Raises KeyError if it is not under way."""
         load = self._reads.pop(read_id)
         since_s = max(
             load.began_s, self._answered_s.get(load.rank, -math.inf)
-        )  # One behind the other.
+        )  # Reads of a rank run one after another.
         self._answered_s[load.rank] = now_s
         if num_loaded:
             self.meter.observe(now_s, num_loaded, now_s - since_s)
         return load
 
     def abandon(self, prompt: PrefillAttempt) -> None:
-        """The prompt does not wait for it any more."""
+        """Note that the prompt no longer waits for its read."""
         for load in self._reads.values():
             if load.prompt is prompt:
                 load.prompt = None
         prompt.is_loading = False
 
     def give_up(self, now_s: float, load: DiskRead) -> PrefillAttempt:
-        """End the wait for an overdue read and return its prompt. It counts as having taken until now."""
+        """End the wait for an overdue read and return its prompt. The read counts as having taken
+        until now.
+        """
         prompt = load.prompt
         assert prompt is not None
         self.abandon(prompt)
@@ -149,7 +151,7 @@ class DiskReads:
         return prompt
 
     def overdue(self, now_s: float) -> list[DiskRead]:
-        """Reads that somebody has waited for too long."""
+        """Return reads past their deadline that a prompt still waits for."""
         return [
             load
             for load in self._reads.values()
@@ -157,7 +159,7 @@ class DiskReads:
         ]
 
     def queued_s(self) -> dict[int, float]:
-        """rank -> what the reads to it are predicted to take."""
+        """Return rank -> predicted seconds of its reads under way."""
         rank_to_s: dict[int, float] = {}
         for load in self._reads.values():
             rank_to_s[load.rank] = rank_to_s.get(load.rank, 0.0) + load.predicted_s
@@ -171,7 +173,7 @@ class DiskReads:
         )
 
     def lose(self, rank: int) -> None:
-        """The rank is gone: its reads are never answered."""
+        """Remove the reads of a lost rank, which are never answered."""
         for load in [load for load in self._reads.values() if load.rank == rank]:
             if load.prompt is not None:
                 load.prompt.is_loading = False
@@ -182,7 +184,7 @@ class DiskReads:
         return [load for load in self._reads.values() if load.rank == rank]
 
     def check(self) -> list[str]:
-        """Problems; empty when those who wait know it, and wait for one read each."""
+        """Return problems; empty if each waiting prompt is marked as such and waits for one read."""
         waiting = [load.prompt for load in self._reads.values() if load.prompt is not None]
         problems = []
         if len({id(prompt) for prompt in waiting}) != len(waiting):
