@@ -1,12 +1,12 @@
-"""State machines without I/O: `handle(now_s, event) -> list[Effect]`. Hosts, live or simulated, do
+"""State machines without I/O: `handle(now_s, event) -> list[Effect]`. Live or simulated hosts do
 the rest.
 
-There is one convention for effects. An actor has one list, `_out`: `handle` empties it, whatever
-happens appends to it, and what `handle` returns is a copy of it, in the order in which the host has
-to do it. A part that causes effects is given that list when it is made (`out`); a helper that only
-answers what is due (Alarm, Tracer, UnitReporter) returns it, and its caller appends it at once.
+One convention holds for effects. An actor has one list, `_out`. `handle` empties it, every event
+appends to it, and `handle` returns a copy, in the order in which the host must execute it. A part
+that causes effects gets that list when it is made (`out`). A helper that only answers what is due
+(Alarm, Tracer, UnitReporter) returns effects, and its caller appends them at once.
 
-What must not take its place by when it came about is kept by its owner until the actor takes it,
-and the method that hands it over says why: RankPools.take_freed and take_named, UnitMembership.take_sends,
-PrefillCache.end_event.
+Some effects must not be ordered by the time at which they arose. Their owner keeps them until the
+actor takes them, and the method that returns them gives the reason: RankPools.take_freed and
+take_named, UnitMembership.take_sends, PrefillCache.end_event.
 """

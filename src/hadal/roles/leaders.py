@@ -1,8 +1,8 @@
-"""The leader of a unit, made of what a deployment and a model's config say: the same whether it
-serves, is simulated or is replayed. And what else leader and ranks must mean alike: where a unit's
-experts lie at first.
+"""Leader of a unit, made from a deployment and a model's config: the same when it serves, is
+simulated or is replayed. Also the first placement of a unit's experts, on which leader and ranks
+must agree.
 
-The leader of ranks in processes of their own is made around this one (roles/ranks/ranks).
+If ranks are processes of their own, their leader is made around this one (roles/ranks/ranks).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def make_leader(
 ) -> PrefillLeader | DecodeLeader:
     """Return the state machine that decides for a unit.
 
-    `pool_name`: the pool of a unit that is one process; ranks bring their own. `fingerprint`: of
-    its KV (kv/names). `index`: what a prefill unit knows to be on disk; None: nothing until it
-    hears.
+    `pool_name`: the pool of a unit that is one process; ranks have their own. `fingerprint`: of its
+    KV (kv/names). `index`: blocks that a prefill unit finds on disk; None: none until it receives
+    some.
     """
     if role == PREFILL:
         return PrefillLeader(
@@ -42,13 +42,11 @@ def make_leader(
 
 
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:
-    """Where a unit's experts lie at first: its leader and every rank of it have to mean the
-    same.
-    """
+    """Return the first placement of a unit's experts, on which its leader and every rank must agree."""
     units = units_of(deployment, role)
     num_layers = num_moe_layers(config)
     if role == DECODE and config.mtp_is_moe and num_drafts_max(deployment, config):
-        num_layers += 1  # The MTP module's, behind the last.
+        num_layers += 1  # The MTP module's layer, after the last.
     sizes = num_layers, config.n_routed_experts, units.ranks, units.redundant_experts
     return (
         spread_by_node(*sizes, num_nodes(units))
@@ -58,7 +56,7 @@ def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> P
 
 
 def num_nodes(units: UnitsConfig) -> int:
-    """Nodes of a unit."""
+    """Return the number of nodes of a unit."""
     return -(-units.ranks // units.ranks_per_node)
 
 
@@ -68,16 +66,16 @@ def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
 
 
 def groups_fit_nodes(role: str, num_nodes: int, num_groups: int, num_redundant: int) -> bool:
-    """Return whether a group of experts stays on a node, so that a token goes to few nodes:
-    prefill's traffic between nodes is large, and a decode unit has more nodes than the gate has
-    groups (DeepSeek EPLB's two policies).
+    """Return whether a group of experts stays on a node, so that a token goes to few nodes. Only
+    for prefill: its traffic between nodes is large, and a decode unit has more nodes than the gate
+    has groups (DeepSeek EPLB's two policies).
     """
     divides = num_groups % num_nodes == 0 and num_redundant % num_nodes == 0
     return role == PREFILL and num_nodes > 1 and divides
 
 
 def moves_experts(units: UnitsConfig) -> bool:
-    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and
-    stage layers.
+    """Return whether replicas may move to other ranks while the unit serves. Its ranks then serve
+    their experts to others and stage layers.
     """
     return units.ranks > 1 and units.expert_balance != OFF

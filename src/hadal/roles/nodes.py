@@ -1,17 +1,17 @@
-"""The nodes of a cluster, as the supervisor knows them: which of them are there, what each is to run,
-and how what it runs fares.
+"""Nodes of a cluster in the supervisor: their state, the processes that each must run, and the
+state of these.
 
-Two clocks, on purpose. A node whose agent says nothing for `timeout_s` is lost: what ran on it is
-over, here and now, and its units go on without. Whether it is to be replaced is the business of
-whoever lends it, who may take a minute, for its word ends processes that may be well.
+Two timeouts, on purpose. A node is lost if its agent sends nothing for `timeout_s`: its processes
+count as ended at once, and its units continue without them. The node provider decides whether the
+node is replaced. It may take a minute, for its decision ends processes that may be well.
 
-    ABSENT --an agent speaks--> UP --silent for timeout_s--> LOST --an agent speaks--> UP
+    ABSENT --an agent reports--> UP --silent for timeout_s--> LOST --an agent reports--> UP
 
-What an agent runs that speaks for the first time, another supervisor had it run, and it goes on. A node
-that was only cut off may still run what was given up. Everything that it is told names all
-that it is to run, each with its epoch number: what is not named ends, and a message of an earlier epoch
-is not heard (runtime/wire). Where two agents speak for one node, the one that began to speak later
-counts, and the other is told to leave.
+Processes of an agent that reports for the first time were started by an earlier supervisor, and
+continue. A node that was only cut off may still run processes that were given up. Every order
+therefore names all processes that the node must run, each with its epoch number: an unnamed process
+ends, and a message of an earlier epoch is ignored (runtime/wire). If two agents report for one
+node, the one that began later counts, and the other is ordered to leave.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hadal.core.seams import Send
 from hadal.roles.suspects import Absence
 
 PERIOD_S = 0.5
-"""`Nodes.tick` is called as often as this, at least."""
+"""Longest interval between calls of `Nodes.tick`, seconds."""
 
 
 class NodePhase(StrEnum):
@@ -39,18 +39,16 @@ class NodePhase(StrEnum):
 
 @dataclass
 class FarProcess:
-    """A process that a node was told to run."""
+    """Process that a node was ordered to run."""
 
     order: ProcessOrder
     news: ProcessNews
     reason: str = ""
-    """Why it is over, if no exit code says it."""
+    """Reason for its end, if no exit code shows it."""
 
     @property
     def code(self) -> int | None:
-        """Its exit code; of one that was lost with its node, as if it had been killed. None while
-        it runs.
-        """
+        """Exit code; None while it runs. A process lost with its node counts as killed."""
         return -signal.SIGKILL if self.reason else self.news.code
 
 
@@ -61,32 +59,32 @@ class Node:
         self.number = number
         self.phase = NodePhase.ABSENT
         self.news: NodeNews | None = None
-        """What its agent said last."""
+        """Latest message of its agent."""
         self.heard_s = -math.inf
         self.ordered_s = -math.inf
         self.processes: dict[str, FarProcess] = {}
-        """By name, the last epoch of each."""
+        """Name -> latest epoch of the process."""
         self.told: dict[str, Address] | None = None
-        """The addresses elsewhere that its agent knows; None: it was told of none."""
+        """Addresses of other nodes that were sent to its agent; None: none were sent."""
 
     @property
     def host(self) -> str:
-        """Name of the host that it is; empty before an agent spoke."""
+        """Name of its host; empty before an agent reported."""
         return "" if self.news is None else self.news.host
 
     @property
     def agent(self) -> str:
-        """Its agent's name on the wire; empty before one spoke."""
+        """Name of its agent on the wire; empty before one reported."""
         return "" if self.news is None else agent_name(self.number, self.news.boot)
 
 
 def agent_name(node: int, boot: str) -> str:
-    """Name on the wire of one agent of a node."""
+    """Return the name on the wire of an agent of a node."""
     return f"node-{node}-{boot}"
 
 
 class Nodes:
-    """All nodes. What agents are to be told is taken by `take_sends`."""
+    """All nodes. `take_sends` returns the orders for their agents."""
 
     def __init__(self, num_nodes: int, timeout_s: float) -> None:
         self.nodes = [Node(number) for number in range(num_nodes)]
@@ -94,20 +92,20 @@ class Nodes:
         self._sends: list[Send] = []
         self._absence = Absence(PERIOD_S)
         self._gone: set[tuple[int, str]] = set()
-        """Agents whose place another has taken."""
+        """Agents that were replaced by another."""
         self._here: dict[str, Address] = {}
         self.num_rollouts = 0
         """See NodeOrders."""
         self.has_moved = True
-        """Processes began or ceased to listen since nodes were last told where."""
+        """True if processes started or stopped listening since nodes were last sent addresses."""
 
     def take_sends(self) -> list[Send]:
-        """What agents are to be told since the last call, in order."""
+        """Return the orders for agents since the last call, in order."""
         sends, self._sends = self._sends, []
         return sends
 
     def check(self) -> list[str]:
-        """Problems; empty where no process runs twice, or where nobody is heard."""
+        """Return problems; empty if no process runs twice, or on a node that is lost."""
         running: dict[str, int] = {}
         problems = []
         for node in self.nodes:
@@ -122,7 +120,9 @@ class Nodes:
         return problems
 
     def heard(self, now_s: float, news: NodeNews) -> bool:
-        """An agent spoke. True if it is one that did not count before: it knows nothing yet."""
+        """Apply an agent's message. Return True for an agent that did not count before: it has no
+        orders yet.
+        """
         node = self.nodes[news.node]
         if (node.number, news.boot) in self._gone:
             self._say(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
@@ -153,24 +153,24 @@ class Nodes:
         return is_new
 
     def _adopt(self, node: Node, news: ProcessNews) -> None:
-        """What a supervisor before this one had a node run goes on, in its latest life."""
+        """Adopt a process that an earlier supervisor had a node run, in its latest epoch."""
         name, epoch_number = news.name, news.epoch_number
         others = [other.processes[name] for other in self.nodes if name in other.processes]
         if any(other.order.epoch_number >= epoch_number for other in others):
             return
         for other in others:
             other.reason = other.reason or f"it was followed by another, on node {node.number}"
-        # What it was given is not known. It matters to one that is to be started alone.
+        # Its arguments are unknown; they matter only to a process to be started.
         node.processes[name] = FarProcess(ProcessOrder(name, epoch_number, (), 0), news)
         self.has_moved = True
 
     def listen_here(self, name_to_address: Mapping[str, Address]) -> None:
-        """Where the processes of the supervisor's own host listen, by their names on the wire."""
+        """Set the addresses of the processes on the supervisor's own host, by their names on the wire."""
         self.has_moved |= self._here != name_to_address
         self._here = dict(name_to_address)
 
     def addresses(self) -> dict[str, Address]:
-        """Where the processes of all nodes listen, as far as they run and are heard."""
+        """Return the addresses of the running processes of all nodes, as far as reported."""
         return {
             name: process.news.address
             for node in self.nodes
@@ -179,8 +179,8 @@ class Nodes:
         }
 
     def tell_addresses(self, now_s: float) -> None:
-        """Tell nodes whose processes elsewhere listen elsewhere by now. A node hears of all units
-        and gateways, and of the ranks of its own units.
+        """Send changed addresses to nodes. A node gets the addresses of all units and gateways, and
+        of the ranks of its own units.
         """
         if not self.has_moved:
             return
@@ -202,8 +202,8 @@ class Nodes:
                 self.order(now_s, node, wanted)
 
     def tick(self, now_s: float) -> list[Node]:
-        """Time passed: to be called every PERIOD_S, once all that was said is heard. Returns the
-        nodes that were lost just now.
+        """Find lost nodes and repeat orders. To be called every PERIOD_S, after all received
+        messages are applied. Return the nodes that were lost just now.
         """
         missed_s = self._absence.called(now_s)
         lost = []
@@ -218,7 +218,7 @@ class Nodes:
         return lost
 
     def run(self, now_s: float, number: int, order: ProcessOrder) -> FarProcess:
-        """Have a node run a process, under a name that has none on it."""
+        """Order a node to run a process, under a name that no process there has."""
         node = self.nodes[number]
         process = FarProcess(order, ProcessNews(order.name, order.epoch_number, 0))
         node.processes[order.name] = process
@@ -227,7 +227,7 @@ class Nodes:
         return process
 
     def signal(self, now_s: float, number: int, process: FarProcess, code: int) -> None:
-        """Have a node send a process a signal, if it is over neither here nor there."""
+        """Order a node to send a process a signal, unless the process has ended."""
         if process.code is not None:
             return
         name, order = process.order.name, process.order
@@ -241,7 +241,7 @@ class Nodes:
         self.order(now_s, self.nodes[number])
 
     def release(self, number: int) -> None:
-        """A node is given back."""
+        """Give a node back: dismiss its agent, and end its processes."""
         node = self.nodes[number]
         if node.news is not None:
             self._gone.add((number, node.news.boot))
@@ -250,7 +250,7 @@ class Nodes:
         self.nodes[number] = Node(number)
 
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:
-        """Tell a node all that it is to run, and whom its processes may speak to."""
+        """Send a node all processes that it must run, and the addresses that these may connect to."""
         node.ordered_s = now_s
         node.told = node.told if addresses is None else addresses
         if node.agent:
@@ -260,7 +260,7 @@ class Nodes:
             )
 
     def dismiss(self) -> None:
-        """The run is over."""
+        """Dismiss all agents: the run is over."""
         for node in self.nodes:
             if node.agent:
                 self._say(node.agent, NodeOrders((), is_over=True))
@@ -276,7 +276,7 @@ class Nodes:
 
 
 def unit_of(process: str) -> str:
-    """The unit that a process is of, by its name: decode-0.3 is a rank of decode-0."""
+    """Return the unit of a process, by its name: decode-0.3 is a rank of decode-0."""
     return process.partition(".")[0]
 
 
@@ -285,5 +285,5 @@ def _orders(processes: Mapping[str, FarProcess]) -> tuple[ProcessOrder, ...]:
 
 
 def _force(number: int) -> int:
-    """SIGKILL stands above all that a process may ignore."""
+    """Return the strength of a signal: SIGKILL is above all that a process may ignore."""
     return 2 if number == signal.SIGKILL else number != 0

@@ -1,12 +1,11 @@
-"""A role's life, written down: how it was made, and every call with what it was given and what it
-answered.
+"""Recording of a role: how it was made, and every call with its events and effects.
 
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
-The length is big endian, unlike core/framing's, so that files of earlier versions are told apart.
+The length is big endian, unlike core/framing's, so that files of earlier versions are recognised.
 
-A role is a function of its events and their times, so a recording suffices to decide everything again.
-Times are those of the host's monotonic clock. runtime/recorder reads and writes the files.
+A role is a function of its events and their times, so a recording suffices to repeat all decisions.
+Times are from the host's monotonic clock. runtime/recorder reads and writes the files.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _MAX_OPENING_BYTES = 1 << 24
 
 
 class RecordingError(HadalError, ValueError):
-    """Something is not a recording, or not one of this version."""
+    """Error for data that is no recording, or one of another version."""
 
 
 class RecordedRole(Protocol):
-    """Any role that is recorded and replayed."""
+    """Role that can be recorded and replayed."""
 
     @property
     def start(self) -> Callable[..., list[Any]]: ...
@@ -46,7 +45,7 @@ class RecordedRole(Protocol):
     def handle(self) -> Callable[..., list[Any]]: ...
 
 
-# ---- how each role was made, besides the deployment ----
+# ---- arguments of each role, besides the deployment ----
 class MadeFront(msgspec.Struct, frozen=True, tag=True, array_like=True):
     epoch: str
     max_context: int
@@ -54,7 +53,7 @@ class MadeFront(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class MadeSoleLeader(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The leader of a unit that is one process."""
+    """Arguments of the leader of a unit that is one process."""
 
     role: str
     epoch: str
@@ -64,7 +63,7 @@ class MadeSoleLeader(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class MadeLeader(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The leader of a unit of many ranks."""
+    """Arguments of the leader of a unit of many ranks."""
 
     role: str
     epoch: str
@@ -90,29 +89,29 @@ Made = MadeFront | MadeSoleLeader | MadeLeader | MadeRank | MadeFleet
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a recording."""
+    """Head of a recording."""
 
     version: int
     run_id: str
     process: str
-    """Its name on the wire."""
+    """Name of the process on the wire."""
     made: Made
     deployment: Deployment
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a role. No events: it was `start`."""
+    """One call of a role; without events, the call of `start`."""
 
     now_s: float
     events: tuple[AnyEvent, ...]
     effects: tuple[AnyEffect, ...]
     error: str = ""
-    """What the role raised instead of answering."""
+    """Error that the role raised instead of returning effects."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One process from its start to its end, or to where the writing was broken off."""
+    """One process from its start to its end, or to the point where the file breaks off."""
 
     opening: Opening
     calls: tuple[Call, ...]
@@ -123,7 +122,9 @@ class Recording:
 
 
 def _plain(value: object) -> object:
-    """What stands in for tuples and ints in a plan that never left its process."""
+    """Return a plain value for numpy values and ranges: plans that never leave their process have
+    them instead of ints and tuples.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -139,19 +140,19 @@ _call_decoder = msgspec.msgpack.Decoder(Call)
 
 
 def encode(value: Any) -> bytes:
-    """Any event, effect or call as msgpack."""
+    """Return any event, effect or call as msgpack."""
     return _encoder.encode(value)
 
 
 def frame(value: Opening | Call) -> bytes:
-    """What one of them is in a file."""
+    """Return an opening or a call as a frame of a file."""
     body = encode(value)
     return _LENGTH.pack(len(body)) + body
 
 
 def canonical(call: Call) -> bytes:
-    """Equal for calls that a reader could not tell apart: 0 in a field of floats is 0.0, a list is
-    a tuple.
+    """Return bytes that are equal for calls that decode alike: 0 in a field of floats is 0.0, a
+    list is a tuple.
     """
     return encode(_call_decoder.decode(encode(call)))
 

@@ -1,10 +1,10 @@
-"""Whom a judge suspects, and what their host saw of them since: the front watches units so, a
-leader its ranks.
+"""Failure detector: suspected processes, and what their host observes of them. The front watches
+units with it, a leader its ranks.
 
-    silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the judge: frozen, or
+    silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the detector: frozen, or
     only starved?
 
-Whether to give one up is decided in policy/suspicion.
+policy/suspicion decides whether a process is given up.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ _ASK_AGAIN_S = 0.1
 
 
 class Absence:
-    """When a judge stood still itself: what it did not hear then is nobody's silence."""
+    """Time during which the failure detector itself did not run; it is not counted as a process's
+    silence.
+    """
 
     def __init__(self, period_s: float) -> None:
-        """The judge is called every `period_s` at least."""
+        """`period_s`: longest interval between calls of the detector, seconds."""
         self._period_s = period_s
         self._called_s = math.inf
 
     def called(self, now_s: float) -> float:
-        """The judge is called. Returns for how long it stood still before, 0 if it did not."""
+        """Note a call, and return for how long the detector did not run before it; 0 if it did."""
         gap_s, self._called_s = now_s - self._called_s, now_s
         return pause_s(gap_s, self._period_s)
 
 
 @dataclass(slots=True)
 class _SeenProcess:
-    """What is known of one process since it is suspected."""
+    """Observations of one process since it is suspected."""
 
     asked_s: float = -math.inf
     first: tuple[float, float] | None = None
-    """When it was first looked at, and how long it had waited for a processor by then."""
+    """Time of the first observation, and how long it had waited for a processor by then."""
     starved: float | None = None
     is_stopped: bool = False
 
 
 class Suspects:
-    """`timeout_s`: what a process may be silent for."""
+    """Failure detector for several processes. `timeout_s`: longest silence allowed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._name_to_seen: dict[str, _SeenProcess] = {}
 
     def judge(self, now_s: float, name_to_silent_s: Mapping[str, float]) -> list[str]:
-        """Look at all who are watched, by how long they are silent. Returns those that are
-        frozen.
-        """
+        """Check all watched processes by how long each is silent. Return the frozen ones."""
         is_together = are_all_late(name_to_silent_s.values(), self._timeout_s)
         late = [
             name
@@ -73,8 +73,8 @@ class Suspects:
         ]
 
     def to_ask(self, now_s: float) -> list[str]:
-        """Name those whom `judge` suspects and whose host has to say now what it sees of them. Each
-        is named again only after a while.
+        """Return suspected processes for which the host must be asked now. Each is returned again
+        only after a while.
         """
         due = [
             name
@@ -86,13 +86,13 @@ class Suspects:
         return due
 
     def is_frozen(self, name: str, silent_s: float, timeout_s: float) -> bool:
-        """Whether a process is frozen by another timeout than `judge`'s: others who lost it are
-        believed sooner.
+        """Return whether a process is frozen by another timeout than `judge`'s, as for one that
+        other processes have lost.
         """
         return is_frozen(self._silence(name, silent_s), timeout_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
-        """What the host sees of it. Of one that is not suspected any more it does not matter."""
+        """Apply a host's observation. It is ignored if the process is no longer suspected."""
         seen = self._name_to_seen.get(message.process)
         if seen is None:
             return
@@ -103,7 +103,7 @@ class Suspects:
             seen.starved = max(0.0, message.waited_s - seen.first[1]) / (now_s - seen.first[0])
 
     def why(self, name: str) -> str:
-        """What the host saw, for the log; empty if nothing is to be said."""
+        """Return the host's observation for the log; empty if there is none."""
         seen = self._name_to_seen.get(name)
         if seen is None or seen.starved is None:
             return ""

@@ -85,7 +85,7 @@ class FrontTenants:
                 self._spent.pop(tenant, None)
 
     def unread(self) -> tuple[str, ...]:
-        """Return tenants with a daily budget whose spending has not been read from the ledger yet."""
+        """Return tenants with a daily budget and no spending read from the ledger yet."""
         return tuple(
             tenant
             for tenant, quota in self._quotas.items()

@@ -154,7 +154,7 @@ class FrontUnits:
         return taker if taker and is_behind else None
 
     def loads(self) -> dict[str, UnitReport]:
-        """Unit -> its last report, for those that have reported."""
+        """Return unit -> its last report, for units that have reported."""
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:

@@ -186,7 +186,7 @@ class PackRules:
     is_by_cost: bool = True
     """True: the same time on every rank. False: a token budget per rank."""
     is_in_turn: bool = False
-    """With token budgets: prompts start on ranks in turn."""
+    """Prompts start on ranks in turn (with token budgets)."""
 
 
 def _found_nowhere(prompt: PrefillAttempt) -> Found:

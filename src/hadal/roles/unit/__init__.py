@@ -1,1 +1,1 @@
-"""What the leaders of prefill and decode share: reports, steps in flight, schedules, stores to disk."""
+"""Parts shared by prefill and decode leaders: reports, steps in flight, schedules, disk writes."""

@@ -1,15 +1,15 @@
-"""Writes to the disk cache, behind the computation: which blocks wait for theirs, which are being
-written, and what is on disk already.
+"""Writes to the disk cache, behind the computation: blocks that wait, are being written, or are on
+disk.
 
     offer -> known on disk, or on its way? -> waits -> begin: StoreBlocks -> BlocksStored -> stored
                                                 '-- its content is gone, or blocks are short, or too
                                                 many wait: skipped
 
-What is being written has an owner of its own, so that it stays as it is; as that takes room away
-from requests, only few blocks are written at a time. What waits has one, too, where nobody else
-would keep it (`holds`): then only few wait, and they are given up for any request that needs their
-room. Without one, a block whose room was needed meanwhile is passed over. What no longer fits among
-those that wait is skipped: the disk is behind, and nobody waits for it.
+Blocks being written have an owner of their own, so that their content stays. This takes capacity
+from requests, so only few blocks are written at a time. Waiting blocks have an owner too if nothing
+else keeps them (`holds`): then only few may wait, and they are given up for any request that needs
+blocks. Without an owner, a waiting block that was reused meanwhile is skipped. Blocks beyond the
+limit of waiting ones are skipped: the disk is behind, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from hadal.kv.disk_index import BlockIndex, DiskIndex
 from hadal.roles.ranks.pools import RankPools
 
 WRITING_BLOCKS = 64
-"""Most blocks of a rank that are being written."""
+"""Most blocks of a rank being written at a time."""
 WRITING_SHARE = 8
-"""And one of so many of the rank's blocks, if that is less: a disk that hangs holds on to no
-more.
+"""Divisor of a rank's blocks: at most 1/WRITING_SHARE of them are being written, so that a disk
+that hangs holds no more.
 """
 WAITING_BLOCKS = 4096
-"""Most blocks of a rank that wait."""
+"""Most waiting blocks of a rank, if they are not held."""
 HELD_BLOCKS = 256
-"""The same where they are held: what a disk that pauses for a second or two costs nothing."""
+"""Most waiting blocks of a rank, if they are held: enough for a disk that pauses for 1 or 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Owns the blocks that are being written together."""
+    """Owner of blocks that are being written together."""
 
     store_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """Owns a block that waits, where blocks are held."""
+    """Owner of a waiting block, with `holds`."""
 
     name: bytes
 
@@ -62,12 +62,12 @@ class _Waiting(NamedTuple):
     position: int
     block: int
     version: int
-    """Version of the block: with another its content is gone."""
+    """Version of the block; another version means that its content is gone."""
 
 
 class DiskStores:
-    """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see
-    above. `index`: what is known to be on disk; None: nothing yet.
+    """Disk writes of one unit. `store_id`s are unique while its process lives. `holds`: waiting
+    blocks have an owner. `index`: blocks known to be on disk; None: none yet.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class DiskStores:
         self._writing: dict[int, StoreBlocks] = {}
         self._num_writing = [0] * pools.num_ranks
         self._names: set[bytes] = set()
-        """Names of all blocks on their way."""
+        """Names of all blocks that wait or are being written."""
         self._num_waiting_max = HELD_BLOCKS if holds else WAITING_BLOCKS
         self._num_writing_max = max(1, min(WRITING_BLOCKS, pools.num_blocks_rank // WRITING_SHARE))
         self._num_begun = 0
 
     def __contains__(self, name: bytes) -> bool:
-        """Whether it is on disk, or will be, if all goes well."""
+        """Return whether a block is on disk, or will be if its write succeeds."""
         return name in self.index or name in self._names
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class DiskStores:
 
     # ---- in ----
     def offer(self, rank: int, name: bytes, position: int, block: int) -> None:
-        """A complete block that somebody owns. Offer a text's blocks in their order."""
+        """Queue a complete block that has an owner. Offer a text's blocks in their order."""
         if name in self:
             return
         waiting = self._waiting[rank]
@@ -111,11 +111,11 @@ class DiskStores:
             self._pools[rank].acquire((block,), Waiter(name), is_use=False)
 
     def begin(self) -> list[StoreBlocks]:
-        """Take what may be written now, as owner of its blocks."""
+        """Start the writes that may start now, as owner of their blocks."""
         effects: list[StoreBlocks] = []
-        num_together = max(1, self._num_writing_max // 2)  # One is written, one waits behind it.
+        num_together = max(1, self._num_writing_max // 2)  # One write runs, one waits behind it.
         if not self._names:
-            return effects  # As always where there is no disk.
+            return effects  # Always so without a disk.
         for rank, waiting in enumerate(self._waiting):
             while waiting and self._num_writing[rank] < self._num_writing_max:
                 num_free = self._num_writing_max - self._num_writing[rank]
@@ -150,20 +150,20 @@ class DiskStores:
 
     # ---- out ----
     def note(self, event: BlocksStored | DiskNews) -> None:
-        """Note what was written, or what can be found on disk."""
+        """Note finished writes, or a change of the blocks on disk."""
         if isinstance(event, BlocksStored):
             self.stored(event)
         else:
             self.news(event)
 
     def news(self, event: DiskNews) -> None:
-        """What can be found on disk changed."""
+        """Update the index of blocks on disk."""
         self.index.drop(event.dropped)
         self.index.put(event.added, event.locations)
 
     def stored(self, event: BlocksStored) -> None:
-        """Blocks were written, or could not be: let go of them. Raises InvariantError if nobody
-        asked for it.
+        """Release blocks after their write, successful or not. Raises InvariantError for a write
+        that was not requested.
         """
         effect = self._writing.pop(event.store_id, None)
         if effect is None or len(event.locations) != len(effect.block_ids):
@@ -181,8 +181,8 @@ class DiskStores:
         self.counts[cache.DISK_EVICTED_BLOCKS] += num_names(event.dropped)
 
     def give_up(self, rank: int, num_blocks: int) -> int:
-        """Give up what is held while it waits and is nobody else's any more, the oldest first,
-        until so many blocks came free by it. Returns how many did.
+        """Give up waiting blocks that have no other owner, oldest first, until `num_blocks` are
+        freed by it. Return the number freed.
         """
         pool, num_free = self._pools[rank], 0
         kept: deque[_Waiting] = deque()
@@ -197,9 +197,7 @@ class DiskStores:
         return num_free
 
     def lose(self, rank: int) -> None:
-        """The rank is gone, and what it had with it: nothing of it is answered, and nobody owns any
-        of its blocks.
-        """
+        """Forget the writes of a lost rank: none is answered, and its blocks have no owner any more."""
         for effect in [effect for effect in self._writing.values() if effect.rank == rank]:
             del self._writing[effect.store_id]
             self._names.difference_update(split(effect.names))
@@ -210,7 +208,7 @@ class DiskStores:
         self._waiting[rank].clear()
 
     def _unhold(self, rank: int, ones: Sequence[_Waiting]) -> None:
-        """They wait no more."""
+        """Release blocks that no longer wait."""
         if self._holds:
             for one in ones:
                 self._pools.free(rank, (one.block,), Waiter(one.name))
@@ -219,9 +217,9 @@ class DiskStores:
         self._names.discard(one.name)
         self.counts[cache.SKIPPED_BLOCKS] += 1
 
-    # ---- looking ----
+    # ---- views ----
     def owners(self, rank: int) -> list[tuple[Owner, tuple[int, ...]]]:
-        """Who owns which blocks of a rank."""
+        """Return the writes and waiting blocks that own blocks of a rank, with these blocks."""
         owners: list[tuple[Owner, tuple[int, ...]]] = [
             (Writer(effect.store_id), effect.block_ids)
             for effect in self._writing.values()
@@ -232,9 +230,7 @@ class DiskStores:
         return owners
 
     def check(self) -> list[str]:
-        """Problems; empty when names and counts are those of what waits and what is being
-        written.
-        """
+        """Return problems; empty if names and counts match the blocks that wait and are being written."""
         names = [name for effect in self._writing.values() for name in split(effect.names)]
         names += [one.name for waiting in self._waiting for one in waiting]
         problems = []

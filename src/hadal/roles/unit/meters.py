@@ -1,4 +1,4 @@
-"""Smoothed measurements that roles report, computed from their events. They have no clock."""
+"""Smoothed measurements that roles report, computed from their events. They read no clock."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Mapping
 
 _FALLS, _RISES = 0.03, 0.0003
-"""How far one step moves what a single request's steps are taken to need: one of a hundred is
-quicker. Those of requests that cost more, and those that other work on the host held up, hardly
-count.
+"""Shares by which one step lowers or raises the estimated step time of a single request, at most.
+By their ratio, 1 step in 100 is quicker than the estimate. Steps of costlier requests, or delayed
+by other work on the host, hardly count.
 """
 _LINE_VARIANCE = 2.0
-"""Least variance of the numbers of requests in steps with which a line through them means
-something.
-"""
+"""Least variance of the number of requests per step for which a fitted line is meaningful."""
 _CROWD = 2.0
-"""Least mean number of requests in steps with which a line from a single one to them does."""
+"""Least mean number of requests per step for which a line from a single request to that mean is
+meaningful.
+"""
 
 
 class StepMeter:
-    """Steps so far, and the smoothed time of one in the Runner."""
+    """Number of steps, and the smoothed time of one in the Runner."""
 
     def __init__(self, smoothing: float = 0.1) -> None:
         self._smoothing = smoothing
@@ -27,34 +27,34 @@ class StepMeter:
         self.step_ms = 0.0
 
     def done(self, elapsed_s: float) -> None:
-        """A step took `elapsed_s` in the Runner."""
+        """Count a step that took `elapsed_s` in the Runner."""
         weight = self._smoothing if self.num_steps else 1.0
         self.step_ms += weight * (elapsed_s * 1e3 - self.step_ms)
         self.num_steps += 1
 
 
 class LineMeter:
-    """Seconds of a step by the requests in it, as a line: from what a single one's steps take to
-    what was seen lately.
+    """Line of step seconds over the number of requests: from steps of a single request to the
+    recent mean.
 
-    A crowd's own steps do not show what one alone would take: on a CPU the second request brings
-    experts of its own, the twelfth hardly any. Where no step had a single request, it is the line
-    of least squares through what was seen.
+    Steps of many requests do not show what one alone would take: on a CPU the second request needs
+    experts of its own, the twelfth hardly any. If no step had a single request, it is the
+    least-squares line through the observed steps.
     """
 
     def __init__(self, memory: float = 256.0) -> None:
-        """`memory`: how many steps weigh."""
+        """`memory`: number of steps after which an observation has faded."""
         self._keeps = 1.0 - 1.0 / memory
         self._weight = self._mean_x = self._mean_y = self._var_x = self._cov = 0.0
         self._alone_s = 0.0
-        """What a single request's steps take; 0: none was seen."""
+        """Estimated step seconds of a single request; 0: none was observed."""
         self.line = (0.0, 0.0)
-        """Seconds of a step without requests and of each request, neither negative; 0 while steps
-        were too alike.
+        """Seconds of a step without requests, and seconds per request, neither negative; 0 while
+        steps were too alike.
         """
 
     def add(self, num: int, seconds: float) -> None:
-        """A step of so many requests took so long."""
+        """Add a step of `num` requests that took `seconds`."""
         self._weight = self._weight * self._keeps + 1.0
         share = 1.0 / self._weight
         from_x, from_y = num - self._mean_x, seconds - self._mean_y
@@ -75,7 +75,7 @@ class LineMeter:
 
 
 class BalanceMeter:
-    """Smooths what each step says of the balance between ranks, by objective (core/balance)."""
+    """Smoothed balance between ranks, by objective (core/balance)."""
 
     def __init__(self, smoothing: float = 0.05) -> None:
         self.smoothed: dict[str, float] = {}
@@ -83,13 +83,13 @@ class BalanceMeter:
         self._smoothing = smoothing
 
     def add(self, balance: Mapping[str, float]) -> None:
-        """A step was balanced like this."""
+        """Add the balance of one step."""
         for name, value in balance.items():
             before = self.smoothed.get(name, value)
             self.smoothed[name] = before + self._smoothing * (value - before)
 
     def reset(self) -> None:
-        """Other ranks share the work now."""
+        """Forget the balance: other ranks share the work now."""
         self.smoothed.clear()
 
 
@@ -109,7 +109,7 @@ class RateMeter:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """0 until something was counted."""
+        """Return the rate; 0 before the first event."""
         if self._began_s is None:
             return 0.0
         # Divide by the memory's effective length, which is shorter than the time constant at first.

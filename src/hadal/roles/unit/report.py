@@ -1,11 +1,11 @@
-"""What a unit reports of itself, field by field: the only place that fills a UnitReport in.
+"""Reports of a unit, field by field: the only place that fills a UnitReport in.
 
-    leader's figures --build--> UnitReport --with_ranks--> of a unit whose ranks are processes
+    leader's figures --build--> UnitReport --with_ranks--> with the figures of ranks that are processes
                                            --with_overhead--> as its host sends it
 
-The leader notes its figures as they change. The other two parts are added on the way out: a leader does
-not know how its ranks share their experts, and only a host has a clock. Knows no timers: when a report
-is sent is the reporter's.
+The leader notes its figures as they change. The other two parts are added on the way out: a leader
+has no record of how its ranks share their experts, and only a host has a clock. Independent of
+timers: roles/unit/reporter decides when a report is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hadal.roles.unit.meters import BalanceMeter, StepMeter
 
 @dataclass(frozen=True, slots=True)
 class UnitIdentity:
-    """The process of a unit's leader, as messages name it."""
+    """Process of a unit's leader, as named in messages."""
 
     unit: str
     role: str
@@ -33,7 +33,7 @@ class UnitIdentity:
 
 
 class ReportBuilder:
-    """The figures of a unit that its leader notes, and the report made of them."""
+    """Figures of a unit that its leader notes, and the report made from them."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class ReportBuilder:
         num_requests_max: int,
         cache_totals: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """`num_requests_max`: of each rank. `cache_totals`: counts of the unit's KV cache by the names in
-        core/cache; asked for each report.
+        """`num_requests_max`: per rank. `cache_totals`: returns the counts of the unit's KV cache
+        by the names in core/cache; called for each report.
         """
         self._identity = identity
         self._pools = pools
@@ -59,7 +59,7 @@ class ReportBuilder:
         self._drafts_tried: Sequence[int] = ()
         self._drafts_accepted: Sequence[int] = ()
 
-    # ---- what the leader notes ----
+    # ---- figures ----
     def stepped(self, done: StepDone) -> None:
         """Note that a step ended, well or not."""
         self._steps.done(done.elapsed_s)
@@ -78,8 +78,8 @@ class ReportBuilder:
         self._balance.reset()
 
     def measured(self, token_s: float, pair_s: float, *, step_s: float) -> None:
-        """Note the measured seconds of a token, of a pair (prefill) and of a pass besides (decode); 0 where
-        there is none.
+        """Note the measured seconds of a token, of a pair (prefill), and of a pass without requests
+        (decode); 0 if there is none.
         """
         self._rates_s, self._pass_s = (token_s, pair_s), step_s
 
@@ -88,14 +88,14 @@ class ReportBuilder:
         self._num_requests_moved = num_requests
 
     def drafts(self, num_drafts: int) -> None:
-        """Note how many drafts the last plan makes of each request."""
+        """Note how many drafts the last plan makes per request."""
         self._num_drafts = num_drafts
 
     def drafted(self, num_tried: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Note how many drafts were compared and how many were right, by place."""
         self._drafts_tried, self._drafts_accepted = num_tried, num_accepted
 
-    # ---- what is sent ----
+    # ---- reports ----
     @property
     def num_requests_max(self) -> int:
         """Most requests on the living ranks."""
@@ -133,7 +133,7 @@ class ReportBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFigures:
-    """The part of a report that the balancer of experts measures."""
+    """Part of a report that the balancer of experts measures."""
 
     balance: dict[str, float]
     num_replicas_moved: int = 0
@@ -143,8 +143,8 @@ class ExpertFigures:
 def with_ranks(
     report: UnitReport, num_ranks: int, living: Collection[int], experts: ExpertFigures
 ) -> UnitReport:
-    """Return the report with the part of ranks that are processes: those alive out of `num_ranks`, and
-    their experts.
+    """Return the report with the figures of ranks that are processes: the living of `num_ranks`,
+    and their experts.
     """
     return msgspec.structs.replace(
         report,
@@ -157,5 +157,5 @@ def with_ranks(
 
 
 def with_overhead(report: UnitReport, overhead_ms: float) -> UnitReport:
-    """Return the report with the time per step that its host measured the Runner idle."""
+    """Return the report with the time per step during which its host measured the Runner idle."""
     return msgspec.structs.replace(report, overhead_ms=overhead_ms)

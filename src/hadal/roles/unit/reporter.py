@@ -1,9 +1,8 @@
-"""What both kinds of leader do alike: say that they are up, send their report, and keep the
-heartbeat.
+"""Sender of UnitUp, reports and heartbeats for both kinds of leader.
 
-Holds no request; the fields of a report are filled in by roles/unit/report. A leader asks `heartbeat`
-at the end of every event; it answers with what is due. A unit sends
-nothing before its first rank is up.
+Holds no request; roles/unit/report fills in the fields of a report. A leader calls `heartbeat` at
+the end of every event and gets the effects that are due. A unit sends nothing before its first rank
+is up.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 
 
 class UnitReporter:
-    """The unit's name and voice towards the front."""
+    """Sender of a unit's UnitUp to front and supervisor, and of its reports to the front."""
 
     def __init__(
         self,
@@ -29,7 +28,7 @@ class UnitReporter:
         heartbeat_s: float,
         held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
-        """`held`: attempt ids that UnitUp names."""
+        """`held`: returns the attempt ids for UnitUp."""
         self._identity = identity
         self._pools = pools
         self._report = report
@@ -37,17 +36,17 @@ class UnitReporter:
         self._held = held
         self._front_epoch: str | None = None
         self._is_known = False
-        """The front knows that the unit is up."""
+        """True once UnitUp was sent."""
         self._was_up = pools.num_living > 0
         self._said: tuple[int, ...] = ()
         self._busy_s: float | None = None
-        """When it last had something to do."""
+        """Last time at which the unit had work."""
         self._next_heartbeat_s = -math.inf
         self._wake_s = math.inf
 
     def up(self) -> list[Effect]:
-        """Say that the unit is up, once somebody can work in it. The supervisor waits for it as the
-        front does.
+        """Return UnitUp for the front and the supervisor, which waits for it too; empty while no
+        rank lives.
         """
         self._is_known = self._pools.num_living > 0
         if not self._is_known:
@@ -67,19 +66,19 @@ class UnitReporter:
         return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
-        """Ranks came or went: if the front does not know the unit yet, now may be the time."""
+        """Return UnitUp after ranks came or went, if it was not sent yet."""
         return [] if self._is_known else self.up()
 
     @property
     def has_front(self) -> bool:
-        """A front was met."""
+        """True once a front has sent FrontUp."""
         return self._front_epoch is not None
 
     def is_new_front(self, message: FrontUp) -> bool:
-        """Whether this front is another than the one before. The first one met counts as new.
+        """Return whether this front is another than the one before. The first one counts as new.
 
-        A front's epoch is new at every start. What a unit holds for an earlier one is nobody's, as
-        the present one knows none of its attempts and will never release them.
+        A front's epoch is new at every start. Attempts held for an earlier front are orphans: the
+        present front has no record of them and will never release them.
         """
         is_new = message.epoch != self._front_epoch
         self._front_epoch = message.epoch
@@ -88,8 +87,8 @@ class UnitReporter:
     def heartbeat(
         self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None
     ) -> list[Effect]:
-        """Report if it changed or is due, and the next wake-up if that changed. `deadline_s` is the
-        leader's own.
+        """Return a report if it changed or is due, and a wake-up if its time changed. `deadline_s`
+        is the leader's own deadline.
         """
         effects: list[Effect] = []
         pools = self._pools
@@ -114,8 +113,7 @@ class UnitReporter:
             if deadline_s is None
             else min(self._next_heartbeat_s, deadline_s)
         )
-        # A wake-up that is early does no harm, so it is moved only when it passed or became too
-        # late.
+        # Early wake-ups are harmless, so a wake-up is moved only when it has passed or is too late.
         if self._wake_s <= now_s or wake_s < self._wake_s:
             self._wake_s = wake_s
             effects.append(WakeAt(wake_s))

@@ -1,9 +1,10 @@
-"""The leader's choice for a step: which overlap schedule, one micro-batch or two, and where ranks
-cut their part.
+"""A leader's choice for a step: overlap schedule, one or two micro-batches, and the cut of ranks'
+parts.
 
-The decision is one for all ranks of the unit and is made for the busiest one: the others wait for
-it anyway. Prices come from the steps that ran (perf/costs). They change slowly, so a choice for
-work of similar size is kept for a while: planning stays a small part of a step. Knows no requests.
+One decision holds for all ranks of the unit. It is made for the busiest rank, as the others wait
+for it anyway. Prices come from the steps that ran (perf/costs). They change slowly, so a choice for
+work of similar size is kept for a while: planning stays a small part of a step. Independent of
+requests.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from hadal.policy.prefill_rates import UNMEASURED
 
 AUTO = "auto"
 HYSTERESIS = 0.03
-"""How much cheaper another schedule must be than the one in use."""
+"""Share by which another schedule must be cheaper than the one in use."""
 _ALLOWED = (PREFILL_DUAL, DECODE_FIVE)
 _KEPT_STEPS = 32
-"""A price is asked for again after so many observed steps; earlier while few were seen."""
+"""Observed steps after which a choice or rate is computed again; earlier while few were observed."""
 _KEPT_CHOICES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """How every rank runs a step."""
+    """Execution of a step, the same on every rank."""
 
     schedule: str
     num_micro_batches: int
     works: tuple[MicroBatchWork, ...]
-    """Work of the busiest rank, by micro-batch: what the step's times are noted under."""
+    """Work of the busiest rank, by micro-batch."""
 
 
 class StepScheduler:
-    """`overlap` is a schedule's name or "auto"; `num_moe_layers` 0 says that nothing travels, and
-    auto never splits.
+    """Chooser of schedules. `overlap` is a schedule's name or "auto". `num_moe_layers` 0: ranks
+    exchange nothing, and auto never splits.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class StepScheduler:
         self._rates = UNMEASURED
         self._rates_at = -1
         self._last: tuple[Schedule, int] = (SEQUENTIAL, 1)
-        """How the last step was run."""
+        """Schedule and micro-batches of the last step."""
         self._in_flight: dict[int, tuple[MicroBatchWork, ...]] = {}
 
     def choose(self, step_id: int, rank_to_work: ArrayLike) -> ScheduleChoice:
-        """Decide for step `step_id`; int [R, 2]: tokens, pairs of a token and a position that it
-        attends to.
+        """Choose how step `step_id` runs. `rank_to_work`: int [R, 2], tokens, and pairs of a token
+        and a position that it attends to.
         """
         rates = self.rates
         tokens_R, pairs_R = np.asarray(rank_to_work, np.int64).T
@@ -82,16 +83,16 @@ class StepScheduler:
         schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
-        # Of each op the longest of all ranks' times comes back (roles/ranks/steps): what grows
-        # with tokens from the rank that has most of them, what grows with pairs from the one that
-        # has most of those.
+        # The Runner reports the longest time of all ranks per operation (roles/ranks/steps). It
+        # grows with the tokens of the rank with most tokens, or with the pairs of the rank with
+        # most pairs.
         longest = MicroBatchWork(int(tokens_R.max()), int(pairs_R.max()))
         self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
         return ScheduleChoice(schedule.name, num, works)
 
     def _decide(self, whole: MicroBatchWork, num_tokens_max: int) -> tuple[Schedule, int]:
         if num_tokens_max < self._num_tokens_min or self._overlap == SEQUENTIAL.name:
-            return SEQUENTIAL, 1  # Two micro-batches that hide nothing only make smaller products.
+            return SEQUENTIAL, 1  # Two micro-batches that hide nothing only shrink matrix products.
         if self._overlap != AUTO:
             return SCHEDULES[self._overlap], 2
         if self._num_ranks == 1:
@@ -119,9 +120,7 @@ class StepScheduler:
 
     @property
     def rates(self) -> StepRates:
-        """What the unit's time goes into, as the steps so far show; asked for again only now and
-        then.
-        """
+        """Rates by which the unit's work takes time, from the steps so far; computed only now and then."""
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
             if found is not None and self._num_ranks == 1:  # All tokens of its experts are its own.
@@ -133,32 +132,32 @@ class StepScheduler:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether `rates` were measured: before, they are in no unit of time."""
+        """True if `rates` are measured; before that, they are in no unit of time."""
         return self.rates is not UNMEASURED
 
     def done(self, step_id: int, op_times: Sequence[OpTime]) -> None:
-        """Learn from a step's times."""
+        """Update the costs from a step's times."""
         works = self._in_flight.pop(step_id, None)
         if works is not None and op_times:
             self.costs.observe(works, op_times)
 
     def reset(self) -> None:
-        """Steps in flight will not be done."""
+        """Forget the steps in flight, which will not be done."""
         self._in_flight.clear()
 
     def cut_chunks(self, chunks: Sequence[tuple[int, int]]) -> list[int]:
-        """Tokens of each (start, num_tokens) of a rank that go into the first micro-batch."""
+        """Return, for each (start, num_tokens) of a rank, the tokens that go into the first micro-batch."""
         return split_chunks(chunks, self._split_token_s, self.rates.pair_s)
 
     def second_rows(self, lengths_RS: Ints, is_row_RS: Bools) -> Bools:
-        """Which rows of all ranks, by the positions they attend to, go into the second micro-batch:
-        bool [R, S].
+        """Return which rows of all ranks go into the second micro-batch: bool [R, S]. `lengths_RS`:
+        positions that the rows attend to.
         """
         return split_ranks(lengths_RS, is_row_RS, self._split_token_s, self.rates.pair_s)
 
     @property
     def _split_token_s(self) -> float:
-        """Seconds of a token in one micro-batch or the other. All ranks split alike, so where a
-        rank has more of its tokens, its experts have more of the others', too.
+        """Seconds of a token in one micro-batch. All ranks split alike, so if a micro-batch has
+        more of a rank's tokens, that rank's experts also get more of the other ranks' tokens in it.
         """
         return self.rates.token_s + self.rates.mean_s

@@ -1,6 +1,6 @@
-"""The steps of a unit that its Runner has not done yet, oldest first, and their numbers.
+"""Steps of a unit that its Runner has not done yet, oldest first, and their numbers.
 
-Knows nothing of what a step computes.
+Independent of what a step computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT
 
 
 class NumberedStep(Protocol):
-    """What a leader notes of a step."""
+    """Record of a step in flight."""
 
     @property
     def step_id(self) -> int: ...
@@ -24,7 +24,7 @@ Step = TypeVar("Step", bound=NumberedStep)
 
 
 class StepsInFlight(Generic[Step]):
-    """Plans are numbered from 0 on, and done in that order."""
+    """Queue of plans, numbered from 0 and done in that order."""
 
     def __init__(self, unit: str) -> None:
         self.next_id = 0
@@ -50,7 +50,9 @@ class StepsInFlight(Generic[Step]):
         self.next_id += 1
 
     def take(self, step_id: int) -> Step:
-        """Remove the oldest step, which is done, and return it. Raises InvariantError if that is another."""
+        """Remove the oldest step, which is done, and return it. Raises InvariantError for another
+        `step_id`.
+        """
         if not self._steps or self._steps[0].step_id != step_id:
             raise InvariantError(
                 f"{self._unit}: step {step_id} is done, but it is not the one that runs."
@@ -62,6 +64,6 @@ class StepsInFlight(Generic[Step]):
         self._steps.clear()
 
     def check(self) -> list[str]:
-        """Problems; empty when no more steps are in flight than may be."""
+        """Return problems; empty if no more steps are in flight than allowed."""
         num = len(self._steps)
         return [f"{num} plans are in flight"] if num > MAX_STEPS_IN_FLIGHT else []

@@ -1,4 +1,4 @@
-"""The meaning of a request's token for its end, and the history that its sampler needs.
+"""Ends of outputs by their tokens, returns of attempts to the front, and the history for a sampler.
 
 Shared by both leaders.
 """
@@ -16,7 +16,7 @@ History = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def finish_of(generation: Generation, index: int, token: int) -> str | None:
-    """How the output ends with `token` at `index`; None if it goes on. A stop id counts from
+    """Return how the output ends with `token` at `index`; None if it goes on. A stop id counts from
     `min_tokens` on.
     """
     if token in generation.stop_ids and index + 1 > generation.min_tokens:
@@ -25,13 +25,13 @@ def finish_of(generation: Generation, index: int, token: int) -> str | None:
 
 
 def given_back(unit: str, key: Key, reason: str) -> Send:
-    """The front is to try an attempt elsewhere, or later."""
+    """Return the message by which a leader returns an attempt; the front retries it elsewhere, or later."""
     return Send("front", Returned(unit, *key, reason))
 
 
 def has_other_weights(generation: Generation, fingerprint: str) -> bool:
-    """Whether an attempt was meant for a unit whose KV is not of this fingerprint, as the one that
-    had the name before.
+    """Return whether an attempt was sent to a unit with another KV fingerprint, such as an earlier
+    one of this name. False if either fingerprint is empty.
     """
     asked = generation.fingerprint
     return asked != fingerprint and bool(asked and fingerprint)
@@ -46,12 +46,12 @@ def has_penalty(sampling: Sampling) -> bool:
 
 
 def needs_output(sampling: Sampling) -> bool:
-    """Whether what is drawn depends on the output so far."""
+    """Return whether the next token depends on the output so far."""
     return has_penalty(sampling) or sampling.grammar is not None
 
 
 def history_of(generation: Generation) -> History:
-    """Prompt and output for the sampler; empty where nothing asks for them, as they are long."""
+    """Return prompt and output for the sampler; empty if it does not need them, as they are long."""
     sampling = generation.sampling
     return (
         generation.prompt if has_penalty(sampling) else (),

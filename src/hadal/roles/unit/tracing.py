@@ -1,6 +1,6 @@
 """Recording of a unit's next steps on request, and the answer once they are done.
 
-Looks at no event itself.
+Receives no events itself; the leader calls it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hadal.core.plans import StepDone
 from hadal.core.seams import Effect, Send
 
 STEPS_MAX = 256
-"""Most steps of one trace; more are not recorded, so that the answer stays a message."""
+"""Most steps of one trace, so that the answer fits into a message."""
 REQUESTS_MAX = 8
-"""Traces asked for and not answered; one more is answered with no steps at once."""
+"""Most unanswered requests for traces; one more is answered with no steps at once."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Asked:
     reply_id: int
     num_steps: int
     until_s: float
-    """Until then somebody waits for it."""
+    """Time until which the sender waits for the trace."""
     num_planned: int = 0
     steps: list[TracedStep] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class PlannedStep:
 
 
 class Tracer:
-    """Requests are served one after another, each step for the oldest one that misses some."""
+    """Requests for traces, served one after another: each step goes to the oldest that needs more."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
@@ -45,8 +45,9 @@ class Tracer:
         self._in_flight: dict[int, PlannedStep] = {}
 
     def ask(self, now_s: float, request: TraceRequest) -> list[Effect]:
-        """Record the next steps; a trace of nothing is answered at once. A unit without work keeps no
-        place for those who gave up.
+        """Record the next steps; answer at once if none are wanted, or too many requests are open.
+        Timed-out requests without a recorded step are dropped first, as a unit without work would
+        keep them forever.
         """
         waiting = (asked for asked in self._asked if asked.num_planned or now_s < asked.until_s)
         self._asked = deque(waiting)
@@ -59,7 +60,7 @@ class Tracer:
 
     @property
     def is_wanted(self) -> bool:
-        """The next plan is to be recorded."""
+        """True if the next plan must be recorded."""
         return any(asked.num_planned < asked.num_steps for asked in self._asked)
 
     def planned(
@@ -70,9 +71,7 @@ class Tracer:
         num_tokens: int,
         balance: dict[str, float] | None = None,
     ) -> None:
-        """A plan that is recorded was made. `balance`: of its ranks, by objective
-        (core/balance).
-        """
+        """Note a plan that is recorded. `balance`: of its ranks, by objective (core/balance)."""
         asked = next(asked for asked in self._asked if asked.num_planned < asked.num_steps)
         asked.num_planned += 1
         self._in_flight[step_id] = PlannedStep(
@@ -80,7 +79,9 @@ class Tracer:
         )
 
     def done(self, done: StepDone) -> list[Effect]:
-        """A step is done; steps are done in the order of their plans."""
+        """Note a done step; return the answer if it completes a trace. Steps are done in the order
+        of plans.
+        """
         if not self._in_flight or (planned := self._in_flight.pop(done.step_id, None)) is None:
             return []
         asked = self._asked[0]
@@ -101,12 +102,12 @@ class Tracer:
         return [Send("front", Trace(self._unit, asked.reply_id, tuple(asked.steps)))]
 
     def forget(self) -> None:
-        """Whoever asked is gone: another front counts its requests from 1 as well."""
+        """Drop all requests: their front is gone, and the next front numbers its requests from 1 again."""
         self._asked.clear()
         self._in_flight.clear()
 
     def reset(self) -> None:
-        """Steps in flight will not be done: others are recorded instead."""
+        """Forget the steps in flight, which will not be done: later ones are recorded instead."""
         self._in_flight.clear()
         for asked in self._asked:
             asked.num_planned = len(asked.steps)
