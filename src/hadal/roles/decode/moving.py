@@ -9,8 +9,8 @@ A copy that is not finished when plan s+4 is made is called off: the request con
 source, with untouched KV. It therefore never rests for more than STALL_STEPS_MAX steps. The blocks
 that the copy writes stay reserved until it has ended.
 
-A request owns its source slot until its KV is at the target, so it also ends there if it ends
-before. Depends on the table and the allocators; independent of plans.
+A request owns its source slot until its KV is at the target, so a request that ends earlier ends at
+its source. Depends on the table and the allocators; independent of plans.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reuse of KV by a prefill leader: blocks found instead of computed, and kept for others to find.
 
-    find -> start: own blocks in the pool, read blocks on disk (reads) -> loaded -> (steps)
+    find -> start: acquire blocks in the pool, read blocks on disk (reads) -> loaded -> (steps)
     -> written: named
                                                                  the first token came -> finished:
                                                                  stored (roles/unit/disk_stores)
