@@ -1,10 +1,10 @@
-"""Let a request in, make it wait, or refuse it; and when to let one go on to the next unit.
+"""Admit, queue or refuse a request, and decide when it may go on to the next unit.
 
-Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back.
-`may_prefill`: prefill starts only what decode can take soon, as prefilled KV that waits under a
-lease is memory that works for nobody; and what a tenant with less than others sends, up to as many
-again as there are slots, as those others give slots up. `fits_decode`: a decode unit takes a request
-only if a block is left for the others to grow.
+`admit` guards the front's queue; its overflow is refused with a time to retry. `may_prefill` starts
+only prompts that decode can take soon, because prefilled KV that waits under a lease is unused
+memory. It also starts prompts of a tenant that has less than others, up to as many again as there
+are slots, since those others give slots up. `fits_decode` lets a decode unit take a request only if
+a block is left for the other requests to grow.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
-"""One request in so many is head-room: one more is prefilled ahead of a free slot, one more block
-is kept free for growth.
+"""1/HEADROOM_SHARE of the requests is head-room: prefilled ahead of a free slot, or blocks kept
+free for growth.
 """
 VALLEY_S = 0.05
-"""When a batch asks again."""
+"""Seconds until a batch tries again."""
 NO_VALLEY = "no_valley"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is not let in, as HTTP says it."""
+    """Refusal of a request, with the fields of its HTTP reply."""
 
     status: int
     reason: str
     retry_after_s: float
-    """0: never, the same request will be refused again."""
+    """Seconds until a retry; 0: never, the same request will be refused again."""
     code: str = OVERLOADED
-    """For programs."""
+    """Machine-readable error code."""
     limits: RateLimits | None = None
-    """Of the tenant's quota, if it has one."""
+    """Limits of the tenant's quota, if it has one."""
 
     @property
     def is_for_room(self) -> bool:
-        """Whether it would be let in if there were more units."""
+        """True if more units would have admitted the request."""
         return self.code == OVERLOADED
 
 
 def admit(view: AdmissionView) -> Refusal | None:
-    """None lets the request in."""
+    """Return a refusal, or None to admit the request."""
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
     if (
@@ -64,12 +64,12 @@ def admit(view: AdmissionView) -> Refusal | None:
 
 
 def admit_batch(view: ValleyView) -> Refusal | None:
-    """None lets one more request of a batch in: it takes what others leave.
+    """Return a refusal, or None to admit one more request of a batch, which uses what other requests leave.
 
-    It gives its slot up to the next request that finds none, and its rows rest where others' leave them no
-    time (policy/rows). Prefill cannot give a step up. So beside others' requests a batch never has all of
-    prefill, begins no more than have time in decode, though one, and leaves as many slots free as others
-    have: else each of their next requests would put one of a batch back.
+    A batch request yields its slot to the next request that finds none, and its rows rest where others' rows
+    leave them no time (policy/rows). Prefill cannot stop within a step. So beside other requests, batches
+    never fill all prefill ranks, run no more requests than decode has time for (one at least), and leave as
+    many slots free as others have: else each of the others' next requests would preempt a batch request.
     """
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
@@ -89,9 +89,9 @@ def admit_batch(view: ValleyView) -> Refusal | None:
 
 
 def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num_slots: int) -> int:
-    """How many slots of a decode unit requests of batches may fill beside so many others, so that its
-    steps compute all of them (policy/rows). `line`: seconds of a step, and of each request of its busiest
-    rank; not measured where it is 0.
+    """Return how many slots of a decode unit batch requests may fill beside `num_others` others, so
+    that its steps compute all of them (policy/rows). `line`: seconds of a step, and of each request
+    of its busiest rank; 0 if not measured.
     """
     if line[1] <= 0.0 or not num_ranks:
         return num_slots
@@ -100,30 +100,30 @@ def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num
 
 
 def share_of(num_all: int, num_tenants: int) -> int:
-    """What each of so many tenants may have of `num_all`.
+    """Return the most of `num_all` that each of `num_tenants` tenants may have.
 
-    A tenant alone may have all. What it has then takes nothing from another that comes: that one
-    has its share beside it, so k tenants have at most num_all * (1 + 1/2 + ... + 1/k) together.
+    A lone tenant may have all. That takes nothing from a tenant that arrives later, because the new
+    tenant gets its share on top: k tenants have at most num_all * (1 + 1/2 + ... + 1/k) together.
     """
     return min(num_all, max(1, num_all // max(1, num_tenants)))
 
 
 def num_placed_max(num_slots: int) -> int:
-    """Requests that may be on their way through prefill and decode: a few are prefilled while all
-    slots are taken, so that none stays empty.
+    """Return how many requests may be in prefill and decode together: a few are prefilled while all
+    slots are taken, so that no slot stays empty.
     """
     return num_slots + num_ahead(num_slots)
 
 
 def num_ahead(num_slots: int) -> int:
-    """How many are prefilled ahead of a free slot."""
+    """Return how many requests are prefilled ahead of a free slot."""
     return -(-num_slots // HEADROOM_SHARE)
 
 
 def refuse_lengths(
     num_prompt: int, num_output: int, max_tokens: int, max_context: int
 ) -> str | None:
-    """Why a request of these lengths can never be served; None if it can."""
+    """Return why a request of these lengths can never be served; None if it can."""
     if num_prompt == 0:
         return "the prompt is empty."
     if max_tokens <= num_output:
@@ -134,18 +134,18 @@ def refuse_lengths(
 
 
 def retry_after_s(num_queued: int, finished_per_s: float) -> float:
-    """When half the queue will be gone at the measured rate, within bounds."""
+    """Return the seconds until half the queue has ended at the measured rate, within bounds."""
     if finished_per_s <= 0:
         return RETRY_AFTER_MIN_S * 10
     return min(max(num_queued / 2 / finished_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
 
 
 def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
-    """Whether one more request may start its prefill, `num_blocks_needed` being what decode will
-    hold for it.
+    """Return True if one more request may start its prefill. `num_blocks_needed`: blocks that it
+    will hold in decode.
 
-    A request that `has_place` waits for no slot here: when its prompt is prefilled, one of a tenant that
-    had more gives its slot up (policy/fairness).
+    A request that `has_place` need not wait for a slot here: once its prompt is prefilled, a tenant
+    that has more gives a slot up (policy/fairness).
     """
     num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
     if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):
@@ -154,13 +154,13 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
 
 
 def is_jammed(view: DownstreamView) -> bool:
-    """Whether prompts are prefilled faster than decode takes them."""
+    """Return True if prompts are prefilled faster than decode takes them."""
     return view.num_transferring > max(2 * num_ahead(view.num_slots), 2)
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
-    """Return, for each rank, whether it takes a request now. The head-room keeps it from being
-    preempted at once.
+    """Return, for each rank, True if it can take a request now. The head-room keeps the request
+    from being preempted at once.
     """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free

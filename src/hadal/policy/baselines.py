@@ -1,7 +1,7 @@
-"""Rules that the balancers of requests are compared with: by counts alone, and round-robin.
+"""Baselines for the request balancers: least requests, and round-robin.
 
-A deployment names them (`request_balance`: "off", "turns"). So do a simulated day's what-ifs and
-the benchmarks. Knows nothing of time.
+A deployment selects them with `request_balance`: "off", "turns". So do what-ifs of a simulated day
+and the benchmarks. Independent of time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hadal.policy.views import DecodeRanksView, PrefillRankView, PromptView
 def place_by_counts(
     ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
 ) -> list[int]:
-    """Return the ranks of the first arrivals by numbers of requests alone: each goes to the rank
-    that has fewest, the lowest of equals. (`policy/decode_balance.place` weighs KV too.)
+    """Return the ranks of the first arrivals by request counts alone: each goes to the rank with
+    the fewest, the lowest of equals. (`policy/decode_balance.place` weighs KV too.)
     """
     shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
     for arrival in arrivals:
@@ -50,8 +50,8 @@ def place_in_turn(
 
 
 def rank_in_turn(ranks: Sequence[PrefillRankView], prompt: PromptView, number: int) -> int | None:
-    """Return rank `number` of those, round-robin, whatever it has to do; None if the prompt has to
-    wait for it.
+    """Return rank `number` of `ranks`, round-robin, regardless of load; None if the prompt must wait
+    for that rank.
     """
     rank = ranks[number % len(ranks)]
     if (

@@ -1,13 +1,13 @@
-"""Which prefix of a prompt to take from where: what the rank's pool has, and what the disk has behind
-that, by price.
+"""Choose the cached prefix of a prompt: the blocks in the rank's pool, then the disk's blocks if
+reading them is cheaper than computing them.
 
-What is in the pool costs nothing. Reading takes a time of its own and grows with the blocks,
-computing them grows faster (each attends to all before it): so it is all of them or none, never
-some. A read that waits behind others is as much dearer. While nothing was measured, reading is
-taken for cheaper: that is how it comes to be measured.
+Blocks in the pool cost nothing. A read has a fixed cost and grows with the number of blocks.
+Computing them grows faster, since each block attends to all before it. So all of the disk's blocks
+are read, or none. A read that queues behind others costs their time as well. Reading is assumed
+cheaper while nothing was measured, so that it gets measured.
 
-The last position of a prompt is always computed, for the next token is drawn from it. Knows no
-names and no places.
+The last position of a prompt is always computed, because the next token is drawn from it.
+Independent of block names and places.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hadal.core.rates import StepRates
 
 @dataclass(frozen=True, slots=True)
 class ReadRates:
-    """What reading blocks from disk takes, as measured."""
+    """Measured cost of reading blocks from disk."""
 
     load_s: float
-    """Seconds that one read from disk takes, whatever its size."""
+    """Fixed seconds of one read of any size."""
     block_s: float
 
     def seconds(self, num_blocks: int) -> float:
@@ -32,18 +32,18 @@ class ReadRates:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a prompt begins with on a rank, in blocks."""
+    """Cached beginning of a prompt on a rank, in blocks."""
 
     num_memory: int = 0
-    """Found in the rank's pool."""
+    """Blocks found in the rank's pool."""
     num_shared: int = 0
-    """Those of them that are in use already, so that they need no room."""
+    """Blocks of `num_memory` that are in use already, so that they need no free blocks."""
     num_loading: int = 0
-    """Blocks behind those that are to be read from disk."""
+    """Blocks after `num_memory` that will be read from disk."""
     load_s: float = 0.0
-    """What that is predicted to take; 0 while unmeasured."""
+    """Predicted seconds until those are read; 0 while unmeasured."""
     num_recomputed: int = 0
-    """Blocks behind those that are on disk and cheaper to compute."""
+    """Blocks after `num_memory` that are on disk, but cheaper to compute."""
 
     @property
     def num_blocks(self) -> int:
@@ -54,7 +54,7 @@ NOTHING = Prefix()
 
 
 def usable_blocks(num_tokens: int) -> int:
-    """Blocks of a prompt of `num_tokens` that may come out of a cache."""
+    """Return how many blocks of a prompt of `num_tokens` may come out of a cache."""
     return max(0, num_tokens - 1) // BLOCK_TOKENS
 
 
@@ -66,10 +66,10 @@ def choose_prefix(
     loads: ReadRates | None,
     queued_s: float = 0.0,
 ) -> Prefix:
-    """Decide about the `num_disk` blocks that the disk has behind the first `num_memory`.
+    """Choose between reading and computing the `num_disk` blocks on disk after the first `num_memory`.
 
-    `rates`, `loads`: None while nothing was measured. `queued_s`: of the reads that are under way
-    to this rank.
+    `rates`, `loads`: None while nothing was measured. `queued_s`: seconds of the reads already under
+    way to this rank.
     """
     if not num_disk:
         return Prefix(num_memory, num_shared)

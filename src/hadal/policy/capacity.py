@@ -1,8 +1,8 @@
-"""How many units a promise on latency needs, given what one unit was measured, or priced, to do.
+"""Compute how many units a latency SLO needs, from measured or priced throughput of one unit.
 
-Decode: a unit's batch may grow as long as the time per output token keeps its promise (TPOT).
-Prefill: prompts that come at random wait for each other, so a promise on the time to the first
-token (TTFT) bounds how busy units may be. Knows no hardware: throughput comes in.
+Decode: a unit's batch may grow until the time per output token (TPOT) reaches the SLO. Prefill:
+prompts arrive at random and queue behind each other, so an SLO on the time to the first token
+(TTFT) bounds how busy units may be. Independent of hardware: the caller supplies throughput.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 USE_MAX = 0.98
-"""Nobody plans to be busier than this, whatever the promise: beyond, waiting times explode."""
+"""Highest planned utilization under any SLO: above it, waiting times explode."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A decode unit at one batch."""
+    """Performance of a decode unit at one batch size."""
 
     tpot_s: float
     """Seconds per output token of a request."""
@@ -28,10 +28,10 @@ class DecodePoint:
 
 
 def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
-    """Tokens per second of a unit whose requests get a token every `tpot_s`, linear between the
-    given points.
+    """Return the tokens per second of a unit at one token per request every `tpot_s`, linear
+    between the given points.
 
-    Beyond the last point nothing is promised: that point's throughput is the most. Raises
+    The result never exceeds the last point's throughput, since nothing is known beyond it. Raises
     ValueError if there is no point, or if no batch is that fast.
     """
     if not points:
@@ -42,17 +42,17 @@ def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
             f"no batch reaches a TPOT of {tpot_s * 1e3:g} ms; the fastest takes"
             f" {ordered[0].tpot_s * 1e3:g} ms. Promise less, or take faster hardware."
         )
-    # More requests never make less of the unit's time: a point that is slower and does less is not
-    # used.
+    # A larger batch never lowers a unit's best throughput: a point that is slower and does less is
+    # ignored.
     best = np.maximum.accumulate([point.tokens_per_s for point in ordered])
     return float(np.interp(tpot_s, [point.tpot_s for point in ordered], best))
 
 
 def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: float = 1.0) -> float:
-    """The busy share up to which a prompt has its first token within `ttft_s` on average.
+    """Return the highest utilization at which the mean time to the first token is at most `ttft_s`.
 
-    Sakasegawa's approximation of the mean wait in a queue of `num_servers` alike (1977), with
-    Poisson arrivals:
+    Sakasegawa's approximation of the mean wait in a queue of `num_servers` equal servers (1977),
+    with Poisson arrivals:
 
         wait = (1 + variation^2) / 2 x service x use^(sqrt(2 (c + 1)) - 1) / (c (1 - use))
 
@@ -86,8 +86,8 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
 
 
 def units_needed(tokens_per_s: float, unit_tokens_per_s: float, use: float) -> float:
-    """Units, in fractions, that do `tokens_per_s` when each is busy for the share `use` of what it
-    can do.
+    """Return the units, in fractions, that do `tokens_per_s` when each uses the share `use` of its
+    throughput.
     """
     if unit_tokens_per_s <= 0.0 or not 0.0 < use <= 1.0:
         raise ValueError(

@@ -1,24 +1,24 @@
 """Place a step's arrivals on the ranks of a decode unit: equal KV and equal request counts at once.
 
 A step takes as long as its slowest rank, and a rank's time grows with the KV that it reads and with
-the requests that it computes. Either alone leaves the other uneven, so both are measured against
-the unit's mean and the larger counts:
+the requests that it computes. Balancing one alone leaves the other uneven, so both are measured
+against the unit's mean and the larger one counts:
 
     kv share       (blocks used + the request's) / rank's blocks  over the same of the whole unit
     request share  (requests + 1) / rank's slots                  over the same of the whole unit
     choice         the rank where the larger of the two is smallest; the smaller one decides between equals
 
-While a rank sticks out in KV, the others' KV costs less than the step takes anyway, so requests
-count a little more (`SLACK`). Ranks then drift less into few large requests here and many small
-ones there; it was found by measuring, and helps most where few arrive a step
+While one rank leads in KV, extra KV on the others does not lengthen the step, so requests count
+slightly more (`SLACK`). Ranks then drift less into few large requests here and many small ones
+there. This was found by measurement, and helps most where few requests arrive per step
 (bench/balance_decode).
 
-Arrivals of one step are placed largest first, as small ones fill what large ones left uneven. Who
-gets in is decided not by size but by the order of arrival: when somebody does not fit, those who
-came later wait, so nobody is overtaken.
+Arrivals of one step are placed largest first, because small ones fill the gaps that large ones
+leave. Admission is by order of arrival, not by size: if a request does not fit, later arrivals
+wait, so none is overtaken.
 
-Knows nothing of tensors, networks or time, and no output lengths: only what a request holds now and
-at its longest. The caller owns the state and applies the choice. Shapes: R ranks.
+Independent of tensors, networks, time and output lengths: a request counts by its blocks now and at
+its longest. The caller owns the state and applies the choice. Shapes: R ranks.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from hadal.policy.admission import fits_decode
 from hadal.policy.views import DecodeRanksView
 
 TIE_WEIGHT = 1e-6
-"""Share of the sum of both shares that is added to the larger one: it decides only between equals.
-"""
+"""Share of both shares' sum that is added to the larger one: it only breaks ties."""
 SLACK = 0.25
-"""Share of the fullest rank's lead in KV over the mean that is added to request shares. .25 was
-chosen out of 0, .25, .35, .5 and .7: it lifts long outputs and long prompts (KV balance +.01) and
-leaves short ones (azure-conv) at .98.
+"""Share of the fullest rank's lead in KV over the mean that is added to request shares. 0.25 was
+chosen from 0, 0.25, 0.35, 0.5 and 0.7: it helps long outputs and long prompts (KV balance +0.01)
+and leaves short ones (azure-conv) at 0.98.
 """
 SLACK_MAX = 0.03
-"""A unit of few ranks or few requests is always uneven; there both shares should count about
-alike.
+"""Upper bound of the slack: a unit of few ranks or few requests is always uneven, and both shares
+should count about equally there.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that waits for a rank."""
+    """Request that waits for a rank."""
 
     num_blocks: int
-    """KV blocks that it takes now, the one that its first step writes included."""
+    """KV blocks that it takes now, including the one that its first step writes."""
     num_blocks_worst: int
     """KV blocks that it holds if it runs to its last allowed token."""
 
@@ -64,14 +63,14 @@ class Arrival:
 
 
 class Shares:
-    """Both shares of every rank over the unit's, kept up while requests come and go. One decision
-    long.
+    """KV share and request share of every rank over the unit's mean, updated by `add`. Valid for
+    one decision.
     """
 
     def __init__(
         self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool
     ) -> None:
-        """`..._coming` belong to the means: what the unit will hold when all are placed."""
+        """Count the `..._coming` in the means: the load of the unit once all are placed."""
         self.ranks = ranks
         self.preempts = preempts
         self.used_R = ranks.num_blocks_used.copy()
@@ -84,7 +83,7 @@ class Shares:
             int(ranks.num_requests_max.sum()), 1
         )
         self.per_block_R: Floats = 1.0 / (np.maximum(ranks.num_blocks, 1) * (kv_share or 1.0))
-        """What one block adds to a rank's KV share."""
+        """KV share that one block adds to a rank."""
         over = float((self.used_R * self.per_block_R).max(initial=1.0)) - 1.0
         self.slack = min(SLACK * over, SLACK_MAX)
         self.per_request_R: Floats = 1.0 / (
@@ -100,11 +99,11 @@ class Shares:
         return self.requests_R * self.per_request_R
 
     def fits(self, arrival: Arrival) -> Bools:
-        """[R] where it may go: a free slot, room in the worst case, or else somebody who is ready
-        to let others go.
+        """Return [R], True where the arrival fits: a free slot, and blocks for the worst case, or
+        with `preempts` blocks for now.
 
-        Even then its own worst case has to fit into an empty rank, or preempting all others would
-        not help it.
+        With `preempts`, its own worst case must still fit into an empty rank: otherwise preempting
+        all other requests would not help.
         """
         ranks = self.ranks
         fits_R: Bools = self.requests_R < ranks.num_requests_max
@@ -118,7 +117,7 @@ class Shares:
         return fits_R
 
     def choose(self, arrival: Arrival) -> int | None:
-        """The row of the best rank; None if it fits nowhere. The lowest row of equals."""
+        """Return the row of the best rank, the lowest of equals; None if the arrival fits nowhere."""
         fits_R = self.fits(arrival)
         kv_R = (self.used_R + arrival.num_blocks) * self.per_block_R
         request_R = (self.requests_R + 1) * self.per_request_R
@@ -131,18 +130,17 @@ class Shares:
         return row if fits_R[row] else None
 
     def add(self, row: int, arrival: Arrival, count: int = 1) -> None:
-        """Place it there; `count` -1 takes it away."""
+        """Add an arrival to a rank; `count` -1 removes it."""
         self.used_R[row] += count * arrival.num_blocks
         self.worst_R[row] += count * arrival.num_blocks_worst
         self.requests_R[row] += count
 
 
 def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool) -> list[int]:
-    """Return the ranks of the first arrivals, in their order; those behind the end of the list
-    wait.
+    """Return the ranks of the first arrivals, in their order; arrivals beyond the list wait.
 
-    `preempts`: the caller has a plan for a rank that runs short (policy/preemption), so what
-    fits now with head-room is let in. Without it, only what fits if everybody on the rank runs to
+    `preempts`: the caller can preempt on a rank that runs short (policy/preemption), so a request
+    needs room only for now, with head-room. Otherwise it must fit with every request of the rank at
     its longest.
     """
     num = _num_at_most(ranks, arrivals, preempts)
@@ -158,7 +156,7 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
             ),
             [],
         )
-    # Without those who came behind the first that did not fit, it may fit after all.
+    # Without the arrivals behind the first that did not fit, that one may fit after all.
     for arrival in arrivals[num:]:
         row = shares.choose(arrival) if ranks.ranks.size else None
         if row is None:
@@ -169,8 +167,8 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
 
 
 def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool) -> int:
-    """Return how many of the first arrivals might fit, were the unit one rank. A long queue is not
-    worth a longer look.
+    """Return how many of the first arrivals would fit if the unit were one rank: this bounds the
+    work for a long queue.
     """
     num_slots = int(np.maximum(ranks.num_requests_max - ranks.num_requests, 0).sum())
     taken_R = ranks.num_blocks_used if preempts else ranks.num_blocks_worst
@@ -185,7 +183,7 @@ def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: 
 def _largest_first(
     ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool
 ) -> tuple[Shares, list[int], int | None]:
-    """Place all: (the shares after it, rows by arrival, the earliest arrival that did not fit)."""
+    """Place all arrivals. Return (shares afterwards, rows by arrival, earliest arrival that did not fit)."""
     shares = Shares(
         ranks, sum(arrival.num_blocks for arrival in arrivals), len(arrivals), preempts=preempts
     )

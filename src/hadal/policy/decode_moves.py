@@ -1,16 +1,16 @@
-"""Choose running requests that change their rank, where placement alone left a decode unit uneven.
+"""Choose running requests to move to another rank, where placement alone left a decode unit uneven.
 
-Nobody knows how long a request will run, so even perfect placement drifts: the lightest rank cannot
-be filled faster than requests arrive, the heaviest cannot shed one. Moving one costs it some steps
-and the unit its bytes of KV, so:
+Request lengths are unknown, so even perfect placement drifts: the lightest rank fills no faster
+than requests arrive, and the heaviest cannot shed one. A move costs the request some steps and the
+unit its KV bytes, so:
 
     trigger   nothing moves while the heaviest rank is within a small factor of the mean
-    choice    from the heaviest rank, the request and the rank whose two larger shares end lowest
-    payment   of the moves found, as many as gain most: steps that all requests save while the gain lasts,
-              less steps that the moved ones stand still
-    budget    at most so many a decision
+    choice    from the heaviest rank, the request and target with the lowest larger share
+    payment   the prefix of the moves found that gains most: steps saved by all requests while
+              the gain lasts, less the steps that moved requests stand still
+    budget    a maximum number of moves per decision
 
-Knows nothing of the hand-over that carries it out. Shapes: R ranks, S slots of a rank.
+Independent of the KV transfer that carries a move out. Shapes: R ranks, S slots of a rank.
 """
 
 from __future__ import annotations
@@ -26,45 +26,46 @@ from hadal.policy.views import DecodeRanksView
 
 @dataclass(frozen=True, slots=True)
 class RunningView:
-    """What may be moved, by rank (rows of the DecodeRanksView) and slot."""
+    """Requests that may be moved, by rank (rows of the DecodeRanksView) and slot."""
 
     num_blocks_RS: Ints
-    """0: nobody there, or nobody who can be moved now."""
+    """KV blocks of each slot's request; 0 if the slot is empty or its request cannot be moved now."""
     num_blocks_worst_RS: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class MoveTerms:
-    """When a move pays. The shares of a step's time come from the step model (perf), or from
-    measured steps.
+    """Terms on which a move pays. The shares of a step's time come from the step model (perf), or
+    from measured steps.
     """
 
     trigger: float = 1.02
-    """Largest share of a rank over the mean that is left alone. At 1.01 some five times as many
-    requests move for a point of balance (simulated: facts)."""
+    """Largest KV share of a rank over the mean that is tolerated. At 1.01 about five times as many
+    requests move per point of balance (simulated).
+    """
     num_moves_max: int = 4
     """Most moves of one decision."""
     kv_time_share: float = 0.28
-    """Share of a balanced step's time that grows with a rank's KV (facts: 2.9e-8 s a token, 96
-    requests of 4.4k tokens).
+    """Share of a balanced step's time that grows with a rank's KV (simulated step: 2.9e-8 s per
+    token, 96 requests of 4.4k tokens).
     """
     request_time_share: float = 0.26
-    """The same of its requests, 1.2e-4 s each: half of it on the rank itself, half in the exchange
-    all wait for.
+    """Share of a balanced step's time that grows with a rank's requests (simulated step: 1.2e-4 s
+    each): half of it on the rank itself, half in the exchange that all ranks wait for.
     """
     stall_steps: float = 3.0
-    """Steps that a moved request stands still: at most, as roles/decode/slots has it."""
+    """Steps that a moved request stands still, at most (roles/decode/slots)."""
     gain_steps: float = 50.0
-    """Steps after which the unit would be about as uneven again. A request that moved stays for as
-    long.
+    """Steps after which the unit would be about as uneven again. A moved request is not moved again
+    before.
     """
     num_tokens_left_min: int = 8
-    """A request with fewer tokens to go at its longest is left where it is."""
+    """Fewest tokens that a request may still generate, at its longest, to be moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request on its way from one rank to another."""
+    """Move of a request from one rank to another."""
 
     from_rank: int
     slot: int
@@ -72,10 +73,11 @@ class Move:
 
 
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
-    """`known` with what a mean rank's KV and requests take of a step of `step_s` seconds.
+    """Return `known` with the measured shares of KV and requests (of a mean rank) in a step of
+    `step_s` seconds.
 
-    As it is where steps show no cost of KV (a small model's may not): equal KV is wanted for
-    memory's sake, too.
+    Returns `known` unchanged where steps show no cost of KV (a small model's may not), because
+    equal KV also matters for memory.
     """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:
@@ -84,7 +86,7 @@ def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> 
 
 
 def is_uneven(ranks: DecodeRanksView, terms: MoveTerms) -> bool:
-    """The trigger alone: whether looking at requests is worth while."""
+    """Return True if the trigger is exceeded, so that choosing moves is worthwhile."""
     if ranks.ranks.size < 2:
         return False
     share_R = ranks.num_blocks_used / np.maximum(ranks.num_blocks, 1)
@@ -95,8 +97,8 @@ def is_uneven(ranks: DecodeRanksView, terms: MoveTerms) -> bool:
 def choose_moves(
     ranks: DecodeRanksView, running: RunningView, terms: MoveTerms, *, preempts: bool
 ) -> list[Move]:
-    """Return moves, best prefix first to last, empty where they do not pay. No request is moved
-    twice, and no rank that gave takes: what a request leaves comes free only when it has arrived.
+    """Return the best prefix of the moves found, empty if none pays. No request moves twice, and no rank
+    that gave a request takes one: its blocks are freed only when the request has arrived elsewhere.
     """
     shares = Shares(ranks, 0, 0, preempts=preempts)
     num_running = int(shares.requests_R.sum())
@@ -129,8 +131,8 @@ def choose_moves(
 
 
 def _step_time(shares: Shares, terms: MoveTerms) -> float:
-    """What of a step depends on the balance, in parts of a balanced step: its slowest rank and its
-    largest batch.
+    """Return the part of a step's time that depends on balance, in balanced steps: the slowest rank
+    and the largest batch.
     """
     kv_R, request_R = (
         terms.kv_time_share * shares.kv_R,
@@ -142,8 +144,8 @@ def _step_time(shares: Shares, terms: MoveTerms) -> float:
 def _best(
     shares: Shares, running: RunningView, is_movable_RS: Bools, gives_R: Bools, source: int
 ) -> tuple[int, int] | None:
-    """(slot, target row) after which the larger of both ranks' shares is smallest; None if none is
-    better than now.
+    """Return (slot, target row) with the smallest larger share of both ranks; None if none improves
+    on now.
     """
     slots_C = np.flatnonzero(is_movable_RS[source])
     if not slots_C.size:
@@ -154,7 +156,7 @@ def _best(
     kv_CR = kv_R + blocks_C[:, None] * shares.per_block_R
     score_CR = np.maximum(np.maximum(kv_CR, request_R + shares.per_request_R), left_C[:, None])
     score_CR[:, source] = score_CR[:, gives_R] = np.inf
-    # Most pairs fit, so only the best is looked at before the next.
+    # Most pairs fit, so fits are checked lazily, best pair first.
     while True:
         row, target = divmod(int(score_CR.argmin()), score_CR.shape[1])
         if not score_CR[row, target] < kv_R[source]:

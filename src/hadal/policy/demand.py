@@ -1,10 +1,10 @@
-"""What the next minutes will ask of the fleet: a level and a trend from the recent past, times the
-shape of a day.
+"""Forecast the fleet's demand for the next minutes: recent level and trend, times the shape of a
+day.
 
     rate(now + h) = (level + slope h) x shape(now + h),      level, slope: of rate / shape over a short window
 
-The day's shape explains the morning before it comes; the trend carries what today does otherwise.
-Of a slope only that counts which is beyond noise, so that noise moves no nodes. Knows no units:
+The day's shape predicts the morning before it starts; the trend adds how today differs. Only the
+part of a slope beyond noise counts, so that noise moves no nodes. Independent of units: rates are
 tokens per second of one role.
 """
 
@@ -21,21 +21,20 @@ from hadal.core.arrays import Floats
 
 DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5
-"""Fewer samples than this show no trend."""
+"""Fewest samples that show a trend."""
 DOUBT = 3.0
-"""Standard errors that are taken off a slope: what noise alone leaves of one is rare and small."""
+"""Standard errors subtracted from a slope: noise alone rarely exceeds them, and then only slightly."""
 CHANGE_MAX = 2.0
-"""The trend alone never forecasts more than this times the level, or less than one part of it."""
+"""The trend alone moves a forecast to at most this times the level, and at least 1 / this of it."""
 
 
 @dataclass(frozen=True)
 class DayShape:
-    """Relative demand over a day: the mean of each of equally long bins, from midnight on. Its mean
-    is 1.
+    """Relative demand over a day, with mean 1: the mean of each of equally long bins, from midnight
+    on.
 
-    Between, it is linear from the edge of a bin to its middle and on to the next edge, in such a
-    way that every bin has exactly its mean. Raises ValueError for shapes that would be zero or less
-    somewhere.
+    The curve is linear from the edge of a bin to its middle and on to the next edge, so that every
+    bin has exactly its mean. Raises ValueError for shapes that would be zero or less somewhere.
     """
 
     bins: tuple[float, ...]
@@ -54,7 +53,7 @@ class DayShape:
 
     @cached_property
     def _values(self) -> Floats:
-        """The shape at edge 0, middle 0, edge 1, ... and at the next midnight: [2 bins + 1]."""
+        """Return the shape at edge 0, middle 0, edge 1, ... and at the next midnight: [2 bins + 1]."""
         means = np.asarray(self.bins, np.float64) / np.mean(self.bins)
         edges = 0.5 * (means + np.roll(means, 1))
         # A bin's mean is (edge + 2 middle + next edge) / 4.
@@ -66,12 +65,12 @@ class DayShape:
         return np.linspace(0.0, DAY_S, self._values.size)
 
     def at(self, time_s: ArrayLike) -> Floats:
-        """The shape at these times of day, seconds from midnight; days repeat."""
+        """Return the shape at these times of day, seconds from midnight; days repeat."""
         return np.asarray(np.interp(np.mod(time_s, DAY_S), self._times_s, self._values), np.float64)
 
 
 FLAT = DayShape((1.0,))
-"""Nothing is known of the day."""
+"""Shape of a day without measurements."""
 
 
 def forecast(
@@ -81,11 +80,12 @@ def forecast(
     now_s: float,
     ahead_s: ArrayLike,
 ) -> Floats:
-    """Expected rates at `now_s + ahead_s`.
+    """Return the expected rates at `now_s + ahead_s`.
 
     Args:
         times_s: when each sample was taken, by the clock of the day (seconds from some midnight),
-        ascending, <= now_s. rates: tokens per second at those times. Without any, 0 is expected.
+            ascending, <= now_s.
+        rates: tokens per second at those times. Without samples the forecast is 0.
         ahead_s: [points], not negative.
     """
     ahead = np.atleast_1d(np.asarray(ahead_s, np.float64))
@@ -94,13 +94,13 @@ def forecast(
     times = np.asarray(times_s, np.float64) - now_s
     residuals = np.asarray(rates, np.float64) / shape.at(times_s)
     level, slope = _line(times, residuals)
-    reach_s = -float(times[0])  # A trend is believed for as long as it was seen.
+    reach_s = -float(times[0])  # A trend is extrapolated no further than it was observed.
     trend = level + slope * np.minimum(ahead, reach_s)
     return np.clip(trend, level / CHANGE_MAX, level * CHANGE_MAX) * shape.at(now_s + ahead)
 
 
 def _line(times: Floats, values: Floats) -> tuple[float, float]:
-    """(value at time 0, slope) of the samples, the slope less what may be noise."""
+    """Return (value at time 0, slope) of the samples; the slope is reduced by the part that may be noise."""
     mean = float(values.mean())
     spread = times - times.mean()
     weight = float(spread @ spread)
@@ -114,10 +114,10 @@ def _line(times: Floats, values: Floats) -> tuple[float, float]:
 
 
 def learned_shape(bins: Sequence[float]) -> DayShape:
-    """The shape of a day that was counted: what is too steep or too empty for a DayShape is
-    smoothed until it is none.
+    """Return the shape of a day from measured bins. A day too steep or too empty for a DayShape is
+    smoothed until it fits.
 
-    Raises ValueError without bins, or if nothing was counted in any of them.
+    Raises ValueError without bins, or if every bin is 0.
     """
     means = np.asarray(bins, np.float64)
     if means.size == 0 or means.max() <= 0:
@@ -125,5 +125,5 @@ def learned_shape(bins: Sequence[float]) -> DayShape:
     while True:
         try:
             return DayShape(tuple(means.tolist()))
-        except ValueError:  # Each pass comes nearer to a flat day, which is one.
+        except ValueError:  # Each pass gets closer to a flat day, which is valid.
             means = 0.5 * means + 0.25 * (np.roll(means, 1) + np.roll(means, -1))

@@ -1,12 +1,12 @@
-"""How many tokens a decode unit drafts for each request, step by step: as many as give most tokens
-a second, by what steps took and by how often drafts were right.
+"""Choose the number of speculative tokens (drafts) per request, step by step, for most tokens per second,
+from measured step times and acceptance rates.
 
-    tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: how often the j-th is right after others
-    chosen                        = the k with most of them for the seconds of a step with k drafts
+    tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: acceptance rate of draft j after the others
+    chosen                        = the k with most of them per second of a step with k drafts
 
-Seconds are learned for steps of about as many requests, for each k apart: what a second row of a
-request costs differs too much between models and machines to be guessed. So every k is tried now
-and then, for a few steps: often at first, seldom once that changes nothing. Knows no requests.
+Seconds are learned for steps with about the same number of requests, for each k separately: the cost of a
+second row of a request differs too much between models and machines to be guessed. So every k is tried now
+and then, for a few steps: often at first, rarely once that changes nothing. Independent of single requests.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from math import log2, sqrt
 from hadal.core.drafts import Compared
 
 HYSTERESIS = 0.02
-"""How much better another number must be than the one in use."""
+"""Minimum relative gain in tokens per second to change the number in use."""
 PROBE_STEPS, PROBE_STEPS_MAX = 4, 20
-"""Steps of a trial, of which the first has no drafts to check yet; and of one of more drafts most of
-which are right, which costs little and shows that they are.
+"""Steps of a trial; its first has no drafts to check yet. A trial of more drafts that are mostly
+right goes on up to the second number: that costs little and confirms them.
 """
 _RIGHT = 0.75
 """Share of right drafts with which a trial goes on."""
 FIRST_PROBE = 8
-"""Steps of a size before the first trial, and between the first ones."""
+"""Steps of a size before its first trial, and between its first trials."""
 PERIOD, PERIOD_MAX = 128, 512
-"""Steps from one trial to the next once every number was tried; twice as many after each that
-changed nothing, up to the second.
+"""Steps between trials once every number was tried: doubled after each trial that changed nothing,
+up to the second number.
 """
 _GAIN = 0.1
-"""Weight of a new step in the seconds of its number, once ten are in it."""
+"""Weight of a new step in the mean seconds of its number, once ten are in the mean."""
 _OUTLIER = 2.0
-"""A step so many times as long as the mean counts as that: the machine did something else."""
+"""A longer step counts as this many times the mean: the machine was busy with other work."""
 _MEMORY_STEPS = 32.0
 """Steps for which a draft counts in full ..."""
 _KEPT_DRAFTS = 2.0
-"""... and of what is older, no more than so many: where none were made for long, the drafts of one
-trial say as much as all before.
+"""... and the weight, in drafts, of older ones: after a long time without drafts, those of one
+trial count as much as all before.
 """
 _LAST_STEPS = 6
-"""Steps that are held against all before them ..."""
+"""Steps that are compared with all before them ..."""
 _UNLIKELY, _UNLIKELY_DRAFTS = 4.0, 1.5
-"""... and count alone if they differ by more standard deviations, and drafts, than these."""
+"""... and replace them if they differ by more standard deviations, and drafts, than these."""
 _PRIOR = 0.8, 1.0
-"""How often drafts are right before any were seen, and as how many drafts that counts."""
+"""Assumed share of right drafts before any were seen, and its weight in drafts."""
 _SEEN_MIN = 3
 """Steps that a number needs before it can be chosen."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about as many requests."""
+    """Statistics of steps with about the same number of requests."""
 
     chosen: int
     num_max: int
     num_steps: int = 0
-    """Since the last trial."""
+    """Steps since the last trial."""
     period: int = FIRST_PROBE
     seconds: list[float] = field(init=False)
     num_seen: list[int] = field(init=False)
     tried_at: list[int] = field(init=False)
-    """When each number was last tried or used."""
+    """Step in which each number was last tried or used; -1: never."""
 
     def __post_init__(self) -> None:
         self.seconds = [0.0] * (1 + self.num_max)
@@ -82,14 +82,14 @@ class _Size:
 
 @dataclass(slots=True)
 class _RightShare:
-    """How often drafts of one place are right: by those of some thirty steps, until the last few
-    are too unlike them for chance.
+    """Recent acceptance rate of drafts at one position: over about thirty steps, or only the last
+    few if they differ too much to be chance.
     """
 
     tried: float = 0.0
     right: float = 0.0
     last: deque[tuple[int, int]] = field(default_factory=deque)
-    """Tried and right in each of the last few steps that tried some; not among those above yet."""
+    """(tried, right) of each of the last few steps that tried some; not in the sums above yet."""
 
     @property
     def value(self) -> float:
@@ -97,7 +97,7 @@ class _RightShare:
         return self._of(tried, right)
 
     def add(self, tried: int, right: int) -> None:
-        """A step tried so many drafts, of which so many were right; what is old fades with each."""
+        """Record a step's tried drafts and the right ones among them; older counts decay."""
         fading = max(0.0, self.tried - _KEPT_DRAFTS) / _MEMORY_STEPS
         kept = 1.0 - fading / max(self.tried, 1.0)
         self.tried, self.right = kept * self.tried, kept * self.right
@@ -121,30 +121,30 @@ class _RightShare:
 
 
 class DraftChooser:
-    """`num_max`: most drafts; `is_fixed`: always so many."""
+    """Chooser of the number of drafts. `num_max`: most drafts; `is_fixed`: always that number."""
 
     def __init__(self, num_max: int, *, is_fixed: bool = False) -> None:
         self.num_max = num_max
         self.num_tried = [0] * num_max
-        """Drafts by place that were compared with what was drawn ..."""
+        """Drafts by position that were compared with the drawn token ..."""
         self.num_right = [0] * num_max
-        """... and those that were that."""
+        """... and those that were equal to it."""
         self._shares = [_RightShare() for _ in range(num_max)]
-        """By place: how often drafts were right of late."""
+        """Recent acceptance rate by position."""
         self._is_fixed = is_fixed
         self._sizes: dict[int, _Size] = {}
         self._last = 0
         self._num_steps = 0
         self._probe: tuple[int, int] = (0, 0)
-        """What is tried, and for how many more steps."""
+        """(number under trial, steps left)."""
         self._is_trying = False
-        """Whether that was chosen last."""
+        """True if the number under trial was chosen last."""
         self._probe_steps = 0
         self._probe_drafts = [0, 0]
-        """Tried and right in this trial."""
+        """Tried and right drafts of this trial."""
 
     def choose(self, num_requests: int) -> int:
-        """How many drafts the next plan makes, of so many requests on the rank that has most."""
+        """Return the drafts of the next plan; `num_requests` is that of the fullest rank."""
         if self._is_fixed or self.num_max == 0:
             return self.num_max
         self._num_steps += 1
@@ -169,11 +169,11 @@ class DraftChooser:
 
     @property
     def num_passes_left(self) -> int:
-        """How many passes, the next one included, make as many drafts as was chosen last."""
+        """Passes, the next one included, with as many drafts as were chosen last."""
         return 1 + self._probe[1] if self._is_trying else PERIOD
 
     def repeated(self, num_requests: int, num_more: int) -> None:
-        """The plan that was chosen for last has so many passes more, with the same number of drafts."""
+        """Record that the plan chosen last has `num_more` further passes with the same number of drafts."""
         self._num_steps += num_more
         if self._is_trying:
             tried, num_left = self._probe
@@ -190,20 +190,20 @@ class DraftChooser:
         seconds: Sequence[float],
         drafts: Compared,
     ) -> None:
-        """A step is done whose passes checked so many drafts of every request and made as many anew as
-        `num_drafts` says. `seconds`: of each pass, none where they were not measured; `drafts`: of all.
+        """Record a step. Its passes checked `num_checked` drafts of every request and made
+        `num_drafts` new ones. `seconds`: of each pass, empty if not measured; `drafts`: of all passes.
         """
         for place, share in enumerate(self._shares):
             tried, right = drafts[place] if place < len(drafts) else (0, 0)
             self.num_tried[place] += tried
             self.num_right[place] += right
             share.add(tried, right)
-            # Of what is tried: steps of before are still under way when a trial begins.
+            # Only drafts of the trial: earlier steps are still under way when it begins.
             if num_checked and num_checked == self._probe[0]:
                 self._probe_drafts[0] += tried
                 self._probe_drafts[1] += right
         if self._is_fixed or num_checked != num_drafts or not num_requests:
-            return  # Neither the one nor the other: it says nothing of either.
+            return  # A mixed step measures neither number.
         size = self._size(num_requests)
         for each_s in seconds:
             size.add(num_drafts, each_s)
@@ -214,7 +214,9 @@ class DraftChooser:
                 size.period = PERIOD
 
     def tokens(self, num_drafts: int) -> float:
-        """Tokens of a request in a step that checks so many drafts, as drafts were lately."""
+        """Return the tokens of a request in a step with `num_drafts` drafts, at recent acceptance
+        rates.
+        """
         sum_, chance = 1.0, 1.0
         for share in self._shares[:num_drafts]:
             chance *= share.value
@@ -233,8 +235,8 @@ class DraftChooser:
         return self._sizes[key]
 
     def _begin_probe(self, size: _Size) -> None:
-        """Try the number that was not used for longest; once all were tried, of those next to the
-        chosen one.
+        """Start a trial of the number not used for longest; once all were tried, of the chosen
+        one's neighbours.
         """
         is_known = min(size.tried_at) >= 0
         most = 1 if is_known else self.num_max

@@ -1,11 +1,11 @@
-"""Which blocks of a cache make room for others.
+"""Choose the cache blocks to evict.
 
-Keys are names of blocks; time is counted in calls of `tick`, one for every request. Knows nothing
-of where blocks lie, how large they are or who holds them: its owner says what came, what was used,
-and what may go. Of keys that were used together the deepest in its text goes first, as it is of no
-use without those before it.
+Keys are names of blocks. Time is counted in calls of `tick`, one per request. Independent of where
+blocks lie, how large they are and which requests hold them: the owner reports added, used and
+evictable blocks. Of keys that were used together, the deepest in its text goes first, because a
+block is useless without those before it.
 
-Owners use Arc; LOG.md has its hits on real traces beside those of Lru and others.
+Owners use Arc; LOG.md compares its hits on real traces with those of Lru and others.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
 Entry = tuple[int, int, bytes]
-"""When a key was used last, its position in its text less than 0, the key: the lowest goes
-first.
-"""
+"""(tick of the last use, minus the position in its text, key); the lowest is evicted first."""
 
 
 class Lru:
-    """Evicts the key whose last use is longest ago."""
+    """Policy that evicts the least recently used key."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        """Blocks of the cache: nothing to this policy, but owners set it."""
+        """Blocks of the cache; unused by this policy, but owners set it."""
         self._now = 0
         self._key_to_entry: dict[bytes, Entry] = {}
         self._offered: set[bytes] = set()
         self._heap: list[Entry] = []
-        """Holds an entry of every offered key, and others that are out of date and passed over."""
+        """Entries of every offered key, and outdated ones, which are skipped."""
 
     def __len__(self) -> int:
         return len(self._key_to_entry)
@@ -42,15 +40,15 @@ class Lru:
         return len(self._offered)
 
     def tick(self) -> None:
-        """Time goes on: what is used from now on was used later."""
+        """Advance the time: later uses count as more recent."""
         self._now += 1
 
     def add(self, key: bytes, position: int) -> None:
-        """A block came. It may not be evicted before it is offered."""
+        """Add a new block. It is not evictable until it is offered."""
         self._key_to_entry[key] = (self._now, -position, key)
 
     def use(self, key: bytes) -> None:
-        """A block that is here was used again."""
+        """Record another use of a cached block."""
         entry = self._key_to_entry[key]
         if entry[0] != self._now:
             entry = self._key_to_entry[key] = (self._now, entry[1], key)
@@ -58,17 +56,17 @@ class Lru:
                 self._push(entry)
 
     def offer(self, key: bytes) -> None:
-        """It may be evicted from now on."""
+        """Mark the block as evictable."""
         if key not in self._offered:
             self._offered.add(key)
             self._push(self._key_to_entry[key])
 
     def withdraw(self, key: bytes) -> None:
-        """It may not, for now."""
+        """Mark the block as not evictable."""
         self._offered.discard(key)
 
     def remove(self, key: bytes) -> None:
-        """It is gone."""
+        """Remove a block that left the cache."""
         self.take(key)
 
     def take(self, key: bytes) -> tuple[int, bool]:
@@ -78,7 +76,7 @@ class Lru:
         return -self._key_to_entry.pop(key)[1], is_offered
 
     def victim(self) -> bytes | None:
-        """Take out the next to go. None if nothing is offered."""
+        """Remove and return the next block to evict; None if no block is evictable."""
         while self._heap:
             entry = heappop(self._heap)
             key = entry[2]
@@ -95,24 +93,23 @@ class Lru:
 
 
 class Arc:
-    """Adaptive replacement (Megiddo and Modha, FAST 2003): what was used once and what was used
-    again are apart, each evicted by age, and what is missed soon after it went says which of the
-    two should have had more room.
+    """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
-    A conversation that goes on is thus not pushed out by prompts that nobody continues, however
-    many they are.
+    Blocks used once and blocks used again are in separate LRU lists. A miss on a recently evicted
+    name shows which list should have been larger. So any number of prompts without a follow-up
+    cannot evict a conversation that continues.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Blocks of the cache, which may grow. As many names of evicted ones are remembered of
-        either kind.
+        """Blocks of the cache; may grow. For each list, as many names of evicted blocks are
+        remembered.
         """
         self._once, self._again = Lru(), Lru()
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()
         self._gone_again: OrderedDict[bytes, None] = OrderedDict()
         self._room_once = 0.0
-        """Blocks that those used once may have before they make room. Learned."""
+        """Target size of the list of blocks used once: above it, that list is evicted first. Learned."""
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
@@ -125,12 +122,12 @@ class Arc:
         return self._once.num_offered + self._again.num_offered
 
     def tick(self) -> None:
-        """Time goes on: what is used from now on was used later."""
+        """Advance the time: later uses count as more recent."""
         self._once.tick()
         self._again.tick()
 
     def add(self, key: bytes, position: int) -> None:
-        """A block came. It may not be evicted before it is offered."""
+        """Add a new block. It is not evictable until it is offered."""
         num_once, num_again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             self._room_once = min(self.capacity, self._room_once + max(1.0, num_again / num_once))
@@ -144,7 +141,7 @@ class Arc:
         self._again.add(key, position)
 
     def use(self, key: bytes) -> None:
-        """A block that is here was used again."""
+        """Record another use of a cached block."""
         if key in self._again:
             self._again.use(key)
             return
@@ -154,19 +151,19 @@ class Arc:
             self._again.offer(key)
 
     def offer(self, key: bytes) -> None:
-        """It may be evicted from now on."""
+        """Mark the block as evictable."""
         self._list_of(key).offer(key)
 
     def withdraw(self, key: bytes) -> None:
-        """It may not, for now."""
+        """Mark the block as not evictable."""
         self._list_of(key).withdraw(key)
 
     def remove(self, key: bytes) -> None:
-        """It is gone, and not because there was no room."""
+        """Remove a block that left the cache for another reason than eviction."""
         self._list_of(key).remove(key)
 
     def victim(self) -> bytes | None:
-        """Take out the next to go. None if nothing is offered."""
+        """Remove and return the next block to evict; None if no block is evictable."""
         is_once = len(self._once) > self._room_once or not len(self._again)
         for keys, gone in ((self._once, self._gone_once), (self._again, self._gone_again))[
             :: 1 if is_once else -1

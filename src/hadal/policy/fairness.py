@@ -1,27 +1,27 @@
-"""Whose turn it is: what is scarce is shared among tenants by their weights, in cost of work and not
-in requests.
+"""Order tenants' turns: scarce capacity is shared by tenants' weights, in cost of work and not in
+requests.
 
-A virtual token counter for each tenant (Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024): what it was served, INPUT_COST for a token of a prompt and OUTPUT_COST for one drawn,
-over its weight. Next is the tenant with the smallest counter. One that comes back with nothing
-waiting is lifted to the smallest counter of those that wait, less `burst`, so that nobody saves up
-more; where nobody waits, to that of whoever waited last. Without a burst, whoever asks for less than
-its share waits behind a flood as soon as two of its requests come close together. Who is there
-thanks to a burst lowers nobody: however many come, all begin one burst below, and none below those.
+Each tenant has a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024): the cost it was served, over its weight. A prompt token costs INPUT_COST, an output
+token OUTPUT_COST. The tenant with the smallest counter is next. A tenant that returns with an empty
+queue is lifted to the smallest counter of the queued tenants, less `burst`, so that idle time saves
+up no more than a burst. If no tenant is queued, it is lifted to the counter of the tenant that was
+queued last. Without a burst, a tenant below its share would wait behind a flood whenever two of its
+requests arrive close together. Bursts do not chain: any number of returning tenants all begin one
+burst below the same level.
 
-The bound (their theorem 4.4, times weights): while two tenants wait all the time, what each was
-served over its weight differs by 2 max(INPUT_COST L, OUTPUT_COST M) at most, L being the longest
-prompt and M all tokens that the requests which are worked on at one time can come to; by `burst`
-more if one of them came back with it. Priority
-above 0 makes a request's own work cheaper, so its tenant has as many times more.
+The bound (their theorem 4.4, times weights): while two tenants are both queued, their served costs
+over weight differ by at most 2 max(INPUT_COST L, OUTPUT_COST M). L is the longest prompt, M the
+most tokens of all requests in work at one time. A tenant that returned with a burst adds `burst`.
+Priority above 0 makes a request's own work cheaper, so its tenant gets proportionally more.
 
-Turns alone would leave a tenant that comes to a full fleet waiting until requests end. So a turn may
-take room back (`choose_to_give_way`).
+Turns alone would make a tenant that arrives at a full fleet wait until requests end. So a turn may
+preempt requests (`choose_to_give_way`).
 
-Requests of batches, for which nobody waits, are those of a tenant of its own beside their owner's:
-all of them come after all others, and take turns among themselves.
+Batch requests, for which no user waits, belong to a tenant of their own beside their owner's. These
+tenants come after all others, and take turns among themselves.
 
-Within a tenant the order is that of policy/batching.turn_s. Knows no requests and no time.
+Within a tenant the order is that of policy/batching.turn_s. Independent of requests and time.
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ from hadal.policy.views import TenantView
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
-"""The paper's: a token drawn costs twice one that is read (its section 5.1, after OpenAI's prices)."""
+"""Costs as in the paper: an output token costs twice an input token (section 5.1, after OpenAI's prices)."""
 MAX_COUNTERS = 4096
-"""Beyond so many, those of tenants that wait for nothing and would be lifted anyway are dropped."""
+"""Above this many, counters are dropped of tenants without queued requests that would be lifted anyway."""
 
 _BATCH = "/batch"
-"""What the name of such a tenant ends in; no other has a slash."""
+"""Suffix of a batch tenant's name; no other name has a slash."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 def batch_of(tenant: str) -> str:
-    """The name under which requests of a tenant's batches take turns."""
+    """Return the name under which a tenant's batch requests take turns."""
     return f"{tenant}{_BATCH}"
 
 
 def is_batch(tenant: str) -> bool:
-    """Whether nobody waits for its requests."""
+    """Return True if no user waits for this tenant's requests."""
     return tenant.endswith(_BATCH)
 
 
 def owner_of(tenant: str) -> str:
-    """Whose quota and money it is."""
+    """Return the tenant that has the quota and pays."""
     return tenant.removesuffix(_BATCH)
 
 
 def share_weight(weight: float, priority: int) -> float:
-    """What a request's work is divided by: at priority 4 its tenant may have five times as much."""
+    """Return the divisor of a request's cost: at priority 4 its tenant may have five times as much."""
     return weight * (1 + max(0, priority))
 
 
 class ServiceCounters:
-    """What each tenant was served, over its weight. Its owner says who waits.
+    """Served cost of each tenant over its weight. The owner reports which tenants are queued.
 
-    `burst`: how much less than the least of those that wait one that comes back may count as served.
+    `burst`: how far below the smallest counter of the queued tenants a returning tenant may begin.
     """
 
     def __init__(self, burst: float = 0.0) -> None:
         self._burst = burst
         self._tenant_to_service: dict[str, float] = {}
         self._last = {False: "", True: ""}
-        """Whoever was the last to wait for nothing any more, of batches apart."""
+        """Tenant that was queued last, of batches (True) and of others (False)."""
         self._level = {False: 0.0, True: 0.0}
-        """What one that comes back is lifted to, before its burst. It never falls."""
+        """Level that a returning tenant is lifted to, less its burst. It never falls."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._tenant_to_service.get(tenant, 0.0)
 
     def join(self, tenant: str, waiting: Collection[str]) -> None:
-        """A tenant that waits for nothing begins to; `waiting` are those that do already."""
+        """Lift a tenant that begins to wait; `waiting` are the tenants that are queued already."""
         services, kind = self._tenant_to_service, is_batch(tenant)
         of_kind = [other for other in waiting if is_batch(other) is kind]
         least = min((self[other] for other in of_kind), default=self[self._last[kind]])
@@ -99,32 +99,31 @@ class ServiceCounters:
             }
 
     def leave(self, tenant: str) -> None:
-        """Nothing of a tenant waits any more."""
+        """Record that a tenant has no queued request left."""
         self._last[is_batch(tenant)] = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
-        """A tenant was served so much, over its weight."""
+        """Add a served cost, over the tenant's weight."""
         self._tenant_to_service[tenant] = self[tenant] + cost
 
 
 class Services(Protocol):
-    """What each tenant was served, over its weight: ServiceCounters, or values of one moment."""
+    """Served cost of each tenant over its weight: ServiceCounters, or values of one moment."""
 
     def __getitem__(self, tenant: str, /) -> float: ...
 
 
 class Claim(NamedTuple):
-    """What one that waits asks for."""
+    """Tenant and cost of a queued request."""
 
     tenant: str
     cost: float
-    """Of serving it, over its weight."""
+    """Cost of serving it, over the tenant's weight."""
 
 
 def turn_of(tenant: str, service: float, num_held: int, first: S) -> tuple[bool, float, int, S]:
-    """A tenant's place among those of whom something waits, as a key to sort by: whoever had less
-    service is first, then whoever holds less, then whoever waits longest (`first`, of what it has
-    that waits). Batches are behind all others.
+    """Return a sort key for tenants with queued requests: least service first, then fewest requests
+    held, then longest wait (`first`, its earliest queued item). Batches are behind all others.
     """
     return is_batch(tenant), service, num_held, first
 
@@ -135,10 +134,10 @@ def in_turns(
     services: Services,
     tenant_to_held: Mapping[str, int],
 ) -> Iterator[T]:
-    """Yield those that wait in the order in which they are to be served; `waiting` is in the order
-    that a tenant's own keep.
+    """Yield queued items in the order to serve them; `waiting` is in each tenant's own order.
 
-    What is yielded counts as served, here only. `tenant_to_held`: as `turn_of` has it.
+    A yielded item counts as served, in this call only. `tenant_to_held`: requests held, as in
+    `turn_of`.
     """
     tenant_to_queue: dict[str, deque[tuple[int, T]]] = {}
     for number, one in enumerate(waiting):
@@ -164,18 +163,18 @@ def in_turns(
 def choose_to_give_way(
     asking: TenantView, others: Sequence[TenantView], cost: float, ends_per_step: float
 ) -> str | None:
-    """Return the tenant that has to give room back for a request whose turn it is and that finds
-    none; None: it waits until something ends.
+    """Return the tenant that must give up a placed request for the next one in turn that finds no
+    capacity; None: the request waits until another ends.
 
     `cost`: of a request like it from its prompt to its last token, over its weight. `ends_per_step`:
-    requests that end in a decode step; where it is 1, there is room about as soon without.
+    requests that end per decode step; from 1 on, capacity is free about as soon without preemption.
 
-    It is the tenant that was served most, if `asking` stays behind it when its turn is done, and if
-    it has either more waiting still, and would have been served more even when all that `asking`
-    has is done, or keeps more than `asking` has then, over their weights. So what is taken is not
-    taken back by the next turn, and whoever asks for less than its share loses nothing to one that
-    asks for more. It gives the last of its requests in its own order, and keeps the first, which
-    therefore ends.
+    The result is the tenant with most service, if `asking` stays behind it after this turn, and if one
+    of two holds. Either it has more requests queued and would still have more service after all placed
+    requests of `asking` are served; or, after giving up one, it still has more requests over its weight
+    than `asking` then has. So the next turn does not reverse the preemption, and a tenant below its
+    share loses nothing to one above. The tenant gives up the last of its requests in its own order and
+    keeps the first, which therefore finishes.
     """
     if ends_per_step >= 1.0:
         return None

@@ -1,9 +1,9 @@
-"""The requests that leave a decode unit when a running one needs a block and none is free.
+"""Choose the requests that a decode unit preempts when a running one needs a block and none is free.
 
-The latest arrived of the tenant that holds most goes first: it has the least computed work behind
-it, and what one tenant's requests grow by is taken from none that holds less. The oldest of all
-always proceeds, so that something finishes. Nothing is lost: the front holds all tokens of the
-others and prefills them again.
+The latest arrival of the tenant that holds most goes first: it has the least computed work, and no
+tenant pays for the growth of a tenant that holds more. The oldest of all always proceeds, so that at
+least one request finishes. No output is lost: the front has all tokens of the preempted requests and
+prefills them again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hadal.policy.views import HolderView
 
 
 def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> list[int]:
-    """Return slots to preempt, in turn the latest arrived of whichever tenant still holds most
-    blocks, until `num_blocks_missing` blocks come free; those of batches before all others.
+    """Return slots to preempt until `num_blocks_missing` blocks are free: repeatedly the latest
+    arrival of the tenant that still holds most blocks, batches before all others.
 
-    Never all of them: the oldest stays, even if that leaves blocks missing.
+    The oldest is never among them, even if blocks are still missing then.
     """
     tenant_to_num: Counter[str] = Counter()
     tenant_to_holders: dict[str, list[HolderView]] = {}
@@ -31,7 +31,7 @@ def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> li
     victims: list[int] = []
     missing = num_blocks_missing
     while missing > 0 and tenant_to_holders:
-        # Of equals the one whose request came last.
+        # Ties: the tenant with the latest arrival.
         tenant = max(
             tenant_to_holders,
             key=lambda name: (

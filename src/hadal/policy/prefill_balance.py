@@ -1,16 +1,15 @@
-"""Cut a step of a prefill unit so that all its ranks take equal time, and as nearly equal tokens as
-that allows.
+"""Cut a step of a prefill unit into equal time on all ranks, and as nearly equal tokens as that allows.
 
-Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in
-context (a cached prefix counts as context), hence equal tokens are not equal time: each rank gets a
-budget of seconds instead (`choose_budget`), and its last chunk is cut where its cost (`cost_s`)
-meets it. Tokens matter as well, for in dispatch the rank with most of them
-holds up the others: a rank whose oldest prompt is dense takes lighter prompts beside it, and no
-rank takes more than the step's cap.
+Ranks of a unit step together, so the slowest sets the pace. Attention is quadratic in context (a cached
+prefix counts as context), so equal tokens are not equal time. Each rank therefore gets a budget of
+seconds (`choose_budget`), and its last chunk is cut where its cost (`cost_s`) reaches the budget.
+Tokens matter as well, because in dispatch the rank with most tokens holds up the others. So a rank
+with a dense oldest prompt (long context) computes lighter prompts beside it, and no rank takes more
+than the step's cap.
 
-Nobody starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank
-has at least `HEAD_SHARE` of the rank's budget (one token at least) in every step. Knows no blocks
-but their number, no clock, and not where its rates come from (perf/costs.StepCosts.rates).
+No prompt starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank
+has at least `HEAD_SHARE` of the rank's budget (at least one token) in every step. Depends on numbers of
+blocks only, on no clock, and not on the origin of its rates (perf/costs.StepCosts.rates).
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from hadal.policy.views import PromptView
 
 T = TypeVar("T")
 Cached = Mapping[int, PromptView]
-"""rank -> a waiting prompt as it is there; ranks that have nothing of it are not in it."""
+"""rank -> a waiting prompt with its cached part there; ranks without a cached part are absent."""
 
 HEAD_SHARE = 0.1
 """Share of a rank's budget that its oldest prompt gets before lighter ones may run beside it."""
 ROOM = 1.25
-"""Prompts start on a rank while those before take surely less than so many times the mean number of
-tokens.
+"""Prompts start on a rank while its other prompts are sure to take less than this many times the
+mean number of tokens.
 """
 GAIN = 0.25
-"""How much cheaper a token of a lighter prompt must be than one of the densest, to be computed out
-of its turn.
+"""Minimum saving per token of a lighter prompt, against the densest one, to be computed out of
+turn.
 """
 LOOK_AHEAD = 4
-"""Mean steps of waiting tokens that a plan looks at: enough that `DRAIN` of them is
-more than a step.
+"""Queued tokens that a plan looks at, in mean steps: enough that `DRAIN` of them is more than a
+step.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillQueueView:
-    """A living rank of a prefill unit, with the prompts that started there, oldest first."""
+    """Living rank of a prefill unit, with the prompts that started there, oldest first."""
 
     rank: int
     prompts: tuple[PromptView, ...]
@@ -58,7 +57,7 @@ class PrefillQueueView:
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """What one rank computes. A size may be 0: that prompt stays where it is."""
+    """Work of one rank in a step. A size may be 0: that prompt makes no progress."""
 
     rank: int
     starts: tuple[int, ...]
@@ -69,13 +68,13 @@ class RankCut:
 
 @dataclass(frozen=True, slots=True)
 class StepCut:
-    """A step of all ranks. The predictions are what the plan was chosen by."""
+    """Step of all ranks, with the predictions by which it was chosen."""
 
     ranks: tuple[RankCut, ...]
     budget_s: float
     cap_tokens: int
     efficiency: float
-    """Predicted: step time if all ranks did the mean, over that of the slowest; 1 for an empty
+    """Predicted: step time with mean work on every rank, over that of the slowest; 1 for an empty
     step.
     """
 
@@ -83,8 +82,8 @@ class StepCut:
 def look_ahead(
     waiting: Iterable[T], num_ranks: int, limits: StepLimits, num_tokens_of: Callable[[T], int]
 ) -> list[T]:
-    """Return the first of `waiting` that a plan has to see: those of the next steps, the others
-    only make it dearer.
+    """Return the first of `waiting`, enough for the next steps: more would only make planning
+    slower.
     """
     seen, left = [], LOOK_AHEAD * num_ranks * limits.num_tokens_mean
     for prompt in waiting:
@@ -105,14 +104,14 @@ def cut_rank(
     """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and
     their seconds.
 
-    Oldest first. Where the time is used up with fewer than `num_tokens_mean`, lighter prompts take
-    time from the densest until there are that many. No time is left that another token would fit
-    in, unless `num_tokens_max` or the end of the prompts was reached; time is exceeded only by a
-    single token that takes longer than the budget.
+    Oldest first. If the time is used up with fewer than `num_tokens_mean` tokens, lighter prompts
+    take time from the densest until there are that many. The time left is too short for another
+    token, unless `num_tokens_max` or the end of the prompts was reached. Only a single token that
+    takes longer than the budget may exceed it.
     """
     sizes = [0] * len(prompts)
     left_s, num_left = budget_s, num_tokens_max
-    least_s = rates.token_s + rates.pair_s  # Of any token.
+    least_s = rates.token_s + rates.pair_s  # Lower bound for any token.
     densest, most_s = -1, -inf
     for at, prompt in enumerate(prompts):
         if at and left_s < least_s:
@@ -130,7 +129,7 @@ def cut_rank(
     if densest >= 0 and num_tokens_max - num_left < num_tokens_mean:
         left_s = _blend(prompts, sizes, densest, rates, budget_s, left_s, num_tokens_mean)
         num_left = num_tokens_max - sum(sizes)
-    for at, prompt in enumerate(prompts):  # What rounding left, oldest first.
+    for at, prompt in enumerate(prompts):  # Use up what rounding left, oldest first.
         if num_left <= 0 or left_s < least_s:
             break
         rest = prompt.num_tokens - sizes[at]
@@ -152,17 +151,17 @@ def _blend(
     spare_s: float,
     goal: int,
 ) -> float:
-    """Let lighter prompts, in their order, take time from prompts[densest] until there are `goal`
+    """Move time from prompts[densest] to lighter prompts, in their order, until there are `goal`
     tokens.
 
-    Changes `sizes`, and returns what is then left of `spare_s`.
+    Changes `sizes`, and returns the rest of `spare_s`.
     """
     heavy = prompts[densest]
     floor_s = (
         max(HEAD_SHARE * budget_s, rates.chunk_s(heavy.num_context, 1)) if densest == 0 else 0.0
     )
     heavy_s = rates.chunk_s(heavy.num_context, sizes[densest])
-    # One that is nearly as dense would only overtake.
+    # A prompt that is nearly as dense would overtake without a gain.
     light_s = (1.0 - GAIN) * (rates.token_s + rates.pair_s * (heavy.num_context + sizes[densest]))
     missing = goal - sum(sizes)
     for at, prompt in enumerate(prompts):
@@ -180,8 +179,8 @@ def _blend(
         both_s = heavy_s + spare_s
         most, _ = rates.fit(start, rest, both_s - floor_s)
         share = _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates)
-        # Spare time may be enough for more of the densest than there is: what is missing is the
-        # lighter one's all the same.
+        # Spare time may cover more than the rest of the densest prompt: the lighter one still gets
+        # the missing tokens.
         low = min(most, max(missing, share))
         if not low:
             continue
@@ -198,11 +197,11 @@ def _blend(
 
 
 def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates: StepRates) -> int:
-    """The least y of `num_tokens` from position `light` on that, with the others from `heavy` on,
-    fit the budget.
+    """Return the least y such that y of `num_tokens` from position `light`, and the others from
+    `heavy`, fit the budget.
 
     chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x +
-    constant = 0, of which the larger root is the one where more for the dense prompt takes longer.
+    constant = 0. At its larger root, more tokens for the dense prompt take longer.
     """
     pair_s, goal = rates.pair_s, num_tokens
     linear = pair_s * (heavy - light - goal)
@@ -215,7 +214,7 @@ def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates
 
 @dataclass(slots=True)
 class _Queue:
-    """A rank while prompts are given to it."""
+    """Rank while prompts are assigned to it."""
 
     prompts: list[PromptView]
     starts: list[int]
@@ -234,12 +233,12 @@ def bind(
     limits: StepLimits,
     cached: Sequence[Cached] = (),
 ) -> list[list[int]]:
-    """Return, by position in `ranks`, which of `waiting` start there in this step.
+    """Return, by position in `ranks`, the indices in `waiting` of the prompts that start there in this step.
 
-    In the order of arrival, each where the predicted cost of all that is there is least, of those
-    that still have time and tokens in this step; `cached`, of a rank that has some of it already,
-    counts what is left there. A dense prompt at the head leaves room beside it, all but its share.
-    Who fits nowhere for want of blocks or starts stops those behind it.
+    In the order of arrival, each prompt starts on the rank with the least predicted cost of all its prompts,
+    among ranks with time and tokens left in this step. A rank in `cached` counts only the uncached rest of
+    the prompt. A dense prompt at the head of a rank reserves only its share. A prompt that fits nowhere, for
+    lack of blocks or starts, stops those behind it.
     """
     heap: list[tuple[float, int]] = []
     queues = [_queue(view, rates, budget_s, limits) for view in ranks]
@@ -275,10 +274,10 @@ def _pop_cheapest(
     cold: PromptView,
     rates: StepRates,
 ) -> int:
-    """Take the queue where a prompt that some ranks have some of is done first: the heap's top, or
-    one of those.
+    """Remove and return the queue where a partly cached prompt finishes first: the heap's top, or a
+    queue with a cached part.
     """
-    view_to_s: dict[int, float] = {}  # By id: ranks where it is the same share a view.
+    view_to_s: dict[int, float] = {}  # Keyed by id: ranks with the same cached part share a view.
     best: tuple[float, int, int] | None = None
     for entry in heap:
         queued_s, at = entry
@@ -311,7 +310,7 @@ def _queue(view: PrefillQueueView, rates: StepRates, budget_s: float, limits: St
 
 
 def _give(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float) -> None:
-    if not prompt.num_loading:  # One that waits for the disk takes nothing of this step.
+    if not prompt.num_loading:  # A prompt that waits for the disk takes nothing of this step.
         _reserve(queue, prompt, rates, budget_s, is_head=not queue.prompts)
         queue.prompts.append(prompt)
 
@@ -319,7 +318,7 @@ def _give(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float) 
 def _reserve(
     queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float, *, is_head: bool
 ) -> None:
-    """Count what a prompt will surely take of the step."""
+    """Subtract the time and tokens of the step that a prompt is sure to take."""
     if queue.room_s <= 0.0 or queue.room_tokens <= 0:
         return
     share_s = HEAD_SHARE * budget_s if is_head else queue.room_s
@@ -339,10 +338,10 @@ def plan_step(
     limits: StepLimits,
     cached: Sequence[Cached] = (),
 ) -> StepCut:
-    """Return which of `waiting` (oldest first) start on which rank, and what every rank computes.
+    """Return which of `waiting` (oldest first) start on which rank, and the tokens that every rank computes.
 
-    Every rank takes the step's budget, within the time of one token, unless its prompts end or it
-    takes the cap. `cached`, if not empty, goes with `waiting`.
+    Every rank uses the step's budget, within the time of one token, unless its prompts end or it reaches the
+    cap. `cached`, if not empty, is parallel to `waiting`.
     """
     if not ranks:
         return StepCut((), 0.0, 0, 1.0)

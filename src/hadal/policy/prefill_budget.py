@@ -1,9 +1,9 @@
-"""How long a prefill step may be: a budget of seconds for each rank, and the most tokens that one may
-take.
+"""Choose the length of a prefill step: a budget of seconds for each rank, and the most tokens that
+a rank may take.
 
-Chosen anew for every step by what it predicts: ranks whose prompts are dense hold up the others in
-time, ranks whose prompts are light hold them up in dispatch. Knows what waits on each rank, oldest
-first, and not who is cut how.
+Each step's choice is the one with the best predicted efficiency. Ranks with dense prompts (long
+contexts) delay the others in time; ranks with light prompts delay them in dispatch. Input is each
+rank's queue, oldest first; how ranks are then cut is not decided here.
 
 Shapes: S scales of the nominal budget, C caps, R ranks.
 """
@@ -20,28 +20,26 @@ from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
-"""Most tokens of a rank over the mean that a step may have; `StepLimits.num_tokens_max` bounds all
-of them.
+"""Candidates for a step's most tokens per rank, over the mean; `StepLimits.num_tokens_max` bounds
+them all.
 """
 DRAIN = 0.25
-"""Most of what is there that a step may take: the last dense prompts do not make those that arrive
-wait for long.
+"""Largest share of the queued work in one step, so that the last dense prompts do not delay new
+arrivals for long.
 """
 FIXED_SHARE = 0.1
-"""Share of a step's time that its fixed cost may be where more could be done; it bounds below how
-little work a step has.
+"""Largest share of a step's time for its fixed cost while more work is queued: sets a step's least
+work.
 """
 SCALES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4)
-"""Shares of the nominal budget that a step may be given."""
+"""Candidates for a step's share of the nominal budget."""
 WORTH = 0.002
-"""What a wider cap or a shorter step must gain in predicted efficiency over those before it."""
+"""Predicted efficiency that a wider cap or a shorter step must gain over those before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """`num_tokens_mean` is what a rank should compute in a step; `num_tokens_max` what no rank may
-    exceed.
-    """
+    """Token limits of a step: the intended mean per rank, and the most that any rank may take."""
 
     num_tokens_mean: int
     num_tokens_max: int
@@ -54,12 +52,12 @@ class StepLimits:
 def step_budget_s(
     prompts: Iterable[PromptView], num_ranks: int, rates: StepRates, num_tokens_mean: int
 ) -> float:
-    """Most seconds that each rank gets: the mean number of tokens at the mean price of those that
-    wait.
+    """Return the nominal seconds per rank: the mean number of tokens at the mean price of queued
+    tokens.
 
-    But not more than `DRAIN` of everything that is there, so that a few dense prompts do not make
-    short ones that arrive meanwhile wait; and no less than half of what a fresh prompt of that many
-    tokens takes, or than what makes the fixed cost of the step a small part of it.
+    At most `DRAIN` of all queued work, so that a few dense prompts do not delay short ones that
+    arrive meanwhile. At least half of the time of a fresh prompt of that many tokens, and enough to
+    keep the step's fixed cost a small part of it.
     """
     num_tokens, num_pairs = 0, 0.0
     for prompt in prompts:
@@ -69,7 +67,7 @@ def step_budget_s(
     total_s = rates.token_s * num_tokens + rates.pair_s * num_pairs
     nominal_s = num_tokens_mean * total_s / num_tokens if num_tokens else 0.0
     fresh_s = rates.chunk_s(0, num_tokens_mean)
-    # Of the whole step's time, not only of what a rank does itself.
+    # The share of the whole step's time, not only of a rank's own work.
     share = rates.step_s * (1.0 / FIXED_SHARE - 1.0) / rates.whole_s(0, num_tokens_mean)
     least_s = fresh_s * min(max(0.5, share), 1.0)
     return max(least_s, min(nominal_s, DRAIN * total_s / num_ranks))
@@ -78,13 +76,13 @@ def step_budget_s(
 def choose_budget(
     prompts: Sequence[Sequence[PromptView]], rates: StepRates, nominal_s: float, limits: StepLimits
 ) -> tuple[float, int]:
-    """Return (seconds, most tokens of a rank) that predict the best efficiency, from `SCALES` x
-    `CAPS`.
+    """Return the (seconds, most tokens of a rank) of `SCALES` x `CAPS` with the best predicted
+    efficiency.
 
-    While few ranks have dense prompts the others would wait for them, so less time is given and
-    dense prompts gather; when every rank has one, all of it. A rank is judged by two points only,
-    its time for the mean and for the most tokens oldest first: below the first it is taken to mix
-    (prefill_balance.cut_rank), between them to be linear.
+    While few ranks have dense prompts, the others would wait for them, so a shorter step is chosen
+    and dense prompts accumulate. When every rank has one, the whole budget is used. A rank is
+    estimated from two points: its time for the mean and for the most tokens, oldest first. Below
+    the first it is assumed to mix prompts (prefill_balance.cut_rank), between them to be linear.
     """
     num_mean, num_max = limits.num_tokens_mean, limits.num_tokens_max
     points = [_two_points(of_rank, rates, num_mean, num_max) for of_rank in prompts if of_rank]
@@ -100,7 +98,7 @@ def choose_budget(
     dense_S1R = np.minimum(mean_R, mean_R * budget_s_S11 / mean_s_R + others_R)
     rise_R = (most_R - mean_R) / np.maximum(most_s_R - mean_s_R, 1e-30)
     tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
-    # Of all ranks: those without prompts have experts as well.
+    # Mean over all ranks: those without prompts compute experts as well.
     experts_s_SC = rates.mean_s * tokens_SCR.sum(axis=2) / len(prompts)
     step_s_SC = (
         rates.step_s
@@ -126,8 +124,8 @@ def choose_budget(
 def _two_points(
     prompts: Sequence[PromptView], rates: StepRates, num_mean: int, num_max: int
 ) -> tuple[float, float, int, int, int]:
-    """Return a rank's seconds for the mean and for the most tokens, those tokens, and how many are
-    not the oldest's.
+    """Return a rank's seconds for the mean and for the most tokens, those two token counts, and how
+    many tokens belong to other prompts than the oldest.
     """
     mean_s = most_s = 0.0
     left_mean, left_most, num_tokens = num_mean, num_max, 0
@@ -138,7 +136,7 @@ def _two_points(
             seconds = rates.chunk_s(prompt.num_context, most)
             most_s += seconds
             left_most -= most
-            if left_mean:  # Never more than is left of the most.
+            if left_mean:  # The mean never exceeds the cap.
                 size = min(most, left_mean)
                 mean_s += seconds if size == most else rates.chunk_s(prompt.num_context, size)
                 left_mean -= size
@@ -152,11 +150,11 @@ def _two_points(
 
 
 def predict(rank_to_work: Sequence[tuple[float, int]], rates: StepRates) -> float:
-    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of
-    the slowest.
+    """Return the predicted efficiency of a step: its time with mean work on every rank, over its
+    time with the slowest rank.
 
-    By rank, (seconds, tokens). What a step costs whatever it computes is no work, so it is only in
-    the latter.
+    `rank_to_work`: (seconds, tokens) of each rank. The fixed cost of a step is no work, so only the
+    second time includes it.
     """
     seconds, tokens = zip(*rank_to_work, strict=True)
     if not any(tokens):

@@ -1,9 +1,9 @@
-"""What a tenant may have at most, by itself: tokens a minute, generations at once, dollars a day.
+"""Check a tenant's own limits: tokens per minute, simultaneous generations, dollars per day.
 
-Tokens are a bucket of a minute's, which fills evenly: a prompt is let in while there is enough for
-it, and what is drawn then is taken as it comes, below nothing if need be, so that over time no more
-than so many a minute are had. Dollars are kept to the last: a request is let in if the day's budget
-holds what it can cost at most, beside what was charged and what others that run can still cost.
+Tokens are a token bucket that holds one minute's worth and fills evenly. A prompt is admitted if
+the bucket covers it. Output tokens are subtracted as they are drawn, even below 0, so that the
+long-term rate holds. The dollar limit is strict: a request is admitted only if the day's budget
+covers its maximum cost beside all charges so far and the maximum costs of running requests.
 
 Values in, values out; the state is the front's (roles/front/tenants).
 """
@@ -19,7 +19,7 @@ from hadal.policy.admission import Refusal
 MINUTE_S = 60.0
 DAY_S = 86_400
 AGAIN_S = 1.0
-"""When to ask again where nobody knows when there will be room."""
+"""Seconds until a retry where the time of free capacity is unknown."""
 RATE_CODE = "rate_limit_exceeded"
 BUDGET_CODE = "insufficient_quota"
 """OpenAI's code for a budget that is used up."""
@@ -29,31 +29,31 @@ NEVER_CODE = "request_too_large"
 
 @dataclass(frozen=True, slots=True)
 class QuotaView:
-    """A tenant's quota, and what it has of it."""
+    """Tenant's quota, and its current use."""
 
     quota: Quota
     num_open: int
-    """Generations that wait or run."""
+    """Generations that are queued or running."""
     num_tokens_left: float
-    """In the bucket."""
+    """Tokens in the bucket; may be negative."""
     spent_pico_usd: int | None
-    """Charged today; None: not known yet."""
+    """Charged today; None if not known yet."""
     reserved_pico_usd: int
-    """What those that are not charged yet can cost at most."""
+    """Maximum cost of requests that are not charged yet."""
     day_left_s: float
     is_batch: bool = False
-    """Nobody waits for what is asked for: it may take the upper half of the bucket alone."""
+    """True for batch requests: they may use only the upper half of the bucket."""
 
 
 def filled(quota: Quota, num_tokens_left: float, passed_s: float) -> float:
-    """The bucket some time later."""
+    """Return the tokens in the bucket after `passed_s` seconds."""
     most = float(quota.tokens_per_minute)
     return min(most, num_tokens_left + passed_s * most / MINUTE_S)
 
 
 def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int) -> Refusal | None:
-    """None lets so many more generations in, with prompts of so many tokens together that can cost
-    so much at most. 0 tokens: nobody has read them.
+    """Return a refusal, or None to admit `num_wanted` more generations with prompts of `num_tokens` tokens
+    together and a maximum cost of `most_pico_usd`. `num_tokens` 0: the prompts are not tokenized.
     """
     quota = view.quota
     if quota.requests and not view.is_batch and num_wanted > quota.requests:
@@ -85,8 +85,8 @@ def refuse(view: QuotaView, num_wanted: int, num_tokens: int, most_pico_usd: int
 
 
 def refuse_tokens(view: QuotaView, num_needed: float = 1.0) -> Refusal | None:
-    """Return a refusal if the bucket holds fewer tokens than needed. One token admits a prompt that is
-    counted only: its length is known afterwards, and drawn then.
+    """Return a refusal if the bucket holds fewer tokens than needed. One token admits a prompt of
+    unknown length: its tokens are counted later, and subtracted then.
     """
     quota = view.quota
     if not quota.tokens_per_minute or view.num_tokens_left >= num_needed:
@@ -137,7 +137,7 @@ def _refusal(view: QuotaView, reason: str, retry_after_s: float, code: str = RAT
 
 
 def limits_of(view: QuotaView) -> RateLimits | None:
-    """What a reply says of it; None where there is no limit that headers have."""
+    """Return the limits for a reply's headers; None if the tenant has no limit that headers can show."""
     quota = view.quota
     if not quota.requests and not quota.tokens_per_minute:
         return None

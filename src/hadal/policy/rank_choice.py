@@ -1,12 +1,10 @@
-"""Choose the rank of a prefill unit that takes a prompt, where steps are cut by token budgets: equal
-work.
+"""Choose the rank of a prefill unit for a prompt, where steps are cut by token budgets: equal work.
 
-(Where they are cut by cost, policy/prefill_balance chooses; decode's rule is in
+(Where steps are cut by cost, policy/prefill_balance chooses; decode's rule is in
 policy/decode_balance.)
 
-Knows nothing of tensors, networks or time. The caller owns the state and applies the choice. Goal
-(DeepSeek-V3/R1 inference overview): equal attention work and equal numbers of input tokens per
-GPU.
+Independent of tensors, networks and time. The caller owns the state and applies the choice. Goal
+(DeepSeek-V3/R1 inference overview): equal attention work and equal numbers of input tokens per GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ def choose_prefill_rank(
     prompt: PromptView,
     cached: Mapping[int, PromptView] | None = None,
 ) -> int | None:
-    """Return the rank with the least work of those where the prompt can start in this step; None if
-    there is none.
+    """Return the rank with the least work where the prompt can start in this step; None if there is
+    none.
 
-    `cached`: the prompt as it is on ranks that have some of it. What is saved there counts, so such
-    a rank takes it unless others have so much less to do that computing it anew is sooner done.
+    `cached`: the prompt as seen by ranks that have part of it cached. Cached work counts as saved,
+    so such a rank takes the prompt unless another has so much less work that it finishes sooner
+    without the cache.
     """
     there = cached or {}
     fitting = [

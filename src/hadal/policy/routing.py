@@ -1,8 +1,8 @@
 """Choose the prefill unit, and later the decode unit, of a request.
 
-Goals (DeepSeek-V3/R1 inference overview): equal prefill work, so the unit that will be done first;
-equal KV use and similar request counts in decode. A unit is chosen only if the request can ever
-fit; whether it fits now is the admission's question.
+Goals (DeepSeek-V3/R1 inference overview). Prefill: equal work, so choose the unit that finishes
+first. Decode: equal KV use and similar request counts. A unit is chosen only if the request can
+ever fit; policy/admission decides if it fits now.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from hadal.policy.views import DecodeUnitView, PrefillUnitView
 def choose_prefill_unit(
     units: Sequence[PrefillUnitView], num_blocks_needed: int, num_tokens: int
 ) -> str | None:
-    """The unit that has prefilled `num_tokens` first, as far as can be predicted; None if all are
-    full or too small.
+    """Return the unit predicted to finish `num_tokens` first; None if all are full or too small.
 
-    What waits there is shared by its ranks; the prompt itself is on one of them. What the unit has
-    in its cache is context, not work. A unit that has measured nothing yet is taken to be like the
-    others.
+    A unit's queue is shared by its ranks; the prompt itself runs on one rank. Cached positions are
+    context, not work. A unit without measurements is assumed to be like the others.
     """
     fitting = [
         unit
@@ -32,7 +30,7 @@ def choose_prefill_unit(
     if not fitting:
         return None
     rates = _unknown_rates(units) if min([unit.token_s for unit in fitting]) <= 0.0 else None
-    half = 0.5 * (num_tokens + 1)  # Nearly always nothing is cached, and _done_s is this.
+    half = 0.5 * (num_tokens + 1)  # Inlines _done_s for the usual case that nothing is cached.
     times_s = [
         unit.waits_s + num_tokens * (unit.token_s + unit.pair_s * half)
         if rates is None and not unit.num_cached
@@ -45,8 +43,8 @@ def choose_prefill_unit(
 
 
 def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
-    """(token_s, pair_s) of a unit that has none: the mean of those that have, else the model's
-    ratio.
+    """Return (token_s, pair_s) for units without measurements: the mean of the measured units, else
+    the model's ratio.
     """
     known = [unit for unit in units if unit.token_s > 0.0]
     if not known:
@@ -57,13 +55,13 @@ def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
 
 
 def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float] | None) -> float:
-    """Predicted seconds until the unit is done with a prompt of `num_tokens` that comes now."""
+    """Return the predicted seconds until the unit finishes a prompt of `num_tokens` that arrives now."""
     token_s, pair_s = (
         unknown if unknown is not None and unit.token_s <= 0.0 else (unit.token_s, unit.pair_s)
     )
     num_cached = min(
         unit.num_cached, num_tokens - 1
-    )  # The last position is computed in any case: a token is drawn.
+    )  # The last position is always computed: a token is drawn from it.
     return unit.waits_at_s(token_s, pair_s) + chunk_s(
         token_s, pair_s, num_cached, num_tokens - num_cached
     )
@@ -72,11 +70,11 @@ def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]
 def choose_decode_unit(
     units: Sequence[DecodeUnitView], num_blocks_needed: int, num_blocks_needed_max: int
 ) -> str | None:
-    """The unit whose scarcer resource, KV or slots, is least used after taking the request; None if
-    it fits nowhere.
+    """Return the unit with the least used scarcer resource, KV or slots, after taking the request;
+    None if it fits nowhere.
 
-    `num_blocks_needed_max` is what it holds at its longest. A full unit may be chosen: its leader
-    queues.
+    `num_blocks_needed_max`: blocks of the request at its longest. A full unit may be chosen: its
+    leader queues.
     """
     fitting = [unit for unit in units if num_blocks_needed_max <= unit.num_blocks_request]
     if not fitting:

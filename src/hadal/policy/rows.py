@@ -1,4 +1,4 @@
-"""Which rows of a decode unit the next step computes, and which rest for that step.
+"""Choose the rows of a decode unit that the next step computes; the others rest for that step.
 
 A step takes a while by itself, and more for each row of its busiest rank. On a CPU a row costs a third
 of an empty step, so a tenant's only row would crawl beside 31 rows of another. No slot is reserved
@@ -9,16 +9,16 @@ against that: the rows to compute are chosen anew for each step, and the other r
     step 2              a1         b3 b4              computed least recently: computed next
     step 3              a1               b5 b6
 
-The tenant with the fewest rows has all of them in each step. Each other tenant has as many, and beyond
-that tenants share what the promise leaves: the step takes at most `promise` times as long as one with
-the first tenant's rows alone. Equal shares come before the promise, so of k tenants none gets less than
-a k-th of the rows. Where rows cost next to nothing, as on a GPU, all are computed.
+The tenant with the fewest rows has all of them in each step. Each other tenant has as many. Beyond
+that, tenants share what `promise` leaves: the step takes at most `promise` times as long as one
+with the first tenant's rows alone. Equal shares come before the promise, so each of k tenants gets
+at least 1/k of the rows. Where rows cost next to nothing, as on a GPU, all are computed.
 
-Batches come behind all others: beside rows of others a step holds so many of theirs that it takes at
-most BATCH_PROMISE times as long as without them.
+Batches come last: beside other rows, a step holds only as many of their rows as make it at most
+BATCH_PROMISE times as long as without them.
 
-No row starves. A row rests for fewer steps in a row than its tenant has rows on its rank; a row of a
-batch for at most BATCH_STEPS times as many steps as its rank has rows of batches.
+No row starves. A row rests for fewer consecutive steps than its tenant has rows on its rank. A row
+of a batch rests for at most BATCH_STEPS times as many steps as its rank has rows of batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowsView:
 
     ranks: Ints
     tenants: Ints
-    """Number of each row's tenant."""
+    """Tenant number of each row."""
     weights: Floats
     """Weight of each row's tenant, the same in all its rows."""
     is_batch: Bools
@@ -52,9 +52,7 @@ class RowsView:
 
 
 def requeued(turns: Ints, is_computed: Bools) -> Ints:
-    """Return the turns after a step, in which the rows that it computed queue behind all others, in
-    their order.
-    """
+    """Return the turns after a step: its computed rows queue behind all others, in their order."""
     rows = np.flatnonzero(is_computed)
     after: Ints = turns.copy()
     after[rows[np.argsort(turns[rows], kind="stable")]] = turns.max() + 1 + np.arange(rows.size)
@@ -62,7 +60,7 @@ def requeued(turns: Ints, is_computed: Bools) -> Ints:
 
 
 def num_rows_within(line: tuple[float, float], promise: float, num_alone: int) -> int:
-    """Return how many rows a step may hold that takes at most `promise` times as long as one with
+    """Return how many rows a step may hold to take at most `promise` times as long as one with
     `num_alone` rows. `line`: seconds of a step without rows, and of each row (above 0).
     """
     step_s, row_s = line

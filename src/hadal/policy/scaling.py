@@ -1,14 +1,14 @@
-"""How many prefill and decode units the fleet wants: enough for what comes before another could be
-started.
+"""Decide how many prefill and decode units the fleet wants: enough for the demand until another
+unit could be started.
 
-    need      = (forecast + backlog / catch_up) / (what a unit does x how busy it may be)     in units, by role
+    need      = (forecast + backlog / catch_up) / (a unit's throughput x its planned use)     in units, by role
     soon      = its maximum over the next start-up and period: grow to that, at once
-    kept      = its maximum over the last `hold_s` and the next, and a margin: shrink to that, when it is less
+    kept      = its maximum over the last `hold_s` and the next, plus a margin: shrink to that, when it is less
 
-What lies between is held as it is, so a fleet never gives up what it would want back within
-`hold_s`. Roles grow in bundles where there are some (DeepSeek's day: steps of 30 nodes = 1 decode
-and 3 prefill units), else each by itself. A pure function; knows no unit by name, no clock and no
-machine.
+Between the two, the fleet stays as it is, so it never releases a unit that it would need again
+within `hold_s`. Roles grow in bundles if there are any (DeepSeek's day: steps of 30 nodes = 1
+decode and 3 prefill units), else separately. A pure function, independent of unit names, clock and
+machines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hadal.policy.capacity import units_needed
 from hadal.policy.demand import FLAT, DayShape, forecast
 
 GRID_S = 300.0
-"""The forecast is looked at every so many seconds: a day's shape says nothing of less."""
+"""Seconds between points of the forecast: a day's shape has no finer detail."""
 _EPSILON = 1e-9
-"""Needs that exceed a whole number by rounding alone want no further unit."""
+"""Tolerance, so that a need just above a whole number by rounding adds no unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +43,37 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class RoleRules:
-    """What is fixed for the units of one role."""
+    """Fixed rules for the units of one role."""
 
     unit_nodes: int
     use: float
-    """How busy a unit may be on average: the rest is for what comes unevenly, and for units that
-    die.
-    """
+    """Highest mean utilization of a unit: the rest absorbs bursts and failed units."""
     num_min: int
     num_max: int
     num_bundle: int = 0
-    """Units of a bundle; 0 for both roles: there are no bundles."""
+    """Units of this role in a bundle; 0 for both roles: there are no bundles."""
     num_extra: int = 0
-    """Units beside the bundles, always there. With none the published peak of 278 nodes, 9 decode
-    and 29 prefill units, would be 270.
+    """Units beside the bundles, always present. Without one, the published peak of 278 nodes, 9
+    decode and 29 prefill units, would be 270.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
-    """What is fixed for the fleet. Raises ValueError for rules that no fleet can keep."""
+    """Fixed rules for the fleet. Raises ValueError for rules that no fleet can satisfy."""
 
     prefill: RoleRules
     decode: RoleRules
     num_nodes_max: int
-    """Nodes that there are."""
+    """Nodes available to the fleet."""
     start_s: float
     """Time from a decision until the unit works."""
     period_s: float = 60.0
     """Time between decisions."""
     hold_s: float = 1800.0
-    """A unit is given up if it was not needed for so long, and will not be."""
+    """Scale down only units that were not needed for this long, and will not be."""
     margin: float = 0.02
-    """And if the need is smaller by so much, as a share."""
+    """Hysteresis: scale down only if the need is lower by this fraction."""
     catch_up_s: float = 600.0
     """Time in which a backlog is to be worked off."""
 
@@ -120,36 +118,36 @@ class ScalingRules:
         return self.prefill.num_bundle > 0
 
     def num_nodes(self, units: Units) -> int:
-        """Nodes that so many units take."""
+        """Return the nodes that `units` take."""
         return units.prefill * self.prefill.unit_nodes + units.decode * self.decode.unit_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """What is known of the demand for one role."""
+    """Demand for one role, as measured."""
 
     times_s: tuple[float, ...]
     """Times of the samples by the clock of the day, ascending."""
     rates: tuple[float, ...]
     """Tokens per second at those times."""
     unit_tokens_per_s: float
-    """What one unit does within the promise on latency, measured or priced."""
+    """Throughput of one unit within the latency SLO, measured or priced."""
     backlog_tokens: float = 0.0
     shape: DayShape = FLAT
     need_held: float = 0.0
-    """The most that was needed in the last `hold_s`, in units."""
+    """Highest need in the last `hold_s`, in units."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingView:
-    """The fleet at one instant."""
+    """State of the fleet at one instant."""
 
     now_s: float
     """Time of the decision by the clock of the day."""
     prefill: RoleView
     decode: RoleView
     levels: Units
-    """What the last decision came to before floor and nodes bounded it."""
+    """Units of the last decision before floor and nodes bounded them."""
 
 
 class ScalingStep(StrEnum):
@@ -160,8 +158,8 @@ class ScalingStep(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What led to a decision, to be printed. Needs are in units of `role`, the one that asks for
-    most.
+    """Reason for a decision, for printing. Needs are in units of `role`, the role with the larger
+    need.
     """
 
     step: ScalingStep
@@ -170,7 +168,7 @@ class Why:
     need_soon: float
     need_kept: float
     bound: str = ""
-    """"floor" or "limit" of that role, or "nodes", where one of them decided."""
+    """"floor" or "limit" of that role, or "nodes", if one of them decided; else empty."""
 
     def __str__(self) -> str:
         bound = f", bounded by {self.bound}" if self.bound else ""
@@ -182,19 +180,19 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many units are wanted from now on."""
+    """Number of units wanted from now on."""
 
     units: Units
     levels: Units
     need_prefill: float
-    """Now, in units: to be remembered for `hold_s`."""
+    """Need now, in units: the caller remembers it for `hold_s`."""
     need_decode: float
     why: Why
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What is needed of one role, in units of it or in bundles."""
+    """Need of one role, in its units or in bundles."""
 
     now: float
     soon: float
@@ -213,14 +211,12 @@ class _Need:
         )
 
     def level(self, before: int) -> int:
-        """Whole units, or bundles: grown to what comes soon, shrunk to what is kept, or as
-        before.
-        """
+        """Return whole units, or bundles: grown to `soon`, shrunk to `kept`, or unchanged."""
         return max(_whole(self.soon), min(before, _whole(self.kept)))
 
 
 def decide(view: ScalingView, rules: ScalingRules) -> Decision:
-    """Return what the fleet should be. Raises ValueError for a unit that does nothing."""
+    """Return the wanted size of the fleet. Raises ValueError for a unit without throughput."""
     ahead_s = _ahead_s(rules)
     prefill = _need(view.prefill, rules.prefill, rules, view.now_s, ahead_s)
     decode = _need(view.decode, rules.decode, rules, view.now_s, ahead_s)
@@ -239,8 +235,8 @@ def decide(view: ScalingView, rules: ScalingRules) -> Decision:
 
 
 def _ahead_s(rules: ScalingRules) -> Floats:
-    """Where the forecast is looked at: up to when a unit that is given up now could be back, and no
-    longer needed.
+    """Return the times of the forecast ahead: until a unit released now could be back, or no longer
+    needed.
     """
     horizon_s = rules.start_s + max(rules.period_s, rules.hold_s)
     grid = np.arange(0.0, horizon_s, GRID_S)
@@ -262,7 +258,7 @@ def _need(
 
 
 def _bundled(prefill: _Need, decode: _Need, before: Units, rules: ScalingRules) -> Units:
-    """Return the units in as many bundles as the role that asks for most needs."""
+    """Return the units in as many bundles as the role with the larger need requires."""
     of_prefill = prefill.of(rules.prefill.num_extra, rules.prefill.num_bundle)
     of_decode = decode.of(rules.decode.num_extra, rules.decode.num_bundle)
     most = of_prefill.or_more(of_decode)
@@ -284,8 +280,8 @@ def _limited(num: int, fixed: RoleRules) -> int:
 
 
 def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Units:
-    """What the nodes have room for. Where they are too few, bundles are no aim: the role that is
-    worse off has as much of its need as it can have, then the other.
+    """Return the units that the nodes have room for. If nodes are short, bundles are ignored: the
+    role with the smaller share of its need gets as much as possible, then the other.
     """
     if rules.num_nodes(wanted) <= rules.num_nodes_max:
         return wanted
@@ -307,7 +303,7 @@ def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules)
 
 
 def _bound(levels: Units, limited: Units, role: str) -> str:
-    """What changed the level of the role that a decision speaks of."""
+    """Return the bound that changed the level of `role`, or ""."""
     level, num = (
         (levels.prefill, limited.prefill) if role == PREFILL else (levels.decode, limited.decode)
     )

@@ -1,6 +1,6 @@
-"""A promise on latency, as one writes it: `ttft=2s,tpot=50ms`, or `ttft_p99=4s,tpot=50ms`.
+"""Latency SLO in text form: `ttft=2s,tpot=50ms`, or `ttft_p99=4s,tpot=50ms`.
 
-Knows no units and no load.
+Independent of units and load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 MEAN = 0.0
-"""The promise is about the mean over requests, not about a quantile."""
+"""Quantile value for an SLO on the mean over requests."""
 _UNITS_S = {"s": 1.0, "ms": 1e-3}
 _QUANTITIES = ("ttft", "tpot")
 _PART = r"([a-z][a-z0-9]*)(?:_p([0-9]+(?:\.[0-9]+)?))?\s*=\s*([0-9.]+)\s*([a-z]*)"
@@ -19,7 +19,7 @@ _KNOWN = "ttft and tpot, each as a mean or with a percentile behind it, such as 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds that the busiest hour keeps. Quantiles lie between 0 and 1; MEAN is the mean."""
+    """Latency targets for the busiest hour, in seconds. Quantiles lie between 0 and 1; MEAN is the mean."""
 
     ttft_s: float
     """Time from a request's arrival to its first token."""
@@ -45,7 +45,7 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """Read a promise. Raises ValueError that says what is known."""
+    """Parse an SLO. Raises ValueError that lists the valid forms."""
     seconds: dict[str, float] = {}
     quantiles: dict[str, float] = {}
     for part in text.split(","):

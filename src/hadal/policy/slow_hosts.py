@@ -1,10 +1,10 @@
 """Choose the host that a unit should drop because it slows every step.
 
-In a step all ranks wait for the slowest, so one slow processor or link costs all of them. The other hosts
-wait for the slow one, and hardly for each other. A host with a slow link waits for all others, but each
-of them hears that from it alone.
+In a step all ranks wait for the slowest, so one slow processor or link costs all of them. The other
+hosts wait for the slow one, and hardly for each other. A host with a slow link waits for all others,
+but each of them waits for that host alone.
 
-Knows no messages and no ranks: a role measures (roles/ranks/slow) and acts (roles/ranks/membership).
+Independent of messages and ranks: a role measures (roles/ranks/slow) and acts (roles/ranks/membership).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STEP_S = 0.05
-"""Minimum wait per step for a host to rest, seconds: a token takes as long at DeepSeek's own speed."""
+"""Minimum wait per step for a host to rest, seconds: one token takes as long at DeepSeek's own speed."""
 SHARE = 1 / 3
-"""Minimum share of the unit's time that the others wait for it: without it steps take two thirds."""
+"""Minimum share of the unit's time spent waiting for the host: steps without it take two thirds."""
 WORTH = 1.5
-"""The share must also reach WORTH / number of hosts, as much of the unit goes: 0.75 of two hosts."""
+"""The share must also reach WORTH / number of hosts, the part of the unit that goes: 0.75 of two hosts."""
 CLEAR = 2.0
-"""Minimum ratio of the waits for it to those for the next host."""
+"""Minimum ratio of the wait for this host to the wait for the next slowest."""
 AGREE = 3
-"""Of n other hosts, (n - 1) // AGREE may have waited less: none of two or three, one of four."""
+"""(n - 1) // AGREE of n other hosts may have waited less: none of two or three, one of four."""
 ROUND_TRIP_S = 0.01
-"""Of two hosts that wait for each other, the one that the leader's messages take longer to reach rests,
-from such a difference on.
+"""Two hosts that wait for each other: the one with the longer round trip to the leader rests, if
+the difference is at least this many seconds.
 """
 REST_SHARE = 4
 """One host may rest at a time, and one more for each further REST_SHARE hosts of a unit."""
@@ -32,33 +32,33 @@ REST_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What was measured in some steps of a unit."""
+    """Measurements over some steps of a unit."""
 
     stepping_s: float
     num_steps: int
     waits_s: Mapping[str, Mapping[str, float]]
-    """Host -> other host -> seconds that exchanges of the one waited for the other alone."""
+    """Host -> other host -> seconds that exchanges on the first host waited for the other alone."""
     round_trip_s: Mapping[str, float]
-    """Host -> mean seconds that a message of the leader and the answer were on their way."""
+    """Host -> mean round-trip time of the leader's messages, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowHost:
-    """A host, and the share of the unit's time that it costs."""
+    """Host to drop, with the share of the unit's time that it costs."""
 
     host: str
     share: float
 
 
 def slow_host(stretch: Stretch) -> SlowHost | None:
-    """Return the host that the unit should go on without; None if no host is slow."""
+    """Return the host that the unit should drop; None if no host is slow."""
     waited_s = {host: _waited_s(host, stretch.waits_s) for host in stretch.waits_s}
     if len(waited_s) < 2 or stretch.stepping_s <= 0.0:
         return None
     *_, second, first = sorted(waited_s, key=lambda host: (waited_s[host], host))
     host: str | None = first
     if waited_s[first] < CLEAR * waited_s[second]:
-        # A slow link has two ends, and of two hosts either waits for the other.
+        # A slow link has two ends: with only two hosts, each waits for the other.
         host = _farther(stretch.round_trip_s, first, second) if len(waited_s) == 2 else None
     if host is None:
         return None
@@ -69,19 +69,19 @@ def slow_host(stretch: Stretch) -> SlowHost | None:
 
 
 def may_rest(num_resting: int, num_hosts: int) -> bool:
-    """Return whether one more host may rest. `num_hosts`: all of the unit, resting ones included."""
+    """Return True if one more host may rest. `num_hosts`: all hosts of the unit, resting ones included."""
     return num_resting < max(1, num_hosts // REST_SHARE) and num_resting + 1 < num_hosts
 
 
 def _waited_s(host: str, waits_s: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the seconds that nearly all others waited for a host alone."""
+    """Return the seconds that nearly all other hosts waited for this host alone."""
     seconds = sorted(waits.get(host, 0.0) for other, waits in waits_s.items() if other != host)
     return seconds[(len(seconds) - 1) // AGREE] if seconds else 0.0
 
 
 def _farther(round_trip_s: Mapping[str, float], one: str, other: str) -> str | None:
-    """Return the host that messages take clearly longer to reach; None if there is none or it is not
-    known.
+    """Return the host with a clearly longer round trip to the leader; None if there is none or a
+    round trip is unknown.
     """
     if one not in round_trip_s or other not in round_trip_s:
         return None

@@ -1,4 +1,4 @@
-"""What policies see: frozen snapshots, built by a role, forgotten after the decision.
+"""Inputs of policies: frozen snapshots, built by a role and dropped after the decision.
 
 A policy never holds a role's state, so it can be tested, simulated and replayed by itself.
 """
@@ -13,15 +13,15 @@ from hadal.core.arrays import Ints
 
 @dataclass(frozen=True)
 class PrefillUnitView:
-    """A prefill unit as the front counts it. Many requests may see the same one: it keeps what it
-    was asked once.
+    """Prefill unit as the front counts it. Many requests may share one view, so derived values are
+    cached.
     """
 
     unit: str
     num_blocks: int
     """Usable KV blocks of one rank: a longer prompt never fits."""
     num_tokens_waiting: int
-    """Tokens sent there whose prompts are not yet prefilled, those out of a cache aside."""
+    """Tokens sent there and not yet prefilled, without cached ones."""
     num_requests: int
     num_requests_max: int
     num_pairs_waiting: int = 0
@@ -29,20 +29,20 @@ class PrefillUnitView:
     num_ranks: int = 1
     """Living ranks."""
     token_s: float = 0.0
-    """Measured there: seconds of a token on its rank. 0: not known yet."""
+    """Measured seconds per token on one rank of this unit; 0: not known yet."""
     pair_s: float = 0.0
     num_cached: int = 0
-    """Positions of the request in question that this unit has already."""
+    """Positions of the request's prompt that this unit has in its cache."""
 
     @cached_property
     def waits_s(self) -> float:
-        """Predicted seconds until what waits there is done, shared by its ranks; 0 of a unit that
-        measured nothing.
+        """Predicted seconds until the unit's queue is done, shared by its ranks; 0 for a unit
+        without measured rates.
         """
         return self.waits_at_s(self.token_s, self.pair_s)
 
     def waits_at_s(self, token_s: float, pair_s: float) -> float:
-        """The same at rates that are not its own."""
+        """Return the predicted seconds until the unit's queue is done, at the given rates."""
         return (self.num_tokens_waiting * token_s + self.num_pairs_waiting * pair_s) / max(
             1, self.num_ranks
         )
@@ -50,7 +50,7 @@ class PrefillUnitView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeUnitView:
-    """A decode unit as the front counts it: what was sent there, whether it has started or not."""
+    """Decode unit as the front counts it: everything sent there, started or not."""
 
     unit: str
     num_blocks: int
@@ -59,21 +59,19 @@ class DecodeUnitView:
     num_requests: int
     num_requests_max: int
     num_blocks_request: int
-    """What one request can hold at most: a rank's blocks."""
+    """Most blocks that one request can hold: those of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRanksView:
-    """The living ranks of a decode unit as its leader counts them: one row each, all arrays
-    [ranks].
-    """
+    """Living ranks of a decode unit as its leader counts them: one row each, all arrays [ranks]."""
 
     ranks: Ints
-    """Their numbers in the unit."""
+    """Rank numbers in the unit."""
     num_blocks: Ints
     num_blocks_used: Ints
     num_blocks_worst: Ints
-    """What their requests hold if all run to their longest. Not looked at where the caller
+    """Blocks that the ranks' requests hold if all run to their longest. Ignored if the caller
     preempts.
     """
     num_requests: Ints
@@ -82,40 +80,39 @@ class DecodeRanksView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRankView:
-    """A living rank of a prefill unit while its leader plans a step by token budgets."""
+    """Living rank of a prefill unit while its leader plans a step by token budgets."""
 
     rank: int
     work: float
-    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_rates.cost_s).
-    """
+    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_rates.cost_s)."""
     num_tokens_free: int
-    """What the step still takes there."""
+    """Tokens that the step can still take on this rank."""
     num_blocks_free: int
     num_starts_free: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionView:
-    """The front's queue when a new request of some tenant knocks."""
+    """State of the front's queue when a new request of a tenant arrives."""
 
     is_draining: bool
     num_placeable: int
-    """Generations that would not have to wait at all."""
+    """Generations that could be placed without queueing."""
     num_queued: int
-    """Generations of the request's tenant that wait."""
+    """Queued generations of the request's tenant."""
     num_queued_max: int
-    """Most generations that may wait, all tenants' together."""
+    """Most generations that may be queued, over all tenants."""
     finished_per_s: float
-    """Measured: requests that ended, smoothed. 0 when unknown."""
+    """Finished requests per second, measured and smoothed; 0 if unknown."""
     num_wanted: int = 1
-    """Generations of the request: all are let in, or none."""
+    """Generations of the request: all are admitted, or none."""
     num_tenants: int = 1
-    """Tenants that wait, its own included."""
+    """Tenants with queued requests, the request's own included."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownstreamView:
-    """What is on its way through prefill and decode, and what decode can hold."""
+    """Requests in prefill and decode, and the capacity of decode."""
 
     num_slots: int
     """Requests all living decode units can work on at once."""
@@ -123,39 +120,39 @@ class DownstreamView:
     num_requests: int
     """Requests placed: prefilling, transferring or decoding."""
     num_blocks_used: int
-    """Blocks those will hold in decode."""
+    """Blocks that the placed requests will hold in decode."""
     num_transferring: int
     has_place: bool = False
-    """Whether the tenant in question has fewer requests placed than another, over their weights, or
-    another's request was put back for the one that asks. False for a batch.
+    """True if the tenant has fewer requests placed than another, over their weights, or if
+    another's request was requeued for this one. False for a batch.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """A tenant where one's request waits for what others' requests have."""
+    """Tenant, where one tenant's request waits for capacity that others' requests use."""
 
     tenant: str
     service: float
-    """What it was served, over its weight (policy/fairness)."""
+    """Served cost over the tenant's weight (policy/fairness)."""
     weight: float
     num_placed: int
-    """Its requests that units work on."""
+    """Requests of the tenant that units work on."""
     is_waiting: bool
-    """Whether more of its requests wait."""
+    """True if more of its requests are queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValleyView:
-    """What one more request of a batch would come to lie beside."""
+    """Load that one more request of a batch would share the fleet with."""
 
     is_draining: bool
     num_waiting: int
-    """Requests that wait and are no batches': somebody waits for their answers."""
+    """Queued requests that are not of batches: users wait for their answers."""
     num_placed: int
     """Requests that units work on, of batches and others."""
     num_of_batches: int
-    """Those of them that are of batches."""
+    """Placed requests that are of batches."""
     num_prefilling: int
     """Prompts that are being computed."""
     num_prefill_ranks: int
@@ -169,27 +166,27 @@ class ValleyView:
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """A prompt that waits for its next chunk, in the order of arrival."""
+    """Prompt that waits for its next chunk, in the order of arrival."""
 
     num_tokens: int
     """Tokens still to be planned."""
     num_blocks_needed: int
-    """0 once it has started: the blocks of a whole prompt are taken at its first chunk."""
+    """0 once the prompt has started: the blocks of a whole prompt are reserved at its first chunk."""
     num_context: int = 0
-    """Positions before those tokens, computed or out of a cache: what is still to be planned
-    attends to them too.
+    """Positions before those tokens, computed or cached. The tokens still to be planned attend to
+    them too.
     """
     num_loading: int = 0
-    """Blocks of the context that come from disk first: until they are here, nothing of it is
+    """Context blocks still to be read from disk: until they are loaded, nothing of the prompt is
     computed.
     """
     load_s: float = 0.0
-    """What that takes, as far as it was measured."""
+    """Predicted seconds of that read; 0 if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """A request that holds blocks in a decode unit."""
+    """Request that holds blocks in a decode unit."""
 
     slot: int
     arrival: int

@@ -1,4 +1,4 @@
-"""Where replicas of experts sit: placements from loads, and small steps towards a better one.
+"""Placement of expert replicas: placements from loads, and small steps towards a better one.
 
-Knows nothing of ranks that live or die, of messages or of time; `roles/experts` asks it.
+Independent of rank failures, messages and time; `roles/experts` calls this package.
 """

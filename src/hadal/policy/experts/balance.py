@@ -1,4 +1,4 @@
-"""Where every expert's replicas go: from loads to a placement, from scratch or near today's.
+"""Plan every expert's replicas: from loads to a placement, from scratch or near today's.
 
 Pure: loads in, a plan out; the caller decides when to plan and moves the weights. Equal inputs give
 equal plans. Modes: `global` uses any rank for any expert; `hierarchical` keeps each group of
@@ -32,18 +32,16 @@ from hadal.policy.experts.windows import mean_of_maxima, sample, steadied
 
 MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
-"""A layer this balanced is left alone: sampling noise of one step is fifty times larger."""
+"""Balancedness at which a layer is left alone: sampling noise of one step is fifty times larger."""
 NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
-"""Least expert slots of a rank -> rounds of exchange. With few slots, the right partner takes
-longer to find.
+"""Least expert slots of a rank -> rounds of exchange. With few slots, a good partner takes longer
+to find.
 """
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks to place on: `expert_slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node
-    it is on.
-    """
+    """Ranks to place on: `expert_slots[r]` of rank r, 0 if it is dead; `nodes[r]` is its node."""
 
     expert_slots: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -58,8 +56,8 @@ class Cluster:
 
     @classmethod
     def even(cls, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
-        """Ranks of `num_expert_slots` each, numbered node by node. Raises ValueError if they do not
-        divide.
+        """Return a cluster of ranks with `num_expert_slots` each, numbered node by node. Raises
+        ValueError if the ranks do not divide by the nodes.
         """
         if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks do not divide evenly by {num_nodes} nodes.")
@@ -71,19 +69,19 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlan:
-    """A placement, how it shares the loads it was planned for, and what it costs to get there."""
+    """Placement, its split of the loads that it was planned for, and the moves to reach it."""
 
     placement: Placement
     split_LRS: Floats | None
     """Fraction of its expert's tokens that an expert slot takes; None: replicas share evenly."""
     balancedness_L: Floats
-    """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads
-    were summed.
+    """Balancedness over the window, see `balancedness`; living ranks only. One step if loads were
+    summed.
     """
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
     moved_across_nodes: int = 0
-    """Replicas on a node that did not hold their expert before, so that its weights cross between
+    """Replicas on a node that did not hold their expert before, so that weights cross between
     nodes.
     """
 
@@ -101,13 +99,13 @@ def balance(
 ) -> ExpertPlan:
     """Plan a unit's experts for loads [L, E] or for a window of steps [T, L, E].
 
-    `num_groups` are the gate's groups of neighbouring experts (modes with nodes). `target`:
-    balancedness that `hybrid` and an incremental plan ask of every layer. `max_moves` with
-    `current`: the best placement at most so many replicas away, plus those that no living rank
-    holds any more; 0 with `weighted` only splits anew. In mode hierarchical each group then stays
-    on the node that holds most of it today, in hybrid where the target allows that. A window's plan
-    is chosen by the mean of its steps' maxima. Raises ValueError for sizes that fit nowhere,
-    unknown modes, and loads that are negative or not numbers.
+    `num_groups`: the gate's groups of neighbouring experts (modes with nodes). `target`:
+    balancedness that `hybrid` and an incremental plan require of every layer. `max_moves` with
+    `current`: the best placement at most that many replicas away, plus replicas of experts that no
+    living rank holds any more. 0 with `weighted` only changes the split. In mode hierarchical each
+    group then stays on the node that holds most of it today, in hybrid if the target allows that. A
+    window's plan is chosen by the mean of its steps' maxima. Raises ValueError for sizes that fit
+    nowhere, unknown modes, and loads that are negative or not numbers.
     """
     window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]
@@ -115,7 +113,7 @@ def balance(
     capacity = np.array(cluster.expert_slots, np.int64)[living]
     node_R = np.array(cluster.nodes)[living]
     summed = _normalised(window.sum(axis=0), len(living))
-    # A window's steps, in the measure of their sums; None if there is but one.
+    # The window's steps, scaled like their sum; None if there is but one.
     steps = sample(window) * _scale(window, len(living)) if len(window) > 1 else None
     if mode in ("hierarchical", "hybrid") and len(np.unique(node_R)) > num_groups:
         raise ValueError(
@@ -166,7 +164,7 @@ def balance(
 
 
 def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None = None) -> Floats:
-    """Load of every rank [L, R], replicas sharing evenly or by the split."""
+    """Return the load of every rank [L, R]; replicas share evenly or by the split."""
     table = placement.slot_to_expert_LRS.astype(np.int64)
     if split_LRS is None:
         return np.asarray(shares_of(table, loads_LE).sum(axis=2))
@@ -181,12 +179,11 @@ def balancedness(
     split_LRS: Floats | None = None,
     cluster: Cluster | None = None,
 ) -> Floats:
-    """Mean load over the living ranks by the window's mean of the heaviest rank's [L]; 1 is
-    perfect.
+    """Return the mean load of the living ranks over that of the heaviest rank, both averaged over
+    the window's steps [L]; 1 is perfect.
 
-    A step lasts as long as its heaviest rank, so a window's steps count by their own maxima, not by
-    that of the sums. Without a cluster, ranks that hold something in any layer are taken to be
-    alive.
+    A step lasts as long as its heaviest rank, so the maxima are taken per step, not of the summed
+    loads. Without a cluster, ranks that hold an expert in any layer count as alive.
     """
     window = loads if loads.ndim == 3 else loads[None]
     if cluster is not None:
@@ -200,10 +197,10 @@ def balancedness(
 
 
 def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None = None) -> int:
-    """Replicas of the new placement whose rank does not hold that expert in the old one: weights
-    that must travel.
+    """Return how many replicas of the new placement are on a rank that does not hold that expert in
+    the old one: weights to transfer.
 
-    With the ranks' nodes: experts new to a node, whose weights must travel between nodes.
+    With the ranks' nodes: experts new to a node: weights to transfer between nodes.
     """
     before, after = (
         held_by(each.slot_to_expert_LRS.astype(np.int64), each.num_experts) for each in (old, new)
@@ -219,8 +216,8 @@ def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None
 def settled(
     slot_to_expert_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]
 ) -> NDArray[np.int16]:
-    """Return the same experts on the same ranks, each in the slot that it had before if its rank
-    held it.
+    """Return the same experts on the same ranks, each in its former slot if its rank held it
+    before.
     """
     result = slot_to_expert_LRS.copy()
     num_expert_slots = slot_to_expert_LRS.shape[2]
@@ -251,7 +248,7 @@ def _from_scratch(
     num_groups: int,
     target: float,
 ) -> Ints:
-    """The table of the living ranks [L, living, S] of a mode."""
+    """Return the table of the living ranks [L, living, S] for a mode."""
     ceiling = np.full(len(summed), 1.0 / GOOD_ENOUGH)
     num_rounds = next(rounds for slots, rounds in NUM_ROUNDS.items() if capacity.min() >= slots)
     barred = None
@@ -273,8 +270,8 @@ def _from_scratch(
 
 
 def _split(slot_to_expert_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
-    """Return the split of the sums. With a window, each layer has the whole of it, half or none,
-    whichever suits the steps' maxima.
+    """Return the split for the summed loads. With a window, each layer applies all, half or none of
+    it, whichever lowers the steps' maxima most.
     """
     split = split_loads(slot_to_expert_LRS, summed)
     if steps is None:
@@ -288,15 +285,15 @@ def _split(slot_to_expert_LRS: Ints, summed: Floats, steps: Floats | None) -> Fl
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
-    """Return, layer by layer, that one of two placements whose heaviest rank is lighter on the mean
-    of the window's steps.
+    """Return, for each layer, the placement with the lighter heaviest rank on the mean of the
+    window's steps.
     """
     better = mean_of_maxima(greedy_LRS, window) < mean_of_maxima(table_LRS, window)
     return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))
 
 
 def _today(current: Placement, living: Ints, capacity: Ints) -> Ints:
-    """The living ranks' replicas [L, living, S], at most as many as a rank has expert slots."""
+    """Return the living ranks' replicas [L, living, S], at most as many as a rank has expert slots."""
     table = current.slot_to_expert_LRS[:, living].astype(np.int64)
     packed = np.take_along_axis(table, np.argsort(table == EMPTY, axis=2, kind="stable"), axis=2)
     packed = widened(packed, max(int(capacity.max()), packed.shape[2]))[:, :, : int(capacity.max())]
@@ -322,15 +319,13 @@ def _checked(loads: Floats, mode: str, num_groups: int) -> Floats:
 
 
 def _scale(window: Floats, num_ranks: int) -> Floats:
-    """What makes the mean rank load of a step 1 on average [L, 1]."""
+    """Return the factor that makes the mean rank load of a step 1 on average [L, 1]."""
     total = window.sum(axis=(0, 2))[:, None]
     return np.asarray(num_ranks * len(window) / np.where(total > 0, total, 1.0))
 
 
 def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:
-    """Loads whose mean rank load is 1 in every layer; a layer without tokens counts as an even
-    one.
-    """
+    """Return loads with a mean rank load of 1 in every layer; a layer without tokens is even."""
     total = loads_LE.sum(axis=1, keepdims=True)
     return np.asarray(
         np.where(total > 0, loads_LE, 1.0)
@@ -346,7 +341,7 @@ def rebalance_experts(
     [L, E]), as DeepSeek's EPLB does.
 
     `weight` is [L, E]. For every layer: the expert in each expert slot (numbered rank by rank), the
-    slots of each expert, padded with -1, and their number. Groups stay on a node where they divide
+    slots of each expert, padded with -1, and their number. Groups stay on a node if they divide
     evenly by the nodes, as in EPLB; otherwise the placement is global. Tensors are read through
     their own `cpu` and `numpy`, so that torch is not imported here. Returns tensors for tensors,
     int64 on the CPU, and arrays for arrays and lists. Raises ValueError if replicas do not divide
@@ -368,7 +363,7 @@ def rebalance_experts(
     arrays = (filled, *logical_maps(filled, loads.shape[1]))
     if not is_tensor:
         return arrays
-    # Not through the loads' own type: bfloat16 has no 257.
+    # The loads' own type will not do: bfloat16 cannot represent 257.
     int64 = weight.new_zeros(()).long().dtype
     physical, logical, counts = (
         weight.new_tensor(array, dtype=int64, device="cpu") for array in arrays
@@ -377,7 +372,7 @@ def rebalance_experts(
 
 
 def logical_maps(physical_to_logical_LP: Ints, num_experts: int) -> tuple[Ints, Ints]:
-    """Return (the slots of every expert [L, E, most replicas], padded with -1; how many [L, E])."""
+    """Return (slots of every expert [L, E, most replicas], padded with -1; their number [L, E])."""
     num_layers, num_replicas = physical_to_logical_LP.shape
     rows = np.arange(num_layers)[:, None]
     flat = (physical_to_logical_LP + rows * num_experts).ravel()
@@ -391,8 +386,8 @@ def logical_maps(physical_to_logical_LP: Ints, num_experts: int) -> tuple[Ints, 
 
 
 def _filled(slot_to_expert_LRS: Ints) -> Ints:
-    """Fill empty expert slots, which EPLB does not know: where a rank has more slots than there are
-    experts, those that are left repeat its first.
+    """Fill empty expert slots, which EPLB does not have: where a rank has more slots than there are
+    experts, the rest repeat its first expert.
     """
     return np.asarray(
         np.where(

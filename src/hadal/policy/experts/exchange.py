@@ -1,7 +1,7 @@
-"""Better expert placements by exchanges: pairs of ranks trade replicas until the heaviest rank is
+"""Improve expert placements by exchanges: pairs of ranks trade replicas until the heaviest rank is
 near the mean.
 
-Knows nothing of nodes or time. The replicas' counts stay as they are here. All layers at once.
+Independent of nodes and time. Replica counts do not change here. All layers at once.
 
 Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, H pairs of
 ranks.
@@ -27,14 +27,14 @@ def exchange(
     only_above: bool = False,
     toll: float = 0.0,
 ) -> Ints:
-    """Return a table [L, R, S] whose heaviest ranks are lighter, never heavier; a layer rests at
+    """Return a table [L, R, S] with lighter heaviest ranks, never heavier; a layer stops at
     its ceiling.
 
-    In a round every rank meets another one, heavy with light, and they trade the pair of replicas
-    that halves their difference best. Who meets whom changes from round to round, so a pair that
-    found nothing does not meet again at once. With `only_above`, only ranks above the ceiling
-    trade: fewest changes. `toll` is what the load that comes back in a trade counts against a good
-    halving: with it, little load travels both ways.
+    In a round, ranks are paired, heavy with light, and each pair trades the two replicas that best
+    halve its difference. The pairing changes from round to round, so a pair that found nothing is
+    not tried again at once. With `only_above`, only ranks above the ceiling trade: fewest changes.
+    `toll`: penalty on the load that travels back in a trade, relative to how well the trade halves;
+    it keeps traffic in both directions small.
     """
     table = table_LRS.copy()
     half = table.shape[1] // 2
@@ -85,7 +85,7 @@ def _trade(
     ceiling_L: Singles | None,
     toll: np.float32,
 ) -> None:
-    """One trade per pair of ranks, in place, where it makes the heavier one lighter than it was."""
+    """Make one trade per pair of ranks, in place, if the heavier rank becomes lighter."""
     num_layers, num_ranks, num_expert_slots = table_LRS.shape
     num_pairs = high_LH.shape[1]
     base = np.arange(num_layers)[:, None] * num_ranks

@@ -1,7 +1,6 @@
-"""Place experts on ranks that are all alike to each other: replicas, packing, then exchanges up to a
-ceiling.
+"""Place experts on interchangeable ranks: replicas, packing, then exchanges up to a ceiling.
 
-Knows nothing of nodes, of today's placement or of time. All layers at once.
+Independent of nodes, of today's placement and of time. All layers at once.
 
 Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank.
 """
@@ -19,15 +18,15 @@ from hadal.policy.experts.tables import heaviest_rank
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
-    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0 is the plain greedy, the
-    quality of EPLB.
+    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0 is the plain greedy, the quality
+    of EPLB.
 
-    A layer is not improved below its ceiling (the heaviest rank that is good enough). The result is
-    never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
+    A layer is not improved below its ceiling, the load of the heaviest rank that is good enough. The
+    result is never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
     """
     num_experts = loads_LE.shape[1]
     num_ranks = len(capacity_R)
-    capacity = np.minimum(capacity_R, num_experts)  # More would only hold an expert twice.
+    capacity = np.minimum(capacity_R, num_experts)  # Further slots would only hold an expert twice.
     num_replicas = int(capacity.sum())
     if num_replicas < num_experts:
         raise ValueError(f"{num_replicas} slots are too few for {num_experts} experts.")
@@ -54,6 +53,6 @@ def _packed(loads_LE: Floats, counts_LE: Ints, capacity_R: Ints, two_each: bool)
 
 
 def widened(table_LRS: Ints, num_expert_slots: int) -> Ints:
-    """The table with empty expert slots added to every rank until it has `num_expert_slots`."""
+    """Return the table with empty expert slots added to every rank until it has `num_expert_slots`."""
     extra = num_expert_slots - table_LRS.shape[2]
     return np.pad(table_LRS, ((0, 0), (0, 0), (0, extra)), constant_values=EMPTY)

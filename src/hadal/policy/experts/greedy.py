@@ -1,10 +1,9 @@
-"""How many replicas each expert gets and which rank holds them: the greedy start of every expert
-placement.
+"""Choose each expert's replica count and ranks: the greedy start of every expert placement.
 
-Knows nothing of nodes, of today's placement or of time. All layers are planned at once: an
-array's first axis is the layer, and a step of a loop is one numpy call for all of them.
+Independent of nodes, of today's placement and of time. All layers are planned at once: an array's
+first axis is the layer, and a step of a loop is one numpy call for all of them.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, P those of all
+Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, P slots of all
 ranks together.
 """
 
@@ -16,14 +15,14 @@ from hadal.core.arrays import Floats, Ints
 from hadal.core.placement import EMPTY
 
 FULL = 1e30
-"""Key of a rank that can take no more; loads are normalised to about 1 before they come here."""
+"""Key of a rank without free slots; far above any load, since loads are normalised to about 1."""
 
 
 def replicate(loads_LE: Floats, num_replicas: int, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return (replicas [L, E], the expert of each extra replica in the order given [L, num_replicas
-    - E]).
+    """Return (replicas [L, E], the expert of each extra replica in order of assignment [L,
+    num_replicas - E]).
 
-    Each extra replica goes to the expert whose replicas are heaviest, as in DeepSeek's EPLB; that
+    Each extra replica goes to the expert with the heaviest replicas, as in DeepSeek's EPLB; that
     minimises the heaviest replica. No expert gets more replicas than there are ranks.
     """
     num_layers, num_experts = loads_LE.shape
@@ -42,8 +41,8 @@ def replicate(loads_LE: Floats, num_replicas: int, num_ranks: int) -> tuple[Ints
 
 
 def expand(loads_LE: Floats, counts_LE: Ints) -> tuple[Ints, Floats]:
-    """Return (expert [L, P], load [L, P]) of every replica, heaviest first, those of an expert side
-    by side.
+    """Return (expert [L, P], load [L, P]) of every replica, heaviest first; replicas of one expert
+    are adjacent.
     """
     num_layers, num_experts = loads_LE.shape
     share = loads_LE / counts_LE
@@ -54,16 +53,16 @@ def expand(loads_LE: Floats, counts_LE: Ints) -> tuple[Ints, Floats]:
 
 
 def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
-    """Return the expert in every expert slot [L, R, S]: the heaviest replica comes first, and each
-    goes to the least loaded rank that has a slot left.
+    """Return the expert in every expert slot [L, R, S]: heaviest replica first, each on the least
+    loaded rank with a free slot.
 
-    A rank that holds the expert is passed over while another has one left. `capacity_R` sums to P,
-    and none of it is 0.
+    A rank that holds the expert is skipped while another rank has a free slot. `capacity_R` sums to
+    P, and none is 0.
     """
     num_layers, num_replicas = experts_LP.shape
     num_ranks, num_expert_slots = len(capacity_R), int(capacity_R.max())
     table = np.full((num_layers, num_ranks, num_expert_slots), EMPTY, np.int64)
-    # The first R meet empty ranks: one each.
+    # The first R replicas go to empty ranks: one each.
     table[:, :, 0] = experts_LP[:, :num_ranks]
     flat = table.reshape(-1)
     key = shares_LP[:, :num_ranks].copy()
@@ -79,7 +78,7 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
     for index in range(num_ranks, num_replicas):
         expert = experts_PL[index]
         if again[index]:
-            # Replicas of an expert come in a row, so a rank that holds this one took it last.
+            # Replicas of an expert are adjacent, so a rank that holds this one took it last.
             held = last.reshape(num_layers, num_ranks) == expert[:, None]
             at = np.argmin(key + held * (FULL / 2), axis=1) + base
         else:
@@ -95,15 +94,15 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 def fold(experts_LP: Ints) -> Ints:
     """Return the experts of ranks of two expert slots [L, R, 2]: the heaviest replica with the
-    lightest, which is optimal once the replicas are given.
+    lightest, which is optimal for given replicas.
     """
     num_ranks = experts_LP.shape[1] // 2
     return np.stack((experts_LP[:, :num_ranks], experts_LP[:, : num_ranks - 1 : -1]), axis=2)
 
 
 def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
-    """Where a rank holds an expert twice, swap one replica with another rank's, or give its slot to
-    another expert.
+    """Remove duplicates: where a rank holds an expert twice, swap one replica with another rank's,
+    or give its slot to another expert.
 
     Changes the table in place and returns it. Succeeds whenever no rank has more expert slots than
     there are experts.
@@ -120,8 +119,8 @@ def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
 
 
 def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
-    """Free a slot of an expert that its rank holds twice, by the swap that changes loads least;
-    where there is none, by a new replica of the heaviest expert.
+    """Replace one replica of an expert that its rank holds twice, by the swap that changes loads
+    least; if there is none, by a new replica of the heaviest expert.
     """
     expert = table_RS[rank, slot]
     counts = np.bincount(table_RS[table_RS != EMPTY], minlength=len(loads_E))

@@ -1,13 +1,13 @@
-"""Better expert placements near today's: few replicas move, because each one that does is weights
-over a network.
+"""Improve expert placements near today's with few moves, because each moved replica is weights over
+a network.
 
 Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or an
-expert slot that holds a spare replica is given to another expert. If that slot is on another rank,
-it goes to one of the heaviest rank's experts, whose load is then shared; if it is on the heaviest
-rank, it goes to a light expert. A move costs what it adds to the distance from home: an expert that
-returns to a rank costs nothing, nor does an expert slot that was rewritten before. Each round
-makes, in every layer that is not good enough, the move with the best relief per replica; the tables
-on the way make the layer's path. Knows nothing of nodes or time. All layers are planned at once.
+expert slot with a spare replica is given to another expert. If that slot is on another rank, one of
+the heaviest rank's experts gets it, and its load is then shared; if it is on the heaviest rank, a
+light expert gets it. A move costs what it adds to the distance from home: an expert that returns to
+a rank costs nothing, nor does an expert slot that was rewritten before. Each round makes, in every
+layer that is not good enough, the move with the most relief per replica; the tables after each
+round form the layer's path. Independent of nodes and time. All layers are planned at once.
 
 Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R * S slots,
 U a layer's heaviest rank, Z most spare expert slots of a layer, N rounds.
@@ -26,12 +26,12 @@ from hadal.policy.experts.tables import Singles
 
 NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
-"""Cost that is reckoned for a move of no replica: such moves come first, if they relieve at all."""
+"""Cost assumed for a move of no replica, so that such moves come first if they bring any relief."""
 WORTHWHILE = np.float32(2e-4)
-"""Relief per replica, as a part of the heaviest rank's load, below which a layer's path ends."""
+"""Least relief per replica, as a fraction of the heaviest rank's load, for a layer's path to go on."""
 LIGHT_RANKS = 12
-"""The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they
-have two expert slots: the right partner is rare then, and not among the lightest.
+"""Minimum number of lightest ranks that the heaviest trades with; more if half of all ranks is more.
+All ranks if they have two expert slots: good partners are rare then, and not among the lightest.
 """
 MAX_ROUNDS = 200
 """Most moves of one layer's path."""
@@ -39,7 +39,7 @@ MAX_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Homes:
-    """Ranks where replicas of an expert are free of cost, and ranks where they must never be."""
+    """Ranks where replicas of an expert cost nothing, and ranks where they must never be."""
 
     home_LRE: Bools
     barred_LRE: Bools | None = None
@@ -47,20 +47,20 @@ class Homes:
 
 @dataclass
 class _TableState:
-    """A table and what follows from it, for some layers. Empty expert slots hold replicas of an
-    expert number E, which weighs nothing.
+    """Table and values derived from it, for some layers. Empty expert slots hold replicas of a
+    dummy expert E without load.
     """
 
     table_LQ: Ints
     loads_LE1: Singles
     blocked_LRE1: Bools
-    """An expert may not come to a rank: it is there already, or must not be."""
+    """True if an expert must not be added to a rank: the rank has it already, or it is barred."""
     barred_LRE1: Bools | None
-    """An expert must never be on a rank."""
+    """True if an expert must never be on a rank."""
     home_LRE1: Bools
-    """An expert is at home on a rank: a replica there costs nothing."""
+    """True if an expert is at home on a rank: a replica there costs nothing."""
     stray_LQ: Bools
-    """What an expert slot holds is not at home on its rank."""
+    """True if the expert in a slot is not at home on its rank."""
     counts_LE1: Ints
     rank_loads_LR: Singles
     closed_Q: Bools
@@ -127,7 +127,7 @@ class _TableState:
         )
 
     def write(self, layers: Ints, slots: Ints, experts: Ints) -> None:
-        """Give expert slots [M] of layers [M], each layer once, to experts [M]."""
+        """Write experts [M] to expert slots [M] of layers [M], each layer at most once."""
         ranks, old = slots // self.num_expert_slots, self.table_LQ[layers, slots]
         self.table_LQ[layers, slots] = experts
         self.stray_LQ[layers, slots] = ~self.home_LRE1[layers, ranks, experts]
@@ -147,8 +147,8 @@ class _TableState:
 
 @dataclass
 class _Moves:
-    """The best move of each layer: the expert slots to write (-1: none) and the experts to write
-    there [L, 2], cost and worth [L].
+    """Best move of each layer: the expert slots to write (-1: none) and the experts to write there
+    [L, 2], cost and worth [L].
     """
 
     slots_L2: Ints
@@ -170,8 +170,8 @@ def descend(
 ) -> Path:
     """Return the path of every layer from a table to the best that single moves find.
 
-    Distances count the replicas on a rank that is no home of their expert. The heaviest rank trades
-    with one of the `num_light` lightest.
+    The distance is the number of replicas on a rank that is no home of their expert. The heaviest
+    rank trades with one of the `num_light` lightest.
     """
     num_layers, num_ranks, num_expert_slots = table_LRS.shape
     if num_light is None:
@@ -221,7 +221,7 @@ def descend(
 
 @dataclass(frozen=True)
 class _Top:
-    """The heaviest rank of every layer, and what all kinds of moves ask about it."""
+    """Heaviest rank of every layer, with the values that all kinds of moves need."""
 
     rows_L: Ints
     rank_L: Ints
@@ -229,10 +229,10 @@ class _Top:
     slots_LS: Ints
     experts_LS: Ints
     floor_L: Singles
-    """Relief below this is worth nothing."""
+    """Relief below this load is worth nothing."""
     share_LE1: Singles
     base_LR: Ints
-    """Where a rank's row of experts begins in the flat arrays of (layer, rank, expert)."""
+    """Start of a rank's row of experts in the flat arrays of (layer, rank, expert)."""
 
     @classmethod
     def of(cls, state: _TableState, ceiling_L: Singles) -> _Top:
@@ -281,7 +281,7 @@ def _best_moves(
 
 
 def _trades(state: _TableState, top: _Top, num_light: int) -> _Moves:
-    """The heaviest rank's best trade with one of the lightest."""
+    """Return the heaviest rank's best trade with one of the lightest."""
     loads, num_expert_slots, rows = state.rank_loads_LR, state.num_expert_slots, top.rows_L
     num_ranks = loads.shape[1]
     light = np.argpartition(loads, num_light - 1, axis=1)[:, :num_light]
@@ -321,8 +321,8 @@ def _trades(state: _TableState, top: _Top, num_light: int) -> _Moves:
 
 
 def _spares(state: _TableState, top: _Top) -> tuple[Ints, Singles]:
-    """Return (expert slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the
-    expert's other ranks then).
+    """Return (expert slots [L, Z] with a spare replica, padded with -1; load of the heaviest of
+    the expert's other ranks without it).
     """
     table, counts = state.table_LQ, state.counts_LE1
     num_experts = counts.shape[1] - 1
@@ -341,7 +341,7 @@ def _spares(state: _TableState, top: _Top) -> tuple[Ints, Singles]:
     first = np.ones_like(order, bool)
     first[:, 1:] = sorted_held[:, 1:] != sorted_held[:, :-1]
     start = np.maximum.accumulate(np.where(first, np.arange(most), 0), axis=1)
-    # The heaviest other rank is the group's first, or for the first itself its second.
+    # The heaviest other rank is the group's first, or its second for the first itself.
     at = np.where(first, np.minimum(start + 1, most - 1), start)
     other = np.empty_like(loads)
     other[rows, order] = sorted_loads[rows, at]
@@ -350,7 +350,7 @@ def _spares(state: _TableState, top: _Top) -> tuple[Ints, Singles]:
 
 
 def _shares(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
-    """The best new replica of an expert of the heaviest rank, in a spare expert slot elsewhere."""
+    """Return the best new replica of an expert of the heaviest rank, in a spare expert slot elsewhere."""
     rows = top.rows_L[:, None]
     slots = np.maximum(spare_LZ, 0)
     ranks = slots // state.num_expert_slots
@@ -378,8 +378,8 @@ def _shares(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> 
 
 
 def _drops(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
-    """The best spare replica to take from the heaviest rank, for the expert that weighs least
-    there.
+    """Return the best spare replica to remove from the heaviest rank, in favour of the expert with
+    the least load there.
     """
     rows = top.rows_L
     instead = np.where(
@@ -413,15 +413,15 @@ def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
 
 
 def _closed(capacity_R: Ints, num_expert_slots: int) -> Bools:
-    """Which expert slots [R, S] a rank does not have, as others have more."""
+    """Return [R, S], True for expert slots that a rank lacks because it has fewer than others."""
     return np.asarray(np.arange(num_expert_slots) >= capacity_R[:, None])
 
 
 def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
-    """Return the table with a replica of every expert: those that lost their last one take empty or
-    spare expert slots.
+    """Return the table with a replica of every expert: experts without one take empty or spare
+    expert slots.
 
-    The heaviest comes first, and each takes the slot that leaves its rank lightest. Raises
+    The heaviest expert is first, and each takes the slot that leaves its rank lightest. Raises
     ValueError if there are too few slots.
     """
     table = table_LRS.copy()

@@ -1,7 +1,7 @@
-"""A placement near today's: which search fits the ranks, what nodes allow, and which tables the
-budget buys.
+"""Plan a placement near today's: choose the search for the ranks, respect nodes, spend the move
+budget.
 
-Knows nothing of time. All layers at once.
+Independent of time. All layers at once.
 
 Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank.
 """
@@ -33,10 +33,10 @@ def place_near(
     """Return a table [L, R, S] no worse in any layer, at most `max_moves` replicas away from
     today's.
 
-    A layer rests at its ceiling. With a window, its steps' maxima decide. `home_LRE` are the ranks
-    on the node of an expert's group: nothing moves elsewhere, unless an expert `may_leave_home`
-    where a layer is still above its ceiling. Every expert has a replica today (`complete` sees to
-    it).
+    A layer stops improving at its ceiling. With a window, its steps' maxima decide. `home_LRE`:
+    ranks on the node of an expert's group. Replicas move only there; if `may_leave_home`, also
+    elsewhere in layers still above their ceiling. Every expert must have a replica today
+    (`complete` ensures it).
     """
     held = held_by(today_LRS, loads_LE.shape[1])
     barred = None if home_LRE is None else ~home_LRE

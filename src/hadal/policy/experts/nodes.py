@@ -1,10 +1,10 @@
-"""Placements that know nodes: each group of experts on one node, and the fewest trades across nodes
+"""Place experts by node: each group of experts on one node, and the fewest trades across nodes
 beyond that.
 
-With group-limited routing a token visits few groups, so groups that stay on a node keep its
-tokens off the network between nodes. How even the groups' loads are limits the balance of such a
-placement; `hybrid` pays for more balance with trades across nodes, only as many as the target
-asks for. Knows nothing of today's placement or of time. All layers at once.
+With group-limited routing a token visits few groups, so groups that stay on a node keep its tokens
+off the network between nodes. The evenness of the groups' loads limits the balance of such a
+placement. `place_hybrid` buys more balance with trades across nodes, only as many as the target
+requires. Independent of today's placement and of time. All layers at once.
 
 Shapes: L layers, E logical experts, G groups of E/G neighbouring experts, N nodes, R living ranks,
 S most expert slots.
@@ -27,28 +27,28 @@ from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.tables import held_by
 
 NUM_LIGHT = 6
-"""Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the
-time.
+"""Number of lightest ranks that the heaviest may trade with. More: up to 1.5 % less traffic, twice
+the time.
 """
 MAX_PARTITIONS = 3000
-"""Enumerate the ways to deal groups to nodes up to this many (105 for 8 groups on 4 nodes); search
-beyond.
+"""Most ways to deal groups to nodes that are enumerated (105 for 8 groups on 4 nodes); above it,
+search.
 """
 
 
 def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:
     """Return the groups on each node [L, N, most groups], EMPTY-padded; the fullest node is as
-    light as can be.
+    light as possible.
 
     Exact when the groups divide by the nodes and there are at most MAX_PARTITIONS ways; otherwise
-    greedy and trades.
+    greedy with trades.
     """
     num_groups, num_nodes = loads_LG.shape[1], len(num_ranks_N)
     if num_groups % num_nodes == 0:
         ways = _partitions(num_groups, num_nodes)
         if ways is not None:
             sums = loads_LG[:, ways].sum(axis=3)  # [L, ways, N]
-            # The heaviest part to the node with the most ranks.
+            # The heaviest part goes to the node with the most ranks.
             order = np.argsort(-sums, axis=2, kind="stable")
             to_node = np.argsort(-num_ranks_N, kind="stable")
             per_rank = np.take_along_axis(sums, order, axis=2) / num_ranks_N[to_node]
@@ -68,10 +68,9 @@ def place_hierarchical(
     loads_LE: Floats, num_groups: int, nodes: Sequence[Ints], capacity_R: Ints, *, num_rounds: int
 ) -> Ints:
     """Return the expert in every expert slot [L, R, S]: groups are dealt to nodes, then each node's
-    experts are placed by themselves.
+    experts are placed separately.
 
-    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer slots than
-    experts.
+    `nodes`: living ranks of each node. Raises ValueError if a node has fewer slots than experts.
     """
     num_layers, num_experts = loads_LE.shape
     group_size = num_experts // num_groups
@@ -120,10 +119,10 @@ def place_hybrid(
     *,
     target: float,
 ) -> Ints:
-    """Return the hierarchical table [L, R, S] with the moves that bring each layer's mean/max to
+    """Return the hierarchical table [L, R, S] after the moves that bring each layer's mean/max to
     the target.
 
-    A move costs the replicas it adds on nodes that are not their group's; within a node it is free.
+    A move costs the replicas that it adds outside their group's node; within a node it is free.
     Where single moves do not suffice, any ranks trade.
     """
     ceiling = loads_LE.sum(axis=1) / table_LRS.shape[1] / target
@@ -144,7 +143,7 @@ def place_hybrid(
 def node_homes(
     table_LRS: Ints, num_groups: int, num_experts: int, node_R: Ints
 ) -> NDArray[np.bool_]:
-    """Whether a rank is on the node that holds most of an expert's group [L, R, E]."""
+    """Return [L, R, E], True where a rank is on the node that holds most of an expert's group."""
     num_nodes = int(node_R.max()) + 1
     held = held_by(table_LRS, num_experts).reshape(*table_LRS.shape[:2], num_groups, -1).sum(axis=3)
     on_node = np.stack([held[:, node_R == node].sum(axis=1) for node in range(num_nodes)], axis=1)
@@ -153,8 +152,8 @@ def node_homes(
 
 
 def _partitions(num_items: int, num_parts: int) -> Ints | None:
-    """All ways to cut items into equal parts [ways, parts, size]; None if there are more than
-    MAX_PARTITIONS.
+    """Return all ways to cut items into equal parts [ways, parts, size]; None if there are more
+    than MAX_PARTITIONS.
     """
     size = num_items // num_parts
     found: list[list[tuple[int, ...]]] = []

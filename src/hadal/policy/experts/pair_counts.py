@@ -1,10 +1,10 @@
-"""Replica counts for ranks of two expert slots, where not the packing but the counts limit the
-balance.
+"""Choose replica counts for ranks of two expert slots, where the counts and not the packing limit
+the balance.
 
 With two expert slots, folding (heaviest replica with the lightest) is optimal for given counts, so
-counts can be judged by one sort. What pays is not what the greedy does: it splits whatever is
-heaviest; better is often to leave middling experts whole and split the *lightest* instead, so that
-every heavy replica gets a tiny partner. Knows nothing of ranks by name. All layers at once.
+one sort evaluates counts. The greedy splits the heaviest. Often it is better to leave
+middling experts whole and split the *lightest* instead, so that every heavy replica gets a tiny
+partner. Independent of rank ids. All layers at once.
 
 Shapes: L layers, E logical experts, P replicas (2 per rank), X extra replicas (P - E).
 """
@@ -19,7 +19,7 @@ from hadal.policy.experts.tables import Singles
 
 
 def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
-    """Load of the heaviest rank [L] after folding. Single precision: its sort is several times
+    """Return the load of the heaviest rank [L] after folding. Single precision sorts several times
     faster.
     """
     counts = counts_LE.ravel()
@@ -33,11 +33,11 @@ def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
 
 
 def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_rounds: int) -> Ints:
-    """Return replicas [L, E] whose folded heaviest rank is no heavier than the greedy's.
+    """Return replicas [L, E] with a folded heaviest rank no heavier than the greedy's.
 
-    First the best of "the k heaviest splits of the greedy, the other X - k for the lightest
-    experts" for every k; then `num_rounds` rounds that take a replica from one expert and give it
-    to another, best exchange first.
+    First, for every k, the best of "the k heaviest splits of the greedy, the other X - k for the
+    lightest experts". Then `num_rounds` rounds move a replica from one expert to another, best
+    exchange first.
     """
     num_layers, num_experts = loads_LE.shape
     counts, given = replicate(loads_LE, num_replicas, num_ranks)
@@ -60,8 +60,8 @@ def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_ro
 
 
 def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
-    """One exchange per layer where one pays, in place: from any split expert to one that the
-    heaviest pair needs.
+    """Make the best exchange per layer in place, if one improves: from any split expert to one that
+    the heaviest pair needs. Return True if any layer improved.
     """
     num_layers = len(loads_LE)
     experts, shares = expand(loads_LE.astype(np.float64), counts_LE)

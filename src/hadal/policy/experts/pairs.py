@@ -1,11 +1,10 @@
-"""Expert placements near today's for ranks of two expert slots, where single moves soon find nothing
-more.
+"""Improve placements near today's for ranks of two expert slots, where single moves soon find
+nothing more.
 
-With two expert slots, trades alone reach the fold, the best pairing for the replica counts there
-are. So the counts come first: as the greedy would have them for the new loads, then a replica at a
-time from one expert to another, even where that makes a rank heavier at first. Trades then repair
-the pairing; a layer that ends no better goes back. Knows nothing of nodes or time. All layers at
-once.
+With two expert slots, trades alone reach the fold, the best pairing for given replica counts. So
+the counts change first: to the greedy's counts for the new loads, then one replica at a time from
+one expert to another, even if a rank becomes heavier at first. Trades then repair the pairing; a
+layer that ends no better is restored. Independent of nodes and time. All layers at once.
 
 Shapes: L layers, E logical experts, R living ranks, S = 2 expert slots of a rank.
 """
@@ -22,9 +21,9 @@ from hadal.policy.experts.paths import choose, standing
 from hadal.policy.experts.tables import heaviest_rank, held_by, num_moved
 
 WORTHWHILE = 1e-3
-"""What a replica that passes on must take from the heaviest pair, as a part of it."""
+"""Minimum decrease of the heaviest pair by moving a replica to another expert, as a fraction of its load."""
 MOVES_A_PASS = 6
-"""What passing a replica on and repairing the pairing is reckoned to move."""
+"""Estimated moves for changing one replica's expert and repairing the pairing."""
 
 
 def improve_pairs(
@@ -100,14 +99,14 @@ def improve_pairs(
             best[layers], loads_LE[layers]
         ) * (1 - 1e-6)
         best[layers] = new
-        # A layer that was not chosen had too little to gain for the budget left.
+        # Layers that were not chosen had too little to gain for the rest of the budget.
         open_layers = layers[better]
     return best
 
 
 def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
-    """Return the table with as many replicas of every expert, as far as no rank need hold one
-    twice.
+    """Return the table with the given replica counts, as far as possible without an expert twice on
+    a rank.
     """
     table = table_LRS.copy()
     changes = counts_LE - _counts(table, loads_LE.shape[1])
@@ -122,9 +121,7 @@ def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
 
 
 def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
-    """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is
-    then lightest.
-    """
+    """Give a slot of expert `giver` to expert `taker`, on the rank that is lightest afterwards."""
     slots = np.argwhere(table_RS == giver)
     others = table_RS[slots[:, 0], 1 - slots[:, 1]]
     can = np.flatnonzero(others != taker)

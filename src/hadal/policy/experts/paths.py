@@ -1,7 +1,7 @@
-"""Paths of placements, ever further from home, and which table of each layer's a budget of moves buys
-best.
+"""Paths of placements, ever further from home, and the choice of each layer's table within a budget
+of moves.
 
-Knows nothing of nodes, of time, or of how a path was found.
+Independent of nodes, of time, and of how a path was found.
 
 Shapes: N tables, L layers, E logical experts, R living ranks, S most expert slots of a rank,
 Q = R * S expert slots.
@@ -21,19 +21,19 @@ from hadal.policy.experts.tables import Singles, heaviest_rank
 
 @dataclass(frozen=True)
 class Path:
-    """Tables of every layer, each a move from the one before; the first of all is where the path
-    began.
+    """Sequence of tables for every layer, each one move from its predecessor; the first is the
+    start of the path.
     """
 
     tables_NLQ: NDArray[np.int16]
     tops_NL: Singles
     """Load of the heaviest rank."""
     distances_NL: Ints
-    """Replicas away from home."""
+    """Number of replicas away from home."""
 
 
 def standing(table_LRS: Ints, loads_LE: Floats, distance_L: Ints) -> Path:
-    """A path of no move."""
+    """Return a path without moves."""
     tables = table_LRS.reshape(1, len(table_LRS), -1).astype(np.int16)
     return Path(
         tables, heaviest_rank(table_LRS, loads_LE).astype(np.float32)[None], distance_L[None]
@@ -41,7 +41,7 @@ def standing(table_LRS: Ints, loads_LE: Floats, distance_L: Ints) -> Path:
 
 
 def choose(paths: Sequence[Path], max_moves: int) -> Ints:
-    """Return tables [L, Q], one of each layer, whose mean/max add up to most within the budget."""
+    """Return tables [L, Q], one per layer, with the greatest sum of mean/max within the budget."""
     tops = np.concatenate([path.tops_NL for path in paths])
     distances = np.concatenate([path.distances_NL for path in paths])
     tables = np.concatenate([path.tables_NLQ for path in paths])
@@ -49,10 +49,10 @@ def choose(paths: Sequence[Path], max_moves: int) -> Ints:
 
 
 def _within(tops_NL: Singles, distances_NL: Ints, max_moves: int) -> Ints:
-    """Which of its tables each layer takes [L].
+    """Return the index of the table that each layer takes [L].
 
-    What a replica must buy is bisected; what that leaves over goes to the worst layers first. The
-    first tables are where the layers stand, and no layer ends heavier.
+    The price of a replica (the gain that it must bring) is bisected; the rest of the budget goes to the
+    worst layers first. The first tables are the layers' present ones, and no layer ends heavier.
     """
     values = np.where(tops_NL > tops_NL[0], -1.0, 1.0 / np.maximum(tops_NL, 1e-9))
     columns = np.arange(tops_NL.shape[1])

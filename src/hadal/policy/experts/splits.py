@@ -1,8 +1,8 @@
-"""Uneven splits of experts over their replicas: better balance with no replica moved.
+"""Split experts unevenly over their replicas: better balance with no replica moved.
 
-The loads that splits can reach form a flow polytope, on which the split with the least sum of
-squares has the least maximum too. Levelling one expert at a time descends that sum, so a few
-sweeps come close to the optimum. Knows nothing of nodes or time. All layers at once.
+The rank loads that splits can reach form a flow polytope. On it, the split with the least sum of
+squares also has the least maximum. Levelling one expert at a time descends that sum, so a few
+sweeps come close to the optimum. Independent of nodes and time. All layers at once.
 
 Shapes: L layers, E logical experts, R ranks, S expert slots of a rank, K most replicated experts
 of a layer, M most replicas.
@@ -17,18 +17,18 @@ from hadal.core.placement import EMPTY
 from hadal.policy.experts.tables import held_loads, shares_of
 
 NOWHERE = 1e30
-"""Height of the rank of what pads an expert's slots."""
+"""Load of the dummy rank that pads an expert's slots."""
 STILL = 2e-5
-"""A sweep that lowers no layer's heaviest rank by this part of the heaviest is the last."""
+"""Smallest relative decrease of a heaviest rank for another sweep."""
 
 
 def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:
-    """Return the fraction of its expert's tokens that every expert slot takes [L, R, S]; empty ones
-    take 0.
+    """Return the fraction of its expert's tokens that every expert slot takes [L, R, S]; 0 for
+    empty ones.
 
     The fractions of an expert sum to 1. Each sweep gives every replicated expert the split that
-    levels its ranks, the other experts staying as they are; the heaviest rank never ends heavier
-    than with even splits.
+    levels its ranks, with the other experts fixed. The heaviest rank never ends heavier than with
+    even splits.
     """
     num_layers, _, num_expert_slots = table_LRS.shape
     num_experts = loads_LE.shape[1]
@@ -38,7 +38,7 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     groups = _replicated(table_LRS, num_experts)
     flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
     rows = np.arange(num_layers)[:, None]
-    # What pads an expert's slots is the last of `flat`, on a rank that is not there.
+    # Padding points to the last column of `flat`, on a dummy rank.
     padded = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
     ranks = [np.where(real, at // num_expert_slots, rank_loads.shape[1]) for at, real in padded]
     heights = np.concatenate((rank_loads, np.full((num_layers, 1), NOWHERE)), axis=1)
@@ -81,12 +81,12 @@ def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
 
 
 def _level(others_LM: Floats, amount_L: Floats) -> Floats:
-    """Pour an amount over ranks so that what it reaches stands equally high; a rank at NOWHERE
-    takes nothing.
+    """Return the split of an amount over ranks that levels those it reaches (water-filling); a rank
+    at NOWHERE takes nothing.
     """
     height = np.sort(others_LM, axis=1)
-    # Over the lowest ranks alone, over one more, and so on: the level sinks until a rank stands out
-    # of it.
+    # Level over the lowest rank alone, over the two lowest, and so on; it falls until the next rank
+    # stands above it.
     level = (height.cumsum(axis=1) + amount_L[:, None]) / np.arange(1, others_LM.shape[1] + 1)
     poured = np.maximum(level.min(axis=1, keepdims=True) - others_LM, 0.0)
     total = poured.sum(axis=1)
@@ -95,7 +95,7 @@ def _level(others_LM: Floats, amount_L: Floats) -> Floats:
 
 
 def _fractions(table_LRS: Ints, amounts_LRS: Floats, loads_LE: Floats) -> Floats:
-    """Amounts as parts of their expert's load; even parts for an expert without load."""
+    """Return amounts as fractions of their expert's load; even fractions for an expert without load."""
     ones = shares_of(table_LRS, np.ones_like(loads_LE))
     load = held_loads(table_LRS, loads_LE)
     result: Floats = np.where(

@@ -1,8 +1,8 @@
-"""Tables of experts by expert slot, and what follows from one: loads of slots and ranks, and what
-moved between two.
+"""Tables of experts by expert slot: loads of slots and ranks, and replicas moved between two
+tables.
 
-Knows nothing of nodes, of time, or of how a table was found. All layers at once: an array's first
-axis is the layer.
+Independent of nodes, time and how a table was found. All layers at once: an array's first axis is
+the layer.
 
 Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank.
 """
@@ -19,8 +19,8 @@ Singles = NDArray[np.float32]
 
 
 def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the replica in every expert slot [L, R, S] when the replicas of an expert share
-    evenly; 0 in empty ones.
+    """Return the load of the replica in every expert slot [L, R, S] when the replicas of an expert
+    share evenly; 0 in empty ones.
     """
     num_layers, num_experts = loads_LE.shape
     flat = table_LRS.reshape(num_layers, -1)
@@ -37,30 +37,30 @@ def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
 
 
 def held_loads(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the whole expert in every expert slot [L, R, S]. Empty ones have some load or other,
-    which the caller must not use.
+    """Return the load of the whole expert in every expert slot [L, R, S]. Values of empty slots are
+    arbitrary and must not be used.
     """
     flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
     return np.asarray(np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape))
 
 
 def heaviest_rank(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the heaviest rank [L] when the replicas of an expert share evenly."""
+    """Return the load of the heaviest rank [L] when the replicas of an expert share evenly."""
     return np.asarray(shares_of(table_LRS, loads_LE).sum(axis=2).max(axis=1))
 
 
 def held_by(table_LRS: Ints, num_experts: int) -> Bools:
-    """Whether a rank holds an expert [L, R, E]."""
+    """Return [L, R, E], True where a rank holds an expert."""
     held = np.zeros((*table_LRS.shape[:2], num_experts + 1), bool)
     layers, ranks = (
         np.arange(len(table_LRS))[:, None, None],
         np.arange(table_LRS.shape[1])[None, :, None],
     )
-    held[layers, ranks, table_LRS] = True  # EMPTY is -1, the last.
+    held[layers, ranks, table_LRS] = True  # EMPTY is -1, the last column.
     return np.asarray(held[:, :, :-1])
 
 
 def num_moved(old_LRS: Ints, new_LRS: Ints) -> Ints:
-    """Replicas that their rank did not hold before [L]."""
+    """Return the number of replicas [L] that their rank did not hold before."""
     is_new = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
     return np.asarray(is_new.sum(axis=(1, 2)))

@@ -1,10 +1,9 @@
-"""Expert placements for a window of steps: the heaviest rank of every step counts, not that of the
-sums.
+"""Place experts for a window of steps, by the heaviest rank of every step and not of the summed
+loads.
 
-A step lasts as long as its heaviest rank, and that is another rank in another step: experts that
-are busy in the same steps should not share a rank, which the sums do not show. Ranks trade
-replicas while that lowers the mean of the steps' maxima. Knows nothing of time. All layers at
-once.
+A step lasts as long as its heaviest rank, which differs from step to step. Experts that are busy in
+the same steps should not share a rank, and summed loads do not show that. Ranks trade replicas
+while this lowers the mean of the steps' maxima. Independent of time. All layers at once.
 
 Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank,
 Q = R * S expert slots, H light ranks.
@@ -23,9 +22,9 @@ from hadal.policy.experts.paths import Path
 from hadal.policy.experts.tables import heaviest_rank, shares_of
 
 MAX_STEPS = 16
-"""A longer window is judged by as many of its steps, evenly chosen."""
+"""Steps of a window that are evaluated; a longer window is sampled evenly."""
 NUM_LIGHT = 8
-"""Ranks that the heaviest one may trade with: those with the least load in the sums."""
+"""Number of ranks that the chosen rank may trade with: those with the least summed load."""
 
 
 def sample(window_TLE: Floats) -> Floats:
@@ -35,12 +34,12 @@ def sample(window_TLE: Floats) -> Floats:
 
 
 def mean_of_maxima(tables_LRS: Ints, window_TLE: Floats) -> Floats:
-    """Load of the heaviest rank of a step, mean of the steps [L]."""
+    """Return the load of the heaviest rank of a step, averaged over the steps [L]."""
     return np.asarray(np.mean([heaviest_rank(tables_LRS, step) for step in window_TLE], axis=0))
 
 
 def judged_by(path: Path, window_TLE: Floats, num_expert_slots: int) -> Path:
-    """The path with the window's mean of maxima in place of the maximum of the sums."""
+    """Return the path with the window's mean of maxima in place of the maximum of the sums."""
     num_tables, num_layers, _ = path.tables_NLQ.shape
     tables = path.tables_NLQ.astype(np.int64).reshape(num_tables * num_layers, -1, num_expert_slots)
     tops = mean_of_maxima(tables, np.tile(window_TLE, (1, num_tables, 1)))
@@ -56,11 +55,11 @@ def steadied(
     barred_LRE: Bools | None = None,
     num_rounds: int = 16,
 ) -> Ints:
-    """Return a table [L, R, S] whose mean of maxima is no greater in any layer, found by trades.
+    """Return a table [L, R, S] with no greater mean of maxima in any layer, found by trades.
 
-    With homes, at most `max_moves` replicas more stand where they are not at home. Barred experts
-    do not come to a rank. A round makes one trade in every layer: of the rank that stands out most,
-    or the next if that found none.
+    With homes, at most `max_moves` more replicas are away from home. Barred experts do not move to
+    a rank. A round makes one trade in every layer, of the rank that most exceeds the others, or of
+    the next one if that found none.
     """
     table = table_LRS.copy()
     num_layers, num_ranks, num_expert_slots = table.shape
@@ -102,7 +101,7 @@ def steadied(
 
 
 def _standing_out(loads_TLR: Floats, tried_LR: Bools) -> Ints:
-    """The rank [L] by which the steps' maxima stand highest above the next, of those not tried."""
+    """Return the untried rank [L] by which the steps' maxima most exceed the second heaviest rank."""
     two = np.partition(loads_TLR, -2, axis=2)[:, :, -2:]
     above = np.maximum(loads_TLR - two[:, :, :1], 0.0).sum(axis=0)
     return np.asarray(np.where(tried_LR, -1.0, above + 1e-6 * loads_TLR.sum(axis=0)).argmax(axis=1))
@@ -116,8 +115,8 @@ def _best_trade(
     barred_LRE: Bools | None,
     layers_L: Ints,
 ) -> tuple[Ints, Floats]:
-    """Return the best trade of one rank in each layer: (the two expert slots [L, 2], what the mean
-    of maxima falls by [L]).
+    """Return the best trade of one rank in each layer: (the two expert slots [L, 2], decrease of
+    the mean of maxima [L]).
     """
     num_layers, num_ranks, num_expert_slots = table_LRS.shape
     rows = np.arange(num_layers)
