@@ -1,3 +1,3 @@
-"""Schedules as values: in which order a layer's ops run, and what travels while something else is
-computed.
+"""Schedules as values: the order of a layer's ops, with the exchanges that overlap with
+computation.
 """

@@ -1,15 +1,15 @@
-"""A schedule of a layer's ops as one frozen value, checked when it is made: printed, priced and
-executed alike.
+"""Schedule of a layer's ops as one frozen value, checked at construction; printed, priced and
+executed from the same value.
 
     sequential          attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine
     prefill_dual   +0   attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine
     decode_five    +2   attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |
 
 `x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may
-run. Without `|` at the end the last stage runs on into the next layer's first: that attention hides
-what the other micro-batch combines. The offset says how many stages the second micro-batch trails.
-Knows no tensors and no times. Source of the stages: DeepSeek-V3/R1 inference overview, the figures
-of prefill and decode overlap.
+run. Without `|` at the end, the last stage continues into the next layer's first, so that attention
+hides the other micro-batch's combine. The offset is the number of stages by which the second
+micro-batch trails. Independent of tensors and times. Source of the stages: DeepSeek-V3/R1 inference
+overview, the figures of prefill and decode overlap.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
 SHARED, EXPERTS = "shared", "experts"
 COMBINE_START, COMBINE_FINISH = "combine>", ">combine"
 DISPATCH, COMBINE = "dispatch", "combine"
-"""What lies between start and finish, on the link: names of times and traces, not ops of a
-schedule.
-"""
+"""Exchanges on the link between start and finish: names in times and traces, not ops of a schedule."""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     ATTN_IN: (),
@@ -37,26 +35,26 @@ NEEDS: dict[str, tuple[str, ...]] = {
     COMBINE_START: (EXPERTS,),
     COMBINE_FINISH: (COMBINE_START, SHARED),
 }
-"""Op -> the ops of the same layer and micro-batch that must have run before it. `>combine` ends the
+"""Op -> the ops of the same layer and micro-batch that must run before it. `>combine` ends the
 layer.
 """
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a layer's ops, by stages. Raises ValueError at birth if it breaks a need or
-    leaves out an op.
+    """Order of a layer's ops, by stages. The constructor raises ValueError for a missing op, or one
+    before an op that it needs.
     """
 
     name: str
     stages: tuple[tuple[str, ...], ...]
     offset: int | None = None
-    """Stages that the second micro-batch trails; None: it starts when the first has been through
-    all layers.
+    """Stages by which the second micro-batch trails; None: it starts after the first finishes all
+    layers.
     """
     runs_on: bool = False
-    """A layer's last stage and the next layer's first are one: the other micro-batch does not run
-    between them.
+    """True if a layer's last stage and the next layer's first are one: the other micro-batch does
+    not run between them.
     """
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class Schedule:
 
 
 def parse(name: str, text: str, offset: int | None = None) -> Schedule:
-    """Make a schedule from one line of text. Raises ValueError saying which op is wrong and why."""
+    """Parse a schedule from one line of text. Raises ValueError with the wrong op and the reason."""
     text = text.strip()
     stages = tuple(tuple(part.split()) for part in text.removesuffix("|").split("|"))
     return Schedule(name, stages, offset, runs_on=not text.endswith("|"))
@@ -98,10 +96,10 @@ def parse(name: str, text: str, offset: int | None = None) -> Schedule:
 def order(
     schedule: Schedule, num_layers: int, num_micro_batches: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield (micro-batch, layer, op) in the order one rank's compute runs them: the only place that
+    """Yield (micro-batch, layer, op) in the order in which a rank computes them. Only this function
     interleaves.
 
-    Micro-batches take turns, a stage each, the first one always ahead: so the later half of a split
+    Micro-batches take turns of one stage each, the first always ahead, so the later half of a split
     prompt finds the earlier half's KV written.
     """
     turns: list[list[tuple[int, str]]] = []
@@ -142,7 +140,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_named(name: str) -> Schedule:
-    """Return the schedule that a plan names. Raises ValueError."""
+    """Return the schedule with this name. Raises ValueError if there is none."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is not known; these are: {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

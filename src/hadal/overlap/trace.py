@@ -1,9 +1,9 @@
-"""What a traced step says: how much of the link's time lay under computation, and pictures for
+"""Analyse and draw traced steps: the share of link time hidden under computation, and pictures for
 people.
 
     compute  mb0   aaacccg>......>EEE>.......      lanes of a rank: ops in its compute thread, by micro-batch;
     link     mb0   .......DDDDDDD.....MMMMMMM      exchanges, from being posted to the last byte's arrival;
-    wait           ............ww............      compute stands still for the link (exposed)
+    wait           ............ww............      compute waits for the link (exposed)
 
 The JSON is the Trace Event Format that Perfetto and chrome://tracing read. Pure: no clock, no file.
 """
@@ -65,7 +65,7 @@ _NAMES = {
     "S": "all layers as one kernel",
     _WAIT_LETTER: "exposed wait",
 }
-"""What letters mean that several ops share, or whose op's name does not say it."""
+"""Names of letters that several ops share, or that differ from the op's name."""
 _COLOURS = {
     ATTN_IN: "thread_state_running",
     ATTN_CORE: "good",
@@ -89,13 +89,13 @@ class Share:
     compute_s: float
     link_s: float
     covered_s: float
-    """Link and compute busy together."""
+    """Seconds in which link and compute are both busy."""
     exposed_s: float
     """Seconds of the wait lane."""
 
     @property
     def covered(self) -> float | None:
-        """The covered share of link time; None if nothing travelled."""
+        """Share of link time under computation; None if the link was not used."""
         return self.covered_s / self.link_s if self.link_s > 0.0 else None
 
 
@@ -118,9 +118,7 @@ def shares(events: Iterable[TraceEvent]) -> tuple[Share, ...]:
 
 
 def covered_share(events: Iterable[TraceEvent]) -> float | None:
-    """Return the share of all ranks' link time that lies under computation; None if nothing
-    travelled.
-    """
+    """Return the share of all ranks' link time under computation; None if no link was used."""
     by_rank = shares(events)
     link_s = sum(share.link_s for share in by_rank)
     return sum(share.covered_s for share in by_rank) / link_s if link_s > 0.0 else None
@@ -140,13 +138,13 @@ def chrome_trace(
     *,
     is_apart: bool = False,
 ) -> dict[str, Any]:
-    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane;
+    """Return the steps as one Trace Event Format object: a process per rank, a thread per lane;
     times in us.
 
-    What the balancers made of a step is a counter of its own for each objective, in the first
-    rank's process. `clocks`: of the hosts, by which times were aligned; they stand in the file's
-    `otherData` and beside the names of ranks. `is_apart`: each micro-batch's
-    computation is a thread of its own, though one lane does both.
+    Each balancer objective of a step is a counter in the first rank's process. `clocks`: host
+    clocks by which times were aligned; they appear in the file's `otherData` and beside the names
+    of ranks. `is_apart`: each micro-batch's computation is a separate thread, though one lane does
+    both.
     """
     threads = _THREADS_APART if is_apart else _THREADS
     everything = [event for step in steps for event in step.events]
@@ -206,7 +204,7 @@ def chrome_trace(
 
 
 def _label(rank: int, clock: HostClock) -> dict[str, Any]:
-    """Viewers show it beside a process's name."""
+    """Return a label that viewers show beside a process's name."""
     text = f"{clock.host}, aligned to {clock.error_s * 1e3:.3f} ms"
     return {"ph": "M", "pid": rank, "name": "process_labels", "args": {"labels": text}}
 
@@ -216,7 +214,7 @@ def _by_nodes(both: ByNode) -> dict[str, int]:
 
 
 def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
-    """Objectives as steps of a line over time. A step that left no events has no time to be drawn
+    """Return objectives as a step function over time. A step without events has no time to draw it
     at.
     """
     if not step.events:
@@ -236,8 +234,7 @@ def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
 
 
 def _event(event: TraceEvent, zero_s: float, threads: tuple[str, ...]) -> dict[str, Any]:
-    # Exchanges of two micro-batches may be under way at once, and stretches of a thread must not
-    # cross.
+    # Exchanges of two micro-batches may overlap, and spans of one thread must not.
     own = f"{event.lane} mb{event.micro_batch}"
     tid = threads.index(own if own in threads else event.lane)
     name = f"wait {event.op}" if event.lane == WAIT else event.op
@@ -273,18 +270,18 @@ def _span(
 def timeline(
     events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96
 ) -> str:
-    """One layer of one rank in letters (`legend`), as long as a micro-batch is in it. `layer` None:
-    the middle one.
+    """Draw one layer of one rank in letters (`legend`), while any micro-batch is in it. `layer`
+    None: the middle one.
     """
     mine = [event for event in events if event.rank == rank]
     if not mine or width < 1:
         return ""
     if layer is None:
-        # A dense layer shows no exchange: look among those that have one.
+        # A dense layer has no exchange: choose among layers with one.
         layers = sorted({e.layer for e in mine if e.lane == LINK} or {e.layer for e in mine})
         layer = layers[len(layers) // 2]
     within = [event for event in mine if event.layer == layer]
-    # What runs outside of layers is noted under layer 0; it does not stretch that layer.
+    # Events outside of layers are recorded under layer 0; they must not stretch that layer.
     within = [event for event in within if event.op in NEEDS or event.lane == LINK] or within
     if not within:
         raise ValueError(f"rank {rank} has no events of layer {layer}.")
@@ -304,15 +301,15 @@ def timeline(
 
 
 def is_one_kernel(events: Iterable[TraceEvent], rank: int) -> bool:
-    """Whether the rank ran its layers in one call, so that a picture of a layer would show
-    nothing.
+    """Return True if the rank ran its layers in one call, so that a picture of a layer would be
+    empty.
     """
     mine = [event for event in events if event.rank == rank]
     return bool(mine) and not any(event.op in NEEDS or event.lane == LINK for event in mine)
 
 
 def steps_timeline(steps: Sequence[TracedStep], rank: int, width: int = 96) -> str:
-    """What a rank computes over all steps, in letters: dots are what passes between steps."""
+    """Draw a rank's compute lane over all steps in letters; dots are time between steps."""
     mine = [
         event
         for step in steps
@@ -328,7 +325,7 @@ def steps_timeline(steps: Sequence[TracedStep], rank: int, width: int = 96) -> s
 
 
 def legend(events: Iterable[TraceEvent], rank: int) -> str:
-    """The letters that a rank's events have, what they stand for, and how long that took."""
+    """List the letters of a rank's events with their names and total times."""
     letter_to_s: dict[str, float] = {}
     letter_to_name = {letter: op for op, letter in LETTERS.items()} | _NAMES
     for event in events:
@@ -346,7 +343,7 @@ def _letter(event: TraceEvent) -> str:
 
 
 def _row(events: Sequence[TraceEvent], start_s: float, cell_s: float, width: int) -> str:
-    """Each cell shows what took most of it; a dot where that was nothing."""
+    """Draw one lane: each cell has the letter of the event that fills most of it, else a dot."""
     best_s = [cell_s / 2] * width
     cells = ["."] * width
     for event in events:
@@ -378,7 +375,7 @@ def _length(merged: list[Stretch]) -> float:
 
 
 def _common_s(a: list[Stretch], b: list[Stretch]) -> float:
-    """Length of the intersection of two unions."""
+    """Return the length of the intersection of two unions."""
     total_s, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total_s += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,1 +1,1 @@
-"""What a plan costs in seconds: pure arithmetic over measured or sourced times."""
+"""Predicted cost of a plan in seconds: pure arithmetic over measured or sourced times."""

@@ -1,14 +1,13 @@
-"""What a step's ops will take, learned from the steps that ran; and from it the cheapest way to run
-the next one.
+"""Learn the times of a step's ops from past steps, and choose the cheapest way to run the next one.
 
     seconds of an op on one micro-batch in one layer = fixed + per_token * tokens  (+ per_pair * pairs for attn_core)
 
-Fixed covers what does not shrink when a batch is halved: launches, and weights that have to be read
-whatever they are multiplied with. Steps of similar size share a bin, a bin holds the recent mean,
-and the line goes through the bins: a size that runs a thousand times in a row does not make the
-others forgotten. Where only one size was seen the split into fixed and per token is a guess
-(`_SHARES`), on the side of "half the tokens, half the time": the halves are then tried once, and
-what they take is known. Knows no clock: op times come in StepDone.
+The fixed part does not shrink when a batch is halved: launches, and reading weights. Steps of
+similar size share a bin with the recent mean, and the line is fitted to the bins, so a size that
+runs a thousand times in a row does not displace the others. If only one size was seen, the split
+into fixed and per token is a guess (`_SHARES`), close to "half the tokens, half the time": so the
+halves are tried once, and their times are then known. Independent of any clock: op times come in
+StepDone.
 
 Shapes: B bins, C columns of the fit (fixed, per token, per pair).
 """
@@ -39,8 +38,8 @@ from hadal.perf.price import OpSeconds, price
 
 POST = "post"
 EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)
-"""Also in dense layers, whose network runs as `shared`: its time is spread evenly over all
-layers.
+"""Ops that dense layers have too; a dense layer's network runs as `shared`. Their time is spread
+evenly over all layers.
 """
 OPS = (*EVERY_LAYER, GATE, DISPATCH, EXPERTS, COMBINE, POST)
 NUM_POSTS = 4
@@ -48,37 +47,35 @@ NUM_POSTS = 4
 
 MAX_BINS = 16
 _GAIN = 0.2
-"""Weight of a new step in its bin, once five are in it."""
+"""Weight of a new step in its bin, once five are in the bin."""
 _OUTLIER = 3.0
-"""A time so many times the bin's mean is taken for that much at most: the machine did something
-else.
-"""
+"""A longer time counts as this many times the bin's mean: the machine was busy with other work."""
 _AGE_STEPS = 2000.0
-"""A bin that was not touched for so long counts half."""
+"""Steps after which an unused bin counts half."""
 _PRIOR = 0.003
 _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
-"""(fixed, per token, per pair) where measurements cannot tell them apart."""
+"""Assumed (fixed, per token, per pair) parts of an op's time where measurements cannot separate them."""
 _RECENT = 0.05
-"""Weight of a new step in the size of a step: twenty are remembered, so that one long prompt does
-not show.
+"""Weight of a new step in the mean step size: about twenty steps count, so that one long prompt
+hardly shows.
 """
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
-"""Steps between two fits once there are many; a size never seen before is fitted at once."""
+"""Steps between two fits once there are many; a new size is fitted at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """One micro-batch of the rank that has most to do."""
+    """Work of one micro-batch on the rank with the most of it."""
 
     num_tokens: float
     num_pairs: float
-    """(token, position it attends to) pairs: for a decode row its context length."""
+    """(token, attended position) pairs: for a decode row, its context length."""
 
 
 def halve_works(work: MicroBatchWork) -> tuple[MicroBatchWork, MicroBatchWork]:
-    """The halves of an ideal split."""
+    """Return the halves of an ideal split."""
     first = (work.num_tokens + 1) // 2
     return MicroBatchWork(first, work.num_pairs / 2), MicroBatchWork(
         work.num_tokens - first, work.num_pairs / 2
@@ -112,7 +109,7 @@ class _Bin:
 
 
 class StepCosts:
-    """An estimator for one unit. Before the first step everything costs nothing, and `choose` says
+    """Cost estimator for one unit. Before the first step all costs are 0, and `choose` returns
     sequential.
     """
 
@@ -124,22 +121,22 @@ class StepCosts:
         self._bins: dict[tuple[int, int], _Bin] = {}
         self._num_steps = 0
         self._step_tokens = 0.0
-        """Recent steps' mean, of the rank with most to do, its micro-batches together."""
+        """Recent mean tokens of a step on the rank with most work, over its micro-batches."""
         self._models: dict[str, tuple[float, ...]] | None = None
         self._fitted_at = 0
 
     @property
     def num_steps(self) -> int:
-        """Observed."""
+        """Number of observed steps."""
         return self._num_steps
 
     def observe(self, works: Sequence[MicroBatchWork], op_times: Sequence[OpTime]) -> None:
-        """Take in a step of one or two micro-batches. Ops that are not in OPS are ignored; an empty
-        step is too.
+        """Learn from a step of one or two micro-batches. Ops that are not in OPS, and empty steps,
+        are ignored.
         """
         num = len(works)
-        # The model is linear, so the mean of a step's executions is that of a micro-batch of mean
-        # size.
+        # The model is linear, so the mean over a step's executions is the time of a micro-batch of
+        # mean size.
         mean = MicroBatchWork(
             sum(w.num_tokens for w in works) / max(num, 1),
             sum(w.num_pairs for w in works) / max(num, 1),
@@ -169,8 +166,8 @@ class StepCosts:
             self._models = None
 
     def op_seconds(self, work: MicroBatchWork) -> OpSeconds:
-        """Estimate one micro-batch in one MoE layer. All zero for no tokens, and before anything
-        was observed.
+        """Return the estimated op times of one micro-batch in one MoE layer; all 0 for no tokens,
+        and before any step was observed.
         """
         if self._models is None:
             self._models = self._fit()
@@ -192,8 +189,8 @@ class StepCosts:
     def rates(
         self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1
     ) -> StepRates | None:
-        """Return what a step's time goes into, over all layers, run like this at the sizes seen;
-        None before any, and where nothing seems to cost anything.
+        """Return the rates of a step's time over all layers, run this way at the sizes seen; None
+        before any step, and if all costs seem to be 0.
         """
         if not self._bins:
             return None
@@ -205,23 +202,22 @@ class StepCosts:
             num_layers = self.num_layers if op in EVERY_LAYER else self.num_moe_layers
             token_s += per_token * num_layers
             pair_s += per_pair * num_layers
-        token_s = max(token_s, pair_s)  # A token attends to itself at least.
+        token_s = max(token_s, pair_s)  # A token attends at least to itself.
         bins = self._bins.values()
         num_tokens, num_pairs = (
             sum(b.num_tokens for b in bins) / len(bins),
             sum(b.num_pairs for b in bins) / len(bins),
         )
         _, per_token, per_pair = self._models.get(EXPERTS, (0.0, 0.0, 0.0))
-        # Experts see no pairs. What the fit gave them of those came with the tokens.
+        # Experts do no work per pair: the pair cost of the fit belongs to the tokens.
         mean_s = self.num_moe_layers * (per_token + per_pair * num_pairs / num_tokens)
         if (
             token_s <= 0.0
-        ):  # Small steps: attention takes as long whatever it computes. Tokens are all there is.
+        ):  # Small steps: attention time is the same for any size, so only tokens are left to carry the cost.
             token_s, mean_s = mean_s, 0.0
         if token_s <= 0.0:
             return None
-        # What is exposed bends with the size, so it is taken as a line around the mean of the
-        # sizes.
+        # Exposed time is not linear in the size, so it is linearised around the mean size.
         small_s, large_s = (
             step_s(
                 self,
@@ -239,11 +235,11 @@ class StepCosts:
         )
 
     def growing_s(self, op: str) -> float:
-        """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow
-        with tokens.
+        """Return the seconds of an op in one layer that grow with tokens, for a step of the recent
+        mean size.
 
-        Of `experts`: what becomes less when the rank that has most tokens gets fewer. Reading
-        weights does not.
+        For `experts`: the part that falls when the rank with most tokens gets fewer. The time to
+        read weights does not fall.
         """
         if self._models is None:
             self._models = self._fit()
@@ -255,7 +251,7 @@ class StepCosts:
         bins = list(self._bins.values())
         if not bins:
             return {}
-        # Columns scaled to a mean of one, so that the prior weighs the same on each.
+        # Columns are scaled to mean 1, so that the prior has the same weight on each.
         tokens = sum(b.num_tokens for b in bins) / len(bins)
         pairs = max(sum(b.num_pairs for b in bins) / len(bins), 1e-9)
         rows_BC = np.array([(1.0, b.num_tokens / tokens, b.num_pairs / pairs) for b in bins])
@@ -265,9 +261,9 @@ class StepCosts:
         weighted_CB = rows_BC.T * weights_B
         gram_CC = weighted_CB @ rows_BC
         right_CO = weighted_CB @ np.array([[b.seconds.get(op, 0.0) for op in OPS] for b in bins])
-        # Weighted like the rows: a plain mean would be the largest batch's.
+        # Weighted like the rows: the largest batch would dominate a plain mean.
         scale_s_O = right_CO[1] / gram_CC[1, 1]
-        # A pull towards the guess, in each column as strong as its measurements are many.
+        # The prior pulls each column towards the guess, in proportion to its measurements.
         pull_C = _PRIOR * gram_CC.diagonal()
         matrix_CC = gram_CC + np.diag(pull_C)
         models: dict[str, tuple[float, ...]] = {}
@@ -283,8 +279,8 @@ class StepCosts:
 
 
 def _non_negative(matrix_CC: Floats, right_C: Floats, active: NDArray[np.intp]) -> list[float]:
-    """What solves the `active` of normal equations; columns that would be negative are left out,
-    the most negative one first, and are 0.
+    """Solve the `active` normal equations without negative results: drop the most negative column,
+    which is then 0, until none is negative.
     """
     found_C = np.zeros(len(right_C))
     while active.size:
@@ -299,7 +295,7 @@ def _non_negative(matrix_CC: Floats, right_C: Floats, active: NDArray[np.intp]) 
 def step_s(
     costs: StepCosts, schedule: Schedule, works: Sequence[MicroBatchWork], num_layers: int
 ) -> float:
-    """The priced time of a step of `num_layers` layers, dense ones included."""
+    """Return the predicted seconds of a step of `num_layers` layers, dense ones included."""
     times = [costs.op_seconds(work) for work in works]
     num_moe_layers = min(costs.num_moe_layers, num_layers)
     dense_s = sum(time.attn_in + time.attn_core + time.shared for time in times)
@@ -307,8 +303,8 @@ def step_s(
 
 
 def _moe_s(schedule: Schedule, times: Sequence[OpSeconds], num_layers: int) -> float:
-    """Price the MoE layers from two short stretches: once the pipeline is full, every layer adds
-    the same.
+    """Price the MoE layers from two short stacks: once the pipeline is full, every layer adds the
+    same time.
     """
     if num_layers <= _EXACT_LAYERS:
         return price(schedule, times, num_layers).total_s
@@ -330,9 +326,9 @@ def choose(
     """Return the cheapest (schedule, number of micro-batches); sequential with one is always a
     candidate.
 
-    Another way than `current` (None: sequential) has to be cheaper by the fraction `hysteresis`, so
-    that noise does not make a unit go back and forth. Of equally cheap ones the first of `allowed`
-    is taken.
+    A schedule other than `current` (None: sequential) must be cheaper by the fraction `hysteresis`,
+    so that noise does not make a unit alternate. Among equally cheap ones, the first of `allowed`
+    is chosen.
     """
     incumbent = SEQUENTIAL if current is None or current.offset is None else current
     best, best_s = (SEQUENTIAL, 1), step_s(costs, SEQUENTIAL, [whole], num_layers)

@@ -1,11 +1,11 @@
-"""What a schedule costs: its makespan from op times, on one compute lane and one link.
+"""Price a schedule: its makespan from op times, on one compute lane and one link.
 
-Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in
-the order they were started; `>x` waits for its own. It is one lane though a link is full duplex:
-in an all-to-all every rank sends as much as it receives, so two exchanges under way together share
-the same two directions. A prototype's steps on paced links took what this says within 2 % in nine
-of ten cases at EP2. On request it notes what it walked as the stretches that a live trace has
-(overlap/trace draws either). Knows nothing of where the times come from.
+Walks the same order that is executed (overlap/plan.order). The link carries one exchange at a time,
+in the order of their starts; `>x` waits for its own exchange. The link is one lane although it is
+full duplex: in an all-to-all every rank sends as much as it receives, so two concurrent exchanges
+share the same two directions. Steps of a prototype on paced links matched these predictions within
+2 % in nine of ten cases at EP2. On request it records the walk as events of the same form as a live
+trace (overlap/trace draws either). Independent of the source of the times.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hadal.overlap.plan import (
 from hadal.overlap.trace import COMPUTE, LINK, WAIT
 
 _STEADY_LAYERS = 8
-"""Layers after which the pipeline of two micro-batches is full: two more layers add what any two
-more add.
+"""Layers after which the pipeline of two micro-batches is full: every two further layers add the
+same.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
-    """Times of one micro-batch in one layer: of compute ops in the lane, of dispatch and combine on
-    the link.
+    """Times of one micro-batch in one layer: compute ops in the lane, dispatch and combine on the
+    link.
     """
 
     attn_in: float
@@ -52,18 +52,18 @@ class OpSeconds:
     experts: float
     combine: float
     post: float = 0.0
-    """What starting or finishing a communication costs the compute lane, each time (codec, copies,
-    system calls).
+    """Compute-lane seconds of each start or finish of a communication (codec, copies, system
+    calls).
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A step of `num_layers` layers."""
+    """Predicted times of a step of `num_layers` layers."""
 
     total_s: float
     exposed_s: float
-    """Compute stood still for the link."""
+    """Seconds in which compute waits for the link."""
     compute_s: float
     link_s: float
 
@@ -74,8 +74,8 @@ def price(
     num_layers: int,
     events: list[TraceEvent] | None = None,
 ) -> Price:
-    """Return the makespan of one or two micro-batches; append what was walked to `events`, from 0 s
-    on, as rank 0.
+    """Return the makespan of one or two micro-batches; append the walk to `events`, from 0 s on, as
+    rank 0.
     """
     now_s = link_free_s = exposed_s = compute_s = link_s = 0.0
     arrives_s: dict[tuple[int, str], float] = {}
@@ -125,7 +125,7 @@ def price(
 
 
 def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
-    """What `price` says of many layers, from walks over a few of them."""
+    """Return the price of many layers, from walks over a few."""
 
     def of(num: int) -> tuple[float, ...]:
         walked = price(schedule, micro_batches, num)
@@ -137,7 +137,7 @@ def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_laye
 def extended(
     schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]
 ) -> tuple[float, ...]:
-    """Sums over `num_layers` layers, where `of(n)` are those of a walk over n: linear once the
+    """Return sums over `num_layers` layers, given `of(n)`, the sums over n: linear once the
     pipeline is full.
     """
     if num_layers <= _STEADY_LAYERS:
@@ -153,5 +153,5 @@ def extended(
 def _ops(
     schedule: Schedule, num_layers: int, num_micro_batches: int
 ) -> tuple[tuple[int, int, str], ...]:
-    """A leader prices the same few schedules every step."""
+    """Return the order as a tuple, cached: a leader prices the same few schedules every step."""
     return tuple(order(schedule, num_layers, num_micro_batches))

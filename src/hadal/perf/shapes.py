@@ -1,5 +1,4 @@
-"""What DeepSeek-V3's ops compute and move: parameters, FLOPs and bytes of one layer, by dimensions
-alone.
+"""Parameters, FLOPs and bytes of one layer of DeepSeek-V3, from its dimensions alone.
 
 A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the
 dimensions, DeepEP's kernels for the bytes of a token between ranks.
@@ -47,22 +46,22 @@ DEEPSEEK_V3 = ModelConfig(
 
 
 def index_query_dim(model: ModelConfig) -> int:
-    """Values of a token's index queries, all heads; 0 without an indexer."""
+    """Return the number of values of a token's index queries, all heads; 0 without an indexer."""
     return (model.index_n_heads or 0) * (model.index_head_dim or 0)
 
 
 def expert_params(model: ModelConfig) -> int:
-    """Weights of one routed expert: gate, up, down."""
+    """Return the number of weights of one routed expert: gate, up, down."""
     return 3 * model.hidden_size * model.moe_intermediate_size
 
 
 def dense_params(model: ModelConfig) -> int:
-    """Weights of a dense layer's network."""
+    """Return the number of weights of a dense layer's network."""
     return 3 * model.hidden_size * model.intermediate_size
 
 
 def num_moe_layers(model: ModelConfig) -> int:
-    """Layers with experts."""
+    """Return the number of layers with experts."""
     return model.num_hidden_layers - model.first_k_dense_replace
 
 
@@ -76,7 +75,7 @@ def weight_bytes(
     FP8, embedding and head BF16.
 
     A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it
-    shares the rest. `expert_bytes` are those of one weight of a routed expert, scales included.
+    shares the rest. `expert_bytes`: bytes of one weight of a routed expert, scales included.
     """
     num_layers = num_moe_layers(model) + num_draft_layers
     moe = model.n_shared_experts * expert_params(model) + model.hidden_size * model.n_routed_experts
@@ -91,8 +90,8 @@ def weight_bytes(
 
 
 def kv_bytes_per_token(model: ModelConfig, num_layers: int | None = None) -> int:
-    """BF16 cache entries of a token in all layers (70,272 in V3, 85,888 in V3.2), or in
-    `num_layers`.
+    """Return the bytes of a token's BF16 cache entries in all layers (70,272 in V3, 85,888 in
+    V3.2), or in `num_layers`.
     """
     return (
         model.entry_dim
@@ -102,23 +101,23 @@ def kv_bytes_per_token(model: ModelConfig, num_layers: int | None = None) -> int
 
 
 def absorbed_flops_per_pair(model: ModelConfig) -> int:
-    """Core attention over the latent cache: each head scores `latent_dim` values and sums
-    `kv_lora_rank`.
+    """Return FLOPs per pair of core attention over the latent cache: each head scores `latent_dim`
+    values and sums `kv_lora_rank`.
     """
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
 
 
 def index_flops_per_pair(model: ModelConfig) -> int:
-    """An index score: each index head multiplies a query with the position's key (DeepSeek-V3.2,
-    arXiv 2512.02556, eq. 1); 0 without an indexer.
+    """Return FLOPs per index score: each index head multiplies a query with the position's key
+    (DeepSeek-V3.2, arXiv 2512.02556, eq. 1); 0 without an indexer.
     """
     return 2 * index_query_dim(model)
 
 
 def left_out(model: ModelConfig, num_tokens: float, num_pairs: float) -> float:
-    """Share of (token, position) pairs that core attention leaves out: a token attends to
-    min(positions, index_topk), so of tokens with equal contexts it is
-    max(0, 1 - tokens * index_topk / pairs). Where contexts differ more is left out.
+    """Return the share of (token, position) pairs that core attention skips. A token attends to
+    min(positions, index_topk), so tokens with equal contexts skip max(0, 1 - tokens * index_topk /
+    pairs). Unequal contexts skip more.
     """
     if model.index_topk is None or num_pairs <= 0.0:
         return 0.0
@@ -126,26 +125,28 @@ def left_out(model: ModelConfig, num_tokens: float, num_pairs: float) -> float:
 
 
 def expanded_flops_per_pair(model: ModelConfig) -> int:
-    """Core attention over keys and values of each head (prefill)."""
+    """Return FLOPs per pair of core attention over keys and values of each head (prefill)."""
     return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
 def causal_pairs(new_tokens: float, cached_tokens: float) -> float:
-    """(token, position) pairs of a prompt whose first `cached_tokens` are in the cache; a token
-    sees itself.
+    """Return the (token, position) pairs of a prompt with its first `cached_tokens` in the cache; a
+    token sees itself.
     """
     return new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
 
 
 def low_latency_dispatch_bytes(model: ModelConfig) -> int:
-    """One message: header, FP8 channels, their scales (7,408 in V3; DeepEP internode_ll.cu)."""
+    """Return bytes per message: header, FP8 channels, their scales (7,408 in V3; DeepEP
+    internode_ll.cu).
+    """
     hidden = model.hidden_size
     return LOW_LATENCY_HEADER_BYTES + hidden * FP8_BYTES + hidden // SCALE_CHANNELS * FP32_BYTES
 
 
 def normal_dispatch_bytes(model: ModelConfig) -> int:
-    """One token to one node: channels and scales, ids and weights of its experts (DeepEP
-    internode.cu).
+    """Return the bytes of one token to one node: channels and scales, ids and weights of its
+    experts (DeepEP internode.cu).
     """
     hidden = model.hidden_size
     return (
@@ -156,5 +157,5 @@ def normal_dispatch_bytes(model: ModelConfig) -> int:
 
 
 def combine_bytes(model: ModelConfig) -> int:
-    """One token's result, BF16 (14,336 in V3)."""
+    """Return the bytes of one token's result, BF16 (14,336 in V3)."""
     return model.hidden_size * BF16_BYTES

@@ -128,7 +128,7 @@ class DraftChooser:
         self.num_tried = [0] * num_max
         """Drafts by position that were compared with the drawn token ..."""
         self.num_right = [0] * num_max
-        """... and those that were equal to it."""
+        """... and those equal to the drawn token."""
         self._shares = [_RightShare() for _ in range(num_max)]
         """Recent acceptance rate by position."""
         self._is_fixed = is_fixed
