@@ -1,3 +1,1 @@
-"""The fast ops, one per file, each with the name and signature of its slow twin in
-`hadal.reference`.
-"""
+"""Fast ops, one per file, each with the name and signature of its slow twin in `hadal.reference`."""

@@ -1,12 +1,12 @@
-"""MLA's core attention on a CPU, in absorbed form over the paged latent cache, and the positions that
-its sparse form selects. Knows nothing of projections.
+"""MLA's core attention on a CPU, in absorbed form over the paged latent cache, and the selection of
+positions for its sparse form. Independent of projections.
 
 All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
-ranges of positions by its length alone: bit-equal whatever the batch and the number of threads.
-Each op has a slow twin of the same name in `hadal.reference.attention`, which runs where the
-kernels cannot (a GPU, no compiler). Shapes: B requests, H heads, C latent, R rotated, P blocks, L
-layers, S = 64 block tokens, M blocks of a request, D values of an entry, C + R or more, K selected
-positions.
+ranges of positions by its length alone, so results are bit-equal for any batch and number of
+threads. Each op has a slow twin of the same name in `hadal.reference.attention`, which runs where
+the kernels cannot (a GPU, no compiler). Shapes: B requests, H heads, C latent, R rotated, P blocks,
+L layers, S = 64 block tokens, M blocks of a request, D values of an entry, C + R or more, K
+selected positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
 
 
 def available(cache_PLSD: Tensor) -> bool:
-    """Whether the fast path takes this cache; the twin does otherwise."""
+    """Return True if the fast path takes this cache; otherwise the twin runs."""
     return (
         library.load() is not None
         and library.fits(cache_PLSD)
@@ -37,11 +37,11 @@ def mla_decode(
     scale: float,
     selected_BK: Tensor | None = None,
 ) -> Tensor:
-    """Return o_latent [B, H, C]. A request that sees more than K positions attends to
-    selected_BK[b] of them, which ascend.
+    """Return o_latent [B, H, C]. A request with more than K visible positions attends only to
+    selected_BK[b], in ascending order.
 
-    Raises ValueError if shapes do not match, a length is negative, a table names a block that is
-    not there, a selected position is not seen, or `first` is neither 0 nor 1.
+    Raises ValueError if shapes do not match, a length is negative, a table names a block out of
+    range, a selected position is not visible, or `first` is neither 0 nor 1.
     """
     _check_first(seen.first)
     lib = library.load()
@@ -82,11 +82,11 @@ def mla_decode(
 def select_positions(
     q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
-    """Return selected [B, K] int32, ascending: the K positions that score best of those that a
-    request sees. Rows of requests that see K or fewer have no meaning. A position's key is the last
-    X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
+    """Return selected [B, K] int32, ascending: the K visible positions of a request with the best
+    scores. Rows of requests with at most K visible positions are meaningless. A position's key is
+    the last X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
 
-    Raises ValueError as `mla_decode`.
+    Raises ValueError as `mla_decode` does.
     """
     _check_first(seen.first)
     lib = library.load()
@@ -121,7 +121,7 @@ def _check_first(first: int) -> None:
 def _told(
     batch: int, width: int, seen: SeenEntries
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
-    """Return C's arguments for entries of `width` values or more, and tensors to keep until C has
+    """Return C's arguments for entries of at least `width` values, and tensors to keep until C has
     returned. Raises ValueError.
     """
     cache_PLSD, block_table_BM, layer_index = seen.cache_PLSD, seen.block_table_BM, seen.layer_index

@@ -1,8 +1,8 @@
 """Compile the C++ kernels once per machine and keep the shared library in the user's cache.
 
-Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a
-hash of everything that decides its content (sources, flags, compiler, the CPU's features), so a
-wrong one is never loaded and none is ever rebuilt in place.
+Depends on compilers, files and locks, not on the library's content. The library's name is a hash of
+everything that decides its content (sources, flags, compiler, the CPU's features), so a wrong one
+is never loaded and none is ever rebuilt in place.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
-    # A fused multiply-add wherever one is written; errno and traps would keep sqrt and selects out
-    # of vector code.
+    # Fuse every multiply-add; errno and traps would keep sqrt and selects out of vector code.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -40,7 +39,7 @@ FLAGS = (
     # reach the caller, not vanish).
 )
 KERNELS = "HADAL_KERNELS"
-"""Environment variable: which instruction set to compute with, or "plain" for torch alone."""
+"""Environment variable: the instruction set of the kernels, or "plain" for torch alone."""
 PLAIN = "plain"
 BEST = "best"
 INSTRUCTION_SETS = {
@@ -50,32 +49,30 @@ INSTRUCTION_SETS = {
     "avx2": ("-march=native", "-mno-avx512f"),
     "generic": (),
 }
-"""What the compiler is told for each. A library holds one set, and no results but its own: what a
-token is must not depend on which path a product took.
+"""Compiler flags of each instruction set. A library has one set and only its results: a token must
+not depend on the code path of a product.
 """
 COMPILE_TIMEOUT_S = 3600
-"""The compiler needs half a minute of a core; a machine that gives it a hundredth of one is busy,
-not broken.
+"""Generous: the compiler needs half a minute of a core, and a machine that gives it a hundredth of
+one is busy, not broken.
 """
 _POLL_S = 0.2
 _VERSION_TIMEOUT_S = 60.0
 
 OnElapsed = Callable[[float], None]
-"""Hears, while the library is being compiled, here or by another process, for how many seconds that
-has gone on.
-"""
+"""Callback during a compilation, here or in another process, with the seconds since its start."""
 
 
 class BuildError(RuntimeError):
-    """There is no library on this machine; the message says why and what would help."""
+    """No library on this machine; the message has the reason and a remedy."""
 
 
 class TimedOut(BuildError):
-    """The compiler did not get done; it may another time."""
+    """Compilation timeout; a later attempt may succeed."""
 
 
 def instruction_set() -> str:
-    """The one that is asked for: PLAIN, BEST or a name. Raises BuildError for a word that is none."""
+    """Return the requested set: PLAIN, BEST or a name. Raises BuildError for an unknown value."""
     asked = os.environ.get(KERNELS) or BEST
     if asked != PLAIN and asked not in INSTRUCTION_SETS:
         known = ", ".join((PLAIN, *INSTRUCTION_SETS))
@@ -84,8 +81,8 @@ def instruction_set() -> str:
 
 
 def runs_plain() -> bool:
-    """Whether every op runs in plain torch: that is asked for, or there is nothing to compile with.
-    Raises BuildError for a word that is none.
+    """Return True if every op runs in plain torch: it is requested, or there is no compiler. Raises
+    BuildError for an unknown value.
     """
     if instruction_set() == PLAIN:
         return True
@@ -97,7 +94,7 @@ def runs_plain() -> bool:
 
 
 def check_asked(found: str) -> None:
-    """Raise BuildError where an instruction set was named and this one is had instead."""
+    """Raise BuildError if an instruction set was requested and the library has another one."""
     asked = instruction_set()
     if asked not in (BEST, found):
         raise BuildError(f"{KERNELS} is {asked!r}, and this processor gives {found}.")
@@ -118,7 +115,7 @@ def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
         with only_one(
             folder / f"kernels-{key}.lock", lambda: on_elapsed(time.monotonic() - start_s)
         ):
-            if not library.exists():  # Another process may have built it while this one waited.
+            if not library.exists():  # Another process may have built it meanwhile.
                 _compile([*compiler, *flags], library, on_elapsed)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(
@@ -128,7 +125,7 @@ def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
 
 
 def cache_folder() -> Path:
-    """`$HADAL_CACHE_DIR`, or hadal's folder in the XDG cache."""
+    """Return `$HADAL_CACHE_DIR`, or hadal's folder in the XDG cache."""
     own = os.environ.get("HADAL_CACHE_DIR")
     if own:
         return Path(own)
@@ -137,7 +134,7 @@ def cache_folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """The command of `$CXX`, or the first known compiler in the path."""
+    """Return the command of `$CXX`, or the first known compiler in the path."""
     asked = shlex.split(os.environ.get("CXX", ""))
     for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
@@ -158,7 +155,7 @@ def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> st
 
 
 def _cpu_features() -> bytes:
-    """What -march=native depends on: a cache folder may be shared between machines."""
+    """Return the CPU features that decide -march=native: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -171,8 +168,8 @@ def _cpu_features() -> bytes:
 
 @contextlib.contextmanager
 def only_one(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Processes that start together compile once; the lock dies with its holder. `waiting` hears
-    while another one holds it.
+    """Hold a file lock, so that processes that start together compile once. The lock ends with its
+    process. `waiting` is called while another process holds it.
     """
     with path.open("w") as file:
         while True:
@@ -193,16 +190,16 @@ def _compile(compile_command: list[str], library: Path, on_elapsed: OnElapsed) -
         code, said = _run(command, on_elapsed)
         if code != 0:
             raise BuildError(f"{shlex.join(command)} failed: {said.strip()[-800:]}")
-        os.replace(name, library)  # Whole or not at all: a reader never sees half a library.
+        os.replace(name, library)  # Atomic: a reader never sees half a library.
     finally:
         Path(name).unlink(missing_ok=True)
 
 
 def _run(command: list[str], on_elapsed: OnElapsed) -> tuple[int, str]:
-    """Exit code and output of the compiler. Raises TimedOut."""
+    """Return exit code and output of the compiler. Raises TimedOut."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        # A session of its own: a compiler is several processes, and all of them end here.
+        # Own session: a compiler is several processes, and all must be killed.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

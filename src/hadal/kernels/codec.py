@@ -1,10 +1,10 @@
-"""Rows as they travel between ranks: encode with gather, decode, and the weighted sum of what came
-back.
+"""Rows as they travel between ranks: encode with gather, decode, and the weighted sum of returned
+rows.
 
-Bit-equal to its twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
-compiler) and knows the formats. Rows are views of a message, so nothing is copied on the way.
+Bit-equal to the twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
+compiler) and defines the formats. Rows are views of a message, so no extra copy is made.
 
-Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token.
+Shapes: T tokens, D hidden, N rows, B bytes of a row, P returned rows, K rows of a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TOP_K = 64
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
-    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` (int32) of x_TD, all in
+    """Fill rows_NB (uint8, rows may have gaps) with the rows `index_N` (int32) of x_TD, all in
     order if None.
 
     Raises ValueError if shapes do not match or an index is out of range.
@@ -50,7 +50,7 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: st
 
 
 def decode(rows_NB: Tensor, out_ND: Tensor, row_format: str) -> None:
-    """Fill out_ND (FP32) with what `encode` wrote. Raises ValueError if shapes do not match."""
+    """Fill out_ND (FP32) from rows written by `encode`. Raises ValueError if shapes do not match."""
     num_rows, hidden = out_ND.shape
     _check_rows(rows_NB, num_rows, row_bytes(hidden, row_format))
     lib = library.load()
@@ -78,8 +78,8 @@ def weighted_sum(
     weights_TK: Tensor,
     out_TD: Tensor,
 ) -> None:
-    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
-    each.
+    """Set out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused
+    multiply-add each.
 
     `row_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
     """

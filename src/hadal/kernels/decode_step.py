@@ -1,10 +1,10 @@
-"""A whole decode step outside Python: from token ids to logits in one call that holds no GIL and
-allocates nothing; and the same of the MTP module, which drafts.
+"""Whole decode step outside Python: from token ids to logits in one call without the GIL or
+allocations, and the same for the MTP module, which drafts.
 
-Knows a model's weights and a rank's cache; knows nothing of requests. Weights are used where they
-lie, none is copied. Rows of a batch may be several consecutive positions of one sequence: every
-row's entry is cached before any row attends. Shapes: B rows, T rows of which some only write their
-entry, V vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins:
+Depends on a model's weights and a rank's cache, not on requests. Weights are used in place, none is
+copied. Rows of a batch may be several consecutive positions of one sequence: every row's entry is
+cached before any row attends. Shapes: B rows, T rows (some only write their entry), V
+vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins:
 `hadal.reference.decode` and `hadal.reference.mtp`.
 """
 
@@ -65,7 +65,7 @@ _FLOATS = ("eps", "latent_eps", "index_eps", "routed_scale", "softmax_scale")
 
 
 class _StepShape(ctypes.Structure):
-    """cpu/step.h, StepShape."""
+    """Same layout as StepShape in cpu/step.h."""
 
     _fields_ = [(name, ctypes.c_int32) for name in _INTS] + [
         (name, ctypes.c_float) for name in _FLOATS
@@ -73,12 +73,12 @@ class _StepShape(ctypes.Structure):
 
 
 def available(weights: ModelWeights) -> bool:
-    """Whether the fused step can run this model here: kernels are built and take all weights."""
+    """Return True if the fused step can run this model here: kernels are built and take all weights."""
     return _takes(weights, weights.layers, (weights.norm_D,), ())
 
 
 def draft_available(weights: ModelWeights) -> bool:
-    """The same of the model's MTP module: it was read, and the kernels take all of its weights."""
+    """Return True if the model's MTP module was loaded and the kernels take all of its weights."""
     module = weights.mtp
     return module is not None and _takes(
         weights,
@@ -105,7 +105,7 @@ def _takes(
 
 
 class DecodeStep:
-    """The step of one model over one cache, for up to `max_batch` rows. One call at a time."""
+    """Decode step of one model over one cache, for up to `max_batch` rows. One call at a time."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class DecodeStep:
         max_batch: int,
         num_threads: int | None = None,
     ) -> None:
-        """Raises ValueError if the step is not `available` for these weights or the cache is not
-        theirs.
+        """Raises ValueError if the step is not `available` for these weights or the cache does not
+        match.
         """
         if not available(weights):
             raise ValueError(
@@ -136,7 +136,7 @@ class DecodeStep:
         )
 
     def __call__(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
-        """Write each token's entries at its position, return the logits [B, V] for the next.
+        """Write each token's entries at its position, and return the logits [B, V] for the next token.
 
         The result is a view of a buffer that the next call overwrites. Raises ValueError if a
         shape, token, position or block is out of range; nothing has been written then.
@@ -148,14 +148,14 @@ class DecodeStep:
         return self._step.run(tokens_B, positions_B, block_table_BM, None, batch)
 
     def hidden(self, batch: int) -> Tensor:
-        """The last call's hidden states [B, D] after the last norm: what the head took and an MTP
-        module wants. A view, too.
+        """Return the last call's hidden states [B, D] after the last norm: the input of the head
+        and of an MTP module. A view of a buffer that the next call overwrites.
         """
         return self._step.normed_BD[:batch]
 
 
 class _DraftTableStruct(ctypes.Structure):
-    """cpu/draft.h, DraftTable."""
+    """Same layout as DraftTable in cpu/draft.h."""
 
     _fields_ = [
         (name, ctypes.c_void_p)
@@ -164,9 +164,9 @@ class _DraftTableStruct(ctypes.Structure):
 
 
 class DraftTable:
-    """What a rank keeps for the module by slot. All on the CPU; integers are int64.
+    """Arrays of a rank for the MTP module, by slot. All on the CPU; integers are int64.
 
-    C reads and writes the arrays where they lie. What they mean: `hadal.model.drafts.Drafter`.
+    C reads and writes the arrays in place. `hadal.model.drafts.Drafter` documents them.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class DraftTable:
         rows_N: np.ndarray,
         hidden_RD: Tensor,
     ) -> None:
-        """Keep drawn tokens, and for each the state at row `rows_N` as what came before it; zeros at
-        a block's first position. Raises ValueError if there is no such slot or row.
+        """Store drawn tokens, each with the state at row `rows_N` as that of the position before
+        it; zeros at a block's first position. Raises ValueError for a slot or row out of range.
         """
         num_tokens = len(slots_N)
         library.check_array("slots_N", slots_N, num_tokens, np.int64)
@@ -221,8 +221,8 @@ class DraftTable:
 
 
 class DraftStep:
-    """The step of a model's MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23) over the model's
-    cache, of which the module has the layer behind the model's. One call at a time.
+    """Step of a model's MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23) over the model's
+    cache, in which the module uses the layer after the model's. One call at a time.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class DraftStep:
         num_threads: int | None = None,
         max_full: int | None = None,
     ) -> None:
-        """`max_rows`: of a call; `max_full`: of those that draft, all if None. Raises ValueError if
-        the step is not `draft_available` for these weights or the cache has no layer for it.
+        """`max_rows`: most rows of a call; `max_full`: most rows that draft, all if None. Raises ValueError
+        if the step is not `draft_available` for these weights or the cache has no layer for it.
         """
         module = weights.mtp
         if module is None or not draft_available(weights):
@@ -282,12 +282,12 @@ class DraftStep:
         num_full: int,
     ) -> Tensor:
         """Write the module's entry of each token at its position; return the logits [num_full, V]
-        that the first `num_full` rows draft, each for the token behind its own.
+        of the first `num_full` rows, each for the token after its own.
 
         `hidden_TD`: the normed hidden state of the position before each token's, zeros at a block's
-        first position. It may be what `hidden` returned. The result is a view of a buffer that the
+        first position. It may be the result of `hidden`. The result is a view of a buffer that the
         next call overwrites. Raises ValueError if a shape, token, position or block is out of range
-        or a row is to draft at position 0; nothing has been written then.
+        or a row would draft at position 0; nothing has been written then.
         """
         num_rows = len(tokens_T)
         if not (0 <= num_rows <= self.max_rows and 0 <= num_full <= min(num_rows, self.max_full)):
@@ -310,10 +310,10 @@ class DraftStep:
         rooms_N: np.ndarray,
         block_table_NM: Tensor,
     ) -> None:
-        """Write the entries of these slots that are not written yet, that of the last token, at its
-        position, included; then draft `num_drafts` tokens behind it, each as the likeliest behind the
-        one before: all in one call. A slot has drafts as far as `rooms_N` positions go. No slot comes
-        twice. Raises ValueError if a value is out of range.
+        """Write all unwritten entries of these slots, up to the last token at its position; then
+        draft `num_drafts` tokens after it, each the most likely after the one before: all in one
+        call. A slot gets at most `rooms_N` positions of drafts. No slot may be listed twice. Raises
+        ValueError if a value is out of range.
         """
         num_slots = len(slots_N)
         library.check_array("slots_N", slots_N, num_slots, np.int64)
@@ -339,16 +339,14 @@ class DraftStep:
         )
 
     def hidden(self, num_full: int) -> Tensor:
-        """The last call's hidden states [num_full, D] after the module's last norm: what the head
-        took, and what a further draft wants. A view, too.
+        """Return the last call's hidden states [num_full, D] after the module's last norm: the
+        input of the head and of a further draft. A view of a buffer that the next call overwrites.
         """
         return self._step.normed_BD[:num_full]
 
 
 class _Step:
-    """What C holds for one of the steps, and the buffers that it fills. The caller has checked
-    every shape.
-    """
+    """C state of one step, and the buffers that it fills. The caller has checked every shape."""
 
     def __init__(
         self,
@@ -360,7 +358,7 @@ class _Step:
         layers: Sequence[LayerWeights],
         num_threads: int | None,
     ) -> None:
-        """`norm_D`: the one before the head. `module`: enorm, hnorm and eh_proj of an MTP module."""
+        """`norm_D`: the norm before the head. `module`: enorm, hnorm and eh_proj of an MTP module."""
         lib = library.load()
         assert lib is not None
         self._kept = (weights, cache_PLSD)  # C holds their addresses.
@@ -381,7 +379,7 @@ class _Step:
         if not handle:
             raise MemoryError("the step's working memory could not be allocated.")
         self.in_c = handle, team, ctypes.addressof(shape)
-        """What every call in C begins with: the step, its team and its shape."""
+        """First arguments of every call in C: the step, its team and its shape."""
         self._run = lib.hadal_step_run
         weakref.finalize(self, lib.hadal_step_free, handle)
 
@@ -422,14 +420,14 @@ class _Step:
 
 
 def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:
-    """Where C finds it; None where there is none."""
+    """Return the address that C uses for a part; None for None."""
     if part is None:
         return None
     return part.data_ptr() if isinstance(part, Tensor) else address(part)
 
 
 def _check_rows(letter: str, tokens: Tensor, positions: Tensor, block_table: Tensor) -> None:
-    """Raise ValueError unless there is a token, a position and a row of blocks for each row."""
+    """Raise ValueError unless each row has a token, a position and a row of blocks."""
     num_rows = len(tokens)
     library.check_shape(f"tokens_{letter}", tokens, (num_rows,))
     library.check_shape(f"positions_{letter}", positions, (num_rows,))
@@ -447,9 +445,9 @@ def _check_cache(weights: ModelWeights, cache_PLSD: Tensor, num_layers: int) -> 
         )
 
 
-# A layer's weights in the order of cpu/step.h, LayerPointers.
+# A layer's weights, in the order of LayerPointers in cpu/step.h.
 def _vectors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
-    """Norms and the gate, all FP32."""
+    """Return norms and the gate, all FP32."""
     a, moe = layer.attention, layer.moe
     gate = (None, None) if moe is None else (moe.router.values, moe.router_bias_E)
     keys = (None, None) if (x := a.indexer) is None else (x.k_norm_X, x.k_norm_bias_X)
@@ -504,7 +502,7 @@ def _shape(
 
 # C trusts the config's dimensions, so every tensor must have them.
 def _check_weights(weights: ModelWeights) -> None:
-    """What stands around the layers."""
+    """Check the weights outside of the layers."""
     c = weights.config
     library.check_shape("embed", weights.embed, (c.vocab_size, c.hidden_size))
     library.check_shape("head", weights.head, (c.vocab_size, c.hidden_size))

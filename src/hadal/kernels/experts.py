@@ -1,12 +1,12 @@
-"""The MoE gate and the routed SwiGLU experts of a layer on a CPU: tokens sorted by expert, one grouped
+"""MoE gate and routed SwiGLU experts of a layer on a CPU: tokens sorted by expert, one grouped
 product per projection.
 
-Deterministic: a token's result is bit-equal whatever the batch and the number of threads (its
-experts are added by ascending id). The gate knows no expert's weights, the experts no gate.
+Deterministic: a token's result is bit-equal for any batch and number of threads, because its
+experts are added by ascending id. The gate does not depend on expert weights, nor the experts on
+the gate.
 
 Each op has a slow twin of the same name in `hadal.reference.experts`, which runs where the kernels
-cannot (a GPU, no compiler). Shapes: T tokens, D hidden, K chosen, E experts, I expert
-width.
+cannot (a GPU, no compiler). Shapes: T tokens, D hidden, K chosen, E experts, I expert width.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from hadal.reference.params import Experts, Matrix
 def gate(
     x_TD: Tensor, router: Matrix, bias_E: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
-    promised order.
-    """
+    """Return (ids [T, K] int64, weights [T, K] FP32) of each token's experts, in unspecified order."""
     lib = library.load()
     if lib is None or not library.fits(x_TD, bias_E) or not takes(router):
         return twin.gate(x_TD, router, bias_E, config)
@@ -61,8 +59,8 @@ def gate(
 
 
 def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); all experts are of
-    one shape.
+    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); all experts have one
+    shape.
 
     Raises ValueError if shapes do not match or an id's expert is not held.
     """

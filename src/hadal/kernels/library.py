@@ -1,10 +1,9 @@
-"""The compiled kernels as Python sees them: loading, thread teams, checks, errors.
+"""Compiled kernels as Python uses them: loading, thread teams, checks, errors.
 
-Knows the C ABI of cpu/api.cpp and nothing of models. The best instruction set that the processor has
-is taken, or what `HADAL_KERNELS` names. Where there is no library (no compiler,
-`HADAL_KERNELS=plain`), the reason is logged once and every op runs its plain torch twin. Calls
-release the GIL. A team's threads do not survive a fork: processes that use the kernels must be
-spawned.
+Depends on the C ABI of cpu/api.cpp, not on models. Uses the best instruction set of the processor,
+or the one in `HADAL_KERNELS`. Where there is no library (no compiler, `HADAL_KERNELS=plain`), the
+reason is logged once and every op runs its plain torch twin. Calls release the GIL. A team's
+threads do not survive a fork: processes that use the kernels must be spawned.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _teams: dict[int, int] = {}
 _on_elapsed: list[OnElapsed] = []
-"""Who hears that it is being compiled; empty in processes that nobody waits for."""
+"""Callbacks during compilation; empty in processes that report no start-up progress."""
 _STATUS = {
     1: "a token id is outside the vocabulary",
     2: "a position or length is negative or beyond the model's last position",
@@ -69,7 +68,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": c
 
 
 class _Tell:
-    """Logs that the library is being compiled, once, and passes on for how long."""
+    """Callback that logs the compilation once, and forwards the elapsed time."""
 
     _is_logged = False
 
@@ -86,7 +85,7 @@ class _Tell:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """Return the library, or None where the plain path is asked for or nothing can be built."""
+    """Return the library, or None if the plain path is requested or nothing can be built."""
     try:
         if instruction_set() == PLAIN:
             _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
@@ -110,15 +109,15 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def prepare(on_elapsed: OnElapsed) -> None:
-    """Load now: a process's start is the time for it. `on_elapsed` hears how long it has been
-    compiling.
+    """Load the library now, at the start of a process. `on_elapsed` receives the seconds of a
+    running compilation.
     """
     _on_elapsed[:] = [on_elapsed]
     load()
 
 
 def isa() -> str:
-    """What the kernels compute with: amx, avx512, avx2, generic, or plain where there are none."""
+    """Return the instruction set of the kernels: amx, avx512, avx2, generic, or plain without kernels."""
     library = load()
     return library.hadal_isa().decode() if library is not None else "plain"
 
@@ -143,7 +142,7 @@ def team(num_threads: int | None = None) -> int:
 
 
 class KernelTeam:
-    """The team of torch's thread count, as runtime/pinning has it."""
+    """Team of torch's thread count, in the form that runtime/pinning expects."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._handle = library, team()
@@ -155,32 +154,32 @@ class KernelTeam:
 
 
 def kernel_team() -> KernelTeam | None:
-    """Return the team that the calling thread computes with; None where there are no kernels."""
+    """Return the team that the calling thread computes with; None without kernels."""
     library = load()
     return None if library is None else KernelTeam(library)
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether all tensors are what the kernels read: FP32, on the CPU, contiguous."""
+    """Return True if the kernels can read all tensors: FP32, on the CPU, contiguous."""
     return all(
         x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
     )
 
 
 def check_shape(name: str, tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the tensor has this shape; C would read past its end."""
+    """Raise ValueError unless the tensor has this shape; otherwise C would read past its end."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} is needed.")
 
 
 def check_array(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike) -> None:
-    """Raise ValueError unless these are so many values of that type side by side."""
+    """Raise ValueError unless the array has `length` contiguous values of `dtype`."""
     if values.shape != (length,) or values.dtype != dtype or not values.flags.c_contiguous:
         raise ValueError(f"{name} must be {length} values of {dtype} side by side.")
 
 
 def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same whole numbers, contiguous on the CPU; the very tensor where it already is."""
+    """Return the same integers, contiguous on the CPU; the tensor itself if it already is."""
     # Each torch op releases the GIL, and the step waits to get it back.
     if tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
@@ -188,7 +187,7 @@ def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_status(status: int) -> None:
-    """Raise what a kernel's return code means."""
+    """Raise the exception for a kernel's return code; 0 raises none."""
     if status == _OUT_OF_MEMORY:
         raise MemoryError("a kernel's working memory could not be allocated.")
     if status:

@@ -1,9 +1,9 @@
-"""Whole messages of a dispatch written and read in one call each. Knows their layout (comm/layout),
-no links.
+"""Write and read whole dispatch messages, one call each. Depends on their layout (comm/layout), not
+on links.
 
-Where the kernels cannot run, both answer that they did nothing; the plain path is
-comm/expert_comm, which gives the same bytes. Shapes: T tokens, D hidden, K
-chosen, N received rows, M received pairs, R ranks, S expert slots of a rank.
+Where the kernels cannot run, both functions return False and do nothing; the plain path is
+comm/expert_comm, which produces the same bytes. Shapes: T tokens, D hidden, K chosen, N received
+rows, M received pairs, R ranks, S expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hadal.kernels.codec import FORMATS, MAX_TOP_K
 from hadal.reference.route import Route
 
 Arrived = tuple[Tensor, int, int]
-"""A message, its rows, its pairs: its size was checked against them."""
+"""(message, its rows, its pairs); the message's size has been checked against both counts."""
 
 NORMAL, LOW_LATENCY = 1, 2
-"""Kind of message, in its head: a rank in another mode must not be misread."""
+"""Kind of a message, in its header, so that a rank in another mode does not misread it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def pack(
     offset_R: Sequence[int],
     buffer: Tensor,
 ) -> bool:
-    """Write every rank's message at its offset in the buffer (-1: none). False: nothing was
-    done.
+    """Write every rank's message at its offset in the buffer (-1: none). Return False if nothing
+    was done.
     """
     lib = library.load()
     num_tokens, top_k = route.at_TK.shape
@@ -99,8 +99,8 @@ def unpack(
     """Fill row_M, expert_slot_M (int64) and out_ND: the own part (tokens, rows, expert slots;
     int32), then the messages in order.
 
-    Every expert slot's pairs are added to counts_S (int64). False: nothing was done. Raises
-    ValueError if a message names a row or expert slot that is not there.
+    Adds every expert slot's pairs to counts_S (int64). Returns False if nothing was done. Raises
+    ValueError if a message names a row or expert slot out of range.
     """
     lib = library.load()
     if (

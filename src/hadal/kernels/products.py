@@ -1,13 +1,13 @@
-"""Products with weights on a CPU: y = x W^T for few tokens or many, SwiGLU, and products of every head
-with a matrix of its own, around MLA's absorbed core attention; and the RMS norm.
+"""Products with weights on a CPU: y = x W^T for any number of tokens, SwiGLU, the products of each
+head with its own matrix around MLA's absorbed core attention, and the RMS norm.
 
-A row's result is bit-equal whatever the other rows and the number of threads; torch's own products
-do not promise that, and a difference in the last bit is enough to round an activation otherwise
-with FP8 dispatch. Knows nothing of models.
+A row's result is bit-equal for any other rows and number of threads. torch's own products do not
+promise that, and a difference in the last bit suffices to round an activation differently under FP8
+dispatch. Independent of models.
 
 Each op has a slow twin of the same name in `hadal.reference.products`, which runs where the kernels
-cannot (a GPU, no compiler). Shapes: M tokens, K inputs, N outputs; B rows, H heads, N
-plain key dims, C latent, W value dims.
+cannot (a GPU, no compiler). Shapes: M tokens, K inputs, N outputs; B rows, H heads, N plain key
+dims, C latent, W value dims.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
 
 
 def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
-    """W_UK into the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights. The query may be a
-    view whose last dimension is dense.
+    """Return W_UK applied to the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights. The query
+    may be a view with a dense last dimension.
 
     Raises ValueError if the shapes do not match.
     """
@@ -106,8 +106,8 @@ def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
 
 
 def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
-    """W_UV behind the sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights, the last W of a head's
-    are W_UV. Raises ValueError if the shapes do not match.
+    """Return W_UV applied to the latent sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights; the
+    last W rows of a head are W_UV. Raises ValueError if the shapes do not match.
     """
     lib = library.load()
     if lib is None or not library.fits(o_BHC) or not takes(kv_b):
@@ -134,7 +134,7 @@ def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
 
 
 def _rows_apart(kv_b: Matrix, num_heads: int, num_rows: int) -> int:
-    """Rows of one head. Raises ValueError if the heads do not share the rows or have fewer."""
+    """Return the rows of one head. Raises ValueError if rows do not divide by the heads or are too few."""
     apart = kv_b.shape[0] // num_heads
     if apart * num_heads != kv_b.shape[0] or apart < num_rows:
         raise ValueError(f"kv_b has {kv_b.shape[0]} rows, which {num_heads} heads do not share.")

@@ -1,4 +1,4 @@
-"""Which rank and expert slot every (token, expert) pair goes to, grouped by rank, on a CPU. Twin:
+"""Assign every (token, expert) pair to a rank and expert slot, grouped by rank, on a CPU. Twin:
 `hadal.reference.route`.
 
 Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
@@ -17,7 +17,7 @@ from hadal.reference.route import Replicas, Route
 
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
-    """See the twin. Raises ValueError if an id is out of range or its expert has no replica."""
+    """Route as the twin does. Raises ValueError if an id is out of range or its expert has no replica."""
     lib = library.load()
     tensors = (ids_TK, replicas.expert_slots_EM, replicas.counts_E)
     if lib is None or any(x.device.type != "cpu" for x in tensors):
@@ -30,7 +30,7 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     expert_slots_EM, counts_E = (
         library.as_int(x, torch.int32) for x in (replicas.expert_slots_EM, replicas.counts_E)
     )
-    # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
+    # One allocation: scratch, pairs and rows of every rank, then five lists with an entry per pair.
     out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
     sizes = [num_pairs + 4 * num_ranks, 2 * num_ranks, *([num_pairs] * 5)]
     scratch, counts, *lists = torch.split_with_sizes(out, sizes)

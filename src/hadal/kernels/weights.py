@@ -1,5 +1,5 @@
-"""A weight as C reads it (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and what lies
-there, made when it is first asked for and kept as long as the weight.
+"""Weights as C structures (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and layout,
+created on first use and kept as long as the weight.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Mlp(ctypes.Structure):
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
 TILED_COLUMNS = 512
-"""Tile units multiply matrices of so many columns and more: a smaller one is multiplied sooner than
-its tokens are packed. The shape decides and not the batch, which may not change a bit.
+"""Fewest columns of a matrix for tile units: smaller ones take less time to multiply than their tokens
+to pack. The shape decides and not the batch, since the batch must not change any bit of a result.
 """
 _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
     weakref.WeakKeyDictionary()
@@ -43,23 +43,23 @@ _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
 
 
 def takes(*weights: Matrix | MlpWeights | Experts | None) -> bool:
-    """Whether the kernels can multiply all these weights as they are."""
+    """Return True if the kernels can multiply all these weights in their present form."""
     return all(describe(weight) is not None for weight in weights if weight is not None)
 
 
 def address(weight: Matrix | MlpWeights | Experts) -> int:
-    """Where C finds the weight, which the kernels take."""
+    """Return the address of the weight's C structure; the kernels must take the weight."""
     return ctypes.addressof(describe(weight))
 
 
 def describe(weight: Matrix | MlpWeights | Experts) -> Any:
-    """The structure that C reads; None where the kernels do not take the weight. Raises ValueError
-    where shapes of one network, or of experts, do not match.
+    """Return the C structure of a weight; None if the kernels do not take it. Raises ValueError if
+    shapes within a network, or among experts, do not match.
     """
     try:
         return _described[weight]
     except KeyError:
-        # The first one stays where two threads make it: its address may be in use.
+        # If two threads create it, the first one stays: its address may be in use.
         return _described.setdefault(weight, _structure_of(weight))
 
 
@@ -73,7 +73,7 @@ def _structure_of(weight: Matrix | MlpWeights | Experts) -> Any:
         return None if None in parts else _Mlp(*parts)
     for mlp in filter(None, weight.slots):
         check_shape("an expert's gate", mlp.gate, weight.shape)
-    # Each expert's own is kept: of a layer whose experts change, only the new ones are described.
+    # Structures are cached per expert: if a layer's experts change, only new ones are described.
     mlps = [_Mlp() if mlp is None else describe(mlp) for mlp in weight.slots]
     return None if None in mlps else (_Mlp * len(mlps))(*mlps)
 
