@@ -1,3 +1,3 @@
-"""The slow, plain torch twin of every kernel. Same names and signatures; read these to know what a
-kernel means.
+"""Slow, plain torch twins of all kernels, with the same names and signatures; they define what a
+kernel computes.
 """

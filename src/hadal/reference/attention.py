@@ -2,16 +2,16 @@
 `hadal.kernels.attention`.
 
 Absorbed form, for decode: one query per request against the paged latent cache itself. W_UK is
-already in the query and W_UV comes after, so all heads share one key and value of C+R (DeepSeek-V2,
-arXiv 2405.04434, section 2.1.2).
+already in the query and W_UV is applied later, so all heads share one key and value of C+R
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
-Sparse form: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, eq. 1-2) says which positions
-a token attends to. DeepSeek's own code rotates queries and keys by a Hadamard matrix, which changes
-no product, and rounds both to FP8; here they are FP32. It also multiplies scores by J^-1/2 X^-1/2,
-which changes no order.
+Sparse form: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, eq. 1-2) selects the
+positions that a token attends to. DeepSeek's own code rotates queries and keys by a Hadamard
+matrix, which changes no product, and rounds both to FP8; here they are FP32. It also multiplies
+scores by J^-1/2 X^-1/2, which changes no order.
 
 Multi-head form, for prefill: keys and values are expanded from latents (DeepSeek-V3, arXiv
-2412.19437, eq. 4-10). Knows no blocks, no batch.
+2412.19437, eq. 4-10). Independent of blocks and batches.
 
 Shapes: B requests, H heads, C latent, R rotated, N plain key dims, W value dims, P blocks, L layers,
 S block tokens, M blocks of a request, D values of an entry, C+R or more, K selected positions, J
@@ -50,8 +50,8 @@ def mla_decode(
     scale: float,
     selected_BK: Tensor | None = None,
 ) -> Tensor:
-    """Return o_latent [B, H, C]. A request that sees more than K positions attends to
-    selected_BK[b] of them.
+    """Return o_latent [B, H, C]. A request that sees more than K positions attends only to
+    selected_BK[b].
     """
     num_read, lengths_B = q_latent_BHC.shape[-1] + q_rope_BHR.shape[-1], seen.lengths_B
     blocks_BMSD = seen.cache_PLSD[seen.block_table_BM.long(), seen.layer_index, :, :num_read]
@@ -61,7 +61,7 @@ def mla_decode(
     if selected_BK is not None:
         others_BS = torch.ones_like(unused_BS).scatter(1, selected_BK.long(), False)
         unused_BS |= others_BS & (lengths_B > selected_BK.shape[1])[:, None]
-    # A reused block may hold anything past the length, NaN too, and 0 * NaN is NaN.
+    # A reused block may hold any values past the length, even NaN, and 0 * NaN is NaN.
     latents_BSD = latents_BSD.masked_fill(unused_BS[..., None], 0.0)
     q_BHD = torch.cat((q_latent_BHC, q_rope_BHR), dim=-1)
     scores_BHS = torch.einsum("bhd,bsd->bhs", q_BHD, latents_BSD) * scale
@@ -76,8 +76,8 @@ def index_scores(q_TJX: Tensor, weights_TJ: Tensor, key_SX: Tensor) -> Tensor:
 
 
 def best_positions(scores_TS: Tensor, num_selected: int) -> Tensor:
-    """Return [T, K] int32, ascending: the K positions of the largest scores; of equal ones the lower
-    position.
+    """Return [T, K] int32, ascending: the K positions with the largest scores; among equals the
+    lower position.
     """
     order_TS = scores_TS.sort(dim=-1, descending=True, stable=True).indices
     return order_TS[:, :num_selected].sort(dim=-1).values.int()
@@ -86,8 +86,8 @@ def best_positions(scores_TS: Tensor, num_selected: int) -> Tensor:
 def select_positions(
     q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
-    """Return selected [B, K] int32, ascending, of the positions that each request sees. Rows of
-    requests that see K or fewer have no meaning. A position's key is the last X of its entry.
+    """Return selected [B, K] int32, ascending, from the positions that each request sees. Rows of
+    requests that see at most K are meaningless. A position's key is the last X values of its entry.
     """
     selected_BK = torch.zeros((len(q_BJX), num_selected), dtype=torch.int32, device=q_BJX.device)
     key_PSX = seen.cache_PLSD[:, seen.layer_index, :, -q_BJX.shape[-1] :]
@@ -108,7 +108,7 @@ def mla_prefill(
     is_left_out_TS: Tensor | None = None,
 ) -> Tensor:
     """Return o [T, H, W]. The T queries are the last T of the S positions; each sees itself and all
-    before it, but for those that are left out.
+    positions before it, except those in `is_left_out_TS`.
     """
     num_new, num_seen = len(q_nope_THN), len(latents_SD)
     heads, num_keys = q_nope_THN.shape[1:]

@@ -1,12 +1,12 @@
-"""Rows as they travel between ranks, in plain torch: encode, decode, and the weighted sum of what
-came back.
+"""Rows as they travel between ranks, in plain torch: encode, decode, and the weighted sum of
+returned rows.
 
-Knows nothing of ranks or messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to
-a multiple of 4, then one FP32 scale per 128 channels (the last group ragged), scale = max(amax,
-1e-4) / 448; "fp8_pow2": the scale rounded up to a power of two (DeepSeek-V3, arXiv 2412.19437,
-3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
+Independent of ranks and messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to a
+multiple of 4, then one FP32 scale per 128 channels (the last group may be smaller), scale =
+max(amax, 1e-4) / 448; "fp8_pow2": the scale rounded up to a power of two (DeepSeek-V3, arXiv
+2412.19437, 3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
 
-Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token, G groups
+Shapes: T tokens, D hidden, N rows, B bytes of a row, P returned rows, K rows of a token, G groups
 of 128 channels.
 """
 
@@ -25,7 +25,7 @@ _MANTISSA = 0x7FFFFF
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
-    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` of x_TD, all of them in
+    """Fill rows_NB (uint8, rows may have gaps) with the rows `index_N` of x_TD, all of them in
     order if None.
     """
     picked_ND = x_TD if index_N is None else x_TD[index_N.long()]
@@ -40,13 +40,13 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: st
     groups_NGC = F.pad(picked_ND, (0, num_groups * SCALE_GROUP - hidden)).view(
         -1, num_groups, SCALE_GROUP
     )
-    # Divided by a tensor: a device may turn a division by a constant into a product with its
+    # Divided by a tensor: a device may replace division by a constant with multiplication by its
     # inverse.
     scale_NG = groups_NGC.abs().amax(dim=2).clamp(min=MIN_AMAX) / torch.full(
         (), E4M3_MAX, device=x_TD.device
     )
     if row_format == "fp8_pow2":
-        # Any bit of the mantissa carries into the exponent; what is left is the exponent alone.
+        # Any mantissa bit carries into the exponent; then only the exponent is kept.
         power = ((scale_NG.view(torch.int32) + _MANTISSA) & ~_MANTISSA).view(torch.float32)
         scale_NG = torch.where(scale_NG.isfinite(), power, scale_NG)
     # Clamped because a cast beyond the range gives NaN on some devices.
@@ -60,7 +60,7 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: st
 
 
 def decode(rows_NB: Tensor, out_ND: Tensor, row_format: str) -> None:
-    """Fill out_ND (FP32) with what `encode` wrote."""
+    """Fill out_ND (FP32) from rows written by `encode`."""
     hidden = out_ND.shape[1]
     if row_format in ("fp32", "bf16"):
         dtype = torch.float32 if row_format == "fp32" else torch.bfloat16
@@ -80,8 +80,8 @@ def weighted_sum(
     weights_TK: Tensor,
     out_TD: Tensor,
 ) -> None:
-    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
-    each.
+    """Set out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused
+    multiply-add each.
     """
     dtype = torch.float32 if row_format == "fp32" else torch.bfloat16
     rows_PD = _dense(rows_PB[:, : out_TD.shape[1] * dtype.itemsize]).view(dtype)
@@ -93,25 +93,25 @@ def weighted_sum(
 
 
 def _dense(rows_NB: Tensor) -> Tensor:
-    """A fresh copy: received bytes may lie at any address, other types may not."""
+    """Return a contiguous copy: received bytes may lie at any address, other types must be aligned."""
     return rows_NB.clone(memory_format=torch.contiguous_format)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c with one rounding, as the kernels do it.
+    """Return a * b + c with one rounding, as the kernels compute it.
 
     The product of two FP32 is exact in FP64. Its sum with c is rounded to odd (Boldo, Melquiond
-    2008), so that rounding it again to FP32 gives what rounding once would have.
+    2008), so that rounding it again to FP32 equals a single rounding.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
-    # What the addition lost (Knuth's two-sum).
+    # Rounding error of the addition (Knuth's two-sum).
     part = total - product
     lost = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)
     toward_zero = (lost < 0) != (total < 0)
     odd = torch.where(toward_zero, bits - 1, bits) | 1
-    # Where something was lost and the last bit is even, the neighbour on the other side of the
-    # exact value is odd.
+    # For an inexact sum with an even last bit, the neighbour on the other side of the exact value
+    # is odd.
     is_inexact = (lost != 0) & total.isfinite()
     return torch.where(is_inexact & (bits & 1 == 0), odd, bits).view(torch.float64).float()

@@ -1,5 +1,4 @@
-"""One decode step of the whole model over the paged cache, absorbed form: the twin of the fused
-step.
+"""Decode step of the whole model over the paged cache, absorbed form: the twin of the fused step.
 
 Shapes: B requests, V vocabulary, P blocks, L layers, S block tokens, M blocks of a request, D
 values of an entry.
@@ -25,7 +24,7 @@ def decode_step(
     positions_B: Tensor,
     block_table_BM: Tensor,
 ) -> Tensor:
-    """Write each token's entries at its position, return logits [B, V] for the next one."""
+    """Write each token's entries at its position; return the logits [B, V] for the next token."""
     config = weights.config
     hidden_BD = weights.embed.rows(tokens_B)
     for index, layer in enumerate(weights.layers):
@@ -44,7 +43,9 @@ def paged_core_attention(
     entry_BD: Tensor,
     index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Write the entries of the rows into the cache, then attend to all that each row sees."""
+    """Write the rows' entries into the cache, then attend to each row's visible (or selected)
+    positions.
+    """
     write_entries(seen, entry_BD)
     selected_BK = None
     if index_queries is not None:

@@ -1,9 +1,9 @@
-"""Dispatch and combine as what they mean: every token through its experts, all ranks' tokens in one
-process.
+"""Reference definition of dispatch and combine: every token through its experts, all ranks' tokens
+in one process.
 
-Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows
-reach the same experts and the same sum is made; what the dispatch format does to a row is a
-function the caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
+Independent of bytes; ranks only own tokens. The slow twin of `comm/expert_comm`: the same rows
+reach the same experts and are summed in the same way; the caller passes the effect of the dispatch
+format on a row as a function. Shapes: T tokens of a rank, D hidden, K chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def exact(rows_ND: Tensor) -> Tensor:
-    """Dispatch in FP32: rows arrive as they left."""
+    """Return rows unchanged: dispatch in FP32."""
     return rows_ND
 
 
@@ -32,7 +32,7 @@ def all_to_all(
     """Return routed [T, D] of every rank: sum over k, by ascending expert id, of weight *
     back(expert(there(x))).
 
-    `experts(e, x_ND)` is expert e's output for some rows, each computed by itself.
+    `experts(e, x_ND)` returns expert e's output for some rows, each computed independently.
     """
     routed = {}
     for rank, x in x_TD.items():
@@ -42,7 +42,7 @@ def all_to_all(
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
                 row_1D = back(experts(expert, there(x[token : token + 1])))
-                # Rounded to FP32 after every addition, the product not rounded.
+                # Rounded to FP32 after every addition; the product is not rounded.
                 total_TD[token] = (
                     (total_TD[token] + weight.double() * row_1D[0].double()).float().double()
                 )

@@ -1,9 +1,9 @@
-"""The MoE gate and the routed experts of a layer in plain torch. Fast twin: `hadal.kernels.experts`.
+"""MoE gate and routed experts of a layer in plain torch. Fast twin: `hadal.kernels.experts`.
 
-The gate: sigmoid scores, groups, a correction bias that chooses but never weighs (DeepSeek-V3, arXiv
-2412.19437, eq. 12-16 and section 2.1.2). The experts: every token through its K experts, one expert
-at a time, summed with the gate's weights. Shapes: T tokens, D hidden, E experts, G groups, K chosen,
-I expert width.
+The gate: sigmoid scores, groups, and a correction bias that affects the choice of experts but never
+their weights (DeepSeek-V3, arXiv 2412.19437, eq. 12-16 and section 2.1.2). The experts: every token
+through its K experts, one expert at a time, summed with the gate's weights. Shapes: T tokens, D
+hidden, E experts, G groups, K chosen, I expert width.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from hadal.reference.products import linear, swiglu
 def gate(
     x_TD: Tensor, router: Matrix, bias_E: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
-    promised order.
-    """
+    """Return (ids [T, K] int64, weights [T, K] FP32) of each token's experts, in unspecified order."""
     scores_TE = linear(x_TD.float(), router).sigmoid()
     biased_TE = scores_TE + bias_E
     if config.n_group > 1:
@@ -29,7 +27,7 @@ def gate(
         group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
         kept = group_score_TG.topk(config.topk_group, dim=-1, sorted=False).indices
         dropped_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, kept, False)
-        # -inf and not 0: a bias may make every kept score negative.
+        # Not 0: a bias may make every kept score negative.
         biased_TE = biased_TGe.masked_fill(dropped_TG[..., None], float("-inf")).flatten(-2)
     ids_TK = biased_TE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
     weights_TK = scores_TE.gather(-1, ids_TK)

@@ -1,8 +1,8 @@
-"""A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no
-absorbed form.
+"""Plain loop for one request: the oracle of every exactness test, without blocks, batch or absorbed
+form.
 
-Each layer keeps the entries of all positions in one tensor that grows; every step runs the
-multi-head form over it.
+Each layer keeps the entries of all positions in one growing tensor; every step runs the multi-head
+form over it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def core_attention(
     entry_TD: Tensor,
     index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Append the new entries to `latents[index]` and attend to them, or to those that the indexer
-    selects.
+    """Append the new entries to `latents[index]` and attend to all entries, or to the indexer's
+    selection.
     """
     latents[index] = torch.cat((latents[index], entry_TD))
     latents_SD, key_SX = latents[index].tensor_split([config.latent_dim], dim=-1)
@@ -68,7 +68,9 @@ def core_attention(
 
 
 def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
-    """Where [T, S] the last T of S tokens do not attend to, of what they see; None: to all."""
+    """Return [T, S], True for visible positions that the last T tokens skip; None: they attend to
+    all.
+    """
     num_new, num_seen = scores_TS.shape
     if num_selected is None or num_seen <= num_selected:
         return None

@@ -1,8 +1,8 @@
-"""Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block, the last blocks
-ragged.
+"""Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block; the last blocks may
+be smaller.
 
-Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS of the release: W = code
-* scale_inv.
+Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS of the release: W = code *
+scale_inv.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ E4M3_MAX = 448.0
 
 
 def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """The values of E4M3 codes, exactly, looked up: in half the time of the cast.
+    """Return the exact values of E4M3 codes by table look-up, in half the time of the cast.
 
-    The two NaN codes give +-480; a checkpoint has none, its quantiser saturates.
+    The two NaN codes give +-480; a checkpoint has none, because its quantiser saturates.
     """
     values = e4m3_values(codes.device)
     return values.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
@@ -26,22 +26,22 @@ def e4m3_to_f32(codes: Tensor) -> Tensor:
 
 @functools.cache
 def e4m3_values(device: torch.device) -> Tensor:
-    """Return the value of each code, FP32 [256], on this device; one tensor for all callers.
+    """Return the value of each code, FP32 [256], on this device; one tensor shared by all callers.
 
-    The bits of a value are those of an FP16 number that is 2^8 too small.
+    The bits of a value are those of an FP16 number that is smaller by 2^8.
     """
     bits = torch.arange(256, dtype=torch.int16, device=device)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0
 
 
 def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scales of a matrix of this shape."""
+    """Return the shape of the scales of a matrix of this shape."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill `out` [..., rows, columns] with codes * scale_inv [..., bands, stripes]; a band of blocks
-    at a time, so that no copy of all is made.
+    """Fill `out` [..., rows, columns] with codes * scale_inv [..., bands, stripes], one band of
+    blocks at a time, so that no copy of the whole is made.
     """
     rows, columns = codes.shape[-2:]
     for band in range(scale_inv.shape[-2]):

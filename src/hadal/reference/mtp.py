@@ -1,10 +1,10 @@
-"""The multi-token-prediction module: drafts the token after the next from what the model already
-computed. Over one whole text, without cache and batch, and as the twin of the fused draft step.
+"""Multi-token-prediction (MTP) module: drafts the token after the next from the model's hidden states.
+Two forms: over one whole text, without cache and batch, and the twin of the fused draft step.
 
-Its entry at position q is made of token q and the model's hidden state of position q-1, of zeros
-where q begins a block: so a block's entries depend on its own and earlier tokens alone, and a row
-at q drafts token q+1. There is an entry at position 0, of zeros and token 0, so that no block has
-a gap; the module of the paper has none there, and no row attends to it.
+The module's entry at position q is made of token q and the model's hidden state of position q-1, or of
+zeros if q begins a block. So a block's entries depend only on its own and earlier tokens, and a row at
+q drafts token q+1. Position 0 has an entry of zeros and token 0, so that no block has a gap; the
+paper's module has no entry there, and no row attends to it.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. T tokens, D hidden, V vocabulary.
 """
@@ -29,7 +29,7 @@ def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> tupl
     """Return (logits [T, V] for token t+2, hidden [T, D] after the module's last norm) from the
     hidden state (after the last norm) of token t and the token t+1.
 
-    Row 0 is position 0. Raises ValueError if the weights were read without the module.
+    Row 0 is position 0. Raises ValueError if the weights were loaded without the module.
     """
     module, config = _module(weights), weights.config
     positions_T = torch.arange(1, 1 + len(hidden_TD), device=hidden_TD.device)
@@ -51,8 +51,8 @@ def draft_step(
     hidden_TD: Tensor,
     num_full: int,
 ) -> tuple[Tensor, Tensor]:
-    """Write each token's entry of the module at its position, return (logits [num_full, V] for the
-    token behind it, hidden [num_full, D] after the module's last norm) of the first rows.
+    """Write each token's entry of the module at its position; return (logits [num_full, V] for the
+    token after it, hidden [num_full, D] after the module's last norm) of the first rows.
 
     `hidden_TD`: the hidden state of the position before, zeros at a block's first position.
     """
@@ -78,7 +78,7 @@ def _module(weights: ModelWeights) -> MtpWeights:
 
 
 def _combined(weights: ModelWeights, tokens_T: Tensor, hidden_TD: Tensor) -> Tensor:
-    """What the module's block takes, [T, D] (eq. 21)."""
+    """Return the input of the module's block, [T, D] (eq. 21)."""
     module, eps = _module(weights), weights.config.rms_norm_eps
     embedded_TD = rms_norm(weights.embed.rows(tokens_T), module.enorm_D, eps)
     seen_TD = rms_norm(hidden_TD, module.hnorm_D, eps)

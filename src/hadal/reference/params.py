@@ -1,8 +1,8 @@
-"""A DeepSeek-V3 model's weights as frozen values: what `reference`, `kernels` and `model` all take.
+"""Weights of a DeepSeek-V3 model as frozen values, shared by `reference`, `kernels` and `model`.
 
 Matrices are as the checkpoint stores them (on a CPU, mapped from its files) or converted to the
-compute precision; norms, the gate and its bias are FP32. All are row-major, contiguous and as
-`F.linear` wants them ([out, in]).
+compute precision; norms, the gate and its bias are FP32. All are row-major, contiguous and in
+`F.linear`'s layout ([out, in]).
 
 Shapes: D hidden, V vocab, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, J
 index heads, X index_head_dim, F FFN width, E routed experts, I expert width, S shared-expert width
@@ -30,17 +30,17 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A weight [N, K]: plain values, or E4M3 codes with a scale per block. Its value is code *
-    scale, rounded to FP32.
+    """Weight [N, K]: plain values, or E4M3 codes with a scale per block. Its value is code * scale,
+    rounded to FP32.
     """
 
     values: Tensor
     scales: Tensor | None = None
-    """[blocks of rows, blocks of columns], FP32; of E4M3 alone."""
+    """[blocks of rows, blocks of columns], FP32; only for E4M3 codes."""
     block: tuple[int, int] = SCALE_BLOCK
     """Rows and columns that share a scale."""
     is_rounding_inputs: bool = False
-    """What it multiplies is rounded to E4M3, too, with a scale per 128 values: DeepSeek-V3's own
+    """True if inputs are rounded to E4M3 as well, with a scale per 128 values: DeepSeek-V3's own
     recipe (arXiv 2412.19437, 3.3.2).
     """
 
@@ -50,16 +50,16 @@ class Matrix:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that makes the matrix, for whoever copies it."""
+        """All tensors of the matrix, for copying."""
         return (self.values,) if self.scales is None else (self.values, self.scales)
 
     def empty_like(self) -> Matrix:
-        """Room for another matrix of this shape and kind, in memory of its own."""
+        """Return an uninitialised matrix of this shape and kind, in its own memory."""
         scales = None if self.scales is None else torch.empty_like(self.scales)
         return Matrix(torch.empty_like(self.values), scales, self.block, self.is_rounding_inputs)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix's values [N, K] in this type; its very tensor where that is what it is."""
+        """Return the matrix's values [N, K] in this type; the stored tensor itself if it has the type."""
         if self.scales is None:
             return self.values.to(dtype)
         out = torch.empty(self.shape, dtype=torch.float32, device=self.values.device)
@@ -67,7 +67,7 @@ class Matrix:
         return out.to(dtype)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """Rows [T, K] of the ids, FP32 where they are codes or on a CPU, else as they are stored."""
+        """Return rows [T, K] of the ids, in FP32 if stored as codes or on a CPU, else in the stored type."""
         found_TK = self.values[ids_T]
         if self.scales is not None:
             block = 1, self.block[1]
@@ -77,12 +77,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """The lightning indexer (arXiv 2512.02556, eq. 1): a position's score for a token is the sum over
+    """Lightning indexer (arXiv 2512.02556, eq. 1): a position's score for a token is the sum over
     index heads of weight * relu(query . key).
     """
 
     q_b: Matrix
-    """[J*X, Q], of the query latent. Of a head's X values the first R are rotated."""
+    """[J*X, Q], of the query latent. The first R of a head's X values are rotated."""
     k: Matrix
     """[X, D]: one key for all heads, normed, its first R values rotated."""
     k_norm_X: Tensor
@@ -93,7 +93,7 @@ class IndexerWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """MLA (arXiv 2412.19437, eq. 1-11). Without q-LoRA there is no `q_a`, and `q_b` is W_Q."""
+    """MLA weights (arXiv 2412.19437, eq. 1-11). Without q-LoRA there is no `q_a`, and `q_b` is W_Q."""
 
     q_a: Matrix | None
     """W_DQ, [Q, D]."""
@@ -117,7 +117,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, eq=False)
 class MlpWeights:
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """SwiGLU network: down(silu(gate x) * up x)."""
 
     gate: Matrix
     """[F, D]"""
@@ -128,18 +128,18 @@ class MlpWeights:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that makes the network, for whoever copies it."""
+        """All tensors of the network, for copying."""
         return (*self.gate.parts, *self.up.parts, *self.down.parts)
 
     def empty_like(self) -> MlpWeights:
-        """Room for another network of this shape and kind, in memory of its own."""
+        """Return an uninitialised network of this shape and kind, in its own memory."""
         return MlpWeights(self.gate.empty_like(), self.up.empty_like(), self.down.empty_like())
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """Routed experts of a layer, by expert id; on a rank that holds only some of them, by expert
-    slot, None where one is empty.
+    """Routed experts of a layer, by expert id. On a rank with only some of them: by expert slot,
+    None if a slot is empty.
     """
 
     slots: tuple[MlpWeights | None, ...]
@@ -149,11 +149,11 @@ class Experts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(I, D) of the experts that are held; (0, 0) where none is."""
+        """(I, D) of the held experts; (0, 0) if there is none."""
         return next((mlp.gate.shape for mlp in self.slots if mlp is not None), (0, 0))
 
     def __getitem__(self, index: int) -> MlpWeights:
-        """Raises IndexError if there is no such expert, or its slot is empty."""
+        """Return a held expert. Raises IndexError if there is no such expert, or its slot is empty."""
         found = self.slots[index] if index >= 0 else None
         if found is None:
             raise IndexError(f"expert slot {index} of {len(self.slots)} is empty.")
@@ -162,19 +162,19 @@ class Experts:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """Routed experts, the shared expert and the gate, which knows all experts, held here or not."""
+    """Routed experts, the shared expert and the gate, which covers all experts, held here or not."""
 
     router: Matrix
-    """[E, D], FP32: a rounded score sends a token elsewhere."""
+    """[E, D], FP32: a rounded score would route a token to other experts."""
     router_bias_E: Tensor
-    """Correction bias: it chooses, it never weighs."""
+    """Correction bias: affects the choice of experts, never their weights."""
     experts: Experts
     shared: MlpWeights
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer: exactly one of `mlp` (dense) and `moe` is set."""
+    """Weights of one decoder layer: exactly one of `mlp` (dense) and `moe` is set."""
 
     attn_norm_D: Tensor
     attention: AttentionWeights
@@ -185,7 +185,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """The multi-token-prediction module (eq. 21-23): h' = eh_proj [enorm(Emb(t+1)); hnorm(h)], one
+    """Multi-token-prediction module (eq. 21-23): h' = eh_proj [enorm(Emb(t+1)); hnorm(h)], one
     block, head_norm, shared head.
     """
 
@@ -199,8 +199,8 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A whole model. `cos_sin` is [max_position, R]: cos of the R/2 pairs, then sin, YaRN applied
-    (FP32).
+    """Weights of a whole model. `cos_sin` is [max_position, R]: cos of the R/2 pairs, then sin,
+    YaRN applied (FP32).
     """
 
     config: ModelConfig

@@ -1,6 +1,6 @@
-"""Products with weights in plain torch: y = x W^T; SwiGLU, the feed-forward network (arXiv 2002.05202);
-products of every head with a matrix of its own, which MLA's absorbed form does before and behind
-its core attention; and the RMS norm. Fast twin: `hadal.kernels.products`.
+"""Products with weights in plain torch: y = x W^T; SwiGLU, the feed-forward network (arXiv
+2002.05202); products of each head with its own matrix, which MLA's absorbed form needs before and
+after its core attention; and the RMS norm. Fast twin: `hadal.kernels.products`.
 
 Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 """
@@ -17,7 +17,7 @@ from hadal.reference.params import Matrix, MlpWeights
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension, in FP32 whatever the input (arXiv 1910.07467, eq. 4)."""
+    """Normalise the last dimension, always in FP32 (arXiv 1910.07467, eq. 4)."""
     x32 = x_TD.float()
     mean_square = x32.pow(2).mean(-1, keepdim=True)
     return weight_D * (x32 * torch.rsqrt(mean_square + eps)).to(x_TD.dtype)
@@ -31,7 +31,7 @@ def linear(x_MK: Tensor, w: Matrix) -> Tensor:
 
 
 def rounded(x_MK: Tensor) -> Tensor:
-    """What is left of x when each 128 values of a row are E4M3 codes with a common scale."""
+    """Return x after rounding each 128 values of a row to E4M3 codes with a common scale."""
     flat_MK = x_MK.reshape(-1, x_MK.shape[-1]).float()
     rows_MB = torch.empty(
         (len(flat_MK), row_bytes(flat_MK.shape[1], "fp8")), dtype=torch.uint8, device=x_MK.device
@@ -48,14 +48,14 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
 
 
 def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
-    """W_UK into the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights."""
+    """Return W_UK applied to the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights."""
     w_uk_HNC = _by_head(kv_b, q_BHN)[:, : q_BHN.shape[-1]]
     return torch.matmul(q_BHN.transpose(0, 1), w_uk_HNC).transpose(0, 1).contiguous()
 
 
 def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
-    """W_UV behind the sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights, the last W of a head's
-    are W_UV.
+    """Return W_UV applied to the latent sum: [B, H, W]. Rows of `kv_b` as in AttentionWeights; the
+    last W rows of a head are W_UV.
     """
     w_uv_HWC = _by_head(kv_b, o_BHC)[:, -num_values:]
     return (
@@ -64,5 +64,5 @@ def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
 
 
 def _by_head(kv_b: Matrix, x_BHK: Tensor) -> Tensor:
-    """[H, N + W, C]"""
+    """Return the matrix by head, [H, N + W, C]."""
     return kv_b.dense(x_BHK.dtype).view(x_BHK.shape[1], -1, kv_b.shape[1])

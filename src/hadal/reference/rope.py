@@ -1,4 +1,4 @@
-"""Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Knows nothing of
+"""Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Independent of
 attention.
 
 Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4
@@ -24,7 +24,7 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
     if config.rope_scaling is not None:
         frequency = _stretch(frequency, config.rope_scaling, config.rope_theta)
         temperature = config.rope_scaling.temperature
-    # FP32 on purpose: the model was trained with angles rounded like this.
+    # FP32 on purpose: the model was trained with angles of this rounding.
     angle = torch.outer(
         torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency
     )
@@ -32,11 +32,11 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
 
 
 def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Slow pairs are interpolated (divided by factor), fast ones kept, a ramp between."""
+    """Interpolate slow pairs (divide by the factor), keep fast ones, with a ramp between."""
     dim = 2 * len(frequency)
 
     def pair_with(rotations: float) -> float:
-        """The pair that turns this often within the original context."""
+        """Return the pair that turns this often within the original context."""
         wavelength = scaling.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -50,8 +50,8 @@ def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def rotate_halves(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotate the first R values of x [T, X] or [T, J, X]: here a pair is (x[i], x[R/2 + i]), as the
-    indexer has it.
+    """Rotate the first R values of x [T, X] or [T, J, X]; a pair is (x[i], x[R/2 + i]), as in the
+    indexer.
     """
     cos, sin = cos_sin[positions_T].chunk(2, dim=-1)
     if x.dim() == 3:
@@ -62,9 +62,7 @@ def rotate_halves(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them
-    interleaved.
-    """
+    """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them interleaved."""
     cos, sin = cos_sin[positions_T].chunk(2, dim=-1)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]

@@ -1,6 +1,6 @@
-"""Which rank and expert slot every (token, expert) pair goes to, grouped by rank, in plain torch.
+"""Assign every (token, expert) pair to a rank and expert slot, grouped by rank, in plain torch.
 
-Knows nothing of bytes and messages. Fast twin: `hadal.kernels.route`. Shapes: T tokens, K chosen, E
+Independent of bytes and messages. Fast twin: `hadal.kernels.route`. Shapes: T tokens, K chosen, E
 experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank, all ranks).
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Where a layer's experts are: expert slot ids of the whole unit (rank * num_expert_slots +
-    slot).
+    """Replica locations of a layer's experts: expert slot ids of the whole unit (rank *
+    num_expert_slots + slot).
     """
 
     expert_slots_EM: Tensor
-    """int32, padded with an expert's first."""
+    """int32, padded with an expert's first slot."""
     counts_E: Tensor
     """int32"""
     num_ranks: int
@@ -43,17 +43,17 @@ class Route:
     """Local expert slot on its rank."""
     token_N: Tensor
     at_TK: Tensor
-    """Where a pair stands among the P."""
+    """Index of each pair among the P."""
     expert_slot_TK: Tensor
-    """The replica's expert slot id in the whole unit."""
+    """Expert slot id of the replica in the whole unit."""
 
 
 def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
-    """The expert slot id each pair goes to, int64 [T, K]: replica (t + shift) % count of its
+    """Return the expert slot id of each pair, int64 [T, K]: replica (t + shift) % count of its
     expert.
 
-    Even, and the same whoever computes it. Raises ValueError if an id is out of range or its expert
-    has no replica.
+    Even, and equal on every rank that computes it. Raises ValueError if an id is out of range or
+    its expert has no replica.
     """
     if ids_TK.numel() and not 0 <= int(ids_TK.min()) <= int(ids_TK.max()) < len(replicas.counts_E):
         raise ValueError("an expert id is out of range.")
@@ -66,7 +66,7 @@ def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     """Choose every pair's replica and group the pairs by rank. Raises ValueError as
-    `choose_replicas`.
+    `choose_replicas` does.
     """
     num_tokens, top_k = ids_TK.shape
     num_ranks, num_expert_slots = replicas.num_ranks, replicas.num_expert_slots

@@ -1,16 +1,15 @@
-"""Drawing tokens, by the definition: bias, penalties, masks, top-k, top-p, min-p, log-probabilities.
+"""Reference definition of sampling: bias, penalties, masks, top-k, top-p, min-p, log-probabilities.
 
-Knows slots and no requests. `hadal.kernels.sampling` draws the same tokens; this runs where the
-kernels cannot. A row's draw depends on its logits, its slot's numbers and its output index alone.
-Ties are never broken by the order of a sort: a threshold keeps all tokens as likely as the last one
-kept.
+Depends on slots, not on requests. `hadal.kernels.sampling` draws the same tokens; this runs where
+the kernels cannot. A row's draw depends only on its logits, its slot's numbers and its output
+index. Sort order never breaks ties: a threshold keeps all tokens as likely as the last one kept.
 
-A slot has several rows where drafts are checked: its last token's and those of the tokens drafted
-behind it, in order. It draws from one after the other as long as the token drawn is what the next
-row was fed, so drafts change no token.
+A slot has several rows if speculative drafts are checked: the row of its last token and those of
+the drafted tokens after it, in order. It draws from one row after the other as long as each drawn
+token equals the next row's input token, so drafts change no output.
 
 Shapes: B rows or slots, R rows of all slots, S slots, V vocabulary, K best tokens, N drawn tokens,
-M masks, W words of 32 bits of one.
+M masks, W 32-bit words of a mask.
 """
 
 from __future__ import annotations
@@ -40,55 +39,55 @@ SLOT = np.dtype(
     ],
     align=True,
 )
-"""How one slot is drawn; kernels/cpu/sample.h has the same layout. temperature 0 is greedy, top_k 0
-keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 where none are wanted. `index`: of the
-next token in the output. The `num_forbidden` biases behind the `num_bias` hold before min_tokens.
+"""Sampling parameters of one slot; kernels/cpu/sample.h has the same layout. temperature 0 is greedy, top_k
+0 keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 if none are wanted. `index`: index of the next
+token in the output. The `num_forbidden` biases after the `num_bias` apply before min_tokens.
 """
 
 TOKEN_VALUE = np.dtype([("token", np.int32), ("value", np.float32)])
-"""A token and a bias of its logit, where -inf forbids it; or a token and its log-probability."""
+"""Token and a bias of its logit, where -inf forbids it; or token and its log-probability."""
 ROW = np.dtype([("token", np.int64), ("logprob", np.float32), ("status", np.int32)])
-"""What a row draws. The token is 0 where the status is not DRAWN, the log-probability means
-something where the slot wants it.
+"""Result of a row. The token is 0 unless the status is DRAWN; the log-probability is valid only if
+the slot requests it.
 """
 
 DRAWN, NOT_FINITE, NOTHING_LEFT = range(3)
-"""What became of a row: it has a token; its logits hold a NaN or +inf, or nothing but -inf; its
-slot's own numbers make that of them.
+"""Status of a row: a token was drawn; the logits have a NaN or +inf, or only -inf; the slot's own
+parameters leave only such values.
 """
 
 
 @dataclass
 class SlotTable:
-    """The numbers of all slots."""
+    """Sampling parameters and histories of all slots."""
 
     slots_S: np.ndarray
-    """Of SLOT."""
+    """[S] of SLOT."""
     bias: np.ndarray
-    """Of TOKEN_VALUE, the slots' parts side by side; each token is below V."""
+    """Array of TOKEN_VALUE, the slots' parts one after another; each token is below V."""
     counts_SV: Tensor | None = None
-    """int32: how often a token is in the output. None where no slot has a penalty."""
+    """int32: count of each token in the output. None if no slot has a penalty."""
     seen_SV: Tensor | None = None
-    """bool: whether it is in prompt or output."""
+    """bool: True if the token is in prompt or output."""
 
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Which tokens rows may draw."""
+    """Tokens that rows may draw."""
 
     bits_MW: np.ndarray
     """uint32: bit v % 32 of word v // 32 allows token v."""
     of_R: np.ndarray
-    """int64: the mask of each row; -1: it may draw any."""
+    """int64: index of each row's mask; -1: any token is allowed."""
 
 
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood 2014) at
-    counter `index`.
+    """Return numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood
+    2014) at counter `index`.
 
     Both uint64; the result is float64 with 53 random bits.
     """
-    # The seed is mixed first: neighbouring seeds would otherwise be the same stream, shifted.
+    # The seed is mixed first: otherwise neighbouring seeds would give the same stream, shifted.
     with np.errstate(over="ignore"):
         z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + (indices + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15
@@ -112,15 +111,15 @@ def sample(
     table: SlotTable,
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw what slot `slots_B[b]` draws from its `num_B[b]` rows, at least one, which lie side by
-    side; they were fed the tokens `fed_R`. No slot comes twice. All of int64. A row's mask holds
-    where what it was fed is what was drawn.
+    """Draw tokens for each slot `slots_B[b]` from its `num_B[b]` adjacent rows (at least one), given
+    their input tokens `fed_R`. No slot may be listed twice. All are int64. A row's mask is valid if the
+    row's input token was drawn before it.
 
-    Advances the slots' indices and histories. The logits may be of any float type and are not
-    changed. Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): how many tokens each
-    slot drew, and of each which row drew it and what. The last of a slot may have failed. Of a row's
-    likeliest tokens as many mean something as its slot wants, the lower id first among equals; K is
-    the most that one wants. Raises ValueError if a slot comes twice, or its rows are not all there.
+    Advances the slots' indices and histories. The logits may have any float type and are not changed.
+    Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): tokens drawn per slot, and for
+    each token its row and result. The last one of a slot may have failed. K is the largest number of
+    best tokens that a slot requests; a row's entries beyond its own slot's number are meaningless, and
+    among equals the lower id is first. Raises ValueError if a slot is listed twice or rows are missing.
     """
     if len(np.unique(slots_B)) < len(slots_B):
         raise ValueError("a slot comes twice.")
@@ -152,7 +151,7 @@ def sample(
 def _advance(slots: np.ndarray, tokens: np.ndarray, table: SlotTable) -> None:
     table.slots_S["index"][slots] += 1
     if table.counts_SV is not None and table.seen_SV is not None:
-        # Of slots without a penalty, too: nobody reads theirs.
+        # Slots without a penalty are updated too; their histories are never read.
         at = _on(table.counts_SV, slots), _on(table.counts_SV, tokens)
         table.counts_SV[at] += 1
         table.seen_SV[at] = True
@@ -161,7 +160,7 @@ def _advance(slots: np.ndarray, tokens: np.ndarray, table: SlotTable) -> None:
 def sample_rows(
     logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable, masks: RowMasks | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw row b as slot `slots_B[b]` asks, at its index; nothing advances.
+    """Draw row b with the parameters of slot `slots_B[b]`, at its index; nothing advances.
 
     Returns (rows [B] of ROW, best [B, K] of TOKEN_VALUE).
     """
@@ -186,21 +185,21 @@ def sample_rows(
     )
     rows_B["token"], rows_B["status"] = tokens_B.cpu(), status_B.cpu()
     if num_best >= 0:
-        # Of the model's own distribution: before bias, penalties, masks and temperature.
+        # The model's own distribution: before bias, penalties, masks and temperature.
         logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float64)
         rows_B["logprob"] = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
-        # A stable sort, because it leaves equals in order.
+        # A stable sort keeps equals in order of id.
         ids_BK = logits_BV.argsort(dim=-1, descending=True, stable=True)[:, :num_best]
         best_BK["token"], best_BK["value"] = ids_BK.cpu(), logprobs_BV.gather(-1, ids_BK).cpu()
     return rows_B, best_BK
 
 
 def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
-    """Return a copy after bias and penalties, in this order, as vLLM and transformers do it.
+    """Return a copy after bias and penalties, in this order, as in vLLM and transformers.
 
     Repetition makes tokens of prompt and output less likely: it divides positive logits and
-    multiplies negative ones (CTRL, 2019). Frequency is subtracted for each time that a token is in
-    the output, presence once (as OpenAI does); in FP64, where their products are exact.
+    multiplies negative ones (CTRL, 2019). Frequency is subtracted once per occurrence of a token in
+    the output, presence once in all (as in OpenAI's API); in FP64, where their products are exact.
     """
     slot_B, logits_BV = table.slots_S[slots_B], logits_BV.clone()
     is_early_B = slot_B["index"] < slot_B["min_tokens"]
@@ -228,7 +227,7 @@ def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
 
 
 def allowed(logits_BV: Tensor, masks: RowMasks) -> Tensor:
-    """Return them with -inf for what the rows' masks do not allow."""
+    """Return the logits with -inf for tokens that the rows' masks do not allow."""
     is_allowed_MV = np.unpackbits(masks.bits_MW.view(np.uint8), axis=1, bitorder="little")
     is_allowed_MV = is_allowed_MV[:, : logits_BV.shape[1]].astype(np.bool_)
     rows = np.flatnonzero(masks.of_R >= 0)
@@ -240,8 +239,8 @@ def allowed(logits_BV: Tensor, masks: RowMasks) -> Tensor:
 
 
 def kept(logits_BV: Tensor, slot_B: np.ndarray) -> Tensor:
-    """Return probabilities up to a factor per row, the best 1; 0 for what top-k, then top-p of the
-    rest, then min-p leave out.
+    """Return probabilities up to a factor per row, the best 1; 0 for tokens removed by top-k, then
+    top-p of the rest, then min-p.
     """
     temperature, top_k, top_p, min_p = (
         _on(logits_BV, slot_B[name])[:, None] for name in ("temperature", "top_k", "top_p", "min_p")
@@ -253,7 +252,7 @@ def kept(logits_BV: Tensor, slot_B: np.ndarray) -> Tensor:
     is_within_BV = torch.arange(vocabulary, device=logits_BV.device) < top_k
     ranked_BV = p_BV.gather(-1, order_BV).where(is_within_BV, 0.0).double()
     sums_BV = ranked_BV.cumsum(-1)
-    # A token is in the nucleus if those before it do not reach the wanted mass; the first always is.
+    # A token is in the nucleus if the tokens before it do not reach the mass; the first always is.
     is_inside_BV = (sums_BV - ranked_BV < top_p * sums_BV[:, -1:]) | (top_p >= 1)
     last_B1 = (is_within_BV & is_inside_BV).sum(-1, keepdim=True).clamp(min=1) - 1
     return p_BV.where((logits_BV >= sorted_BV.gather(-1, last_B1)) & (p_BV >= min_p), 0.0)
@@ -266,7 +265,7 @@ def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     sums_BV = p_BV.cumsum(-1, dtype=torch.float64)
     target_B1 = (uniform_B * sums_BV[:, -1])[:, None]
     index_B = torch.searchsorted(sums_BV, target_B1, right=True)[:, 0]
-    # Rounding may put the target on the total itself: then the last token of positive probability.
+    # Rounding may put the target on the total: then pick the last token of positive probability.
     last_B = torch.searchsorted(sums_BV, sums_BV[:, -1:].contiguous())[:, 0]
     return torch.minimum(index_B, last_B)
 
