@@ -1,17 +1,17 @@
-// Products of BF16 and E4M3 weights on AMX's tile units, with activations that lose nothing.
+// Products of BF16 and E4M3 weights on AMX's tile units, without rounding the activations.
 //
-// A tile instruction multiplies BF16 by BF16 and adds in FP32. A weight in BF16 or E4M3 is a BF16 exactly; an FP32
+// A tile instruction multiplies BF16 by BF16 and adds in FP32. A weight in BF16 or E4M3 is exactly a BF16; an FP32
 // activation is the sum of three (8 + 8 + 8 bits of its 24). So three tile products are one exact FP32 product, at five
-// times the rate of FP32's own units. Weights are the left operand, as their rows lie; tokens are packed on the right,
-// two values of a token side by side:
+// times the rate of FP32's own units. Weights are the left operand, with rows in their stored layout; tokens are packed
+// on the right, two values of a token side by side:
 //
 //     C [16 rows of W, 16 tokens] += A [16 rows, 32 of K] x B [16 pairs of K, 16 tokens]
 //
 // Up to four C tiles (64 rows) share each B. A sum over 128 of K is multiplied by its block's scale and added to the
-// result in FP32, as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2). The order of additions of one result is fixed by K
-// alone, so it depends neither on the batch nor on its place in a tile nor on the thread.
+// result in FP32, as in DeepSeek-V3 (arXiv 2412.19437, 3.3.2). The order of additions of one result is fixed by K
+// alone, so it depends neither on the batch, nor on its place in a tile, nor on the thread.
 //
-// Where a weight asks for rounded inputs, tokens are E4M3 codes, one BF16 each, with a scale per 128.
+// If a weight requires rounded inputs, tokens are E4M3 codes, one BF16 each, with a scale per 128.
 #pragma once
 #include "rounded.h"
 
@@ -25,7 +25,7 @@ namespace hadal {
 
 #if defined(HADAL_AMX)
 
-// The kernel lends tile registers to a process that asks, once; a container may refuse.
+// The kernel grants tile registers to a process on one request; a container may refuse.
 inline bool ask_for_tiles() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -35,13 +35,13 @@ inline const bool kHasTiles = ask_for_tiles();
 constexpr int kTileRows = 16, kTileDepth = 32;
 constexpr int kTilesHigh = 4;                          // C tiles that share a B
 constexpr int kRowsHigh = kTilesHigh * kTileRows;
-constexpr int kTileValues = kTileRows * kTileDepth;    // of a BF16 tile, 1 KiB
-constexpr int kAhead = 2 * kScaleBlock;                // of K: how far ahead of its use W is fetched
+constexpr int kTileValues = kTileRows * kTileDepth;    // values of a BF16 tile, 1 KiB
+constexpr int kAhead = 2 * kScaleBlock;                // prefetch distance of W, along K
 constexpr int kMostParts = 3;                          // BF16s that make an FP32
-constexpr long kPanelBytes = 1 << 20;                  // of packed tokens, which stay in L2 while W goes by
+constexpr long kPanelBytes = 1 << 20;                  // packed tokens of a panel, which stay in L2 while W is streamed
 constexpr int kMostPanelTokens = 256;
 
-// `n` <= 128 values of a row of W as BF16 into its line of the tiles `tile_stride` values apart; zeros behind them.
+// Write n <= 128 values of a row of W as BF16 to its line of tiles `tile_stride` values apart, with zeros after them.
 HADAL_INLINE void widen_tile_row(const Matrix& w, const char* from, int n, uint16_t* to, long tile_stride) {
     if (w.type == kWeightBf16) {
         for (int k = 0; k < n; k += kTileDepth, to += tile_stride) {
@@ -63,7 +63,7 @@ HADAL_INLINE void widen_tile_row(const Matrix& w, const char* from, int n, uint1
     }
 }
 
-// 16 rows of 16 dwords become 16 columns of them.
+// Transpose 16 rows of 16 dwords.
 HADAL_INLINE void transpose16(__m512i (&r)[16]) {
     __m512i t[16];
 #pragma GCC unroll 16
@@ -94,7 +94,7 @@ HADAL_INLINE void transpose16(__m512i (&r)[16]) {
     }
 }
 
-// 32 floats as the nearest BF16s; what is left of them comes back in their place.
+// Return 32 floats as the nearest BF16s; a and b receive the remainders.
 HADAL_INLINE __m512i take_bf16(__m512& a, __m512& b) {
     const __m512i near = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(near));
@@ -108,17 +108,17 @@ HADAL_INLINE __m512i take_bf16(__m512& a, __m512& b) {
 struct Panel {
     int num_tokens, num_parts, num_steps;  // steps of 32 along K
     uint16_t* values;
-    float* scales;  // [blocks of 128 along K, num_tokens rounded up to 16]: of rounded tokens
+    float* scales;  // [blocks of 128 along K, num_tokens rounded up to 16]; for rounded tokens
     int padded() const { return (num_tokens + 15) / 16 * 16; }
     int tile_columns(int m) const { return min_int(16, num_tokens - m); }
-    // A tile that is not full is packed as narrow as it is: a single token takes a sixteenth of the memory. Its lines
-    // are read 16 tokens wide all the same; what stands behind a line makes columns that nobody looks at.
+    // A tile with fewer tokens is packed only that wide: a single token takes a sixteenth of the memory. Its lines are
+    // still read 16 tokens wide; values after a line's end produce columns that are never used.
     long tile_size(int columns) const { return long(num_steps) * num_parts * 16 * columns * 2; }
     uint16_t* tile(int m) const { return values + m / 16 * tile_size(16); }
     float* scales_of(int block) const { return scales + long(block) * padded(); }
 };
 
-// 32 of K, from k on, of `columns` tokens.
+// Pack 32 values of K, from k on, of `columns` tokens.
 template <class Load>
 HADAL_INLINE void pack_step(const Load& load, int columns, int num_parts, uint16_t* to) {
     __m512 a[16], b[16];
@@ -160,7 +160,7 @@ inline void pack(const Row& row, int m0, int K, const Panel& panel) {
     }
 }
 
-// The same of rounded tokens: E4M3 codes are BF16s.
+// Pack 32 values of K of rounded tokens: E4M3 codes are BF16s.
 template <class Row>
 inline void pack_rounded(const Row& row, int m0, int K, const Panel& panel) {
     alignas(64) float codes[16][kScaleBlock];
@@ -187,8 +187,8 @@ inline void pack_rounded(const Row& row, int m0, int K, const Panel& panel) {
     }
 }
 
-// The weights' way into tiles: chunks of 64 rows by 128 of K, one behind the other, widened row by row into two buffers
-// in turn. While the tile units multiply one chunk, the vector units widen the next.
+// Conversion of weights into tiles: chunks of 64 rows by 128 of K, one after the other, widened row by row into two
+// alternating buffers. While the tile units multiply one chunk, the vector units widen the next.
 struct Widener {
     const Matrix* const* matrices;
     int num_matrices, n0, n1;  // rows [n0, n1) of each
@@ -209,7 +209,7 @@ struct Widener {
         }
     }
 
-    // The chunk, whole. What is widened from now on is the next one.
+    // Complete the chunk and return it. Later calls widen the next one.
     const uint16_t* finish() {
         widen(kRowsHigh);
         const uint16_t* whole = buffers[filling];
@@ -220,7 +220,7 @@ struct Widener {
     }
 };
 
-// C tiles 0 .. T-1 over `steps` of K: a[step][4 tiles], b[step][parts], lines of b `stride` bytes apart.
+// Multiply C tiles 0 .. T-1 over `steps` of K: a[step][4 tiles], b[step][parts], lines of b `stride` bytes apart.
 template <int T, class Between>
 HADAL_INLINE void multiply_tiles(const uint16_t* a, const uint16_t* b, int steps, int num_parts, long stride, float* c,
                                  const Between& between) {
@@ -272,10 +272,10 @@ struct TileConfig {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-inline constexpr TileConfig kTileConfig{};  // a constant: the compiler does not see what the instruction reads
+inline constexpr TileConfig kTileConfig{};  // a constant, because the compiler does not see the instruction's read
 
-// Sums that a run of tiles has stored and that still have to be scaled and added. That is done a run later: what a tile
-// stores can be read only when it has left the store buffer, and the tile units need not wait for that.
+// Sums that a run of tiles has stored and that must still be scaled and added. This happens one run later: a tile's
+// stores can be read only after they leave the store buffer, and the tile units need not wait for that.
 struct Pending {
     const float* sums;  // [rows, 16]
     float* out;         // rows `out_stride` apart
@@ -294,8 +294,8 @@ struct Pending {
     }
 };
 
-// Rows [n, n + rows) of W, which the widener is at, against a packed panel; total [64, padded tokens] receives the sums.
-// c: two times [64, 16].
+// Multiply rows [n, n + rows) of W, the widener's current ones, by a packed panel; total [64, padded tokens] receives
+// the sums. c: two buffers of [64, 16].
 inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, const Panel& panel, float* c,
                            float* total) {
     const int K = w.columns, padded = panel.padded(), num_tiles = (rows + kTileRows - 1) / kTileRows;
@@ -327,7 +327,7 @@ inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, c
     pending.add(kRowsHigh);
 }
 
-// Sums stand row by row of W; they are wanted token by token, four rows at once.
+// Emit sums token by token, four rows at once; they are stored by row of W.
 template <class Emit>
 inline void emit_panel(const float* total, int padded, int rows, int num_tokens, int m0, int n, const Emit& emit) {
     for (int r = 0; r < rows; r += 4, total += 4 * padded) {
@@ -345,8 +345,8 @@ inline void emit_panel(const float* total, int padded, int rows, int num_tokens,
     }
 }
 
-// As `gemm` (gemm.h) for C matrices of one shape, whose tokens are packed once: emit[i](token, row, four sums, how
-// many, true) for rows [n0, n1) of w[i].
+// Like `gemm` (gemm.h) for C matrices of one shape; tokens are packed once. Calls emit[i](token, row, four sums, count,
+// true) for rows [n0, n1) of w[i].
 template <int C, class Row, class Emit>
 inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0, int n1, const Emit (&emit)[C]) {
     static thread_local OwnMemory packed_memory, work_memory;
@@ -359,7 +359,7 @@ inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0
     for (int m0 = 0; m0 < M; m0 += most) {
         Panel panel{min_int(most, M - m0), num_parts, num_steps, nullptr, nullptr};
         const int padded = panel.padded();
-        const size_t values = size_t(padded) * size_t(token_values) + 32;  // a line read past the last token's
+        const size_t values = size_t(padded) * size_t(token_values) + 32;  // slack: a line is read past the last token
         panel.values = packed_memory.take<uint16_t>(values + (is_rounded ? size_t(2 * num_blocks * padded) : 0));
         if (is_rounded) {
             panel.scales = reinterpret_cast<float*>(panel.values + values);

@@ -1,6 +1,6 @@
-// The C ABI that Python loads with ctypes. Pointers, counts and contiguity were checked by the Python wrapper; values
-// that index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the
-// step. A team runs one call at a time; calls from several threads take turns.
+// C ABI that Python loads with ctypes. The Python wrapper has checked pointers, counts and contiguity. Values that
+// index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the step.
+// A team runs one call at a time; calls from several threads take turns.
 #include "codec.h"
 #include "draft.h"
 #include "message.h"
@@ -18,7 +18,7 @@ bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_
     return true;
 }
 
-// Rows of a step, of which the first B attend.
+// Check the rows of a step; the first B of them attend.
 int check_rows(const StepShape& shape, int T, int B, const int64_t* tokens, const int64_t* positions,
                const int32_t* table, long max_blocks) {
     for (int t = 0; t < T; t++) {
@@ -36,7 +36,7 @@ bool good_slots(const DraftTable& table, int N, const int64_t* slots, const int6
     return true;
 }
 
-// Run `carve` twice over the team's scratch memory: once to learn its size, once to hand out the pointers.
+// Run `carve` twice over the team's scratch memory: first to compute its size, then to assign the pointers.
 template <class Carve>
 bool lay_out(Team& team, const Carve& carve) {
     try {
@@ -52,8 +52,8 @@ bool lay_out(Team& team, const Carve& carve) {
 
 constexpr int kHeadRows = 96;  // tokens of one head that a member takes at a time: W_UK's head stays in cache
 constexpr long kExpertScratchBytes =
-    64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
-constexpr long kScoreBytes = 16l << 20;  // of index scores at a time, for the same reason; of one row at least
+    64l << 20;  // prompts are multiplied in pieces, to bound memory for long ones
+constexpr long kScoreBytes = 16l << 20;  // index scores in memory at a time, for the same reason; at least one row
 
 }  // namespace
 
@@ -88,7 +88,7 @@ int hadal_linear(void* team_, const float* x, int M, int K, const Matrix* w, int
     return kOk;
 }
 
-// x [T, D], w [E], of which some may be empty, ids [T, K], weights [T, K], y [T, D].
+// x [T, D], w [E] (some may be empty), ids [T, K], weights [T, K], y [T, D].
 int hadal_experts(void* team_, const float* x, int T, int D, const MlpMatrices* w, int E, int I, const int64_t* ids,
                   const float* weights, int K, float* y) {
     for (long i = 0; i < long(T) * K; i++)
@@ -168,8 +168,8 @@ int hadal_gate(void* team_, const float* logits, int T, int E, const float* bias
 }
 
 // q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, width], table [B, max_blocks], o [B, H, C].
-// selected [B, top_k]: what sequences of more than top_k positions attend to; top_k 0: all of them attend to all, from
-// position `first` (0 or 1) on.
+// selected [B, top_k]: the positions that sequences of more than top_k positions attend to; top_k 0: every sequence
+// attends to all positions, from `first` (0 or 1) on.
 int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R,
                      const float* cache, int width, int num_blocks, int num_layers, int layer, const int32_t* table,
                      long max_blocks, const int64_t* lengths, const int32_t* selected, int top_k, int first,
@@ -215,8 +215,8 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
     return kOk;
 }
 
-// See index.h. q [B, J, X], weights [B, J], cache and table as above, of whose entries the keys are the last X values,
-// selected [B, top_k], written for rows of more than top_k positions: none before `first` (0 or 1).
+// See index.h. q [B, J, X], weights [B, J], cache and table as above. Keys are the last X values of an entry. selected
+// [B, top_k] is written for rows of more than top_k positions: none before `first` (0 or 1).
 int hadal_select_positions(void* team_, const float* q, const float* weights, int B, int J, int X, const float* cache,
                            int width, int num_blocks, int num_layers, int layer, const int32_t* table, long max_blocks,
                            const int64_t* lengths, int top_k, int first, int32_t* selected) {
@@ -322,8 +322,8 @@ int hadal_route(const RouteShape* shape, const int64_t* ids, const int32_t* slot
     return is_good ? kOk : kBadExpert;
 }
 
-// q [B, H, N] with strides (ldq, ldh, 1), w: N rows of C from `first` on and every `apart` rows, one for each head,
-// y [B, H, C]: y[b][h] = q[b][h] w[h].
+// q [B, H, N] with strides (ldq, ldh, 1), w: per head, N rows of C; the first head's begin at `first`, heads are
+// `apart` rows apart, y [B, H, C]: y[b][h] = q[b][h] w[h].
 int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H, int N, const Matrix* w, int first,
                    int apart, int C, float* y) {
     Team& team = *static_cast<Team*>(team_);
@@ -387,8 +387,8 @@ int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages,
     return kOk;
 }
 
-// See sample.h. The tokens of a bias are below V; counts and seen may be null where no slot has a penalty, the masks where
-// no row has one. R: rows of all slots, no slot twice. What was drawn is left side by side: at_R says which row drew, *num_drawn how many did.
+// See sample.h. Bias tokens are below V. counts, seen and masks may be null if unused. R: rows of all slots, no slot
+// twice. Results are contiguous: at_R has the row of each, *num_drawn their number.
 int hadal_sample(void* team_, const float* logits, long stride, int R, int B, int V, const int64_t* slots_B,
                  const int64_t* num_B, const int64_t* fed_R, SamplingSlot* slots_S, int S, const TokenValue* bias,
                  int32_t* counts_SV, uint8_t* seen_SV, const uint32_t* bits_MW, const int64_t* mask_R, int N,
@@ -421,7 +421,7 @@ int hadal_sample(void* team_, const float* logits, long stride, int R, int B, in
         for (int b = begin; b < end; b++) num_drawn_B[b] = sample_slot(call, b, first_B[b], scratch[size_t(me.index)]);
     };
     if (B == 1)
-        draw(Member{&team, 0, 1});  // nobody to wake
+        draw(Member{&team, 0, 1});  // no member to wake
     else
         team.run(draw);
     long to = 0;
@@ -447,7 +447,7 @@ void* hadal_step_new(void* team, const StepShape* shape, const StepPointers* at,
 
 void hadal_step_free(void* step) { delete static_cast<Step*>(step); }
 
-// See step.h. tokens, positions and table: of T rows, of which the first B attend and have logits; seen [T, D] or null.
+// See step.h. tokens, positions and table have T rows; the first B attend and get logits. seen [T, D] or null.
 int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int B, const int64_t* tokens,
                    const int64_t* positions, const int32_t* table, long max_blocks, const float* seen, float* normed,
                    float* logits) {
@@ -462,7 +462,7 @@ int hadal_step_run(void* step_, void* team_, const StepShape* shape, int T, int 
     return kOk;
 }
 
-// See draft.h. hidden: of R rows.
+// See draft.h. `hidden` has R rows.
 int hadal_note(const DraftTable* table, int N, const int64_t* slots, const int64_t* positions, const int64_t* tokens,
                const int64_t* rows_N, int R, const float* hidden) {
     if (!good_slots(*table, N, slots, positions)) return kBadRow;
@@ -472,7 +472,7 @@ int hadal_note(const DraftTable* table, int N, const int64_t* slots, const int64
     return kOk;
 }
 
-// See draft.h. No slot comes twice; blocks: M of each of the N.
+// See draft.h. No slot may be listed twice; blocks [N, M].
 int hadal_draft(void* step_, void* team_, const StepShape* shape, const DraftTable* table, int num_drafts, int N,
                 const int64_t* slots, const int64_t* positions, const int64_t* rooms, const int32_t* blocks, long M,
                 float* normed, float* logits) {

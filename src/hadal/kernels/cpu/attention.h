@@ -2,13 +2,12 @@
 // mode): all heads share one key row [c_kv (C); k_rope (R)] and one value row, its first C values. So for one sequence
 // scores are a small GEMM, heads by positions, and each latent row is loaded once for a group of heads.
 //
-// A sequence is cut into at most kMaxSplits ranges of positions by its length alone, each range is one online softmax
+// A sequence is cut into at most kMaxSplits ranges of positions by its length alone. Each range is one online softmax
 // over 64-position blocks, and ranges are merged in order: the result depends neither on the batch nor on the number of
-// threads. A sequence of more than top_k positions may attend to so many selected ones: they are gathered 64 at a time and
-// treated as if they were all there is. Positions before `first` are not attended to: ranges begin behind them, so
-// what lies there is not read.
-// Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks, num_layers, 64, width], of whose
-// rows the first L values are read.
+// threads. A sequence of more than top_k positions may attend to top_k selected ones: they are gathered 64 at a time
+// and treated as if the sequence had no others. Positions before `first` are not attended to: ranges begin after them,
+// so their memory is not read. Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks,
+// num_layers, 64, width], with L values read of each row.
 #pragma once
 #include <limits>
 #include <utility>
@@ -23,8 +22,8 @@ constexpr int kMinSplit = 256;
 constexpr int kMaxSplits = 16;
 
 struct Span {
-    int sequence, begin, end, part;  // part: index of its partial result, -1 where it is the whole sequence
-    const int32_t* selected;         // null: the positions from begin to end; else those that are at these places here
+    int sequence, begin, end, part;  // part: index of its partial result, -1 for a whole sequence
+    const int32_t* selected;         // null: positions begin to end; else indices begin to end of this list
 };
 
 struct Attention {
@@ -33,12 +32,12 @@ struct Attention {
     float scale;
     const float* cache;
     const int32_t* block_table;
-    int top_k;                // 0: all sequences attend to all they see
-    const int32_t* selected;  // [B, top_k], ascending, none before `first`; read for longer sequences alone
+    int top_k;                // 0: all sequences attend to all their positions
+    const int32_t* selected;  // [B, top_k], ascending, none before `first`; only read for longer sequences
     int first;                // 0 or 1
-    // Work, the same for every layer of a step:
+    // Work list, shared by all layers of a step:
     std::vector<Span> spans;
-    std::vector<std::pair<int, int>> part_range;  // per sequence: its first part and how many
+    std::vector<std::pair<int, int>> part_range;  // per sequence: first part, number of parts
     int num_head_groups, num_parts;
     bool is_split;
     std::atomic<int> next{0};
@@ -66,13 +65,13 @@ struct Attention {
             num_parts += n > 1 ? n : 0;
         }
         is_split = num_parts > 0;
-        // Heads are independent, so cutting them changes nothing but balance; under four heads the loads of a row pay
-        // too little.
+        // Heads are independent, so splitting them only changes balance; with fewer than four heads, loading a row
+        // costs too much per head.
         const int wanted = (3 * num_threads + int(spans.size()) - 1) / int(spans.size());
         num_head_groups = max_int(1, min_int(wanted, H / 4));
     }
 
-    // Per thread: scores [H, 64], three values per head, and what is gathered [64, L] where positions are selected.
+    // Per thread: scores [H, 64], three values per head, and gathered latents [64, L] if positions are selected.
     static size_t scratch_floats(int H, int L, int top_k) {
         return size_t(H) * (kBlock + 3) + (top_k ? size_t(kBlock) * size_t(L) : 0);
     }
@@ -84,7 +83,7 @@ struct Attention {
         return cache + (block * num_layers + layer) * kBlock * width;
     }
 
-    // Latents of the n selected positions from the p-th on, side by side.
+    // Gather the latents of n selected positions from the p-th on.
     const float* gather(const Span& span, int p, int n, int layer, float* to) const {
         const size_t L = size_t(C + R);
         for (int i = 0; i < n; i++) {
@@ -95,14 +94,14 @@ struct Attention {
         return to;
     }
 
-    // The first latents of a work item, to fetch ahead; null past the last, and where they are gathered.
+    // Return the first latents of a work item, for prefetching; null past the last item, and for gathered ones.
     const float* start_of(size_t span, int layer) const {
         if (span >= spans.size() || spans[span].begin >= spans[span].end || spans[span].selected) return nullptr;
         return block_at(spans[span].sequence, spans[span].begin, layer);
     }
 
-    // All sequences, heads [h0, h1): for short ones, where the next phases go by head, too, and a barrier costs more
-    // than balance.
+    // Run all sequences for heads [h0, h1): used for short ones, where later phases also split by head and a barrier
+    // costs more than imbalance.
     void run_heads(int h0, int h1, const float* q, float* o, float* parts, float* scratch, int layer) const {
         for (size_t i = 0; i < spans.size(); i++)
             run_span(spans[i], h0, h1, q, o, parts, scratch, layer, start_of(i + 1, layer));
@@ -111,13 +110,13 @@ struct Attention {
                 for (int h = h0; h < h1; h++) merge(b, h, parts, o);
     }
 
-    // q [B, H, L] (latent query, rotated query); o [B, H, C]. Members take items as they come free.
+    // q [B, H, L] (latent query, rotated query); o [B, H, C]. Members take items as they become free.
     void run(const float* q, float* o, float* parts, float* scratch, int layer, int num_members) {
         const int num_items = int(spans.size()) * num_head_groups;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
             const int group = i % num_head_groups, h0 = H * group / num_head_groups;
             const int h1 = H * (group + 1) / num_head_groups;
-            const float* then = start_of(size_t((i + num_members) / num_head_groups), layer);  // likely, not certain
+            const float* then = start_of(size_t((i + num_members) / num_head_groups), layer);  // likely the next item
             run_span(spans[size_t(i / num_head_groups)], h0, h1, q, o, parts, scratch, layer, then);
         }
     }
@@ -131,7 +130,7 @@ struct Attention {
         const float* q_at = q + (long(span.sequence) * H + h0) * L;
         float* part = span.part < 0 ? nullptr : parts + size_t(span.part) * part_floats();
         float* out = part ? part + long(h0) * C : o + (long(span.sequence) * H + h0) * C;
-        if (span.begin >= span.end) {  // nothing to attend to
+        if (span.begin >= span.end) {  // no visible positions
             for (long i = 0; i < long(heads) * C; i++) out[i] = 0.0f;
             return;
         }
@@ -161,8 +160,7 @@ struct Attention {
         }
     }
 
-    // scores -> exp(scale * (score - max)); keeps the running max and sum, fade is what earlier blocks are multiplied
-    // by.
+    // scores -> exp(scale * (score - max)); updates the running max and sum; fade: the factor for earlier blocks.
     void softmax_block(float* s, int n, bool is_first, float& max, float& sum, float& fade) const {
         V top = v_set(-std::numeric_limits<float>::infinity());
         int i = 0;
@@ -189,8 +187,7 @@ struct Attention {
         for (int c = 0; c < C; c += W) v_store_tail(row + c, v_load_tail(row + c, C - c) * v_set(factor), C - c);
     }
 
-    // o[b][h] = sum over parts of e^(max_i - max) o_i / sum of e^(max_i - max) sum_i. Nothing to do where b is one
-    // part.
+    // o[b][h] = sum over parts of e^(max_i - max) o_i / sum of e^(max_i - max) sum_i. Does nothing for a single part.
     void merge(int b, int h, const float* parts, float* o) const {
         const auto [first, n] = part_range[size_t(b)];
         if (n == 0) return;

@@ -1,6 +1,6 @@
 // Rows as they travel between ranks: FP32, BF16, or E4M3 codes with a scale per 128 channels; and the weighted sum of
-// what came back. Knows nothing of ranks. Every loop here is plain and branch-free, so that the compiler vectorises it
-// for any instruction set, and bit-equal to its torch twin (reference/codec.py).
+// returned rows. Independent of ranks. Every loop here is plain and branch-free, so that the compiler vectorises it for
+// any instruction set, and bit-equal to its torch twin (reference/codec.py).
 //
 // An FP8 row is D codes, padded with zeros to a multiple of 4, then ceil(D / 128) FP32 scales.
 #pragma once
@@ -36,7 +36,7 @@ HADAL_INLINE uint8_t e4m3_code(float y) {
     return uint8_t((b > 0x7F800000u ? 0x7Fu : code) | sign);
 }
 
-// Exact, without subnormal floats on the way; the two NaN codes give +-480.
+// Exact, without subnormal floats in between; the two NaN codes give +-480.
 HADAL_INLINE float e4m3_value(uint8_t code) {
     const uint32_t low = code & 0x7Fu, sign = uint32_t(code & 0x80u) << 24;
     const float small = float_of((121u << 23) + (low << 20)) - 0.015625f;
@@ -57,7 +57,7 @@ inline void encode_fp8(const float* x, int D, bool is_pow2, uint8_t* row) {
     for (int g = 0; g * kScaleGroup < D; g++) {
         const int begin = g * kScaleGroup, n = std::min(kScaleGroup, D - begin);
         const float* from = x + begin;
-        uint32_t largest = 0;  // as bits: ordered like the magnitudes, and a NaN is above all, so it reaches the caller
+        uint32_t largest = 0;  // as bits: ordered like magnitudes, and a NaN above all, so it reaches the caller
         for (int i = 0; i < n; i++) largest = std::max(largest, bits_of(from[i]) & 0x7FFFFFFFu);
         const float amax = float_of(largest);
         float scale = (amax < 1e-4f ? 1e-4f : amax) / kE4m3Max;
@@ -111,7 +111,7 @@ inline void decode_row(const uint8_t* row, int D, int format, float* y) {
 
 // y = sum of weight * row over a token's K rows, one fused multiply-add each, in the order given.
 inline void sum_rows(const uint8_t* const* rows, const float* weights, int K, int D, bool is_bf16, float* y) {
-    constexpr int kPiece = 256;  // in the first-level cache while the K rows are added
+    constexpr int kPiece = 256;  // stays in L1 while the K rows are added
     float sum[kPiece];
     for (int begin = 0; begin < D; begin += kPiece) {
         const int n = std::min(kPiece, D - begin);

@@ -1,6 +1,6 @@
-// What a rank's slots keep for the MTP module, and its passes over them: entries that are still to be written, then as
-// many drafts as are asked for, each the likeliest token behind the one before. `hadal/model/drafts.py` says what the
-// fields mean and does the same step by step.
+// Per-slot tables of a rank for the MTP module, and its passes over them: first the entries that are still to be
+// written, then the requested drafts, each the likeliest token after the one before. `hadal/model/drafts.py` documents
+// the fields and does the same step by step.
 #pragma once
 #include "sample.h"
 #include "step.h"
@@ -16,7 +16,7 @@ struct DraftTable {  // filled by Python; S slots, P = kBlock positions
     int64_t& token(long slot, long position) const { return tokens_SP[slot * kBlock + position % kBlock]; }
 };
 
-// N drawn tokens; row rows_N[n] of the hidden states is what came before token n.
+// Store N drawn tokens; row rows_N[n] of the hidden states is the state before token n.
 inline void note(const DraftTable& table, int N, const int64_t* slots, const int64_t* positions, const int64_t* tokens,
                  const int64_t* rows_N, const float* hidden_RD) {
     const size_t bytes = size_t(table.D) * sizeof(float);
@@ -28,12 +28,12 @@ inline void note(const DraftTable& table, int N, const int64_t* slots, const int
     }
 }
 
-constexpr long kAloneValues = 1 << 16;  // fewer logits are looked through before another member is awake
+constexpr long kAloneValues = 1 << 16;  // up to this many logits, waking another member costs more time
 
-// Rows of one call of the module's step, made of a table's. Kept between calls, so that a step allocates nothing.
+// Rows of one call of the module's step, built from a table. Kept between calls, so that a step allocates nothing.
 class DraftRows {
   public:
-    // blocks: M of each of the slots that rows are added of.
+    // blocks: M for each slot of the rows to be added.
     void begin(const DraftTable& table, const int32_t* blocks, long M) {
         table_ = &table, blocks_ = blocks, M_ = M;
         clear();
@@ -41,7 +41,7 @@ class DraftRows {
 
     int count() const { return int(tokens.size()); }
 
-    // The kept token of a slot at this position.
+    // Add the stored token of a slot at this position.
     void add(int n, int64_t slot, int64_t position) {
         add(n, table_->token(slot, position), position, table_->hidden(slot, position));
     }
@@ -58,7 +58,7 @@ class DraftRows {
     std::vector<int64_t> tokens, positions;
     std::vector<int32_t> blocks_TM;
     std::vector<float> seen_TD;
-    // Of the slots that draft: which of the given ones, and the position of the last token.
+    // Drafting slots: index among the given ones, and position of the last token.
     std::vector<int> full;
     std::vector<int64_t> last;
 
@@ -68,8 +68,8 @@ class DraftRows {
     long M_ = 0;
 };
 
-// run(T, B) is the module's step with these rows, of which the first B draft: their logits [B, V] and normed states
-// [B, D] are at `logits` and `normed` then. What it returns, if not 0, ends the call.
+// run(T, B) runs the module's step on these rows; the first B draft: their logits [B, V] and normed states [B, D] are
+// then at `logits` and `normed`. A non-zero return value ends the call.
 template <class Run>
 int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, int N, const int64_t* slots,
           const int64_t* positions, const int64_t* rooms, int max_rows, int V, const float* logits, const float* normed,
@@ -87,7 +87,7 @@ int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, 
     const auto add_full = [&] {
         for (const int n : full) rows.add(n, slots[n], positions[n]);
     };
-    const bool is_apart = num_before + long(full.size()) > max_rows;  // what does not fit beside them is written first
+    const bool is_apart = num_before + long(full.size()) > max_rows;  // others do not fit: write them first
     if (!is_apart) add_full();
     for (const int n : full) {
         for (int64_t q = table.num_written_S[slots[n]]; q < positions[n]; q++) {
@@ -122,7 +122,7 @@ int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, 
         for (size_t b = 0; b < full.size(); b++) {
             const int n = full[b];
             table.num_drafts_S[slots[n]] = turn + 1;
-            // Behind it the module goes on from its own state, as long as there is room.
+            // After it, the module continues from its own state while capacity is left.
             if (turn + 1 == num_drafts || last[b] + 1 >= rooms[n]) continue;
             rows.add(n, table.drafts_SK[slots[n] * table.K + turn], last[b] + 1, normed + long(b) * table.D);
             full[kept] = n, last[kept++] = last[b] + 1;

@@ -5,7 +5,7 @@
 //   up    members split the jobs' I axis (whole jobs where there are many), so the activation follows in the same
 //         thread;
 //   down  members split the D axis and each walks all jobs in order, so every y[t][d] has one writer: no atomics, and a
-//         token's experts are added in the order of their ids whatever the batch and the number of threads.
+//         token's experts are added in the order of their ids for any batch and number of threads.
 // Shapes: T tokens, D model, E experts, I expert width, K experts per token.
 #pragma once
 #include "norm.h"
@@ -40,11 +40,11 @@ inline void sort_pairs(const int* ids_TK, int num_pairs, int E, Sorted& s) {
     for (int i = 0; i < num_pairs; i++) s.offset_E1[ids_TK[i] + 1]++;
     for (int e = 0; e < E; e++) s.offset_E1[e + 1] += s.offset_E1[e];
     for (int i = 0; i < num_pairs; i++) s.pair_TK[s.offset_E1[ids_TK[i]]++] = i;
-    for (int e = E; e > 0; e--) s.offset_E1[e] = s.offset_E1[e - 1];  // the fill moved every start to its end
+    for (int e = E; e > 0; e--) s.offset_E1[e] = s.offset_E1[e - 1];  // the fill advanced every start to its end
     s.offset_E1[0] = 0;
 }
 
-// Appends a job for every expert that has tokens. gate/up: [T * K, I] for all of them.
+// Append a job for every expert that has tokens. gate/up: [T * K, I] for all of them.
 inline void add_routed_jobs(Sorted& s, const MlpMatrices* w_E, int E, int I, float* gate, float* up) {
     for (int e = 0; e < E; e++) {
         const int begin = s.offset_E1[e], count = s.offset_E1[e + 1] - begin;
@@ -62,7 +62,7 @@ struct JobTokens {
     HADAL_INLINE const float* operator()(int m) const { return x + (pairs ? pairs[m] / K : m) * ld; }
 };
 
-// Rows [i0, i1) of a job's gate and up, and the activation of that stripe. `after`: see gemm.
+// Compute rows [i0, i1) of a job's gate and up, and the activation of that stripe. `after`: see gemm.
 inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1, const char* after) {
     const JobTokens row{x, D, job.pairs, K};
     const Matrix &gate = job.w->gate, &up = job.w->up;
@@ -85,7 +85,7 @@ inline void run_up(const Job& job, const float* x, int D, int K, int i0, int i1,
         return activate(i0, i1);
     }
 #endif
-    // Stripes of gate and up in turn, so that the activation finds both in cache.
+    // Stripes of gate and up alternate, so that the activation finds both in cache.
     const int stripe = max_int(32, kRowBlockBytes / int(sizeof(float)) / D / 16 * 16);
     for (int a = i0; a < i1; a += stripe) {
         const int b = min_int(i1, a + stripe);
@@ -109,7 +109,7 @@ struct AddWeighted {
     }
 };
 
-// Columns [d0, d1) of y += this job.
+// Compute columns [d0, d1) of y += this job.
 inline void run_down(const Job& job, int D, int K, const float* weights_TK, int d0, int d1, float* y,
                      const char* after) {
     gemm(RowAt{job.gate, job.I}, job.num_tokens, job.w->down, d0, d1, AddWeighted{y, D, job.pairs, K, weights_TK},
@@ -120,8 +120,8 @@ inline void run_down(const Job& job, int D, int K, const float* weights_TK, int 
 // tokens.
 HADAL_INLINE long job_cost(const Job& job) { return job.num_tokens + 8; }
 
-// The member's share of all jobs' I axes, equal in cost; borders on multiples of 16 so that activations are whole
-// vectors. `after`: what this member multiplies when the jobs are done.
+// Compute the member's share of all jobs' I axes, equal in cost; borders are multiples of 16, so that activations are
+// whole vectors. `after`: the weights that this member multiplies next.
 inline void run_up_share(const Member& me, const Job* jobs, int num_jobs, const float* x, int D, int K,
                          const char* after) {
     long total = 0;
@@ -151,7 +151,7 @@ inline void run_down_share(const Member& me, const Job* jobs, int num_jobs, int 
         run_down(jobs[j], D, K, weights_TK, d0, d1, y, j + 1 < num_jobs ? jobs[j + 1].w->down.row(d0) : after);
 }
 
-// The first row of this member's share of a weight: what to fetch ahead of a phase that multiplies it.
+// Return the first row of this member's share of a weight, to prefetch before the phase that multiplies it.
 inline const char* share_of(const Member& me, const Matrix& w, int rows) {
     int begin, end;
     me.share(rows, 4, begin, end);

@@ -1,6 +1,6 @@
-// The choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate):
-//   s = sigmoid(logits); choose by s + bias: a group scores the sum of its two best, the best topk_group groups stay,
-//   of their experts the best K are taken; weights are s (without the bias), normalised if asked, times the scale.
+// Choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate):
+//   s = sigmoid(logits); choose by s + bias: a group's score is the sum of its two best; the best topk_group groups
+//   stay; the best K of their experts are chosen; weights are s (no bias), normalised if asked, times the scale.
 // Ties go to the lower index.
 #pragma once
 #include "norm.h"
@@ -13,8 +13,8 @@ struct GateShape {
     float scale;
 };
 
-// The n largest of `count` values >= the first index on ties, largest first; index[] receives n indices (n <= count).
-// One pass: nearly every value fails against the smallest kept one.
+// Insert a value into the n largest, largest first, lower index first on ties; top_index receives their indices.
+// Callers make one pass: nearly every value fails against the smallest kept one.
 inline void insert_top(float value, int index, int n, int& kept, float* top_value, int* top_index) {
     if (kept == n && !(value > top_value[n - 1])) return;
     int at = kept < n ? kept++ : n - 1;
@@ -53,7 +53,7 @@ inline void choose_experts(const GateShape& g, const float* logits_E, const floa
             }
             insert_top(best + second, i, g.topk_group, num_kept, top, groups);
         }
-        for (int i = 1; i < num_kept; i++)  // by index again, so that ties between experts go to the lower one
+        for (int i = 1; i < num_kept; i++)  // sorted by index again, so that ties go to the lower index
             for (int j = i; j > 0 && groups[j] < groups[j - 1]; j--) std::swap(groups[j], groups[j - 1]);
     } else {
         for (; num_kept < g.num_groups; num_kept++) groups[num_kept] = num_kept;
@@ -64,7 +64,7 @@ inline void choose_experts(const GateShape& g, const float* logits_E, const floa
             insert_top(choice_E[e], e, g.K, taken, top, ids_K);
     float sum = 0.0f;
     for (int k = 0; k < g.K; k++) sum += weights_K[k] = sigmoid1(logits_E[ids_K[k]]);
-    const float factor = g.is_normed ? g.scale / (sum + 1e-20f) : g.scale;  // 1e-20: as the released gate
+    const float factor = g.is_normed ? g.scale / (sum + 1e-20f) : g.scale;  // 1e-20: as in the released gate
     for (int k = 0; k < g.K; k++) weights_K[k] *= factor;
 }
 

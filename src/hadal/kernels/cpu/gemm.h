@@ -1,17 +1,15 @@
-// y[m][n] = sum_k x[m][k] * w[n][k] with both operands K-contiguous, as nn.Linear stores them: nothing is packed or
-// copied.
+// y[m][n] = sum_k x[m][k] * w[n][k] with both operands K-contiguous, as in nn.Linear: nothing is packed or copied.
 //
-// The tile. MT tokens by 4 weight rows of accumulators, each a vector of partial sums along K; a step loads MT + 4
+// The tile: MT tokens by 4 weight rows of accumulators, each a vector of partial sums along K. A step loads MT + 4
 // vectors and does 4 * MT fused multiply-adds (6 x 4: 24 for 10 loads, so the arithmetic units and not the load ports
 // are the limit). At the end of K the lanes are summed, four rows at once (simd.h, v_sum4: 13 instructions for four).
-// Why not the usual packed outer product: packing costs a pass over W that a decode step (1-64 tokens) never earns
-// back, and MT only says how many tokens share the loads: the order of additions of one result is fixed by K alone
-// (lanes, then K blocks). So a token's result is bit-equal whatever the batch, the tile and the thread that computed
-// it.
+// The usual packed outer product does not pay: packing needs a pass over W that a decode step (1-64 tokens) never earns
+// back. MT only decides how many tokens share the loads; the order of additions of one result is fixed by K alone
+// (lanes, then K blocks). So a token's result is bit-equal for any batch, tile and thread.
 //
-// A weight that is not FP32 is widened in registers for a few tokens, for many block by block into a thread's own memory,
-// and multiplied in the same order, so its products have the bits of the matrix dequantised to FP32. Where the processor has tile units, they
-// multiply it as it is (amx.h).
+// A weight that is not FP32 is widened: in registers for a few tokens, block by block into a thread's own memory for
+// many. The order of multiplication is the same, so its products have the bits of the matrix dequantised to FP32.
+// Processors with tile units multiply it in its stored form (amx.h).
 #pragma once
 #include "amx.h"
 
@@ -20,9 +18,9 @@ namespace hadal {
 constexpr int kTokenTile = W == 16 ? 6 : 3;  // 24 accumulators of 32 registers, or 12 of 16
 constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows at a time
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
-// Tiles of tokens up to which each widens a row of W anew, by its type. More share what was widened once, in memory.
+// Most token tiles, by weight type, that each widen a row of W anew. More tiles share one widening, in memory.
 constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};
-constexpr int kWidenBytes = 16 << 10;        // of widened rows of W for a few tokens: in L1, beside the tokens
+constexpr int kWidenBytes = 16 << 10;        // widened rows of W for a few tokens: in L1, beside the tokens
 
 // One step along K: acc[m][r] += x[m] * w[r] for a vector (or, at the end of K, a part of one) of the K axis.
 template <int MT, int NR, class Load>
@@ -43,9 +41,8 @@ HADAL_INLINE void dot_step(V (&acc)[MT][NR], const float* const* x, long k, cons
     }
 }
 
-// Where the lines to prefetch lie: on each step PF of them, `lane` floats apart, then `advance` further on; row quad q
-// starts at first + q * quad; what would lie at or past `end` lies `jump` floats further (the weights needed after
-// these).
+// Lines to prefetch. Row quad q starts at first + q * quad; each step fetches PF lines, `lane` floats apart, then moves
+// `advance` on. Addresses at or past `end` are moved by `jump` floats, to the weights needed next.
 struct Ahead {
     const float* first;
     long lane, advance, quad;
@@ -53,8 +50,8 @@ struct Ahead {
     long jump = 0;
 };
 
-// Sums over K of MT tokens by NR rows. PF: lines to prefetch on each step; into L1 where all four of the step are
-// fetched (they are needed next), into L2 where the token tiles of a block share the work.
+// Return sums over K of MT tokens by NR rows. PF: lines to prefetch on each step; into L1 if all four rows are fetched
+// (they are needed next), into L2 if the token tiles of a block share the work.
 template <int MT, int NR, int PF>
 HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, int K, const float* fetch, long lane,
                            long advance, Quad* out) {
@@ -79,18 +76,18 @@ HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, i
     for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
-// W rows that a tile of MT tokens takes at a time.
+// Rows of W that a tile of MT tokens takes at a time.
 constexpr int tile_rows(int MT) { return MT > kTokenTile ? 2 : 4; }
 
-// 7, 8 or 14-16 tokens go in tiles of 7 and 8: one pass over W less (8 tokens ran at 60 % of the memory's rate in two
-// tiles).
+// 7, 8 or 14-16 tokens use tiles of 7 and 8: one pass over W less (8 tokens in two tiles ran at 60 % of the memory's
+// rate).
 inline int count_tiles(int M) {
     if (W == 16 && (M == 7 || M == 8)) return 1;
     if (W == 16 && M >= 14 && M <= 16) return 2;
     return (M + kTokenTile - 1) / kTokenTile;
 }
 
-// One token tile against rows [n0, n1) of W, one K block. emit(token, row, sums, num_rows, is_first_block).
+// Multiply one token tile by rows [n0, n1) of W, one K block. emit(token, row, sums, num_rows, is_first_block).
 template <int MT, int PF, class Row, class Emit>
 inline void token_tile(const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0, int n1,
                        const Ahead& ahead, const Emit& emit) {
@@ -139,23 +136,23 @@ inline void any_token_tile(int mt, int pf, const Row& row, int m0, const float* 
     }
 }
 
-// Rows [n0, n1) of W for M tokens. `row(m)` is the m-th token's vector, so tokens may be gathered; every sum reaches
-// `emit` once per K block, first block first.
+// Multiply rows [n0, n1) of W by M tokens. `row(m)` is the m-th token's vector, so tokens may be gathered; every sum
+// reaches `emit` once per K block, first block first.
 //
-// W goes by in blocks that stay in L2 over all token tiles. While a block is multiplied the next is prefetched, its
-// lines spread evenly over the tiles' steps (a burst between tiles would fill the miss buffers and stall) and in the
-// order of their addresses. The first block has nobody before it, so its first tile fetches for itself, kPrefetchBytes
-// ahead. `after`: the weights that this thread multiplies next; with them a tiny expert (12-48 KB of weights) does not
-// start cold.
+// W is processed in blocks that stay in L2 over all token tiles. While a block is multiplied, the next is prefetched,
+// its lines spread evenly over the tiles' steps (a burst between tiles would fill the miss buffers and stall) and in
+// the order of their addresses. The first block has no predecessor, so its first tile prefetches for itself,
+// kPrefetchBytes ahead. `after`: the weights that this thread multiplies next, so that a tiny expert (12-48 KB of
+// weights) does not start cold.
 template <class Row, class Emit>
 inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0, int n1, const Emit& emit,
                  const float* after = nullptr) {
     if (M <= 0 || n1 <= n0) return;
     const float* end = w + n1 * ldw;
     if (!after) after = end;
-    const int num_tiles = count_tiles(M), lines = tile_rows((M + num_tiles - 1) / num_tiles);  // of W per step
+    const int num_tiles = count_tiles(M), lines = tile_rows((M + num_tiles - 1) / num_tiles);  // lines of W per step
     const int depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
-    // ... larger where x itself no longer stays there.
+    // ... larger if x itself no longer stays there.
     const int block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
     const int rows =
         num_tiles == 1 && depth == K ? 1 << 30 : max_int(4, block_bytes / int(sizeof(float)) / depth / 4 * 4);
@@ -167,12 +164,12 @@ inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0,
             const float* block = w + r0 * ldw + k0;
             const bool is_last_depth = k0 + kb >= K;
             const float* next = !is_last_depth ? block + kb : r1 < n1 ? w + r1 * ldw : after;
-            int lines_left = lines;  // of the next block, per step
+            int lines_left = lines;  // lines of the next block, per step
             for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
-                const int mt = (M - m0) / (num_tiles - tile);  // sizes differ by one at most
+                const int mt = (M - m0) / (num_tiles - tile);  // sizes differ by at most one
                 if (tile == 0 && !is_warm) {
                     const long near = kPrefetchBytes / int(sizeof(float));
-                    // Rows that follow each other in memory are fetched in the order of addresses, others row by row.
+                    // Contiguous rows are prefetched in the order of addresses, others row by row.
                     const Ahead ahead = ldw == kb ? Ahead{block + near, 16, 16 * lines, lines * ldw, end, after - end}
                                                   : Ahead{block + max_int(1, int(near / (lines * kb))) * lines * ldw,
                                                           ldw, 16, lines * ldw};
@@ -190,14 +187,14 @@ inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0,
     }
 }
 
-// Dense tokens.
+// Rows of dense tokens.
 struct RowAt {
     const float* x;
     long ld;
     HADAL_INLINE const float* operator()(int m) const { return x + m * ld; }
 };
 
-// out += weight * q, four at once where four are there. (x * 1 is x, so a plain addition goes this way, too.)
+// out += weight * q, four at once if there are four. (x * 1 is x, so a plain addition uses this function, too.)
 HADAL_INLINE void add_quad(float* out, const Quad& q, int count, float weight) {
     typedef float Four __attribute__((vector_size(16)));
     if (count == 4) {
@@ -211,7 +208,7 @@ HADAL_INLINE void add_quad(float* out, const Quad& q, int count, float weight) {
     }
 }
 
-// y[m][n] (= or +=) sums; later K blocks always add.
+// y[m][n] (= or +=) sums; K blocks after the first always add.
 template <bool ADD>
 struct Store {
     float* y;
@@ -224,7 +221,7 @@ struct Store {
     }
 };
 
-// Tokens rounded to E4M3 and back, 1x128, for weights that ask for it.
+// Tokens rounded to E4M3 and back, 1x128, for weights that require it.
 template <class Row>
 inline const float* round_rows(const Row& row, int M, int K) {
     static thread_local OwnMemory memory;
@@ -239,8 +236,8 @@ inline const float* round_rows(const Row& row, int M, int K) {
     return rounded;
 }
 
-// As dot_tile, widening in registers: FP8 or BF16 rows [n, n + NR) of W, K of them from k0 on. The order of additions is
-// that of dot_tile, and so are the bits. `fetch`: where as many rows begin that are needed next.
+// Like dot_tile, but widens FP8 or BF16 rows [n, n + NR) of W in registers, K values from k0 on. The order of
+// additions, and so every bit, is that of dot_tile. `fetch`: start of as many rows that are needed next.
 template <int MT, int NR, bool IS_FP8>
 HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, int k0, int K, const char* fetch,
                               Quad* out) {
@@ -265,7 +262,7 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
         for (int m = 0; m < MT; m++) acc[m][r] = v_fma(xv[m], wv, acc[m][r]);
     };
     V xv[MT];
-    // A piece of K begins where a block of columns does: kDepthBlock is whole blocks, or all of K is one piece.
+    // A piece of K begins at a column block: kDepthBlock is whole blocks, or all of K is one piece.
     int k = 0;
     while (k < K) {
         const int stop = IS_FP8 ? min_int(K, k + kScaleBlock) : K;
@@ -303,7 +300,7 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
     for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
-// What is fetched while rows are multiplied: those so many `rows` further on, of W up to `end` and then of `after`.
+// Prefetch targets while rows are multiplied: `rows` further on, in W up to `end`, then in `after`.
 struct StoredAhead {
     int rows, end;
     const char* after;
@@ -313,14 +310,15 @@ struct StoredAhead {
     }
 };
 
-// What a member's share leaves of a quad is rare, and code of its own in every caller would be much to compile.
+// The rest of a share that is no whole quad is rare; separate code, since inlining it in every caller would be slow to
+// compile.
 template <int MT, bool IS_FP8>
 __attribute__((noinline)) void stored_row(const float* const* x, const Matrix& w, int n, int k0, int kb,
                                           const char* fetch, Quad* out) {
     stored_tile<MT, 1, IS_FP8>(x, w, n, k0, kb, fetch, out);
 }
 
-// MT tokens, whose vectors begin at k0, against rows [n0, n1).
+// Multiply MT tokens, with vectors from k0 on, by rows [n0, n1).
 template <int MT, bool IS_FP8, class Emit>
 inline void stored_rows(const float* const* x, int m0, const Matrix& w, int k0, int kb, int n0, int n1,
                         const StoredAhead& ahead, const Emit& emit) {
@@ -336,7 +334,7 @@ inline void stored_rows(const float* const* x, int m0, const Matrix& w, int k0, 
     }
 }
 
-// Rows of W go by in blocks that stay in cache over all token tiles.
+// Rows of W are processed in blocks that stay in cache over all token tiles.
 template <bool IS_FP8, class Row, class Emit>
 inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit, const char* after) {
     const int K = w.columns, depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
@@ -368,7 +366,7 @@ inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, 
     }
 }
 
-// The same through a thread's own memory. Blocks of W and of K are those of `gemm`, and so is every sum.
+// Same product through a thread's own memory. Blocks of W and of K, and so every sum, are those of `gemm`.
 template <class Row, class Emit>
 inline void widened_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
     static thread_local OwnMemory memory;
@@ -398,7 +396,7 @@ inline void widened_gemm(const Row& row, int M, const Matrix& w, int n0, int n1,
     }
 }
 
-// Rows [n0, n1) of W for M tokens, whatever W's type is.
+// Multiply rows [n0, n1) of W, of any type, by M tokens.
 template <class Row, class Emit>
 inline void gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit,
                  const char* after = nullptr) {
@@ -429,7 +427,7 @@ inline void linear(const float* x, long ldx, int M, const Matrix& w, int n0, int
 }
 
 // y[m][c] = sum_n a[m][n] * b[n][c], columns [c0, c1): b is streamed once for up to kTokenTile rows of a. With ADD,
-// y[m][c] is first multiplied by scale[m] (online softmax). Additions run over n in order, for every tile shape alike.
+// y[m][c] is first multiplied by scale[m] (online softmax). Additions run over n in order, for every tile shape.
 template <int MT, int CV, bool ADD>
 HADAL_INLINE void outer_tile(const float* a, long lda, int N, const float* b, long ldb, int c0, int tail,
                              const float* scale, float* y, long ldy) {
@@ -508,7 +506,7 @@ inline void outer(const float* a, long lda, int M, int N, const float* b, long l
     }
 }
 
-constexpr int kOuterColumns = 4 * W;  // of b that one tile of `outer` takes
+constexpr int kOuterColumns = 4 * W;  // columns of b per tile of `outer`
 
 // y[m][c] = sum_n a[m][n] * w[n][c] over w's first N rows, columns [c0, c1).
 inline void outer(const float* a, long lda, int M, int N, const Matrix& w, int c0, int c1, float* y, long ldy) {

@@ -1,10 +1,10 @@
-// The lightning indexer (arXiv 2512.02556, eq. 1): which top_k of the positions that a row sees it attends to.
+// Lightning indexer (arXiv 2512.02556, eq. 1): selects the top_k visible positions that a row attends to.
 //
-// A position's score is the sum over index heads, in their order, of weight * relu(query . key): of all heads and 64
-// keys at a time a small GEMM, then one vector of positions for each head's term. So a score depends on the row and the
-// position alone, and the selection on the scores: the top_k largest, of equal ones the lower position. Positions before
-// the attention's `first` are never selected.
-// Shapes: B rows, J index heads, X index key. A position's key lies in its cache entry, `key_at` values in.
+// A position's score is the sum over index heads, in their order, of weight * relu(query . key): a small GEMM over all
+// heads and 64 keys at a time, then one vector of positions per head's term. So a score depends only on the row and the
+// position, and the selection only on the scores: the top_k largest; among equals the lower position. Positions before
+// the attention's `first` are never selected. Shapes: B rows, J index heads, X index key. A position's key is in its
+// cache entry, `key_at` values from its start.
 #pragma once
 #include "attention.h"
 
@@ -12,7 +12,7 @@ namespace hadal {
 
 constexpr int kScoreRange = 512;  // positions that a member scores at a time
 
-// A float as a number whose order is the float's. Scores are never -0: their sums begin with 0.
+// A float as an integer of the same order. Scores are never -0: their sums begin with 0.
 HADAL_INLINE uint32_t ordered(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -21,14 +21,14 @@ HADAL_INLINE uint32_t ordered(float x) {
 
 struct Selection {
     int J, X, top_k, key_at;
-    // Work, the same for every layer of a step:
-    const Attention* attention;  // whose rows and cache these are
+    // Work list, shared by all layers of a step:
+    const Attention* attention;  // owner of these rows and cache
     const int64_t* lengths;
-    std::vector<int> rows;  // those that see more than top_k positions
+    std::vector<int> rows;  // rows with more than top_k visible positions
     long longest;
     std::atomic<int> next{0};
 
-    // Rows [begin, end).
+    // Plan rows [begin, end).
     void plan(const Attention& of, const int64_t* lengths_B, int begin, int end) {
         attention = &of, lengths = lengths_B, longest = 0;
         rows.clear();
@@ -44,12 +44,12 @@ struct Selection {
         return attention->block_at(b, position, layer) + key_at;
     }
 
-    // Scores of the planned rows.
+    // Number of scores of the planned rows.
     size_t num_keys() const { return rows.size() * size_t(longest); }
     static size_t scratch_floats(int J) { return size_t(J + 1) * kBlock; }
 
-    // q [B, J, X], weights [B, J] with rows `ldw` apart; keys [planned rows, longest]: the scores, as `ordered`. Members
-    // take ranges of positions as they come free.
+    // q [B, J, X], weights [B, J] with rows `ldw` apart; keys [planned rows, longest]: the scores, as `ordered`.
+    // Members take ranges of positions as they become free.
     void score(const float* q, const float* weights, long ldw, uint32_t* keys, float* scratch, int layer) {
         const int ranges = int((longest + kScoreRange - 1) / kScoreRange), num_items = int(rows.size()) * ranges;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
@@ -64,7 +64,7 @@ struct Selection {
         float* sums = dots + long(J) * kBlock;
         for (int p = begin; p < end; p += kBlock) {
             const int n = min_int(kBlock, end - p);
-            // Keys lie apart, which hardware does not foresee: the next ones are fetched meanwhile.
+            // Keys are not contiguous, so hardware does not prefetch them: the next ones are prefetched here.
             const float* after = p + kBlock < lengths[b] ? keys_at(b, p + kBlock, layer) : nullptr;
             gemm(RowAt{q, X}, J, keys_at(b, p, layer), attention->width, X, 0, n, Store<false>{dots, kBlock}, after);
             for (int i = 0; i < n; i += W) {
@@ -77,7 +77,7 @@ struct Selection {
         }
     }
 
-    // Members share the rows. selected [B, top_k]: of each planned row, ascending.
+    // Members share the rows. selected [B, top_k]: ascending, for each planned row.
     void select_share(const Member& me, const uint32_t* keys, int32_t* selected) const {
         int begin, end;
         me.share(int(rows.size()), 1, begin, end);
@@ -87,12 +87,12 @@ struct Selection {
         }
     }
 
-    // Of the positions from `first` on: there are top_k of them, because the row sees more positions than that and
-    // `first` is at most 1. The top_k-th largest key is found eight bits at a time: of the keys that begin like it, how many have which next
-    // bits. That reads the keys four times and sorts none.
+    // Select from positions `first` on: there are at least top_k, because the row sees more positions than that and
+    // `first` is at most 1. The top_k-th largest key is found eight bits at a time: among keys with the prefix found so
+    // far, the next eight bits are counted. This reads the keys four times, without sorting.
     void select(const uint32_t* keys, long n, int32_t* selected) const {
         uint32_t least = 0, known = 0;
-        int left = top_k;  // to take of the keys that begin like `least`
+        int left = top_k;  // still to be taken from keys with prefix `least`
         for (int shift = 24; shift >= 0; shift -= 8) {
             int count[256] = {};
             for (long i = attention->first; i < n; i++) count[keys[i] >> shift & 255] += ((keys[i] ^ least) & known) == 0;

@@ -1,5 +1,5 @@
-// Whole messages of a dispatch (comm/layout): written for all peers in one pass over the tokens, so that a token is
-// encoded once however many messages it goes into, and read back in one pass over what arrived.
+// Whole dispatch messages (comm/layout): written for all peers in one pass over the tokens, so that a token is encoded
+// once for any number of messages, and read in one pass over the received messages.
 #pragma once
 #include <vector>
 
@@ -21,7 +21,7 @@ struct PackShape {
     int T, K, D, num_slots, num_ranks, format, is_low_latency, layer, kind;
 };
 
-// offset_R: where a rank's message begins in `buffer`, or -1 where there is none.
+// offset_R: start of a rank's message in `buffer`, or -1 if there is none.
 inline void pack_share(const Member& me, const PackShape& s, const float* x, const int32_t* slot_TK,
                        const int32_t* at_TK, const int32_t* pairs_R, const int32_t* rows_R, const int32_t* row_P,
                        const int32_t* slot_P, const int64_t* offset_R, const int32_t* first_R, uint8_t* buffer) {
@@ -53,7 +53,7 @@ inline void pack_share(const Member& me, const PackShape& s, const float* x, con
                 row += kMessageHeadBytes;
             } else {
                 row += pairs_R[rank] * kPairBytes + row_P[p] * row_bytes;
-                bool is_there = false;  // another expert of the same rank
+                bool is_there = false;  // token already sent for another expert of the same rank
                 for (int j = 0; j < num_rows; j++) is_there |= rows[j] == row;
                 if (is_there) continue;
             }
@@ -70,13 +70,13 @@ struct UnpackShape {
     int D, num_slots, format, is_low_latency, num_messages, own_rows, own_pairs;
 };
 
-// One that arrived; its rows and pairs begin at these places among all.
+// Received message; its rows and pairs begin at these indices among all.
 struct Arrived {
     int64_t address, num_rows, num_pairs, first_row, first_pair;
 };
 
-// Rows and expert slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a
-// row or slot that is not there.
+// Write rows and expert slots of all pairs; adds this call's pairs to counts_S, by slot. Returns false if a pair names
+// a row or slot out of range.
 inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const int32_t* own_row_P,
                          const int32_t* own_slot_P, int64_t* row_M, int64_t* slot_M, int64_t* counts_S) {
     const long message_bytes = kMessageHeadBytes + row_bytes_of(s.D, s.format);
@@ -109,7 +109,7 @@ inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const in
     return is_good;
 }
 
-// own: the rank's own rows, which go through the codec like all others.
+// own: the rank's own rows, encoded and decoded like all others.
 inline void unpack_share(const Member& me, const UnpackShape& s, const Arrived* messages, const float* x,
                          const int32_t* own_token_N, uint8_t* scratch, float* out) {
     const long row_bytes = row_bytes_of(s.D, s.format);

@@ -50,7 +50,7 @@ inline void silu_mul(const float* gate, const float* up, int n, float* y) {
     }
 }
 
-// DeepSeek's rotation: pair i is (x[2i], x[2i+1]) and stays where it is. cos_sin: R/2 cosines, then R/2 sines.
+// DeepSeek's rotation: pair i is (x[2i], x[2i+1]) and keeps its position. cos_sin: R/2 cosines, then R/2 sines.
 inline void rope(const float* x, const float* cos_sin, int R, float* y) {
     const int half = R / 2;
     for (int i = 0; i < half; i++) {

@@ -1,9 +1,9 @@
-// Products of E4M3 weights with tokens that are rounded to E4M3, too (`compute = "fp8"`), on AVX512-BF16.
+// Products of E4M3 weights with tokens that are also rounded to E4M3 (`compute = "fp8"`), on AVX512-BF16.
 //
-// A code is a BF16 exactly, so an instruction multiplies 32 pairs of them and adds in FP32, twice the rate of FP32's own
-// units. A sum over 128 of K is multiplied by both scales and added to the result in FP32, as DeepSeek-V3 does (arXiv
-// 2412.19437, 3.3.2). The order of additions of one result is fixed by K alone. Activations that are not rounded would
-// take three BF16s each, and so many products are slower than FP32's where there are no tiles (amx.h).
+// A code is exactly a BF16, so an instruction multiplies 32 pairs and adds in FP32, at twice the rate of FP32's own
+// units. A sum over 128 of K is multiplied by both scales and added to the result in FP32, as in DeepSeek-V3 (arXiv
+// 2412.19437, 3.3.2). The order of additions of one result is fixed by K alone. Unrounded activations would take three
+// BF16s each, and three products are slower than FP32's where there are no tiles (amx.h).
 #pragma once
 #include "weight.h"
 
@@ -15,8 +15,8 @@ namespace hadal {
 
 #if defined(HADAL_BF16)
 
-// E4M3 codes become BF16s by a shift: sign, exponent and mantissa stand as they are, 2^8 too small (kFp8Lift makes up for
-// it). Subnormal codes (and zero) have no leading one and are looked up; a matrix has few: its largest weight is 448.
+// E4M3 codes become BF16s by a shift: sign, exponent and mantissa are unchanged, smaller by 2^8 (kFp8Lift corrects
+// this). Subnormal codes (and zero) have no leading one and are looked up; a matrix has few: its largest weight is 448.
 alignas(64) inline constexpr uint16_t kSubnormals[32] = {0, 0x3700, 0x3780, 0x37C0, 0x3800, 0x3820, 0x3840, 0x3860};
 
 HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
@@ -29,13 +29,13 @@ HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
     return _mm512_mask_blend_epi16(is_subnormal, normal, _mm512_or_si512(small, sign));
 }
 
-// A matrix whose scales stand in other blocks is held in FP32 and rounds its inputs all the same.
+// A matrix with scales in other blocks is held in FP32 and still rounds its inputs.
 HADAL_INLINE bool multiplies_codes(const Matrix& w) { return w.is_rounding_inputs && w.type == kWeightFp8; }
 
-constexpr int kRoundedTile = 3;    // tokens by 4 rows: 12 sums, and 12 of the block at hand
-constexpr int kRoundedDepth = 32;  // of K that an instruction takes
+constexpr int kRoundedTile = 3;    // tokens by 4 rows: 12 sums, and 12 of the current block
+constexpr int kRoundedDepth = 32;  // values of K per instruction
 
-// Tokens as BF16s, each K rounded up to whole blocks, and their scales.
+// Tokens as BF16s, K rounded up to whole blocks, and their scales.
 struct RoundedTokens {
     int num_blocks;
     uint16_t* values;  // [M, 128 * num_blocks]
@@ -65,10 +65,10 @@ inline RoundedTokens round_tokens(const Row& row, int M, int K) {
     return {num_blocks, values, scales};
 }
 
-// Where a tile finds rows of W as BF16s: it widens them in registers, ...
+// Sources of rows of W as BF16s for a tile: widened by the tile in registers, ...
 struct RoundedCodes {
     const Matrix& w;
-    int n, ahead;  // rows: where it begins, and how far ahead of their use they are fetched
+    int n, ahead;  // first row, and prefetch distance in rows
     HADAL_INLINE __m512bh operator()(int r, int k) const {
         const char* from = w.row(n + r) + k;
         if (k % 64 == 0) __builtin_prefetch(from + long(ahead) * w.columns, 0, 2);
@@ -80,7 +80,7 @@ struct RoundedCodes {
     }
 };
 
-// ... or they were widened for many tokens, with zeros up to whole blocks.
+// ... or widened once for many tokens, with zeros up to whole blocks.
 struct RoundedBlock {
     const uint16_t* at;
     long ld;
@@ -95,7 +95,7 @@ struct RoundedBlock {
     }
 };
 
-// Sums over K of MT tokens by NR rows of W from n on.
+// Return sums over K of MT tokens by NR rows of W from n on.
 template <int MT, int NR, class Load>
 HADAL_INLINE void rounded_tile(const RoundedTokens& tokens, int m0, const Matrix& w, int n, const Load& load, Quad* out) {
     V acc[MT][NR];
@@ -151,7 +151,7 @@ __attribute__((noinline)) void rounded_tile(int count, const RoundedTokens& toke
     }
 }
 
-// All tokens, a tile after the other, against rows [n0, n1). load_at(n): for the tile that begins there.
+// Multiply all tokens, tile after tile, by rows [n0, n1). load_at(n): loader of the tile at row n.
 template <class LoadAt, class Emit>
 inline void rounded_rows(const RoundedTokens& tokens, int M, const Matrix& w, int n0, int n1, const LoadAt& load_at,
                          const Emit& emit) {
@@ -169,8 +169,8 @@ inline void rounded_rows(const RoundedTokens& tokens, int M, const Matrix& w, in
     }
 }
 
-// As `gemm` (gemm.h) for C matrices of one shape, whose tokens are rounded once: emit[i](token, row, four sums, how
-// many, true) for rows [n0, n1) of w[i].
+// Like `gemm` (gemm.h) for C matrices of one shape; tokens are rounded once. Calls emit[i](token, row, four sums,
+// count, true) for rows [n0, n1) of w[i].
 template <int C, class Row, class Emit>
 inline void rounded_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0, int n1, const Emit (&emit)[C]) {
     static thread_local OwnMemory memory;

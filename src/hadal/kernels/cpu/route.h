@@ -1,4 +1,4 @@
-// Which rank and expert slot every (token, choice) pair goes to, grouped by rank. Knows nothing of bytes.
+// Rank and expert slot of every (token, choice) pair, grouped by rank. Independent of bytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,10 +9,10 @@ struct RouteShape {
     int T, K, E, M, num_slots, num_ranks, shift;
 };
 
-// slots [E, M] and counts [E]: an expert's replicas as expert slot ids of the whole unit. Pair (t, k) takes replica
-// (t + shift) % counts[id]. Out, grouped by rank, in order of t and k within one: token, row (index among the rank's
-// distinct tokens) and slot of every pair; token_of_row; at [T, K]: where a pair stands. Returns false on an id out of
-// range or without a replica.
+// slots [E, M] and counts [E]: an expert's replicas as expert slot ids of the whole unit. Pair (t, k) uses replica (t +
+// shift) % counts[id]. Output, grouped by rank, within a rank by t and k: token, row (index among the rank's distinct
+// tokens) and slot of every pair; token_of_row; at [T, K]: index of each pair. Returns false if an id is out of range
+// or has no replica.
 inline bool route(const RouteShape& s, const int64_t* ids, const int32_t* slots, const int32_t* counts,
                   int32_t* scratch_TK, int32_t* pairs_R, int32_t* rows_R, int32_t* token_P, int32_t* row_P,
                   int32_t* slot_P, int32_t* token_of_row, int32_t* at_TK, int32_t* last_R) {
@@ -29,7 +29,7 @@ inline bool route(const RouteShape& s, const int64_t* ids, const int32_t* slots,
             pairs_R[rank]++;
             if (last_R[rank] != t) rows_R[rank]++, last_R[rank] = t;
         }
-    // Starts of every rank's pairs and rows, counted up while they are filled; kept in last_R and behind it.
+    // Next pair and row of every rank, starting at its first ones; stored in last_R and after it.
     int32_t *next_pair = last_R + R, *next_row = next_pair + R, *first_row = next_row + R;
     int32_t pair = 0, row = 0;
     for (int r = 0; r < R; r++) {

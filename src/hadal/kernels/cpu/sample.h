@@ -1,11 +1,11 @@
-// From a row of logits to its next token and log-probabilities. `hadal/reference/sampling.py` says what each field of a
-// slot means; this gives the same tokens without sorting a row.
+// From a row of logits to its next token and log-probabilities. `hadal/reference/sampling.py` documents each field of a
+// slot; this draws the same tokens without sorting a row.
 //
-// A row is walked by whole vectors: once for its best value, once for the sum of its probabilities. What top-k and
-// top-p leave is all values from a threshold on, and `find_edge` finds that threshold as quickselect does, among the
-// few values that can be it. The threshold is a logit, not a probability: whether two logits are equal depends on no
-// rounding of e^x. Sums are in FP64 and in an order that the row alone decides, so a draw depends on neither the other
-// rows nor the number of threads.
+// A row is read by whole vectors: once for its best value, once for the sum of its probabilities. The tokens that top-k
+// and top-p leave are all values from a threshold on. `find_edge` finds that threshold like quickselect, among the few
+// possible values. The threshold is a logit, not a probability: equality of two logits depends on no rounding of e^x.
+// Sums are in FP64 and in an order fixed by the row alone, so a draw depends neither on other rows nor on the number of
+// threads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,15 +17,15 @@
 namespace hadal {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kPiece = 256;        // values with a sum of their own: only one piece of a row is walked value by value
+constexpr int kPiece = 256;        // values with a sum of their own: only one piece of a row is read value by value
 constexpr int kGroupVectors = 32;  // values in a group; 4,096 make enough groups for top-k 50
-constexpr int kSeenAtOnce = 32;    // a text has few of all words: of most stretches as long as this it has none
-constexpr int kSorted = 64;        // as few as this are sorted, for the price of another round
-constexpr int kRounds = 64;        // twice what halving 2^31 values takes; after so many bad pivots a sort is better
+constexpr int kSeenAtOnce = 32;    // a text uses few of all words: most stretches of this length have none
+constexpr int kSorted = 64;        // this few are sorted, at the cost of another round
+constexpr int kRounds = 64;        // twice the halvings of 2^31 values; after so many bad pivots, sort
 
 enum RowStatus { kDrawn = 0, kNotFinite = 1, kNothingLeft = 2 };
 
-// The layout is that of SLOT in reference/sampling.py.
+// Same layout as SLOT in reference/sampling.py.
 struct SamplingSlot {
     double top_p;
     uint64_t seed;
@@ -48,10 +48,10 @@ struct SampledRow {  // ROW there
     int32_t status;
 };
 
-// B slots with num_B[b] rows each of V logits, side by side, the rows `stride` apart; R rows in all. A row's logits come
-// from the token fed_R of it: the slot's last one, then what was drafted behind it. Bias and history are indexed by slot.
-// Row r may draw the tokens whose bits are set in the mask mask_R[r]; any, where that is -1. N: the most log-probabilities
-// that a slot wants.
+// B slots with num_B[b] adjacent rows each of V logits, rows `stride` apart; R rows in all. The input token of row r is
+// fed_R[r]: the slot's last token, then its drafted ones. Bias and history are indexed by slot. Row r may draw the
+// tokens with bits set in mask mask_R[r]; any token if that is -1. N: the largest number of log-probabilities of a
+// slot.
 struct SampleCall {
     const float* logits_RV;
     long stride;
@@ -87,7 +87,7 @@ struct SampleScratch {
     }
 };
 
-// A number in [0, 1) that depends on (seed, index) alone: splitmix64 at counter `index`, of the mixed seed.
+// Return a number in [0, 1) that depends on (seed, index) alone: splitmix64 at counter `index`, of the mixed seed.
 inline double uniform(uint64_t seed, uint64_t index) {
     const auto mix = [](uint64_t z) {
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -98,8 +98,8 @@ inline double uniform(uint64_t seed, uint64_t index) {
     return double(mix(mix(seed + kStep) + (index + 1) * kStep) >> 11) * 0x1p-53;
 }
 
-// Probabilities up to a factor (the best has 1), 0 for what does not stay. Nothing less likely than e^-87 stays: v_exp
-// takes all below for that, and -inf must be 0.
+// Probabilities up to a factor (the best has 1), 0 for excluded tokens. Nothing less likely than e^-87 is kept: v_exp
+// treats all values below as -87, and -inf must be 0.
 struct Probabilities {
     V best, inverse_temperature, threshold, min_p;
     Probabilities(float best_, float temperature)
@@ -115,12 +115,12 @@ struct Probabilities {
     }
 };
 
-// The largest value; NaN where one is NaN or +inf.
+// Return the largest value; NaN if any value is NaN or +inf.
 inline float find_best(const float* x, int n) {
     const V lowest = v_set(std::numeric_limits<float>::lowest());
     V best[4], spoilt[4];
     for (int j = 0; j < 4; j++) best[j] = v_set(-kInfinity), spoilt[j] = v_zero();
-    // v_max has its second argument where one is NaN: the best stays clean, and what is multiplied by 0 is not.
+    // v_max returns its second argument if one is NaN: the best stays clean, but the value multiplied by 0 does not.
     const auto look = [&](int j, V value) {
         best[j] = v_max(value, best[j]);
         spoilt[j] = v_fma(v_max(lowest, value), v_zero(), spoilt[j]);
@@ -146,7 +146,7 @@ inline double mass(const float* x, int n, const Probabilities& p) {
     return sums.total();
 }
 
-// The values from `floor` on, side by side at `to`; returns how many they are.
+// Copy the values from `floor` on, contiguously, to `to`; return their number.
 inline int keep_from(const float* x, int n, float floor, float* to) {
     int count = 0;
     for (int i = 0; i < n; i += W) {
@@ -157,7 +157,7 @@ inline int keep_from(const float* x, int n, float floor, float* to) {
     return count;
 }
 
-// One of the n values, near the middle.
+// Return one of the n values, near the middle.
 inline float choose_pivot(const float* x, int n) {
     float some[15];
     for (int i = 0; i < 15; i++) some[i] = x[long(n) * i / 15];
@@ -165,11 +165,11 @@ inline float choose_pivot(const float* x, int n) {
     return some[7];
 }
 
-// The largest value that weighs at least `wanted` together with all larger ones; the smallest if none does. The order
-// of the n values is lost; `other` has room for as many.
+// Return the largest value that weighs at least `wanted` together with all larger ones; the smallest if none does. The
+// order of the n values is lost; `other` has room for n values.
 template <class Weight>
 float find_edge(float* values, int n, float* other, double wanted, const Weight& weight) {
-    double larger = 0.0;  // what all values weigh that are larger than the n left
+    double larger = 0.0;  // weight of all values larger than the n left
     for (int round = 0; n > kSorted && round < kRounds; round++) {
         const float pivot = choose_pivot(values, n);
         Sums sums;
@@ -179,7 +179,7 @@ float find_edge(float* values, int n, float* other, double wanted, const Weight&
             const uint32_t above = v_gt_bits(value, v_set(pivot)) & v_bits(n - i);
             const uint32_t below = v_gt_bits(v_set(pivot), value) & v_bits(n - i);
             if (above) sums.add(v_keep(weight(value), above));
-            num_above += v_compress(values + num_above, value, above);  // never beyond what was read
+            num_above += v_compress(values + num_above, value, above);  // never past the values already read
             num_below += v_compress(other + num_below, value, below);
         }
         const double above_weight = larger + sums.total();
@@ -203,8 +203,8 @@ float find_edge(float* values, int n, float* other, double wanted, const Weight&
     return values[n - 1];
 }
 
-// The k-th largest of n values, k <= n. It is not below the k-th largest of the groups' bests, as k groups have a value
-// from there on; so only the few values from there on are looked at.
+// Return the k-th largest of n values, k <= n. It is at least the k-th largest of the groups' bests, since k groups
+// have a value from there on; so only the few values from there on are examined.
 inline float find_kth(const float* x, int n, int k, const SampleScratch& at) {
     const auto count = [](V) { return v_set(1.0f); };
     int num_groups = 0;
@@ -217,7 +217,7 @@ inline float find_kth(const float* x, int n, int k, const SampleScratch& at) {
     return find_edge(at.values, keep_from(x, n, floor, at.values), at.other, k, count);
 }
 
-// The least logit that top-k, then top-p of the rest, leave: those equal to it stay, too.
+// Return the smallest logit that top-k, then top-p of the rest, keep; equal logits are kept, too.
 inline float find_threshold(const SamplingSlot& slot, const float* x, int n, float best, const Probabilities& p,
                             const SampleScratch& at) {
     int count;
@@ -227,12 +227,12 @@ inline float find_threshold(const SamplingSlot& slot, const float* x, int n, flo
         const float kth = find_kth(x, n, k, at);
         if (slot.top_p >= 1.0) return kth;
         count = keep_from(x, n, std::nextafter(kth, kInfinity), at.values);
-        std::fill(at.values + count, at.values + k, kth);  // of its equals as many as make k
+        std::fill(at.values + count, at.values + k, kth);  // as many equals as make k
         count = k;
         total = mass(at.values, count, p);
     } else {
         total = mass(x, n, p);
-        // All tokens less likely than this weigh less than what top-p leaves out; a little lower, for rounding.
+        // All tokens less likely than this weigh less than top-p excludes; slightly lower, for rounding.
         const double least = std::log((1.0 - slot.top_p) * total / n) - 1e-3;
         const float floor = float(double(best) + double(slot.temperature) * least);
         count = keep_from(x, n, std::nextafter(floor, -kInfinity), at.values);
@@ -240,12 +240,12 @@ inline float find_threshold(const SamplingSlot& slot, const float* x, int n, flo
     return find_edge(at.values, count, at.other, slot.top_p * total, p);
 }
 
-// Inverts the cumulative distribution at u. A token of probability 0 is never picked.
+// Invert the cumulative distribution at u. A token of probability 0 is never picked.
 inline int pick(const float* x, int n, const Probabilities& p, double u, double* sums) {
     double total = 0.0;
     for (int i = 0; i < n; i += kPiece) total += sums[i / kPiece] = mass(x + i, std::min(kPiece, n - i), p);
     const double target = u * total;
-    // Rounding may put the target on the total itself: then the last that is not 0.
+    // Rounding may put the target on the total: then pick the last token of non-zero probability.
     double before = 0.0, sum = 0.0;
     int begin = 0;
     for (int i = 0; i < n && sum <= target; i += kPiece) {
@@ -266,14 +266,14 @@ inline int pick(const float* x, int n, const Probabilities& p, double u, double*
     return token;
 }
 
-// The row's logits after its slot's bias and penalties, at.adjusted.
+// Write the row's logits after its slot's bias and penalties to at.adjusted.
 inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_index, const float* x, float* y) {
     std::copy(x, x + call.V, y);
     for (int i = slot.bias_begin; i < slot.bias_begin + slot.num_adjusted(); i++) y[call.bias[i].token] += call.bias[i].value;
     if (!slot.has_penalty()) return;
     const int32_t* counts = call.counts_SV + slot_index * call.V;
     const uint8_t* seen = call.seen_SV + slot_index * call.V;
-    const float repetition = slot.repetition;  // copies, because y may not point at them: the loop becomes vectors
+    const float repetition = slot.repetition;  // copies, since y cannot alias them: lets the loop vectorise
     const double frequency = slot.frequency, presence = slot.presence;
     for (int first = 0; first < call.V; first += kSeenAtOnce) {
         const int end = std::min(first + kSeenAtOnce, call.V);
@@ -288,7 +288,7 @@ inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_i
     }
 }
 
-// -inf for all tokens whose bits are not set.
+// Set -inf for all tokens without a set bit.
 inline void forbid(const uint32_t* mask, int n, float* y) {
     for (int i = 0; i < n; i += 32) {
         const uint32_t bits = mask[i / 32];
@@ -302,7 +302,7 @@ inline void forbid(const uint32_t* mask, int n, float* y) {
     }
 }
 
-// The n best tokens and their logits, best first, the lower id first among equals.
+// Find the n best tokens and their logits, best first, the lower id first among equals.
 inline void find_best_tokens(const float* x, int size, int n, const SampleScratch& at, TokenValue* best) {
     const V last = v_set(find_kth(x, size, n, at));
     int count = 0;
@@ -323,7 +323,7 @@ inline void find_best_tokens(const float* x, int size, int n, const SampleScratc
     }
 }
 
-// Of the model's own distribution: before bias, penalties, masks and temperature.
+// Write log-probabilities of the model's own distribution: before bias, penalties, masks and temperature.
 inline void write_logprobs(const SampleCall& call, long row, const float* x, float best, int num_best,
                            const SampleScratch& at) {
     const double log_total = std::log(mass(x, call.V, Probabilities(best, 1.0f)));
@@ -364,8 +364,8 @@ inline RowStatus sample_row(const SampleCall& call, long slot_index, long row, c
     return kDrawn;
 }
 
-// Slot b's rows from `first` on, as long as what is drawn is what the next row was fed. Returns how many were drawn,
-// the last of which may have failed.
+// Sample slot b's rows from `first` on, as long as the drawn token equals the next row's input token. Returns the
+// number drawn; the last of them may have failed.
 inline int64_t sample_slot(const SampleCall& call, int b, long first, const SampleScratch& at) {
     const int64_t s = call.slots_B[b];
     for (int64_t i = 0;; i++) {
@@ -373,7 +373,7 @@ inline int64_t sample_slot(const SampleCall& call, int b, long first, const Samp
         row.status = sample_row(call, s, first + i, at);
         if (row.status != kDrawn) return i + 1;
         call.slots_S[s].index++;
-        if (call.counts_SV) {  // of slots without a penalty, too: nobody reads theirs
+        if (call.counts_SV) {  // also for slots without a penalty; theirs are never read
             call.counts_SV[s * call.V + row.token]++;
             call.seen_SV[s * call.V + row.token] = 1;
         }

@@ -1,9 +1,9 @@
 // One float vector type V of W lanes, the same code for AVX-512 (16 lanes), AVX2+FMA (8) and anything else (8, by GCC
-// vector extensions). Knows nothing of matrices.
+// vector extensions). Independent of matrices.
 //
-// Why not -ffast-math: every sum below is written in the order it is to be done, because a token's result must not
-// depend on which tile or thread computed it (batch invariance). Reassociation would break that; infinities must
-// survive, too (softmax).
+// No -ffast-math: every sum below is written in its order of execution, because a token's result must not depend on the
+// tile or thread that computed it (batch invariance). Reassociation would break that; infinities must survive, too
+// (softmax).
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 #define HADAL_INLINE inline __attribute__((always_inline))
 
-// Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
-// the load ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
+// Keep a value in a register: otherwise GCC folds a load into each FMA that uses it (28 loads a step, not 10), and the
+// load ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
 #if defined(__AVX2__)
 #define HADAL_PIN(value) asm("" : "+v"(value))
 #else
@@ -169,12 +169,12 @@ struct Sums {
 
 #endif
 
-// A set of lanes is a number with their bits set. v_gt_bits and v_ge_bits are the lanes where a is larger than b, or
-// equal; none where one of them is NaN. v_keep is a in the lanes of the set and 0 elsewhere; v_compress writes these
-// lanes side by side and returns how many they are, but may write W values. Sums adds in FP64, each lane by itself.
+// A set of lanes is an integer bit mask. v_gt_bits and v_ge_bits: lanes where a is larger than b, or at least b; not
+// set if either is NaN. v_keep: a in the lanes of the set, 0 elsewhere. v_compress writes these lanes contiguously and
+// returns their number, but may write W values. Sums adds in FP64, separately per lane.
 HADAL_INLINE uint32_t v_bits(int n) { return n >= W ? (1u << W) - 1u : (1u << n) - 1u; }  // the first n lanes
 
-// Up to W values at p, the rest `fill`; for the end of a row.
+// Load up to W values at p, the rest `fill`; for the end of a row.
 HADAL_INLINE V v_load_or(const float* p, int n, float fill) {
     if (n >= W) return v_load(p);
     float at[W];
@@ -182,7 +182,7 @@ HADAL_INLINE V v_load_or(const float* p, int n, float fill) {
     return v_load(at);
 }
 
-// Up to W values at p, the rest zero; n may be larger than W.
+// Load up to W values at p, the rest zero; n may be larger than W.
 HADAL_INLINE V v_load_tail(const float* p, int n) { return n >= W ? v_load(p) : v_load_part(p, n); }
 HADAL_INLINE void v_store_tail(float* p, V a, int n) {
     if (n >= W)
@@ -196,7 +196,7 @@ struct Quad {
     float at[4];
 };
 
-// The lane sums of a, b, c, d. The tree is the same for each of the four, so a row's sum does not depend on its
+// Return the lane sums of a, b, c, d. The tree is the same for each of the four, so a row's sum does not depend on its
 // neighbours.
 HADAL_INLINE Quad v_sum4(V a, V b, V c, V d) {
     Quad q;
@@ -222,7 +222,7 @@ HADAL_INLINE Quad v_sum4(V a, V b, V c, V d) {
     return q;
 }
 
-// The same of a tile's accumulators for one token, of which there may be fewer than four.
+// Return the sums of a tile's accumulators for one token; there may be fewer than four.
 template <int NR>
 HADAL_INLINE Quad v_sums(const V (&a)[NR]) {
     constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
@@ -242,8 +242,8 @@ HADAL_INLINE float v_max_lane(V a) {
 }
 
 // e^x. Cody-Waite reduction by ln 2 in two parts, then the degree-5 polynomial of Cephes' expf (about 1 ulp on [-ln2/2,
-// ln2/2]). Below -87 the result is at most 1.6e-38, taken as that of -87: -inf gives a value that no sum in FP32
-// notices, never a NaN. The upper clamp keeps 2^n finite. A NaN stays one on AVX (max/min return the second operand).
+// ln2/2]). Inputs below -87 count as -87 (at most 1.6e-38): -inf gives a value too small for any FP32 sum, never a NaN.
+// The upper clamp keeps 2^n finite. A NaN stays NaN on AVX (max/min return the second operand).
 HADAL_INLINE V v_exp(V x) {
     x = v_min(v_set(88.0f), v_max(v_set(-87.0f), x));
     const V n = v_round(x * v_set(1.44269504088896341f));
@@ -258,7 +258,7 @@ HADAL_INLINE V v_exp(V x) {
     return v_scale2(v_fma(p, r * r, r + v_set(1.0f)), n);
 }
 
-// The same function for one value (W equal lanes sum to W times it, exactly).
+// Same function for one value (W equal lanes sum to W times it, exactly).
 inline float exp1(float x) { return v_sum(v_exp(v_set(x))) / float(W); }
 
 HADAL_INLINE V v_sigmoid(V x) { return v_set(1.0f) / (v_set(1.0f) + v_exp(v_zero() - x)); }

@@ -1,14 +1,13 @@
-// A whole decode step, from token ids to logits, as one job of a team: B rows, each one token of one sequence.
+// Whole decode step, from token ids to logits, as one job of a team: B rows, each one token of one sequence.
 //
 // Rows may belong to the same sequence (same block table, consecutive positions: a speculative check or the tail of a
-// prompt), because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing
-// is repacked. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once
-// per step.
+// prompt), because every row's latent is in the cache before any row attends. Weights are used in place, without
+// repacking. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once per
+// step.
 //
-// The same job drafts, where StepPointers has an MTP module (arXiv 2412.19437, eq. 21-23) and the one layer is its block:
-// a row's hidden state is then eh_proj [enorm(embedding); hnorm(the hidden state that came with it)]. Of the T rows that
-// a call has, the first B go through everything, and the others only write their cache entries. In an ordinary step T is
-// B.
+// The same job drafts, if StepPointers has an MTP module (arXiv 2412.19437, eq. 21-23) and the one layer is its block:
+// a row's hidden state is then eh_proj [enorm(embedding); hnorm(its given hidden state)]. Of a call's T rows, the first
+// B run through everything; the others only write their cache entries. In an ordinary step T is B.
 // Shapes: T rows, B of them to the logits, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L
 // = C + R, J index heads (0: none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width,
 // K experts per token. qk = N + R.
@@ -22,12 +21,12 @@ namespace hadal {
 struct StepShape {  // filled by Python, field for field
     int32_t vocab, D, num_layers, Q, H, N, R, C, W, J, X, index_topk, F, S, E, I, K, num_groups, topk_group, is_normed,
         max_rows, max_batch, max_position, num_blocks, cache_layers;
-    int32_t first_layer;     // the cache's, of layers[0]
-    int32_t first_position;  // that is attended to, 0 or 1
+    int32_t first_layer;     // cache layer of layers[0]
+    int32_t first_position;  // first attended position, 0 or 1
     float eps, latent_eps, index_eps, routed_scale, softmax_scale;
 };
 
-struct LayerPointers {  // null where the layer has none
+struct LayerPointers {  // null for parts that the layer lacks
     const float *attn_norm_D, *q_a_norm_Q, *kv_a_norm_C, *k_norm_X, *k_norm_bias_X, *ffn_norm_D, *router_ED,
         *router_bias_E;
     const Matrix *q_a, *q_b, *kv_a, *kv_b, *o;  // without q-LoRA there is no q_a, and q_b takes the hidden state
@@ -40,11 +39,11 @@ struct StepPointers {
     const float *norm_D, *cos_sin;
     const Matrix *embed_VD, *head_VD;
     float* cache;
-    const float *enorm_D, *hnorm_D;  // of an MTP module, as is eh_proj; null without one
+    const float *enorm_D, *hnorm_D;  // with eh_proj: of an MTP module; null without one
     const Matrix* eh_proj;
 };
 
-constexpr long kShortBytes = 512 << 10;  // of latents per layer that every member may as well read
+constexpr long kShortBytes = 512 << 10;  // latents per layer that every member may read redundantly
 
 class Step {
   public:
@@ -60,7 +59,7 @@ class Step {
     }
 
     // The caller has checked ids, positions and blocks. seen_TD: hidden states for the MTP module, null without one.
-    // normed_BD receives what the head takes: the hidden states after the last norm; it may be where seen_TD lies.
+    // normed_BD receives the head's input: the hidden states after the last norm; it may alias seen_TD.
     void run(int T, int B, const int64_t* tokens_T, const int64_t* positions_T, const int32_t* block_table,
              long max_blocks, const float* seen_TD, float* normed_BD, float* logits_BV) {
         T_ = T, B_ = B;
@@ -75,7 +74,7 @@ class Step {
     }
 
   private:
-    // Who attends to what, and memory for it.
+    // Plan attention work, and memory for it.
     void plan(int B) {
         long cached = 0;
         for (int b = 0; b < B; b++) cached += lengths_[b] = positions_[b] + 1;
@@ -101,7 +100,7 @@ class Step {
         float* scratch;  // attention scores, gate
         int* ints;
         Sorted sorted;
-        int *few_ids, *ids;  // this step's choice: own (a few rows) or shared
+        int *few_ids, *ids;  // experts chosen in this step: private (few rows) or shared
         float *few_weights, *weights;
     };
 
@@ -137,7 +136,7 @@ class Step {
         }
     }
 
-    // What depends on how long the contexts are.
+    // Carve the memory that depends on context lengths.
     void carve_contexts(Carver& c) {
         parts_ = c.take<float>(attention_.part_floats() * size_t(attention_.num_parts));
         keys_ = c.take<uint32_t>(selection_.num_keys());
@@ -147,11 +146,11 @@ class Step {
     int latent() const { return s_.C + s_.R; }
     int entry() const { return latent() + s_.X; }
     int query_width() const { return s_.Q ? s_.Q : s_.H * qk(); }
-    int weights_at() const { return query_width() + entry(); }  // of the index heads, in a row of qkv_
+    int weights_at() const { return query_width() + entry(); }  // start of the index heads' weights in a row of qkv_
     int qkv_width() const { return weights_at() + s_.J; }
     bool is_selecting() const { return !selection_.rows.empty(); }
     const Matrix& first_of(const LayerPointers& w) const { return s_.Q ? *w.q_a : *w.q_b; }
-    // Of W_UK and W_UV, which stand head by head.
+    // Views of W_UK and W_UV, which are stored head by head.
     Matrix key_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W)); }
     Matrix value_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W) + s_.N); }
 
@@ -160,7 +159,7 @@ class Step {
         embed(me);
         for (int i = 0; i < s_.num_layers; i++) {
             attend(me, own, layers_[size_t(i)], s_.first_layer + i);
-            if (B_ == 0) return;  // Entries alone, of a module's one layer.
+            if (B_ == 0) return;  // Only entries, of a module's single layer.
             const char* next = i + 1 < s_.num_layers ? share_of(me, first_of(layers_[size_t(i) + 1]), query_width())
                                                      : share_of(me, *at_.head_VD, s_.vocab);
             feed_forward(me, own, layers_[size_t(i)], next);
@@ -173,7 +172,7 @@ class Step {
         multiply(me, x, s_.D, B_, *at_.head_VD, s_.vocab, logits_, s_.vocab, nullptr);
     }
 
-    // Every row's embedding into hidden_, or what the MTP module makes of it.
+    // Write every row's embedding, or the MTP module's combined state, to hidden_.
     void embed(const Member& me) {
         int begin, end;
         me.share(T_, 1, begin, end);
@@ -190,7 +189,8 @@ class Step {
         me.barrier();
     }
 
-    // RMS norm of some rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
+    // RMS norm of some rows. Few rows are repeated by each member in private (no barrier); many are shared through
+    // member 0's memory.
     const float* norm_all(const Member& me, Own& own, const float* x, long ld, int rows, const float* g, int n,
                           float eps) {
         const bool is_repeated = me.count <= 4;
@@ -202,7 +202,7 @@ class Step {
         return y;
     }
 
-    // This member's part of y[m][n] = x[m] . w[n] for M rows and N outputs.
+    // Compute this member's part of y[m][n] = x[m] . w[n] for M rows and N outputs.
     void multiply(const Member& me, const float* x, long ldx, int M, const Matrix& w, int N, float* y, long ldy,
                   const char* after) {
         int begin, end;
@@ -225,8 +225,8 @@ class Step {
         }
         me.barrier();
 
-        // Where heads divide evenly and contexts are short, each member keeps its heads through all phases, three
-        // barriers less.
+        // If heads divide evenly and contexts are short, each member keeps its heads through all phases: three barriers
+        // fewer.
         const bool by_heads = is_short_ && s_.H % me.count == 0;
         const int h0 = s_.H * me.index / me.count, h1 = s_.H * (me.index + 1) / me.count;
         write_cache(me, w, layer);
@@ -278,7 +278,7 @@ class Step {
         me.barrier();
     }
 
-    // Norm of c_kv, rotation of k_rope and the indexer's key into each row's place of the paged cache.
+    // Write the norm of c_kv, the rotated k_rope and the indexer's key to each row's place in the paged cache.
     void write_cache(const Member& me, const LayerPointers& w, int layer) {
         int begin, end;
         me.share(T_, 1, begin, end);
@@ -296,7 +296,7 @@ class Step {
         }
     }
 
-    // This member's index heads of index_q[b][j] = rope(W_j c_q[b]).
+    // Compute this member's index heads of index_q[b][j] = rope(W_j c_q[b]).
     void index_queries(const Member& me, const LayerPointers& w, const float* c_q) {
         int begin, end;
         me.share(s_.J, 1, begin, end);
@@ -358,8 +358,8 @@ class Step {
         me.barrier();
     }
 
-    // The gate. For few rows every member does all of them in private; else they share the rows and read each other's
-    // choice.
+    // The gate. For few rows every member computes all choices in private; else members share the rows and read each
+    // other's choices.
     void choose(const Member& me, Own& own, const LayerPointers& w) {
         const GateShape shape{s_.E, s_.K, s_.num_groups, s_.topk_group, s_.is_normed, s_.routed_scale};
         const bool is_repeated = B_ < 4;

@@ -1,16 +1,15 @@
-// A team of threads that runs one function on every member, with cheap barriers inside. Knows nothing of what they
-// compute.
+// Team of threads that runs one function on every member, with cheap barriers inside. Independent of the function.
 //
-// A tiny model's decode step is some 40 short phases, each a few microseconds of arithmetic, so a barrier must cost a
-// few line transfers between cores (0.3 us measured) when all members run: they spin. When they do not (more processes
-// than cores), a spin only steals the core that the missing member needs, so it ends after kSpinMicroseconds and the
-// member sleeps on the barrier's word (a futex on Linux). And a call whose caller mostly slept would have been faster
-// alone, so the next ones are done by the caller alone, for a time that doubles while the cores stay taken (measured
-// with both cores busy: 2.4 ms a step became 0.1 ms). Members that have a core each (runtime/pinning) cannot take each
-// other's, and spin for longer.
+// A tiny model's decode step is about 40 short phases, each a few microseconds of arithmetic. So a barrier must cost
+// only a few line transfers between cores (0.3 us measured) when all members run: they spin. With more processes than
+// cores, a spin only takes the core that the missing member needs. So it ends after kSpinMicroseconds, and the member
+// sleeps on the barrier's word (a futex on Linux). A call with a mostly sleeping caller would have been faster on one
+// thread, so the next ones run on the caller alone, for a time that doubles while the cores stay busy (measured with
+// both cores busy: 2.4 ms per step became 0.1 ms). Members with a core each (runtime/pinning) cannot take each other's,
+// and spin for longer.
 //
-// Nothing here may depend on the number of members but time: every kernel gives the same bits for one member as for
-// many. Not fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
+// Only time may depend on the number of members: every kernel gives the same bits for one member as for many. Not
+// fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -34,7 +33,7 @@ namespace hadal {
 constexpr int kSpinMicroseconds =
     50;  // longer than any phase's imbalance on free cores, shorter than a scheduler's slice
 constexpr int kPinnedMicroseconds =
-    200;  // of members with a core each, which take nothing from each other: waking one takes as long
+    200;  // for members with a core each, which take nothing from each other: waking one takes as long
 constexpr int kIdleMicroseconds =
     100;  // between two steps: waking a sleeper costs 5-50 us, so a busy server rarely pays it
 
@@ -58,7 +57,7 @@ inline Clock::duration wait_change(const std::atomic<uint32_t>& word, uint32_t o
     }
 }
 
-// The calling thread's number as proc(5) has it; 0 where threads have none.
+// The calling thread's id as in proc(5); 0 where threads have none.
 inline int64_t thread_id() {
 #if defined(__linux__)
     return int64_t(syscall(SYS_gettid));
@@ -69,7 +68,7 @@ inline int64_t thread_id() {
 
 class Team;
 
-// One member's view: its index and its share of a range.
+// Member's index and its share of a range.
 struct Member {
     Team* team;
     int index;
@@ -102,13 +101,13 @@ class Team {
     }
 
     int count() const { return count_; }
-    // The thread of a member but the caller, 1 to count() - 1.
+    // Return the thread id of a member other than the caller, 1 to count() - 1.
     int64_t thread_of(int index) const { return ids_[size_t(index)].load(); }
     std::mutex& mutex() { return mutex_; }
-    // Whether every member has a core of its own, so that a spin takes nothing from another member.
+    // Set if every member has its own core, so that a spin takes nothing from another member.
     void pinned(bool is_pinned) { spin_.store(is_pinned ? kPinnedMicroseconds : kSpinMicroseconds); }
 
-    // Calls f(member) on all members; returns when all are done. The caller is member 0 and holds mutex().
+    // Call f(member) on all members; returns when all are done. The caller is member 0 and holds mutex().
     template <class F>
     void run(const F& f) {
         const auto start = Clock::now();
@@ -130,7 +129,7 @@ class Team {
         const uint32_t generation = generation_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
             arrived_.store(0, std::memory_order_relaxed);
-            generation_.fetch_add(1);  // seq_cst: notify must not look for sleepers before the new value is seen
+            generation_.fetch_add(1);  // seq_cst: notify must not look for sleepers before the new value is visible
             generation_.notify_all();
         } else {
             const auto slept = wait_change(generation_, generation, spin_.load(std::memory_order_relaxed));
@@ -164,7 +163,7 @@ class Team {
         }
     }
 
-    // Alone the caller would have needed its busy time times the members.
+    // Decide if later calls run alone: the caller alone would have needed its busy time times the members.
     void judge(Clock::time_point start) {
         const auto now = Clock::now();
         if (slept_ > (now - start) - (now - start) / count_) {
@@ -185,7 +184,7 @@ class Team {
     int active_ = 1;  // members of the running call
     Clock::time_point alone_until_{};
     Clock::duration alone_for_ = kAloneFirst;
-    Clock::duration slept_{};  // by the caller, in this call
+    Clock::duration slept_{};  // caller's sleep in this call
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     void (*job_)(const void*, const Member&) = nullptr;
@@ -194,7 +193,7 @@ class Team {
     size_t scratch_bytes_ = 0;
     std::atomic<bool> stop_{false};
     std::atomic<int> spin_{kSpinMicroseconds};
-    // Each on its own cache line: the counters are written by everyone.
+    // Each on its own cache line: all members write the counters.
     alignas(64) std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
@@ -202,7 +201,7 @@ class Team {
 
 inline void Member::barrier() const { team->barrier(index); }
 
-// Hands out pieces of one block of memory, each on its own cache lines. With a null base it only counts.
+// Allocator of pieces of one memory block, each on its own cache lines. With a null base it only counts.
 struct Carver {
     char* base = nullptr;
     size_t used = 0;

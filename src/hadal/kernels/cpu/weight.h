@@ -1,7 +1,7 @@
-// A weight matrix as its file has it, and how its values become floats: FP32, BF16 (the upper half of one), or E4M3
-// codes with an FP32 scale per block. Knows nothing of products.
+// Weight matrix in its stored form, and conversion of its values to floats: FP32, BF16 (the upper half of one), or E4M3
+// codes with an FP32 scale per block. Independent of products.
 //
-// An E4M3 weight's value is code * scale, rounded to FP32 once, as the matrix dequantised to FP32 would hold it.
+// An E4M3 weight's value is code * scale, rounded to FP32 once, equal to the matrix dequantised to FP32.
 #pragma once
 #include "codec.h"
 
@@ -11,21 +11,21 @@ HADAL_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
 enum WeightType { kWeightFp32 = 0, kWeightBf16 = 1, kWeightFp8 = 2 };
-constexpr int kWeightBytes[] = {4, 2, 1};  // of one value, by type
+constexpr int kWeightBytes[] = {4, 2, 1};  // bytes per value, by type
 constexpr int kScaleBlock = 128;           // rows, and columns, that share a scale (core/model_config, SCALE_BLOCK)
 
 struct Matrix {  // filled by Python, field for field
     const char* data;     // rows of `columns` values, without gaps
-    const float* scales;  // [blocks of 128 rows, blocks of 128 columns]; FP8 alone
+    const float* scales;  // [blocks of 128 rows, blocks of 128 columns]; FP8 only
     int32_t type;
     int32_t columns;
-    int32_t first_row;           // of this view, in the matrix whose blocks the scales count
-    int32_t is_tiled;            // whether the tile units multiply it, where there are any (amx.h); not FP32
-    int32_t is_rounding_inputs;  // what it is multiplied by is rounded to E4M3, too: 1x128, as for dispatch
+    int32_t first_row;           // of this view, in the matrix with the scale blocks
+    int32_t is_tiled;            // true: tile units multiply it, if there are any (amx.h); not FP32
+    int32_t is_rounding_inputs;  // inputs are rounded to E4M3, too: 1x128, as for dispatch
 
     explicit operator bool() const { return data != nullptr; }
     const char* row(long n) const { return data + n * columns * kWeightBytes[type]; }
-    Matrix from(int n) const {  // without its first n rows
+    Matrix from(int n) const {  // view without its first n rows
         Matrix rest = *this;
         rest.data = row(n);
         rest.first_row += n;
@@ -50,7 +50,7 @@ HADAL_INLINE V v_of_bf16(const uint16_t* p) {
 }
 
 // E4M3 to FP16 is a shift that leaves the value 2^-8 too small, and FP16 to FP32 is exact, subnormals included. So the
-// factor 2^8 goes to the scale, which it changes exactly. `lift` is the scale's factor.
+// scale is multiplied by 2^8, exactly. `lift` is the scale's factor.
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 constexpr float kFp8Lift = 256.0f;
 HADAL_INLINE V v_of_fp8(const uint8_t* p) {
@@ -72,7 +72,7 @@ HADAL_INLINE V v_of_fp8(const uint8_t* p) {
 }
 #endif
 
-// n values of row `row` from column k on.
+// Widen n values of row `row` from column k on.
 inline void widen_row(const Matrix& w, int row, int k, int n, float* to) {
     const char* from = w.row(row) + long(k) * kWeightBytes[w.type];
     if (w.type == kWeightFp32) {
@@ -95,19 +95,19 @@ inline void widen_row(const Matrix& w, int row, int k, int n, float* to) {
     }
 }
 
-// Rows [n0, n1), n columns from k on, into rows of `ld` floats.
+// Widen rows [n0, n1), n columns from k on, into rows of `ld` floats.
 inline void widen(const Matrix& w, int n0, int n1, int k, int n, float* to, long ld) {
     for (int row = n0; row < n1; row++) widen_row(w, row, k, n, to + (row - n0) * ld);
 }
 
 constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles
-constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
+constexpr int kPrefetchBytes = 12 << 10;     // prefetch distance of a first pass: rows are short, streams restart
 
 HADAL_INLINE void prefetch_bytes(const char* from, long count) {
     for (long i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Memory of one thread that only grows. Whoever asks again may overwrite it.
+// Memory of one thread that only grows. A later request may overwrite it.
 struct OwnMemory {
     char* at = nullptr;
     size_t size = 0;
