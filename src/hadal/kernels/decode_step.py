@@ -312,8 +312,8 @@ class DraftStep:
     ) -> None:
         """Write all unwritten entries of these slots, up to the last token at its position; then
         draft `num_drafts` tokens after it, each the most likely after the one before: all in one
-        call. A slot gets at most `rooms_N` positions of drafts. No slot may be listed twice. Raises
-        ValueError if a value is out of range.
+        call. A slot's KV with drafts fits into `rooms_N` positions. No slot may be listed twice.
+        Raises ValueError if a value is out of range.
         """
         num_slots = len(slots_N)
         library.check_array("slots_N", slots_N, num_slots, np.int64)

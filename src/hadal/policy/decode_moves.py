@@ -6,8 +6,7 @@ unit its KV bytes, so:
 
     trigger   nothing moves while the heaviest rank is within a small factor of the mean
     choice    from the heaviest rank, the request and target with the lowest larger share
-    payment   the prefix of the moves found that gains most: steps saved by all requests while
-              the gain lasts, less the steps that moved requests stand still
+    payment   the prefix of moves that gains most: steps saved by all, less steps that moved ones stall
     budget    a maximum number of moves per decision
 
 Independent of the KV transfer that carries a move out. Shapes: R ranks, S slots of a rank.
@@ -73,11 +72,11 @@ class Move:
 
 
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
-    """Return `known` with the measured shares of KV and requests (of a mean rank) in a step of
-    `step_s` seconds.
+    """Return `known` with measured shares of KV and requests (of a mean rank) in a step of
+    `step_s`.
 
-    Returns `known` unchanged where steps show no cost of KV (a small model's may not), because
-    equal KV also matters for memory.
+    `known` itself where steps show no cost of KV (a small model's may not): equal KV matters for
+    memory, too.
     """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:

@@ -1,12 +1,12 @@
-"""Choose the number of speculative tokens (drafts) per request, step by step, for most tokens per second,
-from measured step times and acceptance rates.
+"""Choose the number of speculative tokens (drafts) per request, step by step, for most tokens per second.
 
     tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: acceptance rate of draft j after the others
     chosen                        = the k with most of them per second of a step with k drafts
 
-Seconds are learned for steps with about the same number of requests, for each k separately: the cost of a
-second row of a request differs too much between models and machines to be guessed. So every k is tried now
-and then, for a few steps: often at first, rarely once that changes nothing. Independent of single requests.
+Times and acceptance rates are measured. Seconds are learned for steps with about the same number of
+requests, for each k separately: the cost of a second row of a request differs too much between models and
+machines to be guessed. So every k is tried now and then, for a few steps: often at first, rarely once that
+changes nothing. Independent of single requests.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ up to the second number.
 _GAIN = 0.1
 """Weight of a new step in the mean seconds of its number, once ten are in the mean."""
 _OUTLIER = 2.0
-"""A longer step counts as this many times the mean: the machine was busy with other work."""
+"""Limit of a step's time, in means: a longer step counts as this, as the machine was busy otherwise."""
 _MEMORY_STEPS = 32.0
-"""Steps for which a draft counts in full ..."""
+"""Steps over which old counts of drafts decay."""
 _KEPT_DRAFTS = 2.0
-"""... and the weight, in drafts, of older ones: after a long time without drafts, those of one
-trial count as much as all before.
+"""Weight, in drafts, below which old counts do not decay. After a long time without drafts, those
+of one trial count as much as all before.
 """
 _LAST_STEPS = 6
-"""Steps that are compared with all before them ..."""
+"""Number of latest steps that are compared with all steps before them."""
 _UNLIKELY, _UNLIKELY_DRAFTS = 4.0, 1.5
-"""... and replace them if they differ by more standard deviations, and drafts, than these."""
+"""Standard deviations plus drafts by which the latest steps must differ to replace all older ones."""
 _PRIOR = 0.8, 1.0
 """Assumed share of right drafts before any were seen, and its weight in drafts."""
 _SEEN_MIN = 3
@@ -126,9 +126,9 @@ class DraftChooser:
     def __init__(self, num_max: int, *, is_fixed: bool = False) -> None:
         self.num_max = num_max
         self.num_tried = [0] * num_max
-        """Drafts by position that were compared with the drawn token ..."""
+        """Drafts by position that were compared with the drawn token."""
         self.num_right = [0] * num_max
-        """... and those equal to the drawn token."""
+        """Drafts by position that were equal to the drawn token."""
         self._shares = [_RightShare() for _ in range(num_max)]
         """Recent acceptance rate by position."""
         self._is_fixed = is_fixed
@@ -136,7 +136,7 @@ class DraftChooser:
         self._last = 0
         self._num_steps = 0
         self._probe: tuple[int, int] = (0, 0)
-        """(number under trial, steps left)."""
+        """(number of drafts under trial, steps left)."""
         self._is_trying = False
         """True if the number under trial was chosen last."""
         self._probe_steps = 0
@@ -169,7 +169,7 @@ class DraftChooser:
 
     @property
     def num_passes_left(self) -> int:
-        """Passes, the next one included, with as many drafts as were chosen last."""
+        """Number of passes, the next one included, with as many drafts as were chosen last."""
         return 1 + self._probe[1] if self._is_trying else PERIOD
 
     def repeated(self, num_requests: int, num_more: int) -> None:
@@ -214,9 +214,7 @@ class DraftChooser:
                 size.period = PERIOD
 
     def tokens(self, num_drafts: int) -> float:
-        """Return the tokens of a request in a step with `num_drafts` drafts, at recent acceptance
-        rates.
-        """
+        """Return a request's tokens per step with `num_drafts` drafts, at recent acceptance rates."""
         sum_, chance = 1.0, 1.0
         for share in self._shares[:num_drafts]:
             chance *= share.value

@@ -5,8 +5,7 @@
     plan of four        rank   | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
                         leader   |  plan  |    |  plan  |
 
-A pass is one step of the model. Outside, only timing shows it: requests join, leave or are
-cancelled between plans.
+From outside, only timing shows a pass: requests join, leave or are cancelled between plans.
 """
 
 from __future__ import annotations

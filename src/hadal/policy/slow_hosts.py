@@ -1,4 +1,4 @@
-"""Choose the host that a unit should drop because it slows every step.
+"""Choose the host that a unit should drop for a while ("rest") because it slows every step.
 
 In a step all ranks wait for the slowest, so one slow processor or link costs all of them. The other
 hosts wait for the slow one, and hardly for each other. A host with a slow link waits for all others,
@@ -17,7 +17,7 @@ STEP_S = 0.05
 SHARE = 1 / 3
 """Minimum share of the unit's time spent waiting for the host: steps without it take two thirds."""
 WORTH = 1.5
-"""The share must also reach WORTH / number of hosts, the part of the unit that goes: 0.75 of two hosts."""
+"""The share must also reach WORTH / number of hosts, as a rest costs one host of all: 0.75 of two."""
 CLEAR = 2.0
 """Minimum ratio of the wait for this host to the wait for the next slowest."""
 AGREE = 3

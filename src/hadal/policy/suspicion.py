@@ -21,7 +21,7 @@ TOGETHER = 4.0
 it.
 """
 MOST = 20.0
-"""Most timeouts that a process is granted, for any excuse."""
+"""Most timeouts that a process is granted with any excuse for its silence."""
 PAUSE_PERIODS = 2.5
 """A detector that was not called for more than this number of its periods did not run itself."""
 
@@ -64,7 +64,7 @@ def pause_s(gap_s: float, period_s: float) -> float:
 
 
 def start_is_over(elapsed_s: float, waited_s: float, timeout_s: float) -> bool:
-    """Return True if a process should be ready by now and is not. The timeout counts only time in
-    which it had a processor (`waited_s` is the rest); TOGETHER timeouts end any wait.
+    """Return True if a process should be ready by now and is not. The timeout does not count
+    `waited_s`, its time without a processor; TOGETHER timeouts end any wait.
     """
     return elapsed_s - min(waited_s, elapsed_s) > timeout_s or elapsed_s > TOGETHER * timeout_s

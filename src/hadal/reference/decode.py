@@ -43,9 +43,7 @@ def paged_core_attention(
     entry_BD: Tensor,
     index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Write the rows' entries into the cache, then attend to each row's visible (or selected)
-    positions.
-    """
+    """Write the rows' entries into the cache, then attend to the visible or selected positions."""
     write_entries(seen, entry_BD)
     selected_BK = None
     if index_queries is not None:

@@ -1,4 +1,4 @@
-"""Plain loop for one request: the oracle of every exactness test, without blocks, batch or absorbed
+"""Plain loop for one request: the oracle of every exactness test. No blocks, batch or absorbed
 form.
 
 Each layer keeps the entries of all positions in one growing tensor; every step runs the multi-head
@@ -68,9 +68,7 @@ def core_attention(
 
 
 def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
-    """Return [T, S], True for visible positions that the last T tokens skip; None: they attend to
-    all.
-    """
+    """Return [T, S], True where the last T tokens skip a visible position; None: they skip none."""
     num_new, num_seen = scores_TS.shape
     if num_selected is None or num_seen <= num_selected:
         return None

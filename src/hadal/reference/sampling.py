@@ -39,9 +39,9 @@ SLOT = np.dtype(
     ],
     align=True,
 )
-"""Sampling parameters of one slot; kernels/cpu/sample.h has the same layout. temperature 0 is greedy, top_k
-0 keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 if none are wanted. `index`: index of the next
-token in the output. The `num_forbidden` biases after the `num_bias` apply before min_tokens.
+"""Sampling parameters of one slot; kernels/cpu/sample.h has the same layout. temperature 0 is greedy,
+top_k 0 keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 if none are wanted. `index`: of the
+output's next token. The `num_forbidden` biases after the `num_bias` apply while index < min_tokens.
 """
 
 TOKEN_VALUE = np.dtype([("token", np.int32), ("value", np.float32)])
