@@ -75,8 +75,8 @@ class ExpertPlan:
     split_LRS: Floats | None
     """Fraction of its expert's tokens that an expert slot takes; None: replicas share evenly."""
     balancedness_L: Floats
-    """Balancedness over the window, see `balancedness`; living ranks only. One step if loads were
-    summed.
+    """Mean rank load over the heaviest rank's, both averaged over the window's steps; living ranks
+    only. One step if loads were summed.
     """
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
@@ -200,7 +200,7 @@ def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None
     """Return how many replicas of the new placement are on a rank that does not hold that expert in
     the old one: weights to transfer.
 
-    With the ranks' nodes: experts new to a node: weights to transfer between nodes.
+    With the ranks' nodes: count experts new to a node, with weights that cross between nodes.
     """
     before, after = (
         held_by(each.slot_to_expert_LRS.astype(np.int64), each.num_experts) for each in (old, new)
