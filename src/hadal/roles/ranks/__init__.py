@@ -1,4 +1,4 @@
-"""Ranks of a unit: who lives, how they form anew, and what each rank does of a step.
+"""Ranks of a unit: their membership, new formations after a loss, and each rank's part of a step.
 
-The leader of a unit above it knows ranks by number alone; messages to and from them are made here.
+The unit's inner leader knows ranks only by number. This package exchanges messages with them.
 """

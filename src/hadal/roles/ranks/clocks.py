@@ -1,12 +1,12 @@
-"""How far the clocks of a unit's hosts are from its leader's, measured on the messages of its
-steps; and a trace of several hosts in the leader's time.
+"""Clock offsets between a unit's hosts and its leader, measured on the messages of its steps. They
+shift the trace of several hosts to the leader's clock.
 
-    leader   RankStep at a ──► taken at b              offset   (b - a + c - d) / 2
-             d ◄── RankDone    said at c               error    at most (d - a - (c - b)) / 2
+    leader   RankStep at a ──► received at b           offset   (b - a + c - d) / 2
+             d ◄── RankDone    sent at c               error    at most (d - a - (c - b)) / 2
 
-That is NTP's way (RFC 5905, 8), without a message of its own. A sample is worth less the older it
-is, for clocks drift. No decision asks for any of it: what decides counts durations, each by one
-clock.
+These are NTP's formulas (RFC 5905, 8), without extra messages. The error of a sample grows with
+its age, because clocks drift. No decision uses the offsets: decisions compare durations, and each
+duration is measured by one clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hadal.core.plans import TraceEvent
 from hadal.roles.unit.tracing import REQUESTS_MAX, STEPS_MAX
 
 DRIFT = 1e-4
-"""Seconds a second by which two hosts' clocks may drift apart: a crystal is good to 50 ppm."""
+"""Seconds per second by which two hosts' clocks may drift apart: a crystal is good to 50 ppm."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockSample:
     offset_s: float
-    """What the host's clock is ahead."""
+    """Seconds by which the host's clock is ahead of the leader's."""
     error_s: float
     at_s: float
 
@@ -38,38 +38,38 @@ class _ClockSample:
 
 
 class HostClocks:
-    """Of one leader. A host is its address, as ranks say it."""
+    """Clock offsets of the hosts of one leader's unit. A host is the address that its ranks report."""
 
     def __init__(self) -> None:
         self._samples: dict[str, _ClockSample] = {}
-        """The best of each host."""
+        """Host -> the sample with the smallest error."""
         self._step_to_hosts: OrderedDict[int, dict[int, str]] = OrderedDict()
-        """Of traced steps that no trace was sent with yet: the host of each rank."""
+        """Step -> (rank -> host), for traced steps that no trace has reported yet."""
 
     def heard(self, now_s: float, host: str, sent_s: float, done: RankDone) -> None:
-        """A rank of `host` answers, now, to the step that it was sent at `sent_s`."""
+        """Measure `host`'s clock on a rank's answer, received now, to a step sent at `sent_s`."""
         error_s = (now_s - sent_s - (done.said_s - done.taken_s)) / 2
         if error_s < 0.0:
-            return  # It says nothing of its clock, or what cannot be.
+            return  # The rank's times are impossible: its step took longer than the round trip.
         offset_s = (done.taken_s - sent_s + done.said_s - now_s) / 2
         known = self._samples.get(host)
         if known is not None:
             known_s = known.error_at(now_s)
-            # Two that exclude each other are of two clocks: the host was started again.
+            # Samples that exclude each other come from two clocks: the host was restarted.
             is_same_clock = abs(offset_s - known.offset_s) <= error_s + known_s
             if is_same_clock and error_s > known_s:
                 return
         self._samples[host] = _ClockSample(offset_s, error_s, now_s)
 
     def traced(self, step_id: int, rank_to_host: Mapping[int, str]) -> None:
-        """A traced step is done, by these ranks."""
+        """Note that these ranks finished a traced step."""
         self._step_to_hosts[step_id] = dict(rank_to_host)
         while len(self._step_to_hosts) > REQUESTS_MAX * STEPS_MAX:
             self._step_to_hosts.popitem(last=False)
 
     def aligned(self, now_s: float, trace: Trace) -> Trace:
-        """The trace with all times by the leader's clock, and how well they are known. Times of one
-        host alone stay as they are.
+        """Return the trace with all times by the leader's clock, and with each clock's error. A
+        trace of a single host is returned unchanged.
         """
         steps = [(step, self._step_to_hosts.pop(step.step_id, {})) for step in trace.steps]
         host_to_ranks: dict[str, set[int]] = {}

@@ -1,6 +1,6 @@
 """One formation of a unit: its members, their answers to RankForm, and the links that they lost.
 
-Decides nothing: the membership (roles/ranks/membership) judges which report is to be believed.
+Decides nothing: the membership (roles/ranks/membership) judges which reports to act on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hadal.core.plans import Formed
 
 
 class Formation:
-    """Formation `number`, formed or not. `members`: rank -> epoch."""
+    """Formation `number`, before or after all members formed it. `members`: rank -> epoch."""
 
     def __init__(self, number: int, members: Mapping[int, str]) -> None:
         self.number = number
@@ -28,7 +28,7 @@ class Formation:
         self._answers[rank] = formed
 
     def failed(self, now_s: float, rank: int, lost: Collection[int]) -> None:
-        """Note that a member could not form for want of peers."""
+        """Note that a member could not form because it lost these peers."""
         self.lost(rank, lost)
         self.failed_s = now_s if self.failed_s is None else self.failed_s
 
@@ -43,9 +43,7 @@ class Formation:
         return sum(formed.num_loaded for formed in self._answers.values())
 
     def lost(self, observer: int, lost: Collection[int]) -> None:
-        """Note links that a member lost. Reports of itself, or of ranks that do not belong, do not
-        count.
-        """
+        """Note links that a member lost. Reports about itself or about non-members do not count."""
         for rank in lost:
             if rank in self.members and rank != observer:
                 self._lost_by.setdefault(rank, set()).add(observer)
@@ -60,7 +58,7 @@ class Formation:
         return self._lost_by.get(rank, set())
 
     def most_lost(self) -> int | None:
-        """Return the rank that most members lost; the first of equals."""
+        """Return the rank that most members lost; of equals, the one reported first."""
         counts = Counter({rank: len(observers) for rank, observers in self._lost_by.items()})
         return counts.most_common(1)[0][0] if counts else None
 

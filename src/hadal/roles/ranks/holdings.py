@@ -1,11 +1,11 @@
-"""What a rank's pool holds, as the plans that go by show it: so that a new leader can go on with what
-an old one led.
+"""KV in a rank's pool, derived from the plans that the rank receives. A new leader (scheduler)
+takes over with it.
 
-    join   the attempt's KV is in these blocks    grown  and in this one    step  positions more for all who joined
-    leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
+    join   the attempt's KV is in these blocks    grown  and in this one    step  more positions of all joined attempts
+    leave  the KV stays                           freed  the KV is gone     name  a block can be found, owned or not
 
-Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
-Whoever goes on knows which tokens were delivered, and those positions were computed.
+Decides nothing. The last steps are uncertain: they may not have run. The front knows which tokens were
+delivered, and the positions of these were computed.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ class _Kv:
 
     block_ids: list[int]
     num_tokens: int
-    """When it joined; once it has left, in all."""
+    """Positions when the attempt joined. After it left: all its positions."""
     num_pulled: int
     joined_at: int | None
-    """`RankHoldings._num_written` when it joined; None: it has left."""
+    """`RankHoldings._num_written` when the attempt joined; None: it has left."""
 
 
 class RankHoldings:
-    """`plan`: the newest FormPlan, with the placement as flips have made it; None before the
-    first.
+    """KV and block names in one rank's pool. `plan`: the newest FormPlan, with the expert placement
+    as flips have changed it; None before the first.
     """
 
     def __init__(self) -> None:
         self.plan: FormPlan | None = None
         self._attempt_id_to_kv: dict[int, _Kv] = {}
         self._slot_to_attempt_id: dict[int, int] = {}
-        """Who is in the rank's table."""
+        """Attempts in the rank's table."""
         self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read from disk, or copied from another pool, that no step has fetched yet: where the
-        cache is not the pool, they are not in it.
+        """Blocks read from disk or copied from another pool that no step has fetched yet. If the
+        cache is not the pool, the cache lacks them.
         """
         self._fetching: deque[set[int]] = deque()
-        """What each step that is not done fetches, the oldest first: it may never run."""
+        """Blocks that each step in flight fetches, oldest step first. A step may never run."""
         self._num_freed: Counter[int] = Counter()
         self._num_written = 0
-        """Positions that a slot in the table all along may have had written."""
+        """Most positions that may have been written for a slot joined before the first step."""
         self._num_drafts = 0
-        """Of each slot, which the next plan checks."""
+        """Speculative tokens (drafts) per slot, which the next plan verifies."""
 
     def form(self, plan: FormPlan) -> None:
-        """A new formation: the rank's table is empty."""
+        """Begin a new formation, which empties the rank's table."""
         self.plan = plan
         for slot in list(self._slot_to_attempt_id):
             self._leave(slot)
 
     def step(self, plan: StepPlan) -> None:
-        """A plan goes to the Runner."""
+        """Note a plan that is sent to the Runner."""
         for flip in plan.flips:
             self._flip(flip)
         self._fetching.append(set() if isinstance(plan, DecodePlan) else set(plan.fetches))
@@ -92,13 +92,13 @@ class RankHoldings:
         self._num_drafts = plan.num_drafts
 
     def stepped(self, *, has_run: bool) -> None:
-        """The oldest step that was not done is."""
+        """Note that the oldest step in flight ended. `has_run`: without an error."""
         fetched = self._fetching.popleft()
         if has_run:
             self._unfetched -= fetched
 
     def freed(self, block_ids: Sequence[int]) -> None:
-        """What was in these blocks is gone, and with it the KV that they were a part of."""
+        """Forget the contents of these blocks, and all KV of the attempts that owned one."""
         self._num_freed.update(block_ids)
         for blocks in (self._unfetched, *self._fetching):
             blocks.difference_update(block_ids)
@@ -109,17 +109,17 @@ class RankHoldings:
                 self._drop(attempt_id)
 
     def loaded(self, block_ids: Sequence[int]) -> None:
-        """Blocks are being read from disk or copied from another pool."""
+        """Note blocks that are being read from disk or copied from another pool."""
         self._unfetched.update(block_ids)
 
     def name(self, named: NamedBlocks, *, are_all: bool = False) -> None:
-        """Blocks can be found from now on; `are_all`: no others."""
+        """Note blocks that can be found from now on. `are_all`: no others can be found."""
         if are_all:
             self._block_to_name.clear()
         self._block_to_name.update(names_of(named))
 
     def held(self) -> Held:
-        """All of it."""
+        """Return what the pool holds, for a new leader."""
         return Held(
             tuple(
                 HeldKv(attempt_id, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)

@@ -1,19 +1,20 @@
-"""Who belongs to a unit: its formations, and when a rank is given up. The states are the tables
-of roles/ranks/states.
+"""Membership of a unit: its formations, and the decision to give up a rank. The state tables are in
+roles/ranks/states.
 
-A formation is a set of processes that step together. It is over with the first of them; the
-survivors form the next one at once, which holds the experts that went with it, and a replacement
-joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
-silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
-What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
-form again. The ranks of a host that slows the others (roles/ranks/slow) are given up too, and started
-again. They stay out until the host has rested. A unit that has no other ranks takes them at once.
+A formation is a set of processes that step together. It ends when one of them is lost. The
+survivors form the next one at once and place the lost rank's experts on themselves. A replacement
+joins in a later formation, when no step is in flight. A rank is given up if its process ended, if
+it was silent or stuck for `rank_timeout_s` although it could run (policy/suspicion), or if it
+cannot form. While its heartbeats arrive, other ranks' reports do not suffice, because the link may
+be at fault: then all form again. The ranks of a host that slows the others (roles/ranks/slow) are
+also given up, and restarted. They stay out until the host has rested, unless the unit has no other
+ranks.
 
-Ranks outlive their leader. A new leader asks ranks that it does not know, but hears heartbeats of,
-what they hold. Its first formation has a number above theirs, and the placement that they have.
+Ranks outlive their leader. A new leader receives heartbeats of ranks that it does not know, and
+asks what they hold. The number of its first formation is above theirs, and it uses their placement.
 
-Knows no plans, blocks or requests: those are the inner leader's, the prefill or decode leader that
-plans the unit's steps without knowing of processes. roles/ranks/ranks stands between the two.
+Independent of plans, blocks and requests, which belong to the inner leader: the prefill or decode
+leader, which plans the unit's steps and knows no processes. roles/ranks/ranks connects the two.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from hadal.roles.ranks.states import RankState, UnitLifecycle, UnitPhase
 from hadal.roles.ranks.steps import PEER_ERRORS
 
 NEWS_S = 1.0
-"""How long to wait for the reason, once a step or a formation failed for want of a peer."""
+"""Seconds to wait for the cause after a step or a formation failed because of a lost peer."""
 TAKEOVER_GRACE_S = 1.0
-"""How long ranks that an earlier leader led wait for the others: those that live were asked a
-heartbeat ago.
+"""Seconds for which an earlier leader's ranks wait for each other. A living rank sends a heartbeat,
+and is asked what it holds, well within this time.
 """
 FAILED_FORMS_MAX = 3
-"""Formations in a row that may fail because ranks blame each other, before the most blamed one
-goes.
+"""Formations in a row that fail because ranks lost each other; then the most blamed rank is given
+up.
 """
 FORM_TIMEOUT_S = 60.0
-"""How long a member may take to answer that it formed."""
+"""Seconds within which a member must answer that it formed."""
 DRAIN_TIMEOUT_S = 5.0
-"""How long a rank that waits to join lets steps in flight end."""
+"""Seconds that steps in flight get to finish while a rank waits to join."""
 _NUM_NOTES = 256
 
 
 class UnitMembership:
-    """Membership of `unit`. `placement` is the full one; a formation without some ranks gets it
-    without those.
+    """Membership of `unit`. `placement` covers all ranks; a formation that lacks some ranks uses it
+    without them.
 
-    `grace_s`: how long the first ranks wait for the others before they form without them; and how
-    long a rank may stay unheard of before the supervisor is asked to kill it, if it has one that
-    says it is ready.
+    `grace_s`: seconds for which the first ranks wait for the others before they form without them.
+    Also seconds without a message of a rank after which the supervisor is asked to kill it; the
+    supervisor does so if that process has reported ready.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class UnitMembership:
                 f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}."
             )
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
-        """Sentences for the log, in order; the host takes them out."""
+        """Sentences for the log, in order; the host removes them."""
         self.num_stale = 0
         self.placement = placement
         """Placement of the newest formation."""
@@ -88,23 +89,23 @@ class UnitMembership:
         self._rests = Rests(slow_host_rest_s)
         self._life = UnitLifecycle()
         self._formation = Formation(0, {})
-        """The newest one, formed or not."""
+        """The newest formation, before or after all members formed it."""
         self._num_failed_forms = 0
         self._first_up_s: float | None = None
         self._held_formation = 0
-        """The highest that an earlier leader gave to a rank of this one. Ours begin above it, for a
-        rank takes whatever is not above its own for stale.
+        """Highest formation number that an earlier leader gave to one of these ranks. This leader's
+        numbers begin above it, because a rank drops any plan with a number up to its own.
         """
 
-    # ---- what others ask ----
+    # ---- queries ----
     @property
     def formation(self) -> int:
-        """Number of the newest formation, formed or not; 0: none yet."""
+        """Number of the newest formation, even if members still form it; 0: none yet."""
         return self._formation.number
 
     @property
     def members(self) -> dict[int, str]:
-        """rank -> epoch, of the newest formation."""
+        """Members of the newest formation: rank -> epoch."""
         return self._formation.members
 
     @property
@@ -113,15 +114,15 @@ class UnitMembership:
 
     @property
     def is_running(self) -> bool:
-        """Steps of this formation may be done."""
+        """True if ranks may finish steps of this formation."""
         return self._life.is_running
 
     def is_member(self, rank: int, epoch: str) -> bool:
-        """Whether this process lives and belongs to the newest formation."""
+        """Return whether this process lives and belongs to the newest formation."""
         return self._formation.members.get(rank) == epoch and self._processes[rank].is_living
 
     def up_of(self, rank: int) -> RankUp | None:
-        """What its present process said of itself."""
+        """Return the RankUp of the rank's present process; None if there is none."""
         return self._processes[rank].up
 
     def pool_of(self, rank: int) -> str:
@@ -129,8 +130,8 @@ class UnitMembership:
         return up.pool if up is not None else ""
 
     def adopt(self, placement: Placement) -> None:
-        """All ranks did a step with it: from now on formations form with it, and with what is left
-        of it.
+        """Use a placement for later formations, complete or without lost ranks. All ranks have done
+        a step with it. Raises InvariantError unless the unit runs with all ranks.
         """
         if not self.is_running or len(self.members) != self.num_ranks:
             raise InvariantError(
@@ -140,7 +141,7 @@ class UnitMembership:
 
     @property
     def living(self) -> list[int]:
-        """Members of the newest formation whose processes live, formed or not."""
+        """Members of the newest formation with a living process, formed or not."""
         return [index for index, epoch in self.members.items() if self.is_member(index, epoch)]
 
     @property
@@ -148,16 +149,18 @@ class UnitMembership:
         return len(self._processes)
 
     def is_idle_since(self, sent_s: float, time_s: float) -> bool:
-        """Whether a step was sent, and no member's compute thread moved, since `time_s`: something
-        went astray.
+        """Return whether a step sent before `time_s` is stuck: no member's compute thread has moved
+        since then.
         """
         return sent_s < time_s and all(
             self._processes[index].progressed_s < time_s for index in self.members
         )
 
-    # ---- what comes in ----
+    # ---- events ----
     def rank_up(self, now_s: float, message: RankUp, held: Held | None = None) -> None:
-        """A rank's process says that it is ready. `held`: what an earlier leader had in its pool."""
+        """Take in a rank's process that is ready. `held`: contents of its pool from an earlier
+        leader.
+        """
         if not self._processes.has(message.unit, message.rank):
             self.num_stale += 1
             return
@@ -174,7 +177,7 @@ class UnitMembership:
             self._form_if_ready(now_s)
 
     def rank_held(self, now_s: float, message: RankHeld) -> None:
-        """A rank that an earlier leader led says who it is, and what it holds."""
+        """Take in a rank of an earlier leader: its identity, and what it holds."""
         up, plan = message.up, message.plan
         is_new = self._processes.is_new(up)
         if is_new and plan.formation > self._held_formation:
@@ -183,9 +186,7 @@ class UnitMembership:
         self.rank_up(now_s, up, message.held if is_new else None)
 
     def _take_placement(self, plan: FormPlan) -> None:
-        """Go on with the placement that the ranks have, if it is one of all of them and there is
-        none of ours yet.
-        """
+        """Adopt the ranks' placement if it covers all of them and this leader has not formed yet."""
         full = self._full
         if (
             self.formation
@@ -202,28 +203,27 @@ class UnitMembership:
         )
 
     def take_held(self, rank: int) -> Held | None:
-        """What its pool held when it was taken over, once."""
+        """Return what a rank's pool held at the takeover; None on later calls."""
         return self._processes.take_held(rank)
 
     def take_sends(self) -> list[Send]:
-        """Messages decided on since the last call.
+        """Return the messages decided on since the last call.
 
-        They are kept until the leader takes them, because one event may both decide on a formation
-        and let the inner leader speak, which has to know of that decision. They go out behind what
-        the inner leader said, and before it hears of the new formation: ranks have to be asked to
-        form before they hear what the inner leader wants of them in it.
+        They are queued because one event may both decide on a formation and make the inner leader
+        send messages. They are sent after those messages, and before the inner leader is informed
+        of the new formation: RankForm has to reach a rank before the inner leader's requests in it.
         """
         return self._processes.take_sends()
 
     def unit_down(self, now_s: float, message: UnitDown) -> None:
-        """The supervisor says that a rank's process ended, or those of several at once."""
+        """Handle the supervisor's report that processes of one or several ranks ended."""
         ends = [self._rank_down(now_s, name) for name in (message.unit, *message.with_it)]
         members = [index for index in ends if index is not None]
         if members:
             self._lost(now_s, members, message.reason)
 
     def _rank_down(self, now_s: float, name: str) -> int | None:
-        """One of them has ended. Returns its number if it was a member of this formation."""
+        """Note that a rank's process ended. Return its rank if it was a member of this formation."""
         index = self._processes.rank_named(name)
         if index is None:
             self.num_stale += 1
@@ -231,14 +231,14 @@ class UnitMembership:
         return index if self._processes.ended(now_s, index) and index in self.members else None
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> None:
-        """A rank lives, and reports how far it is."""
+        """Take in a rank's heartbeat, with its progress and its lost peers."""
         if not self._processes.heartbeat(now_s, message):
             self.num_stale += 1
         elif message.formation == self.formation and message.lost:
             self.broke(now_s, message.rank, message.lost)
 
     def formed(self, now_s: float, message: RankFormed) -> None:
-        """A member's answer to RankForm."""
+        """Handle a member's answer to RankForm."""
         formed, index = message.formed, message.rank
         is_heard = self._processes.heard(now_s, index, message.epoch)
         if (
@@ -262,8 +262,8 @@ class UnitMembership:
         self._see_answers(now_s)
 
     def broke(self, now_s: float, observer: int, lost: tuple[int, ...]) -> None:
-        """A member of the present formation lost peers, or a step of it: no step will succeed any
-        more.
+        """Note that a member of the present formation lost peers or a step: no further step of the
+        formation can succeed.
         """
         self._formation.lost(observer, lost)
         if self.phase in (UnitPhase.RUNNING, UnitPhase.DRAINING):
@@ -274,12 +274,12 @@ class UnitMembership:
         self._believe_observers(now_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
-        """What a rank's host sees of it."""
+        """Take in what a rank's host observed of its process."""
         self._processes.sighted(now_s, message)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
-        """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has
-        to move.
+        """Check every deadline. `is_stepping`: a step is in flight, so compute threads must make
+        progress.
         """
         stepping = set(self.living) if is_stepping and self.is_running else ()
         given_up = self._processes.tick(now_s, stepping)
@@ -302,7 +302,7 @@ class UnitMembership:
                     self._life.move(now_s, "drain")
 
     def forgive(self, gap_s: float) -> None:
-        """The leader itself stood still for so long: what it did not hear is nobody's silence."""
+        """Do not count `gap_s` seconds during which the leader did not run as silence of ranks."""
         self._processes.forgive(gap_s)
         self._life.forgive(gap_s)
 
@@ -313,7 +313,7 @@ class UnitMembership:
         return {index: up.host for index, up in ups.items() if up is not None}
 
     def rest(self, now_s: float, slow: SlowHost) -> None:
-        """Go on without the ranks of a slow host until it has rested, if the unit can spare it."""
+        """Continue without a slow host's ranks until it has rested, if the unit can spare them."""
         resting, hosts = self._rests.resting(now_s), set(self.hosts().values())
         is_spared = may_rest(len(resting - hosts), len(hosts | resting))
         if not self._rests.is_on or self.phase is not UnitPhase.RUNNING or not is_spared:
@@ -329,8 +329,8 @@ class UnitMembership:
         self.form(now_s)
 
     def _may_join(self, now_s: float, rank: RankView) -> bool:
-        """Return whether to take in a rank that is ready. While its host rests, only a unit that has
-        members there does.
+        """Return whether a ready rank may join. While its host rests, it may only if the formation
+        has members there.
         """
         if rank.state is not RankState.UP or rank.up is None:
             return False
@@ -339,8 +339,8 @@ class UnitMembership:
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
-        """Start the next formation with every rank that lives and may join; with all that live if none
-        may.
+        """Start the next formation with every living rank that may join, or with all living ranks
+        if none may.
         """
         living = self._formable(now_s)
         self._formation = Formation(
@@ -378,7 +378,7 @@ class UnitMembership:
         return ready or living
 
     def _form_again(self, now_s: float) -> None:
-        """Form without those that others lost and that are silent or stuck."""
+        """Form without the ranks that others lost and that are silent or stuck."""
         processes = self._processes
         for index in self._formation.blamed:
             if processes.is_silent(now_s, index) or processes.is_stuck(now_s, index):
@@ -386,7 +386,7 @@ class UnitMembership:
         self.form(now_s)
 
     def _form_if_ready(self, now_s: float) -> None:
-        """Form, in phase WAITING, when everybody is there, or some are and the grace is over."""
+        """Form, in phase WAITING, when all ranks are up, or when some are and the grace is over."""
         num_living = len(self._processes.living)
         if num_living == 0 or self._first_up_s is None:
             self._first_up_s = None
@@ -396,8 +396,8 @@ class UnitMembership:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
-        """Go on, in phase FORMING, when everybody answered well, form again when somebody could
-        not.
+        """Begin to run, in phase FORMING, when all members formed; form again when a member failed
+        or timed out.
         """
         if self.phase is not UnitPhase.FORMING:
             return
@@ -437,9 +437,9 @@ class UnitMembership:
             )
         return text
 
-    # ---- losing ----
+    # ---- lost ranks ----
     def _lost(self, now_s: float, members: Sequence[int], reason: str) -> None:
-        """Members are gone: this formation is over."""
+        """End this formation, because members are gone."""
         numbers = ", ".join(map(str, members))
         is_one = len(members) == 1
         who, them = (f"rank {numbers} is", "it") if is_one else (f"ranks {numbers} are", "them")
@@ -448,14 +448,14 @@ class UnitMembership:
             self.form(now_s)
 
     def _drop(self, now_s: float, index: int, reason: str) -> None:
-        """Give a living rank up, and go on without it."""
+        """Give up a living rank, and continue without it."""
         was_member = index in self.members
         self._processes.give_up(now_s, index, reason)
         if was_member and self.phase is not UnitPhase.WAITING:
             self.form(now_s)
 
     def _believe_observers(self, now_s: float) -> None:
-        """Give up, in phase BROKEN, a rank that all others lost and that says nothing itself."""
+        """Give up a rank that is silent and that all other living members lost."""
         for index in self._formation.blamed:
             others = set(self.living) - {index}
             if (
@@ -464,10 +464,10 @@ class UnitMembership:
                 and self._processes.is_silent(now_s, index)
             ):
                 self._drop(now_s, index, "was lost by all others, and is silent")
-                return  # A new formation begins: nobody is blamed any more.
+                return  # A new formation begins, without any reports of lost ranks yet.
 
     def check(self) -> list[str]:
-        """Problems; empty when states, members and phase agree."""
+        """Return problems; empty when states, members and phase agree."""
         problems = self._processes.check()
         for index, rank in enumerate(self._processes):
             belongs = rank.state in (RankState.FORMING, RankState.MEMBER)

@@ -1,9 +1,9 @@
-"""What happened to a unit, in sentences for its log. Knows no logger."""
+"""Sentences for a unit's log. Independent of any logger."""
 
 from __future__ import annotations
 
 
 class Routine(str):
-    """A note of what goes as it should; any other is a warning."""
+    """Note about normal operation. Every other note is a warning."""
 
     __slots__ = ()

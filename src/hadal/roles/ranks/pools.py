@@ -1,8 +1,8 @@
-"""The KV blocks of a unit's ranks: one allocator each, who lives, and what was freed, named and
-forgotten since the host and the front heard of it.
+"""KV blocks of a unit's ranks: one allocator per rank, the living ranks, and the blocks freed,
+named and forgotten since the last report to the host and the front.
 
-Knows no requests: whoever holds blocks of a lost rank forgets them before the rank's allocator is
-replaced.
+Independent of requests: their owner must forget its blocks on a lost rank before the rank's
+allocator is replaced.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hadal.kv.blocks import BlockAllocator
 
 
 class RankPools:
-    """Ranks of a unit of several are dead until a RankReset names them fresh; a rank alone is alive
-    from the start.
+    """Block allocators of a unit's ranks. The only rank of a unit lives from the start; several
+    ranks are dead until a RankReset names them fresh.
     """
 
     def __init__(
         self, num_blocks: int, num_ranks: int = 1, name: str = "", *, reports_names: bool = False
     ) -> None:
-        """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank
-        alone. `reports_names`: ranks hear what is named on them, for they may outlive whoever
-        leads them.
+        """`num_blocks`: blocks per rank, with the scratch block. `name`: pool name of a unit's only
+        rank. `reports_names`: ranks receive the names of their blocks, because they may outlive
+        their leader.
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; a unit has at least one.")
@@ -39,25 +39,25 @@ class RankPools:
         self.formation = 0
         self.is_living = [num_ranks == 1] * num_ranks
         self.living = [0] if num_ranks == 1 else []
-        """The ranks that live, in their order."""
+        """Living ranks, in ascending order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
-        """Name under which others find the memory of each rank's pool. New at every start of the
-        rank.
+        """Name by which other processes find the memory of each rank's pool. New at every start of
+        the rank.
         """
         self._unreported: dict[int, list[bytes]] | None = {} if reports_names else None
-        """Names that came to each rank since `take_named`; None: nobody hears of them."""
+        """Rank -> names added since `take_named`; None: names are not reported to ranks."""
         self._forgot: set[int] = set()
-        """Ranks whose names before those were taken back."""
+        """Ranks that must drop all names reported earlier."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
-        """Ranks of which something changed since `_settle`."""
+        """Ranks with changes since the last `_settle`."""
         self._num_used_R = np.zeros(num_ranks, np.int64)
         self._num_used = 0
-        """Sum of the used blocks by rank, as `_settle` left them."""
+        """Sum of `_num_used_R`; like it, as of the last `_settle`."""
         self._allocators = [self._allocator(rank) for rank in range(num_ranks)]
         self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
-        """Blocks that made room for others since the start."""
+        """Blocks evicted since the start to make room for others."""
         self._found = FoundNames()
 
     def __getitem__(self, rank: int) -> BlockAllocator:
@@ -69,22 +69,22 @@ class RankPools:
 
     @property
     def num_blocks_rank(self) -> int:
-        """Usable blocks of a rank, living or not: what a request can hold at most."""
+        """Usable blocks of a rank, living or not: the most that a request can own."""
         return self._num_blocks - 1
 
     @property
     def num_blocks_request(self) -> int:
-        """Usable blocks of the largest living rank; 0 if none lives."""
+        """Usable blocks of a living rank; 0 if no rank lives."""
         return self.num_blocks_rank if self.living else 0
 
     @property
     def num_usable(self) -> int:
-        """Blocks of the living ranks together."""
+        """Usable blocks of all living ranks together."""
         return self.num_blocks_rank * self.num_living
 
     @property
     def num_used_R(self) -> NDArray[np.int64]:
-        """Blocks of each rank that somebody owns [R]."""
+        """Owned blocks of each rank [R]."""
         self._settle()
         return self._num_used_R
 
@@ -98,22 +98,22 @@ class RankPools:
         return self.num_usable - self.num_used
 
     def free(self, rank: int, block_ids: Sequence[int], owner: Hashable) -> None:
-        """Give blocks back; the next `take_freed` says so."""
+        """Release an owner's blocks. The next `take_freed` reports the blocks freed by it."""
         self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
     def forget_names(self, rank: int) -> None:
-        """Let nothing of a rank be found any more, whoever owns it."""
+        """Make all blocks of a rank unfindable by name, owned or not."""
         self._allocators[rank].forget_names()
         if self._unreported is not None:
             self._forgot.add(rank)
             self._unreported.setdefault(rank, [])
 
     def take_freed(self) -> list[Freed]:
-        """Blocks that were freed or evicted since the last call, in one effect for each rank.
+        """Return the blocks freed or evicted since the last call, in one effect per rank.
 
-        They are kept until they are asked for, because room is made deep inside an allocation: the
-        actor puts them before the plan, pull or load that may write these blocks. Behind it, a rank
-        would take what was just written there for what was lost.
+        They are queued because eviction happens deep inside an allocation. The actor must send them
+        before the plan, pull or load that may write these blocks. If they came after it, the rank
+        would discard the newly written contents instead of the old ones.
         """
         self._settle()
         effects = [
@@ -123,8 +123,8 @@ class RankPools:
         return effects
 
     def take_named(self) -> list[Named]:
-        """Blocks that can be found since the last call, in one effect for each rank. They have to be
-        told after what `take_freed` says: a block that was freed and named again can be found.
+        """Return the blocks named since the last call, in one effect per rank. Send them after
+        those of `take_freed`, because a block may have been freed and then named again.
         """
         effects = []
         for rank, names in sorted((self._unreported or {}).items()):
@@ -140,7 +140,7 @@ class RankPools:
         return BlockAllocator(self._num_blocks, touched=partial(self._touched.add, rank))
 
     def _settle(self) -> None:
-        """Take in what the allocators changed: few of a large unit's do at one event."""
+        """Apply the changes of the allocators. One event changes few allocators of a large unit."""
         if not self._touched:
             return
         for rank in sorted(self._touched):
@@ -161,20 +161,20 @@ class RankPools:
         self._found.change(rank, added, dropped)
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
-        """rank -> blocks of the longest prefix of the chain that it had at the last `take_freed`;
-        no rank without any.
+        """Return rank -> blocks of the longest prefix of the chain that it had at the last
+        `take_freed`. Ranks without any are left out.
         """
         return self._found.prefixes(chain)
 
     def take_names(self) -> tuple[bytes, bytes]:
-        """Names that can be found since the last call, and names that no longer can, on any
-        rank.
+        """Return names that became findable since the last call, and names that no rank has any
+        more.
         """
         return self._found.take_news()
 
     @property
     def found_names(self) -> bytes:
-        """All that can be found."""
+        """All names that can be found, joined."""
         return self._found.names
 
     @property
@@ -184,14 +184,14 @@ class RankPools:
         return self._found.num_named
 
     def lost(self, event: RankReset) -> list[int]:
-        """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a
-        word.
+        """Return the ranks that lose their KV with this reset. A living rank that is fresh counts:
+        its process was replaced without a report of the loss.
         """
         return sorted({*event.lost, *(rank for rank in event.fresh if self.is_living[rank])})
 
     def reset(self, event: RankReset) -> None:
-        """Take in who lives from now on. Ranks lost or fresh begin with empty pools, but for what
-        is `held`: that is owned by `held_by`, and all else is freed.
+        """Apply a new formation's living ranks. Lost and fresh ranks begin with empty pools, except
+        for `held` blocks: `held_by` owns these, and all other blocks are freed.
         """
         self.formation = event.formation
         for rank in {*event.lost, *event.fresh}:
@@ -216,7 +216,7 @@ class RankPools:
             self.names[rank] = name
 
     def check(self) -> list[str]:
-        """Problems; empty when every ledger adds up and a dead rank holds nothing."""
+        """Return problems; empty when every ledger adds up and dead ranks own nothing."""
         problems = []
         self._settle()
         num_used_R = self._num_used_R.tolist()
@@ -234,8 +234,8 @@ class RankPools:
     def check_owners(
         self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]
     ) -> list[str]:
-        """Problems; empty when a rank's blocks are owned by those who say that they hold them, and
-        by nobody else.
+        """Return problems; empty when the allocator's owners of a rank's blocks are exactly
+        `holders`.
         """
         holders = list(holders)
         if self._allocators[rank].is_owned_as(holders):
@@ -254,22 +254,22 @@ class RankPools:
 
 
 class FoundNames:
-    """Names that can be found, and the ranks on which each is."""
+    """Block names that can be found, each with the ranks that have it."""
 
     def __init__(self) -> None:
         self.num_named = 0
         """Blocks that can be found, on all ranks."""
         self._name_to_ranks: dict[bytes, int] = {}
-        """Name -> its ranks, a bit each."""
+        """Name -> ranks that have it, as a bit mask."""
         self._changed: dict[bytes, None] = {}
-        """Names that came to the first rank or went from the last since `take_news`."""
+        """Names that a first rank got or the last rank lost since `take_news`."""
 
     @property
     def names(self) -> bytes:
         return b"".join(self._name_to_ranks)
 
     def change(self, rank: int, added: bytes, dropped: bytes) -> None:
-        """Take in the names that a rank got and lost."""
+        """Add and remove names of a rank."""
         self.num_named += num_names(added) - num_names(dropped)
         for name in split(added):
             before = self._name_to_ranks.get(name, 0)
@@ -284,9 +284,8 @@ class FoundNames:
                 self._changed[name] = None
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
-        """Return rank -> blocks of the longest prefix of the chain that it has; no rank without any.
-
-        One look at each name, however many ranks have it.
+        """Return rank -> blocks of the longest prefix of the chain that it has. Ranks without any
+        are left out. Each name costs one look-up, regardless of the number of ranks.
         """
         found: dict[int, int] = {}
         num, left = 0, 0
@@ -302,8 +301,8 @@ class FoundNames:
         return found | dict.fromkeys(_ranks_of(left), num)
 
     def take_news(self) -> tuple[bytes, bytes]:
-        """Return names that can be found since the last call, and names that no longer can, on any
-        rank.
+        """Return names that became findable since the last call, and names that no rank has any
+        more.
         """
         if not self._changed:
             return b"", b""
@@ -324,21 +323,21 @@ class FoundNames:
 
 
 def named_blocks(block_to_name: Mapping[int, tuple[bytes, bytes]]) -> NamedBlocks:
-    """Names as they travel: block -> (its name, that of the block before it or nothing)."""
+    """Encode block -> (its name, name of the block before it or b"") for messages."""
     names = b"".join(name for name, _ in block_to_name.values())
     befores = b"".join(before or NO_NAME for _, before in block_to_name.values())
     return NamedBlocks(tuple(block_to_name), names, befores)
 
 
 def names_of(named: NamedBlocks) -> dict[int, tuple[bytes, bytes]]:
-    """Undo `named_blocks`: block -> (its name, the name before it)."""
+    """Undo `named_blocks`: return block -> (its name, name of the block before it or b"")."""
     befores = (b"" if before == NO_NAME else before for before in split(named.befores))
     return dict(zip(named.block_ids, zip(split(named.names), befores, strict=True), strict=True))
 
 
 def held_by(rank: int, kv: HeldKv) -> Hashable:
-    """Who owns what a rank has held since an earlier leader led it, until somebody goes on with
-    it.
+    """Return the owner of an attempt's blocks after a new leader took the rank over, until a
+    request continues with that KV.
     """
     return "held", rank, kv.attempt_id
 

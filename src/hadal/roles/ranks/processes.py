@@ -1,10 +1,10 @@
-"""The processes of a unit's ranks, as its leader sees them: announced, heard, given up, killed.
+"""Processes of a unit's ranks, as its leader sees them: announced, alive, given up, killed.
 
-A rank that is given up is not ended: only the supervisor, its parent, can report that a process is
-gone. Until then the rank stays DROPPED and is killed again, for a frozen process may wake, and what it
-then sends is void.
+A rank that is given up may still run: only the supervisor, its parent, can report that a process
+has ended. Until then the rank stays DROPPED and is killed again, because a frozen process may
+resume. Its messages are ignored then.
 
-Knows no formation: members and their formations are the membership's (roles/ranks/membership).
+Independent of formations, which belong to the membership (roles/ranks/membership).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hadal.roles.ranks.states import RankState, next_rank_state
 from hadal.roles.suspects import Suspects
 
 SILENT_S = 2.4 * RANK_HEARTBEAT_S
-"""Silence of two missing heartbeats: not enough to give a rank up, enough to believe reports that it is
-lost.
+"""Silence of two missing heartbeats: too short to give a rank up, enough to accept other ranks'
+reports that it is lost.
 """
 KILL_AGAIN_S = 2.0
 _NUM_DEAD_EPOCHS = 16
@@ -33,23 +33,23 @@ _LIVING = (RankState.UP, RankState.FORMING, RankState.MEMBER)
 
 @dataclass(slots=True)
 class RankView:
-    """What is known of one rank's present process."""
+    """State of one rank's present process."""
 
     state: RankState = RankState.ABSENT
     up: RankUp | None = None
     held: Held | None = None
-    """What an earlier leader's rank holds; None: nothing, or its inner leader knows it."""
+    """Pool contents from an earlier leader; None: none, or the inner leader has them already."""
     heard_s: float = 0.0
     num_ops: int = -1
     moved_s: float = 0.0
-    """When its compute thread was last seen to move, or to have nothing to do."""
+    """Time at which its compute thread was last seen to move, or to have nothing to do."""
     progressed_s: float = 0.0
-    """When it was last seen to move."""
+    """Time at which its compute thread was last seen to move."""
     ended_s: float = 0.0
     killed_s: float = 0.0
-    """When the supervisor was last asked to kill it."""
+    """Time at which the supervisor was last asked to kill it."""
     num_owed: int = 0
-    """UnitDowns of predecessors that are still to come: a successor was heard first."""
+    """UnitDowns still expected for earlier processes: a successor announced itself first."""
     dead: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_DEAD_EPOCHS))
 
     @property
@@ -61,13 +61,13 @@ class RankView:
         return self.state in _LIVING
 
     def silent_s(self, now_s: float, *, must_move: bool) -> float:
-        """Time for which it gave no sign. `must_move`: a step runs in which it takes part:
-        heartbeats are not enough.
+        """Return the seconds without a sign of life. `must_move`: the rank takes part in a step, so
+        heartbeats without progress do not count.
         """
         return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
 
     def forgive(self, gap_s: float) -> None:
-        """Nobody listened for so long."""
+        """Do not count `gap_s` seconds during which the leader did not run."""
         self.heard_s += gap_s
         self.moved_s += gap_s
         self.progressed_s += gap_s
@@ -77,8 +77,8 @@ class RankView:
 class RankProcesses:
     """Processes of a unit's ranks, by rank. Notes for the log go to `notes`.
 
-    `grace_s`: how long a rank may stay unheard of before the supervisor is asked to kill it, if it
-    has one that says it is ready.
+    `grace_s`: seconds without a message of a rank after which the supervisor is asked to kill it;
+    the supervisor does so if that process has reported ready.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RankProcesses:
         return unit == self.unit and 0 <= rank < len(self._ranks)
 
     def rank_named(self, name: str) -> int | None:
-        """Return the rank of a process name, None if it is not of this unit."""
+        """Return the rank with this process name; None if it is not a rank of this unit."""
         unit, _, number = name.rpartition(".")
         return int(number) if number.isdigit() and self.has(unit, int(number)) else None
 
@@ -128,7 +128,7 @@ class RankProcesses:
         return f"{self.unit}.{rank}"
 
     def member(self, rank: int) -> Member:
-        """Return a living rank as a FormPlan names it."""
+        """Return a living rank's entry for a FormPlan."""
         up = self._ranks[rank].up
         assert up is not None
         return Member(rank, up.epoch, up.host, up.port)
@@ -144,21 +144,21 @@ class RankProcesses:
         return sends
 
     def take_held(self, rank: int) -> Held | None:
-        """Return what a rank's pool held when it was taken over, once."""
+        """Return what a rank's pool held at the takeover; None on later calls."""
         view = self._ranks[rank]
         held, view.held = view.held, None
         return held
 
-    # ---- lives ----
+    # ---- starts and ends ----
     def is_new(self, up: RankUp) -> bool:
-        """Return whether a process of this unit was never heard, and no other has its rank."""
+        """Return whether this process of the unit is unknown and its rank has no other process."""
         if not self.has(up.unit, up.rank):
             return False
         rank = self._ranks[up.rank]
         return rank.state is RankState.ABSENT and up.epoch not in rank.dead
 
     def announce(self, now_s: float, up: RankUp, held: Held | None) -> bool:
-        """Take in a process that is ready. Returns False if it is known already, alive or dead."""
+        """Register a process that is ready. Returns False if it is already known, alive or dead."""
         rank = self._ranks[up.rank]
         if rank.is_living and rank.epoch == up.epoch:
             rank.heard_s = now_s
@@ -175,10 +175,10 @@ class RankProcesses:
         return True
 
     def ended(self, now_s: float, index: int) -> bool:
-        """A rank's process has ended. Returns whether it was the present one, and alive."""
+        """Note that a rank's process ended. Returns whether it was the present one, and alive."""
         rank = self._ranks[index]
         if rank.num_owed:
-            rank.num_owed -= 1  # Its successor was heard before.
+            rank.num_owed -= 1  # An earlier process; its successor has already announced itself.
             return False
         if rank.up is not None:
             rank.dead.append(rank.epoch)
@@ -194,7 +194,7 @@ class RankProcesses:
 
     # ---- signs of life ----
     def heard(self, now_s: float, index: int, epoch: str) -> bool:
-        """Note a sign of life; False if it is not of the present process."""
+        """Note a sign of life. Returns False if it is not from the present process."""
         rank = self._ranks[index] if 0 <= index < len(self._ranks) else None
         if rank is not None and rank.is_living and rank.epoch == epoch:
             rank.heard_s = now_s
@@ -206,7 +206,7 @@ class RankProcesses:
         return False
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> bool:
-        """Note a heartbeat and the progress it reports; False if it is not of the present process."""
+        """Note a heartbeat and its progress. Returns False if it is not from the present process."""
         if not self.heard(now_s, message.rank, message.epoch):
             return False
         rank = self._ranks[message.rank]
@@ -217,7 +217,7 @@ class RankProcesses:
         return True
 
     def sighted(self, now_s: float, message: Sighting) -> None:
-        """Note what a rank's host sees of it."""
+        """Note what a rank's host observed of its process."""
         self._suspects.sighted(now_s, message)
 
     def forgive(self, gap_s: float) -> None:
@@ -227,20 +227,20 @@ class RankProcesses:
         self._begun_s = None if self._begun_s is None else self._begun_s + gap_s
 
     def is_silent(self, now_s: float, index: int) -> bool:
-        """Return whether a rank misses heartbeats though it could run."""
+        """Return whether a rank misses heartbeats although it could run."""
         silent_s = now_s - self._ranks[index].heard_s
         return self._suspects.is_frozen(self.name(index), silent_s, SILENT_S)
 
     def is_stuck(self, now_s: float, index: int) -> bool:
-        """Return whether a rank's compute thread has not moved for `rank_timeout_s` though it could."""
+        """Return whether a rank's compute thread could run but did not move for `rank_timeout_s`."""
         stuck_s = now_s - self._ranks[index].moved_s
         return self._suspects.is_frozen(self.name(index), stuck_s, self._rank_timeout_s)
 
     # ---- ends ----
     def tick(self, now_s: float, stepping: Collection[int]) -> list[int]:
-        """Give up ranks that do nothing though they could, and kill those that should have ended.
-        Returns the ranks given up. `stepping`: ranks with a step in flight, whose compute threads
-        have to move.
+        """Give up ranks that could run but do nothing, and kill processes that should have ended.
+        Returns the ranks given up. `stepping`: ranks with a step in flight; their compute threads
+        must move.
         """
         given_up = self._give_up_frozen(now_s, stepping)
         self._begun_s = now_s if self._begun_s is None else self._begun_s
@@ -250,7 +250,7 @@ class RankProcesses:
             elif (
                 rank.state is RankState.ABSENT
                 and now_s - max(self._begun_s, rank.ended_s, rank.killed_s) > self._grace_s
-            ):  # One that froze before it was heard here. One that still starts is let be.
+            ):  # It froze before its first message here. The supervisor spares one that still starts.
                 self._kill(
                     now_s, index, f"has not been heard by its leader for {self._grace_s:g} s"
                 )
@@ -289,7 +289,7 @@ class RankProcesses:
         self._sends.append(Send(SUPERVISOR, UnitDown(self.name(index), reason)))
 
     def _end_again(self, now_s: float, index: int) -> None:
-        """Kill a process taken for dead that still sends, long after: its rank would never come back."""
+        """Kill a process given up long ago that still sends; otherwise its rank would never return."""
         rank = self._ranks[index]
         is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(
             KILL_AGAIN_S, self._rank_timeout_s

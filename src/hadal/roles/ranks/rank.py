@@ -1,22 +1,22 @@
-"""The role of a rank's process: does what its leader says for the formation it belongs to, and
-says that it lives.
+"""Role of a rank's process: it executes its leader's (scheduler's) orders for the present
+formation, and sends heartbeats.
 
     RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone
     -> RankDone
                                                                     RankStage -> Stage -> Staged ->
                                                                     RankStaged
 
-Decides nothing: slots, blocks and plans are the leader's. What belongs to an older formation is
-dropped, both steps and stages that arrive late and results of those that were broken off. Pulls,
-freed blocks, and what goes to disk or comes from it belong to no formation, for KV outlives them;
-they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
+Decides nothing: the leader owns slots, blocks and plans. Late steps and stages of an older
+formation are dropped, and so are results of its aborted steps. Pulls, freed blocks, and disk reads
+and writes belong to no formation, because KV outlives formations. They are accepted from the first
+FormPlan on; earlier ones were meant for this rank's previous process.
 
-A rank outlives its leader. What its pool holds it notes as plans go by (roles/ranks/holdings); a new
-leader, who does not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy
-of the old one's is under way.
+A rank outlives its leader. It records its pool's contents from the plans it receives
+(roles/ranks/holdings). A new leader does not know the rank's heartbeats and sends RankWho. RankHeld
+answers as soon as no copy requested by the old leader is under way.
 
-The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only
-with the process.
+The wire between a leader and a rank keeps the order and never duplicates. It loses messages only
+when the process ends.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ from hadal.roles.ranks.holdings import RankHoldings
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How far the rank's compute thread is. The host feeds it before every Tick, before a step's
+    """Progress of the rank's compute thread. The host feeds it before every Tick, before a step's
     result, and whenever `lost` changed.
     """
 
     num_ops: int
     """Ops begun since the process started."""
     is_computing: bool
-    """A step runs and does not wait for a peer: `num_ops` must move."""
+    """True if a step runs and does not wait for a peer, so that `num_ops` must grow."""
     lost: tuple[int, ...] = ()
-    """Members of the present formation whose connection broke."""
+    """Members of the present formation with a broken connection."""
 
 
 class RankRole:
-    """The rank that `up` describes. Its leader has the unit's name on the wire."""
+    """State machine of the rank that `up` describes. Its leader has the unit's name on the wire."""
 
     def __init__(self, up: RankUp) -> None:
         self.formation = 0
@@ -93,22 +93,18 @@ class RankRole:
         self._is_formed = False
         self._progress = RankProgress(0, False)
         self._in_flight: deque[tuple[int, int, float]] = deque()
-        """(formation, step id, when it was heard of) of what the host was given and has not
-        answered.
-        """
+        """(formation, step id, time of receipt) of steps that the host has not finished."""
         self._holdings = RankHoldings()
         self._num_asked = 0
-        """Copies, reads and writes of its pool that the host was given and has not answered."""
+        """Copies, reads and writes of the pool that the host has not finished."""
         self._is_asked_who = False
-        """A new leader waits until there are none."""
+        """True while a new leader waits for RankHeld, which is sent once `_num_asked` is 0."""
         self._next_heartbeat_s = -math.inf
         self._wake_s = -math.inf
         self._out: list[Effect] = []
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: say to the leader and to the supervisor that it is
-        ready.
-        """
+        """Return the first effects: report to the leader and the supervisor that it is ready."""
         self._next_heartbeat_s = now_s + RANK_HEARTBEAT_S
         self._out[:] = [Send(SUPERVISOR, self._up), Send(self._up.unit, self._up)]
         self._wake()
@@ -140,13 +136,13 @@ class RankRole:
                     Send(self._up.unit, RankAnswered(self._up.rank, self._up.epoch, event))
                 )
             case RankProgress():
-                if not self._is_formed:  # Whom an older formation lost says nothing about this one.
+                if not self._is_formed:  # Losses of an older formation say nothing about this one.
                     event = msgspec.structs.replace(event, lost=())
                 if set(event.lost) - set(self._progress.lost):
-                    self._next_heartbeat_s = now_s  # News that the leader waits for.
+                    self._next_heartbeat_s = now_s  # Send it at once: the leader waits for it.
                 self._progress = event
             case Tick():
-                pass  # The heartbeat is seen to below.
+                pass  # The heartbeat is sent below.
             case _:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
         if self._is_asked_who and not self._num_asked:
@@ -159,11 +155,11 @@ class RankRole:
             self._wake()
         return [*self._out]
 
-    # ---- what the leader says ----
+    # ---- orders of the leader ----
     def _form(self, plan: FormPlan) -> None:
         epochs = {member.rank: member.epoch for member in plan.members}
         if plan.formation <= self.formation or epochs.get(self._up.rank) != self._up.epoch:
-            self.num_stale += 1  # Repeated, or meant for the process that had the name before.
+            self.num_stale += 1  # Repeated, or meant for this rank's previous process.
             return
         self.formation = plan.formation
         self._holdings.form(plan)
@@ -191,14 +187,14 @@ class RankRole:
         self._out.append(Stage(plan))
 
     def _do(self, effect: PoolEffect) -> None:
-        """Note what is asked of the pool, and let the host do it."""
+        """Note an operation on the pool, and pass it to the host."""
         if not self.formation:
-            self.num_stale += 1  # Meant for the process that had the name before.
+            self.num_stale += 1  # Meant for this rank's previous process.
             return
         match effect:
             case Named():
                 self._holdings.name(effect.named, are_all=effect.are_all)
-                return  # Only to be known here.
+                return  # Only recorded here; the host does not need it.
             case Freed(block_ids):
                 self._holdings.freed(block_ids)
             case ReadBlocks() | Pull():
@@ -208,7 +204,7 @@ class RankRole:
                 self._num_asked += 1
         self._out.append(effect)
 
-    # ---- what comes of it ----
+    # ---- results of the host ----
     def _step_done(self, now_s: float, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0][1] != done.step_id:
             raise InvariantError(
@@ -251,7 +247,7 @@ class RankRole:
         )
 
     def _held(self) -> RankUp | RankHeld:
-        """Who it is, for a leader that did not start with it."""
+        """Return the rank's identity and pool contents, for a leader that took it over."""
         plan = self._holdings.plan
         return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
 
@@ -264,7 +260,7 @@ class RankRole:
         self._out.append(WakeAt(self._wake_s))
 
     def audit(self) -> list[str]:
-        """Problems; empty when no more steps of this formation are in flight than may be."""
+        """Return problems; empty when at most MAX_STEPS_IN_FLIGHT steps are in flight."""
         num_in_flight = sum(formation == self.formation for formation, *_ in self._in_flight)
         return (
             [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []

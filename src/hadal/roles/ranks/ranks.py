@@ -1,15 +1,15 @@
-"""The leader of a unit of many ranks: a leader that knows nothing of processes, and the membership
-of the ranks.
+"""Leader (scheduler) of a unit of many ranks: an inner leader without knowledge of processes, and
+the membership of the ranks.
 
     leader --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> leader
          --Pull, ReadBlocks, StoreBlocks--> RankDo ... RankAnswered --its outcome--> leader
          --Freed, Named----> RankDo                a new formation --------RankReset-> leader
 
-The inner leader hears of a step once: when every member did its part. A step that failed for want of a peer
-it never hears of; the RankReset that follows makes it plan those steps again. A step that failed
-for another reason it hears of as failed, so that its requests are given back; then the unit forms
-anew too, for peers may wait in the middle of that step. An inner leader of many ranks holds them all for
-dead until the first reset, and says nothing of the unit before.
+The inner leader receives one result per step, once every member did its part. If a step failed
+because a peer was lost, it receives no result; the RankReset that follows makes it plan that step
+again. If a step failed for another reason, it receives the failure and gives the step's requests
+back. The unit then forms anew too, because peers may wait in the middle of that step. The inner
+leader takes all ranks for dead until the first reset, and does not announce the unit before.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from hadal.roles.suspects import Absence
 from hadal.roles.unit.report import with_ranks
 
 CHECK_S = 0.1
-"""How often deadlines are looked at."""
+"""Period of the deadline checks, seconds."""
 
 
 class InnerLeader(Protocol):
-    """The part of PrefillLeader and DecodeLeader that is needed here."""
+    """Part of PrefillLeader and DecodeLeader that is needed here."""
 
     def start(self, now_s: float) -> list[Effect]: ...
 
@@ -65,19 +65,18 @@ class InnerLeader(Protocol):
 
 
 class PoolRequests:
-    """Requests of an inner leader to the pools of its ranks, and the answers it waits for. `members`:
-    rank -> epoch, as the inner leader knows them, which may be those of the formation before.
+    """Pool operations that an inner leader requested of its ranks, with their outcomes outstanding.
+    `members`: rank -> epoch, as the inner leader knows them: maybe still of the last formation.
     """
 
     def __init__(self) -> None:
         self.members: dict[int, str] = {}
         self._asked: dict[tuple[Hashable, ...], int] = {}
-        """Outcomes that the inner leader waits for, of pulls and of blocks read from disk or written
-        there -> their rank.
-        """
+        """Key of an outstanding pull, disk read or disk write -> its rank."""
         self._held: list[Pull | ReadBlocks] | None = None
-        """Copies into pools that wait until the next formation is formed. Not None after a failed step,
-        whose blocks the inner leader takes for free while other ranks may still compute in them.
+        """Copies into pools that wait for the next formation; None: copies are not held back. They
+        are after a failed step: the inner leader takes that step's blocks for free, while other
+        ranks may still write to them.
         """
 
     def ask(self, effect: Pull | ReadBlocks | StoreBlocks) -> None:
@@ -85,8 +84,8 @@ class PoolRequests:
         self._asked[_key(effect)] = effect.rank
 
     def answered(self, message: RankAnswered) -> bool:
-        """Take an answer. Returns False for a rank that the inner leader holds for lost by now, or
-        one that it did not ask.
+        """Accept an answer. Returns False if the inner leader takes the rank for lost by now, or
+        did not ask it.
         """
         key = _key(message.outcome)
         is_meant = self.members.get(message.rank) == message.epoch
@@ -96,7 +95,7 @@ class PoolRequests:
         return True
 
     def hold_writes(self) -> None:
-        """Hold copies into pools back from now on, until `reset`."""
+        """Hold back copies into pools until the next `reset`."""
         self._held = []
 
     def is_held(self, effect: PoolEffect) -> bool:
@@ -109,7 +108,7 @@ class PoolRequests:
     def reset(
         self, members: dict[int, str]
     ) -> tuple[tuple[int, ...], tuple[int, ...], list[Pull | ReadBlocks]]:
-        """Take in the members of a new formation. Returns the ranks lost, the ranks that are fresh,
+        """Replace the members by those of a new formation. Returns the lost ranks, the fresh ranks,
         and the effects held back for ranks that were not lost.
         """
         before, self.members = self.members, members
@@ -121,12 +120,12 @@ class PoolRequests:
 
 
 class RankedLeader:
-    """`num_slots`: slots of one rank, in a decode unit; a prefill leader numbers chunks instead.
+    """Leader of a unit with one process per rank. `num_slots`: slots of one rank in a decode unit;
+    0 in a prefill unit, which numbers chunks instead.
 
-    `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off;
-    above the deadline of an exchange. `growing_s` gives the seconds of the experts of one MoE layer
-    in a step, as far as they grow with tokens: without it nothing is gained by moving experts, and
-    they stay.
+    `step_timeout_s`: a step is aborted if no rank's compute thread moves for this time, which must
+    exceed the deadline of an exchange. `growing_s` returns the part of one MoE layer's expert time
+    in a step that grows with tokens, seconds. At 0 moving experts gains nothing, so they stay.
     """
 
     def __init__(
@@ -161,15 +160,15 @@ class RankedLeader:
         self._out: list[Effect] = []
 
     def take_notes(self) -> list[str]:
-        """What happened to the unit since the last call, in sentences, for the log."""
+        """Return sentences for the log about events of the unit since the last call."""
         notes = [*self.membership.notes, *self.experts.notes]
         self.membership.notes.clear()
         self.experts.notes.clear()
         return notes
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process. The inner leader says that the unit is up when a first
-        formation is formed.
+        """Return the first effects of the process. The inner leader announces the unit only once
+        the first formation runs.
         """
         self._out.clear()
         self._absence.called(now_s)
@@ -231,7 +230,7 @@ class RankedLeader:
         self._apply(now_s, self.inner.handle(now_s, event))
 
     def _apply(self, now_s: float, effects: list[Effect]) -> None:
-        """Turn the inner leader's effects into messages to ranks, where they are for ranks."""
+        """Turn those effects of the inner leader that concern ranks into messages to ranks."""
         for effect in effects:
             match effect:
                 case Execute():
@@ -259,8 +258,8 @@ class RankedLeader:
                     self._out.append(effect)
 
     def _tell(self, effect: PoolEffect) -> None:
-        """Send it to the process that the inner leader means; if that is gone, the next RankReset
-        will say so.
+        """Send an effect to the process that the inner leader means. If it is gone, drop the
+        effect: the next RankReset reports the loss.
         """
         epoch = self._requests.members.get(effect.rank)
         if epoch is None or not self.membership.is_member(effect.rank, epoch):
@@ -277,7 +276,7 @@ class RankedLeader:
             self.membership.phase is not UnitPhase.RUNNING
             or self.membership.formation != self._formation
         ):
-            return  # No step may begin, and the next formation makes this one void.
+            return  # No step may begin, and the next formation voids this one.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
         self._steps.begin(now_s, plans)
         for rank in self.membership.members:
@@ -298,8 +297,8 @@ class RankedLeader:
             self.membership.rest(now_s, slow)
 
     def _deliver(self, now_s: float) -> SlowHost | None:
-        """Give the inner leader every step that is complete, in order, as long as they succeeded.
-        Returns a host that slows them.
+        """Pass complete steps to the inner leader in order, up to the first that failed by a rank's
+        own fault. Returns a host that slows the steps, or None.
         """
         slow = None
         while (
@@ -324,7 +323,7 @@ class RankedLeader:
         return slow
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
-        """A rank did what the inner leader wanted; maybe an inner leader that holds it for lost by now."""
+        """Pass a rank's outcome to the inner leader, unless that takes the rank for lost by now."""
         if not self._requests.answered(message):
             self.num_stale += 1
             return
@@ -340,15 +339,15 @@ class RankedLeader:
         return self.membership.phase is UnitPhase.RUNNING and self.experts.may_plan(now_s)
 
     def _plan_experts(self, now_s: float) -> None:
-        """Plan experts, in a Tick of its own, when what the steps wait for is sent."""
+        """Plan experts in a Tick of their own, after the messages that steps wait for are sent."""
         if self._may_plan_experts(now_s):
             for rank, plan in self.experts.plan(now_s, self._growing_s()).items():
                 self._send_rank(rank, RankStage(plan))
 
     # ---- formations ----
     def _follow_membership(self, now_s: float) -> None:
-        """Do what the membership decided: give up steps of an older formation, tell the inner leader of a new
-        one.
+        """Apply the membership's decisions: drop the steps of an older formation, and inform the
+        inner leader of a new one.
         """
         membership = self.membership
         if membership.phase is UnitPhase.DRAINING and self._steps.oldest is None:
@@ -372,7 +371,7 @@ class RankedLeader:
         elif membership.phase is UnitPhase.WAITING and self._requests.members:
             self._reset_leader(
                 now_s
-            )  # Nobody is left: what they held is given back now, not when they are replaced.
+            )  # No rank is left. Their blocks are released now, not only when they are replaced.
 
     def _reset_leader(self, now_s: float) -> None:
         now = dict(self.membership.members)
@@ -416,7 +415,7 @@ class RankedLeader:
             self._out.append(WakeAt(wake_s))
 
     def check(self) -> list[str]:
-        """Problems of the membership and of the steps in flight; empty when they agree."""
+        """Return problems of the membership and of the steps in flight; empty when they agree."""
         problems = [*self.membership.check(), *self.experts.check()]
         if self._was_running and self.experts.placement is not self.membership.placement:
             problems.append(
@@ -441,8 +440,8 @@ def make_ranked_leader(
     *,
     fingerprint: str = "",
 ) -> RankedLeader:
-    """Return the leader of a unit whose ranks are processes of their own, around the one that a
-    unit of one process has (roles/leaders).
+    """Return the leader of a unit with one process per rank. Its inner leader is the one
+    of a unit of one process (roles/leaders).
     """
     units = units_of(deployment, role)
     inner = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)
@@ -475,7 +474,7 @@ def make_ranked_leader(
 def _key(
     entry: Pull | ReadBlocks | StoreBlocks | KvPulled | BlocksRead | BlocksStored,
 ) -> tuple[Hashable, ...]:
-    """Return a key that is equal for a request to a rank and for its outcome."""
+    """Return a key that a request to a rank and its outcome have in common."""
     match entry:
         case Pull(request_id, attempt) | KvPulled(request_id, attempt):
             return KvPulled, request_id, attempt

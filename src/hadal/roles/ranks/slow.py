@@ -1,11 +1,12 @@
-"""Slow hosts of a unit: a measurement over some steps, and rests, for which the unit goes on without
-them.
+"""Slow hosts of a unit: their measurement over some steps, and rests, during which the unit runs
+without them.
 
-    StepDone of every rank: how long it waited, and for which host alone ──┐
-    RankDone: how long it was on its way ──────────────────────────────────┴► a stretch of steps ──► policy/slow_hosts
+StepDone of every rank: seconds it waited, and for which host alone ──┐ RankDone: seconds of the
+messages on the wire ────────────────────────┴► a stretch of steps ──► policy/slow_hosts
 
-A host that has more to do is waited for as well. The time for which its ranks compute longer than those
-that wait is therefore left out. It counts only in decode, where they had no more rows.
+Ranks also wait for a host that has more work. The time by which its ranks compute longer than the
+waiting ones is therefore subtracted, except in decode if the host had at most EVEN times their
+rows.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from hadal.policy.slow_hosts import SlowHost, Stretch, slow_host
 
 STRETCH_S = 2.0
 NUM_STRETCHES = 3
-"""Hosts are judged after each stretch, by this many together: a pause that `rank_timeout_s` bears, or the
-first steps of a host that has just joined, are too short a part of them.
+"""Stretches that are judged together, after each stretch. A pause within `rank_timeout_s`, or the
+first steps of a host that has just joined, are too small a part of them to count.
 """
 EVEN = 1.5
-"""Largest ratio of two hosts' rows at which they have equal work."""
+"""Largest ratio of two hosts' rows at which their work counts as equal."""
 REST_MAX_S = 600.0
-"""The longest rest, seconds. A host that was well for as long begins with the shortest again."""
+"""Longest rest, seconds. After this time without a rest, a host's next rest is the shortest again."""
 
 
 @dataclass(slots=True)
 class _MeasuredSteps:
-    """A stretch of steps in one formation."""
+    """Measurements of a stretch of steps in one formation."""
 
     waits_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """(host, other host) -> seconds that the one waited for the other."""
+    """(host, other host) -> seconds that the first waited for the second."""
     trips_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Host -> sum of the seconds of its round trips."""
     num_trips: Counter[str] = field(default_factory=Counter)
@@ -45,25 +46,27 @@ class _MeasuredSteps:
 
 @dataclass(frozen=True, slots=True)
 class _HostStep:
-    """What a host's ranks did in a step."""
+    """Work and waits of a host's ranks in a step."""
 
     busy_s: float
-    """Of its slowest rank: that is the one that others wait for."""
+    """Busy seconds of the host's slowest rank, for which others wait."""
     num_rows: float
-    """Mean of its ranks, as is the next field."""
+    """Mean rows per rank. `alone_s`: other host -> mean seconds per rank waited for it alone."""
     alone_s: Mapping[str, float]
 
 
 class SlowHosts:
-    """Measure one unit. A host is its address, as ranks say it."""
+    """Measurement of one unit's hosts. A host is the address that its ranks report."""
 
     def __init__(self, *, has_rows: bool) -> None:
-        """`has_rows`: the tokens that a step returns tell how much each rank had to do, as in decode."""
+        """`has_rows`: the number of tokens that a step returns measures each rank's work, as in
+        decode.
+        """
         self._has_rows = has_rows
         self._rank_to_host: Mapping[int, str] = {}
-        """Of a unit on several hosts; empty on one."""
+        """Rank -> host, if the unit is on several hosts; empty on one."""
         self._stretches = deque([_MeasuredSteps()], maxlen=NUM_STRETCHES)
-        """The last of them is under way."""
+        """Latest stretches; the last one is under way."""
         self._done_s = 0.0
 
     def began(self, rank_to_host: Mapping[int, str]) -> None:
@@ -73,7 +76,7 @@ class SlowHosts:
         self._stretches.append(_MeasuredSteps())
 
     def answered(self, host: str, trip_s: float) -> None:
-        """Add the time that a step's plan and its answer were under way between leader and `host`."""
+        """Add the wire time of a step's plan and its answer between the leader and `host`."""
         self._stretches[-1].trips_s[host] += trip_s
         self._stretches[-1].num_trips[host] += 1
 
@@ -81,7 +84,7 @@ class SlowHosts:
         self, now_s: float, sent_s: float, parts: Mapping[int, StepDone]
     ) -> SlowHost | None:
         """Add a step that was sent at `sent_s` and is done on all ranks. Returns a host that the unit
-        should go on without.
+        should drop for a while, or None.
         """
         if not self._rank_to_host:
             return None
@@ -100,7 +103,7 @@ class SlowHosts:
         return found
 
     def _wait_s(self, of: _HostStep, other: str, there: _HostStep) -> float:
-        """Return the seconds that one waited for the other for no reason that its work gives."""
+        """Return the seconds that a host waited for `other` beyond what `other`'s work explains."""
         wait_s = of.alone_s.get(other, 0.0)
         if self._has_rows and there.num_rows <= EVEN * of.num_rows:
             return wait_s
@@ -109,29 +112,29 @@ class SlowHosts:
 
 @dataclass(slots=True)
 class _Rest:
-    """The latest rest of one host."""
+    """Latest rest of one host."""
 
     seconds: float
     until_s: float
 
 
 class Rests:
-    """Rests of one unit's hosts, as one leader gives them. A host is its address, as ranks say it."""
+    """Rests of one unit's hosts, by one leader. A host is the address that its ranks report."""
 
     def __init__(self, rest_s: float) -> None:
-        """`rest_s`: seconds of the first rest; each that follows soon is twice as long. 0: no host
-        rests.
+        """`rest_s`: seconds of the first rest; a rest that follows within REST_MAX_S takes twice
+        the last one. 0: no host rests.
         """
         self._rest_s = rest_s
         self._host_to_rest: dict[str, _Rest] = {}
 
     @property
     def is_on(self) -> bool:
-        """Whether hosts rest at all."""
+        """True if hosts rest at all."""
         return self._rest_s > 0.0
 
     def begin(self, now_s: float, host: str) -> float:
-        """Let a host rest from now on. Returns the length of the rest, seconds."""
+        """Begin a host's rest. Returns the length of the rest, seconds."""
         before = self._host_to_rest.get(host)
         is_again = before is not None and now_s < before.until_s + REST_MAX_S
         seconds = min(2 * before.seconds, REST_MAX_S) if before and is_again else self._rest_s
@@ -139,12 +142,12 @@ class Rests:
         return seconds
 
     def resting(self, now_s: float) -> set[str]:
-        """Return the hosts that rest now."""
+        """Return the hosts that are resting."""
         return {host for host, rest in self._host_to_rest.items() if now_s < rest.until_s}
 
 
 def _together(stretches: Collection[_MeasuredSteps]) -> Stretch:
-    """Return what several stretches measured together."""
+    """Return the sum of several stretches."""
     waits_s: dict[str, dict[str, float]] = {}
     trips_s: dict[str, float] = {}
     num_trips = Counter[str]()
@@ -166,7 +169,7 @@ def _together(stretches: Collection[_MeasuredSteps]) -> Stretch:
 def _by_host(
     parts: Mapping[int, StepDone], rank_to_host: Mapping[int, str]
 ) -> dict[str, _HostStep]:
-    """Return what each host's ranks did."""
+    """Return host -> work and waits of its ranks in a step."""
     host_to_parts: dict[str, list[StepDone]] = {}
     for rank, part in parts.items():
         host_to_parts.setdefault(rank_to_host[rank], []).append(part)

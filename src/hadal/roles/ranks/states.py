@@ -1,10 +1,10 @@
-"""The states of a unit and of its ranks as tables: (state, move) -> state. A pair that is in none is a
-bug and raises.
+"""State tables of a unit and of its ranks: (state, move) -> state. A pair without an entry is a bug
+and raises InvariantError.
 
 rank   ABSENT -> UP -> FORMING -> MEMBER, from each of them to ABSENT (it ended) or DROPPED (to be killed)
 unit   WAITING -> FORMING -> RUNNING -> DRAINING or BROKEN -> FORMING ...
 
-Knows no messages and no deadlines.
+Independent of messages and deadlines.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RankState(StrEnum):
 
 class UnitPhase(StrEnum):
     WAITING = "waiting"
-    """Nobody to form with, or not everybody is there yet and the grace goes on."""
+    """No rank is up, or some are missing and the grace time has not passed yet."""
     FORMING = "forming"
     RUNNING = "running"
     DRAINING = "draining"
-    """A rank waits to join: no new steps."""
+    """A rank waits to join: no new steps begin."""
     BROKEN = "broken"
-    """A rank lost a peer; who that is will be known soon."""
+    """A rank lost a peer or a step, and the faulty rank is not known yet."""
 
 
 _RANK_NEXT: dict[tuple[RankState, str], RankState] = {
@@ -69,18 +69,18 @@ def next_phase(phase: UnitPhase, move: str) -> UnitPhase:
 
 
 class UnitLifecycle:
-    """The phase of a unit, and when it changed."""
+    """Phase of a unit, and the time of its last change."""
 
     def __init__(self) -> None:
         self.phase = UnitPhase.WAITING
         self._since_s = 0.0
-        """When the phase began."""
+        """Time at which the phase began."""
         self._whole_until_s: float | None = None
-        """When the last formation that ran was over; None while one runs, and before the first."""
+        """Time at which the last intact formation ended or the first began; None while one runs."""
 
     @property
     def is_running(self) -> bool:
-        """Steps of the formation may be done."""
+        """True if ranks may finish steps of the formation."""
         return self.phase in _RUNNING
 
     def phase_s(self, now_s: float) -> float:
@@ -88,11 +88,11 @@ class UnitLifecycle:
         return now_s - self._since_s
 
     def broken_s(self, now_s: float) -> float:
-        """Return the time for which no whole formation has run, seconds."""
+        """Return the seconds for which no intact formation has run."""
         return 0.0 if self._whole_until_s is None else now_s - self._whole_until_s
 
     def move(self, now_s: float, move: str) -> None:
-        """Walk the table. Raises InvariantError for a pair that cannot happen."""
+        """Change the phase. Raises InvariantError for a pair that cannot happen."""
         following = next_phase(self.phase, move)
         if following is not self.phase or move == "form":
             self._since_s = now_s

@@ -1,7 +1,7 @@
-"""Steps of a unit on its ranks: the parts that ranks answer, the hosts that slow them, and one result
-of all parts.
+"""Steps of a unit on its ranks: the parts that ranks return, their merged result, and the hosts
+that slow them.
 
-Knows no membership: the leader (roles/ranks/ranks) drops answers that are not of a member.
+Independent of the membership: the leader (roles/ranks/ranks) drops answers of non-members.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from hadal.roles.ranks.clocks import HostClocks
 from hadal.roles.ranks.slow import SlowHosts
 
 PEER_ERRORS = ("PeerLost", "Aborted")
-"""Beginnings of errors that are no fault of the rank itself: comm/group, model/experts."""
+"""Prefixes of errors that are not the rank's own fault (comm/group, model/experts)."""
 
 
 @dataclass(slots=True)
 class RanksStep:
-    """One step under way: the parts that members have answered so far."""
+    """One step under way, with the parts that members have returned so far."""
 
     step_id: int
     offsets: tuple[int, ...]
-    """Added to each rank's keys."""
+    """Rank -> number added to its keys to make them the inner leader's."""
     sent_s: float
     parts: dict[int, StepDone] = field(default_factory=dict)
 
     @property
     def error(self) -> str:
-        """Errors of ranks by their own fault; empty without any."""
+        """Errors that are ranks' own fault, joined; empty without any."""
         return "; ".join(
             f"rank {rank}: {part.error}"
             for rank, part in self.parts.items()
@@ -61,9 +61,9 @@ class RanksStep:
 
 
 class RanksSteps:
-    """Steps in flight, oldest first. `num_slots`: slots of one rank, in a decode unit; a prefill
-    leader numbers chunks instead. `timeout_s`: time after which a step is broken off in which no
-    rank's compute thread moves.
+    """Steps in flight, oldest first. `num_slots`: slots of one rank in a decode unit; 0 in a
+    prefill unit, which numbers chunks instead. `timeout_s`: a step is aborted if no rank's compute
+    thread moves for this time.
     """
 
     def __init__(self, num_slots: int, timeout_s: float) -> None:
@@ -82,20 +82,20 @@ class RanksSteps:
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that did a part of a step in flight."""
+        """Ranks that returned a part of a step in flight."""
         return {rank for step in self._in_flight for rank in step.parts}
 
     def reset(self, rank_to_host: Mapping[int, str]) -> None:
-        """Drop all steps: a new formation begins."""
+        """Drop all steps, because a new formation begins."""
         self._in_flight.clear()
         self._slow_hosts.began(rank_to_host)
 
     def begin(self, now_s: float, plans: tuple[StepPlan, ...]) -> None:
-        """Add a step that is sent now."""
+        """Add a step that is being sent."""
         self._in_flight.append(RanksStep(plans[0].step_id, self._offsets(plans), now_s))
 
     def add(self, now_s: float, message: RankDone, host: str | None) -> bool:
-        """Add a member's part. Returns False if it is there already, or its step is not in flight."""
+        """Add a member's part. Returns False for a repeated part, or if its step is not in flight."""
         step = next((one for one in self._in_flight if one.step_id == message.done.step_id), None)
         if step is None or message.rank in step.parts:
             return False
@@ -111,8 +111,8 @@ class RanksSteps:
         self._in_flight.popleft()
 
     def done(self, now_s: float, hosts: Callable[[], Mapping[int, str]]) -> SlowHost | None:
-        """Take out the oldest step, which all ranks have done. Returns a host that slows them.
-        `hosts` returns the host of each rank.
+        """Remove the oldest step, which all ranks have done. Returns a host that slows the steps,
+        or None. `hosts` returns the host of each rank.
         """
         step = self._in_flight.popleft()
         if any(part.events for part in step.parts.values()):
@@ -120,7 +120,7 @@ class RanksSteps:
         return self._slow_hosts.stepped(now_s, step.sent_s, step.parts)
 
     def _offsets(self, plans: tuple[StepPlan, ...]) -> tuple[int, ...]:
-        """Where each rank's keys begin among the inner leader's."""
+        """Return each rank's offset into the inner leader's keys."""
         sizes = []
         for plan in plans:
             match plan:
@@ -132,8 +132,8 @@ class RanksSteps:
 
 
 def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Keys become the inner leader's (`offsets`, by rank, are added), rows follow the ranks' one
-    behind the other, and times are those of the slowest rank.
+    """Merge the ranks' parts into one result. `offsets` (by rank) are added to keys, rows follow in
+    rank order, and times are those of the slowest rank.
     """
     keys: list[int] = []
     tokens: list[int] = []
@@ -154,8 +154,8 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         for op_time in part.op_times:
             known = chosen.get(op_time.op)
             if known is not None:
-                # An exchange lasts until the last peer has sent: only where it is shortest is it
-                # the bytes' own time.
+                # An exchange lasts until the last peer has sent. Only the shortest one measures
+                # the transfer itself.
                 pick = min if op_time.op in (DISPATCH, COMBINE) else max
                 op_time = pick(known, op_time, key=lambda one: one.seconds)
             chosen[op_time.op] = op_time
