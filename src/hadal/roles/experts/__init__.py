@@ -1,1 +1,1 @@
-"""The placing of experts while a unit serves: windows of loads, what a change gains, installations."""
+"""Expert placement while a unit serves: windows of loads, gains of changes, installations."""

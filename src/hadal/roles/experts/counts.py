@@ -1,7 +1,7 @@
-"""Counted steps: which steps the ranks count in, and what their counts add to the window.
+"""Counted steps: the choice of steps in which ranks count tokens per expert slot, and their counts.
 
-A step is counted at the end of an interval, and whenever it is traced. Knows no plans of experts
-and no seconds.
+A step is counted at the end of an interval, and whenever it is traced. Independent of expert plans
+and of time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from hadal.core.plans import StepDone
 from hadal.roles.experts.window import CountsWindow
 
 _NUM_TRACED = 2048
-"""Traced steps whose balance is remembered until their trace passes: as many as may be asked for at
-once.
-"""
+"""Traced steps with a balance kept until their trace passes: as many as may be requested at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +28,34 @@ class _CountedStep:
     """The placement in force in that step."""
     is_traced: bool
     is_whole: bool
-    """An interval ends with it. Others are counted because they are traced: looking must not change
-    what is decided.
+    """True if an interval ends with this step. Other counted steps are only traced: tracing must
+    not change decisions.
     """
 
 
 class ExpertCounts:
-    """The counts of one unit's ranks. `notes`: the log lines of its owner."""
+    """Token counts of one unit's ranks. `notes`: log lines of its owner."""
 
     def __init__(self, window: CountsWindow, count_every_steps: int, notes: deque[str]) -> None:
         self.window = window
         self._count_every_steps = count_every_steps
         self._notes = notes
         self._counted: dict[int, _CountedStep] = {}
-        """Steps in flight whose counts are to come."""
+        """Counted steps in flight, by step id."""
         self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
         self._is_wrong_noted = False
         self._num_uncounted = 0
         """Steps planned since an interval ended."""
 
     def ended(self) -> None:
-        """Forget the steps in flight: none of them will be done."""
+        """Forget the steps in flight, because none of them will finish."""
         self._counted.clear()
         self._num_uncounted = 0
         self.window.drop_part()
         self._is_wrong_noted = False
 
     def planned(self, step_id: int, placement: Placement, *, is_traced: bool) -> bool:
-        """Return whether ranks count in this step, which they do with `placement` in force."""
+        """Return whether ranks count in this step. `placement`: the one in force in it."""
         self._num_uncounted += 1
         is_whole = self._num_uncounted >= self._count_every_steps
         is_counted = is_traced or is_whole
@@ -68,7 +66,7 @@ class ExpertCounts:
         return is_counted
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> None:
-        """Take in the counts of a step that all ranks did, if they counted in it."""
+        """Add the counts of a step that all ranks did, if it is a counted one."""
         counted = self._counted.pop(step_id, None)
         if counted is None:
             return
@@ -94,8 +92,8 @@ class ExpertCounts:
                 self._traced.popitem(last=False)
 
     def traced(self, trace: Trace) -> Trace:
-        """Return the trace with the balancedness of its steps; each counts from the counted step
-        before it.
+        """Return the trace with the balancedness of its steps. A step's value covers all tokens
+        since the counted step before it.
         """
         steps = tuple(
             msgspec.structs.replace(

@@ -1,14 +1,14 @@
-"""Where a unit's experts lie while it serves: measured, planned layer by layer, installed one layer
-at a time.
+"""Placement of a unit's experts while it serves: measured, planned layer by layer, installed one
+layer at a time.
 
-    counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights -->
-    flip in a step
+counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights -->
+flip in a step
 
-`counts` measures, `planner` chooses a layer and what to try for it, and `installer` owns the
-placement in force. Nothing is planned unless every rank is there.
+`counts` measures, `planner` chooses a layer and a change to try, and `installer` owns the placement
+in force. Nothing is planned unless every rank is a member.
 
-Sans-IO: knows no wire and no requests. Its owner (roles/ranks) says what happened and sends what it
-returns.
+Sans-IO: independent of the wire and of requests. Its owner (roles/ranks) calls it with events and
+sends the messages that it returns.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ from hadal.roles.experts.window import CountsWindow
 from hadal.roles.unit.report import ExpertFigures
 
 _NUM_NOTES = 256
-"""The owner takes them out after every event; a stream of failures that nobody takes out has an
-end.
-"""
+"""Most notes that are kept. The owner removes them after every event; this bounds them otherwise."""
 
 
 class ExpertBalancer:
-    """`placement`: the unit's first. `is_planning` False: it only measures.
+    """Expert balancer of one unit. `placement`: the unit's first one. `is_planning` False: it only
+    measures.
 
-    `nodes`: by rank, the node it is on. `num_groups`: the gate's groups, if each is to stay on a
-    node as far as balance allows; 0: nodes do not matter.
+    `nodes`: rank -> its node. `num_groups`: number of the gate's groups, if each group should stay
+    on one node as far as balance allows; 0: nodes do not matter.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ExpertBalancer:
         self._planner = ExpertPlanner(window, rests, costs, terms, nodes, num_groups)
         self._is_planning = is_planning
         self._checked: tuple[Placement, list[str]] | None = None
-        """The placement that was last looked at for problems, and what was found."""
+        """The placement last checked, and its problems."""
 
     @property
     def placement(self) -> Placement:
@@ -75,22 +74,24 @@ class ExpertBalancer:
 
     # ---- formations ----
     def began(self, formation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
-        """A formation runs, with this placement and these ranks. What was under way in the one
+        """Begin a formation with this placement and these ranks. An installation of the formation
         before is void.
         """
         self.ended()
         self.installer.began(formation, placement, addresses)
 
     def ended(self) -> None:
-        """The formation is over: ranks have dropped what they had staged, and no step in flight
-        will be done.
+        """End the formation. Its ranks have dropped staged weights, and no step in flight will
+        finish.
         """
         self.installer.ended()
         self.counts.ended()
 
     # ---- steps ----
     def planned(self, step_id: int, plans: tuple[StepPlan, ...]) -> tuple[StepPlan, ...]:
-        """The plans as they are sent: counted every so many steps, with a flip if one is ready."""
+        """Return the plans to send: marked as counted if the step is, and with a flip if one is
+        ready.
+        """
         flips = self.installer.flips(step_id)
         is_counted = self.counts.planned(
             step_id, self.installer.issued, is_traced=plans[0].is_traced
@@ -102,8 +103,8 @@ class ExpertBalancer:
         )
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """All ranks did a step. Whether a flip went with it: `placement` is another one from now
-        on.
+        """Take in a step that all ranks did. Return whether it included a flip, which changes
+        `placement`.
         """
         self._planner.done()
         self.counts.done(step_id, parts)
@@ -111,15 +112,14 @@ class ExpertBalancer:
 
     # ---- planning ----
     def may_plan(self, now_s: float) -> bool:
-        """Whether `plan` would look at a layer."""
+        """Return whether `plan` would examine a layer now."""
         return self._is_planning and self.installer.may_begin(now_s) and self._planner.is_due
 
     def plan(self, now_s: float, growing_s: float) -> dict[int, StagePlan]:
-        """Look at one layer; if another split or placement of it pays, begin to install that: what
-        to send to whom.
+        """Examine one layer. If another split or placement of it pays, begin to install that and
+        return rank -> StagePlan to send.
 
-        `growing_s`: seconds of the experts of one MoE layer in a step, as far as they grow with
-        tokens.
+        `growing_s`: part of one MoE layer's expert time in a step that grows with tokens, seconds.
         """
         if not self.may_plan(now_s):
             return {}
@@ -128,40 +128,39 @@ class ExpertBalancer:
 
     # ---- staging ----
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
-        """A rank of this formation answers. False: to something that is not asked any more."""
+        """Take in a rank's answer to a StagePlan. Returns False if no installation waits for it."""
         return self.installer.staged(now_s, rank, staged)
 
     def tick(self, now_s: float) -> None:
-        """Look at the deadline of staging."""
+        """Check the deadline of staging."""
         self.installer.tick(now_s)
 
     def forgive(self, gap_s: float) -> None:
-        """The leader itself stood still for so long."""
+        """Do not count `gap_s` seconds during which the leader did not run."""
         self.installer.forgive(gap_s)
 
-    # ---- what is seen of it ----
+    # ---- reports ----
     def figures(self) -> ExpertFigures:
         """Return the balancer's part of the unit's report."""
         balance, moves = self.counts.window.balance(), self.moves
         return ExpertFigures(balance, moves.num_replicas_moved, moves.num_layers_flipped)
 
     def described(self) -> UnitExperts:
-        """For people: where everything lies, what it bore lately, and what moved last."""
+        """Return placement, recent loads and last moves, for people."""
         installer, loads_LE = self.installer, self.counts.window.summed()
         loads_LR = rank_loads(installer.placement, loads_LE, installer.fractions_LRS)
         return describe(installer.placement, loads_LE, loads_LR, self.moves)
 
     def traced(self, trace: Trace) -> Trace:
-        """The trace with the balancedness of its steps; each counts from the counted step before
-        it.
+        """Return the trace with the balancedness of its steps. A step's value covers all tokens
+        since the counted step before it.
         """
         return self.counts.traced(trace)
 
     def check(self) -> list[str]:
-        """Problems; empty when what is installed, in flight and in force agrees."""
+        """Return problems; empty when installation, steps in flight and placement in force agree."""
         if self._checked is None or self._checked[0] is not self.placement:
-            # Only when asked: of 58 layers on 144 ranks it takes tens of milliseconds, for which
-            # steps would wait.
+            # Checked only here, because it would delay steps: 58 layers on 144 ranks take tens of ms.
             self._checked = self.placement, self.placement.check()
         problems = [f"experts: {problem}" for problem in self._checked[1]]
         return [*problems, *self.installer.check()]

@@ -1,14 +1,14 @@
-"""Does another placement of a layer's experts pay? The terms of that decision, and its arithmetic.
+"""Gain and cost of another placement of a layer's experts, and the terms of the decision to install
+it.
 
-    gain = growing seconds of the layer's experts in a step * (1 - heaviest new / heaviest now) *
-    steps it will hold cost = most replicas that a rank gets * seconds of staging one * share by
-    which that slows steps + pause of the flip
+    gain = growing seconds of the layer's experts per step * (1 - heaviest new / heaviest now) * steps it holds
+    cost = most replicas that a rank stages * seconds per replica * share by which that slows steps + pause of the flip
 
-Ranks stage side by side, and a step is slowed as long as any of them does; how many replicas travel
-in all is bounded by a budget instead. The heaviest rank is what a step waits for, so both heaviest
-loads are means of the intervals' own maxima. They are judged on intervals that the plan has not
-seen; the difference must stand out of what it varies by from one interval to the next, or chance
-would move experts to and fro. Knows no ranks' processes and no steps.
+Ranks stage in parallel, and steps are slowed while any rank stages. The total number of replicas
+sent is bounded by a budget instead. A step waits for its heaviest rank, so both heaviest loads are
+means of the intervals' own maxima. They are judged on intervals that the plan was not made from. The
+difference must exceed its variation between intervals; otherwise chance would move experts back and
+forth. Independent of ranks' processes and of steps.
 
 Shapes: T intervals, E logical experts, R ranks, S expert slots of a rank, L layers.
 """
@@ -25,83 +25,84 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.policy.experts.tables import held_loads
 
 _SMOOTHING = 0.2
-"""Weight of a new measurement of a pause or a replica: the last five count for two thirds."""
+"""Weight of a new measurement of a pause or a replica: the last five weigh two thirds together."""
 _OUTLIER = 3.0
-"""What took so many times what is known counts as that at most. They are measured only when layers
-move: one hiccup must not make moving look too dear ever to be measured again.
+"""Largest ratio of a measurement to the known value; a larger measurement is capped. Costs are
+measured only when layers move: one hiccup must not make moves look too expensive to try again.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTerms:
-    """What is assumed where nothing is measured, and how careful to be."""
+    """Assumptions until costs are measured, and safety margins of the decision."""
 
     count_every_steps: int = 16
-    """An interval. Counts cost a rank a copy of [L, S] numbers; a V3 decode step of 50 ms makes
-    this 0.8 s.
+    """Length of an interval, steps. A count costs each rank a copy of [L, S] numbers. With V3
+    decode steps of 50 ms an interval lasts 0.8 s.
     """
     num_intervals: int = 32
-    """The window: 512 steps. Serving systems count over some hundred to a thousand (vLLM and
-    SGLang: 1000).
+    """Intervals in the window: 512 steps. Other serving systems count over several hundred to a
+    thousand steps (vLLM and SGLang: 1000).
     """
     half_life: float = 8.0
-    """Intervals after which loads count half, so that a change of regime is most of the window
+    """Age at which loads count half, intervals. A change of the load makes up most of the window
     after 128 steps.
     """
     num_intervals_min: int = 6
-    """Three to plan by and three to judge by: fewer have no spread to speak of."""
+    """Minimum for a plan: three intervals to plan by and three to judge by, for a usable spread."""
     tokens_per_expert_min: float = 16.0
-    """Tokens of the window for a mean expert of a layer. An expert's count then has a sampling
-    error of a quarter: what is planned by less is mostly noise.
+    """Minimum tokens in the window per expert of a layer, on average. An expert's count then has a
+    sampling error of 25 %; a plan from fewer tokens would be mostly noise.
     """
     horizon_steps: float = 1000.0
-    """How long a plan is thought to hold: others plan anew as often (SGLang after 1000 steps, vLLM
-    after 3000).
+    """Steps for which a plan is assumed to hold. Others replan at similar periods (SGLang after
+    1000 steps, vLLM after 3000).
     """
     gain_min: float = 0.01
-    """Least gain, as a part of the heaviest rank's load. Sampling of a step alone takes .7 points
-    from a perfect plan of 32 prefill ranks and five of 144 decode ranks, so less cannot be seen.
+    """Minimum gain, as a fraction of the heaviest rank's load. Smaller gains cannot be measured:
+    the sampling of a step alone costs a perfect plan 0.7 percentage points with 32 prefill ranks,
+    and five with 144 decode ranks.
     """
     num_sigmas: float = 3.0
-    """A gain must exceed so many standard errors of its mean. Layers are looked at hundreds of
-    times.
+    """Standard errors of its mean that a gain must exceed. Layers are examined hundreds of times,
+    so chance alone must rarely pass.
     """
     payback: float = 2.0
-    """A gain must exceed its cost so many times: both are estimates."""
+    """Minimum ratio of gain to cost. It exceeds 1 because both are estimates."""
     moves_share: float = 0.1
-    """Share of a layer's expert slots that may change in one installation: better placements are
-    within a tenth of the expert slots under drift, and what is left comes with the next one.
+    """Share of a layer's expert slots that may change in one installation. When loads drift, better
+    placements are within a tenth of the slots; the next installation moves the rest.
     """
     target: float = 0.98
-    """Balancedness at which an incremental plan stops to look for moves."""
+    """Balancedness at which an incremental plan stops searching for moves."""
     background_share: float = 0.1
-    """How much staging slows the steps that run beside it: it may take a tenth of a core
+    """Fraction by which staging slows concurrent steps: it may use a tenth of a core
     (runtime/worker).
     """
     replica_s: float = 0.003
-    """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 through a NIC of 25
-    GB/s are 2 ms.
+    """Assumed seconds to stage a replica, until one is measured. A V3 expert in FP8 has 44 MB: 2 ms
+    through a NIC of 25 GB/s.
     """
     pause_s: float = 0.002
-    """A flip before one was measured: pointers and a table of 256 experts."""
+    """Assumed seconds of a flip, until one is measured. It sets pointers and a table of 256
+    experts.
+    """
     stage_timeout_s: float = 60.0
-    """Three replicas for one rank (a tenth of 288 expert slots, on ten ranks at least) from the
-    slowest of disks.
+    """Deadline of a staging, seconds: enough for three replicas of one rank (a tenth of 288 expert
+    slots, over at least ten ranks) from the slowest disks.
     """
     backoff_s: float = 10.0
-    """After a failure nothing is staged for so long, and for twice as long after each further
-    one.
-    """
+    """Seconds without staging after a failure; doubled with each further failure."""
     backoff_max_s: float = 600.0
     plan_every_steps: int = 4
-    """One planning call in so many steps. Measured with E = 256 on a shared core: 11 ms for a
-    split, 12 to 20 ms for moves (bench/balance_experts, `1 layer ms`), 33 ms at worst (144 ranks of
-    2 expert slots and 32 of 9 alike). It begins when the step's plans are sent: with two steps in
-    flight, the ranks do not wait for it while a step takes longer.
+    """Steps per planning call. Measured with E = 256 on a shared core: 11 ms for a split, 12 to 20
+    ms for moves (bench/balance_experts, `1 layer ms`), 33 ms at worst (with 144 ranks of 2 expert
+    slots as with 32 of 9). A call begins after a step's plans are sent. With two steps in flight,
+    the ranks do not wait for it if a step takes longer.
     """
     rest_intervals: int = 32
-    """A layer for which nothing paid is looked at again when the whole window is another, or once
-    its balancedness is worse than it was by `worse_min`.
+    """Intervals until a layer without a paying change is examined again: a whole new window. It is
+    examined earlier if its balancedness falls by `worse_min`.
     """
     worse_min: float = 0.02
 
@@ -123,26 +124,26 @@ class ExpertTerms:
 
 
 PREFILL_TERMS = ExpertTerms(count_every_steps=4)
-"""A prefill step has hundreds of times a decode step's tokens and takes several times as long:
-fewer say as much.
+"""Terms of prefill units. A prefill step has hundreds of times a decode step's tokens and takes
+several times as long, so fewer steps give as good a measurement.
 """
 
 
 class MoveCosts:
-    """Seconds that it takes to move experts, measured whenever some move."""
+    """Measured costs of moving experts, updated with each move."""
 
     def __init__(self, terms: ExpertTerms) -> None:
         self.replica_s = terms.replica_s
-        """Seconds of staging a replica."""
+        """Seconds to stage a replica."""
         self.pause_s = terms.pause_s
         """Seconds of a flip."""
 
     def staged(self, replica_s: float) -> None:
-        """Take in the seconds per replica of a rank that staged some."""
+        """Add a measurement: seconds per replica of a rank that staged some."""
         self.replica_s = _toward(self.replica_s, replica_s)
 
     def paused(self, pause_s: float) -> None:
-        """Take in the seconds of a flip."""
+        """Add a measurement: seconds of a flip."""
         self.pause_s = _toward(self.pause_s, pause_s)
 
 
@@ -151,7 +152,7 @@ def _toward(known_s: float, measured_s: float) -> float:
 
 
 def fractions(placement: Placement) -> Floats:
-    """Share of its expert's tokens that each expert slot takes [L, R, S]; empty ones take 0."""
+    """Return each expert slot's share of its expert's tokens [L, R, S]; 0 for empty slots."""
     table = placement.slot_to_expert_LRS.astype(np.int64)
     weights = (
         np.ones(table.shape)
@@ -165,7 +166,7 @@ def fractions(placement: Placement) -> Floats:
 def heaviest(
     loads_TE: Floats, slot_to_expert_RS: NDArray[np.int16], fractions_RS: Floats
 ) -> Floats:
-    """Load of each interval's heaviest rank [T]."""
+    """Return the load of each interval's heaviest rank [T]."""
     num_ranks, num_expert_slots = slot_to_expert_RS.shape
     share_ER = np.zeros((loads_TE.shape[1], num_ranks))
     ranks = np.repeat(np.arange(num_ranks), num_expert_slots)
@@ -177,7 +178,7 @@ def heaviest(
 
 
 def sure_gain(now_T: Floats, new_T: Floats, terms: ExpertTerms) -> float:
-    """Fraction by which the heaviest rank becomes lighter; 0 if that is too little or may be
+    """Return the fraction by which the heaviest rank's load falls; 0 if that is too small or may be
     chance.
     """
     total = float(now_T.sum())
@@ -198,8 +199,8 @@ def pays(
     pause_s: float,
     terms: ExpertTerms,
 ) -> bool:
-    """`layer_s`: growing seconds of the layer's experts in a step; `num_staged`: most that one rank
-    stages.
+    """Return whether a gain exceeds its cost. `layer_s`: growing seconds of the layer's experts per
+    step. `num_staged`: most replicas that one rank stages.
     """
     cost_s = num_staged * replica_s * terms.background_share + pause_s
     return gain > 0.0 and gain * layer_s * terms.horizon_steps > terms.payback * cost_s

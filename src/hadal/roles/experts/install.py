@@ -1,11 +1,11 @@
-"""One layer on its way to another placement: staged by all who need to, then flipped by all in one
-step.
+"""Installation of one layer's new placement: ranks that lack weights stage them, then all ranks
+flip in one step.
 
     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
        |        (a new split only begins here)
        +-- error, deadline, a new formation: gone, the old placement stays
 
-Knows no loads and no reasons; its owner drops it when the formation ends.
+Independent of loads and of the reason for the change. Its owner drops it when the formation ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 
 Address = tuple[str, int]
-"""(host, port) where a rank gives away weights; port 0: it does not."""
+"""(host, port) at which a rank serves expert weights to others; port 0: it does not."""
 
 
 class InstallState(StrEnum):
@@ -39,7 +39,9 @@ _NEXT: dict[tuple[InstallState, str], InstallState] = {
 
 @dataclass(slots=True)
 class Installation:
-    """`slot_to_expert_RS` and `weights_RS` (None: equal parts) are those of the layer after it."""
+    """Installation of one layer. `slot_to_expert_RS` and `weights_RS` (None: equal parts) are the
+    layer's new placement.
+    """
 
     layer: int
     stage_id: int
@@ -49,7 +51,7 @@ class Installation:
     num_moved: int
     deadline_s: float
     begun_step_id: int = -1
-    """The last step planned before it."""
+    """Last step planned before the installation began."""
     waiting: set[int] = field(default_factory=set)
     """Ranks that have not staged."""
     state: InstallState = InstallState.STAGING
@@ -59,8 +61,8 @@ class Installation:
     def stage_plans(
         self, placement: Placement, addresses: Mapping[int, Address]
     ) -> dict[int, StagePlan]:
-        """What to send to which rank; from now on these are waited for. None where only the split
-        changes.
+        """Return rank -> StagePlan to send, and wait for these ranks. Empty if only the split
+        changes; the installation is then READY at once.
         """
         before = placement.slot_to_expert_LRS[self.layer]
         missing = {
@@ -87,12 +89,12 @@ class Installation:
         }
 
     def expects(self, rank: int, staged: Staged) -> bool:
-        """Whether it is the answer of a rank that is waited for."""
+        """Return whether this is an outstanding answer of the rank."""
         about = (staged.formation, staged.stage_id, staged.layer)
         return rank in self.waiting and about == (self.formation, self.stage_id, self.layer)
 
     def staged(self, rank: int) -> None:
-        """A rank can flip."""
+        """Note that a rank has staged its weights."""
         self.waiting.discard(rank)
         if not self.waiting:
             self.move("staged")
@@ -121,11 +123,11 @@ def choose_sources(
     slot_to_expert_RS: NDArray[np.int16],
     addresses: Mapping[int, Address],
 ) -> dict[int, list[Source]]:
-    """Where each rank's new experts come from: of the ranks that hold one, the one that sends the
-    least so far.
+    """Return the sources of each rank's new experts. Of an expert's holders, the one that sends the
+    fewest experts so far is chosen.
 
-    Experts with few holders choose first, so that the others go round them. One without a holder
-    that gives away comes from the checkpoint.
+    Experts with few holders choose first, so that experts with more can avoid busy holders. An
+    expert without a holder that serves weights is read from the checkpoint.
     """
     num_sent = dict.fromkeys(addresses, 0)
     holders = {

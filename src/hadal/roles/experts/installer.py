@@ -1,8 +1,8 @@
-"""The placement in force on all ranks, and the one layer of it that is on its way to another.
+"""Placement in force on all ranks, and the installation of one layer's next placement.
 
-What is installed counts as the unit's placement when all ranks did the step with its flip; until
-then, and whenever a rank fails to stage or the formation ends, the placement before it stays in
-force. After a failure nothing is staged for a while, longer each time. Knows no loads.
+A new placement is in force once all ranks did the step with its flip. If a rank fails to stage or
+the formation ends before, the old placement stays in force. After a failure nothing is staged for a
+while, longer each time. Independent of loads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hadal.roles.experts.planner import LayerChange, LayerRests
 from hadal.roles.ranks.notes import Routine
 
 _SETTLE_INTERVALS = 2
-"""A layer that flipped is left alone so long: one interval to judge by and one to plan by are new
-then.
+"""Intervals for which a flipped layer is left alone: then one to judge by and one to plan by are
+new.
 """
 
 
 class StageBackoff:
-    """The time in which nothing is staged, after failures."""
+    """Back-off of staging after failures."""
 
     def __init__(self, terms: ExpertTerms) -> None:
         self.until_s = -math.inf
@@ -35,22 +35,22 @@ class StageBackoff:
         """Failures since a layer flipped."""
 
     def fail(self, now_s: float) -> float:
-        """Return for how many seconds nothing is staged from now on."""
+        """Begin a back-off and return its seconds."""
         backoff_s = min(self._terms.backoff_s * 2.0**self._num_failures, self._terms.backoff_max_s)
         self._num_failures = min(self._num_failures + 1, 32)
         self.until_s = now_s + backoff_s
         return backoff_s
 
     def succeed(self) -> None:
-        """Begin anew with the shortest time after the next failure."""
+        """Reset the back-off: the next failure begins with the shortest time."""
         self._num_failures = 0
 
 
 class ExpertInstaller:
-    """The owner of the placement in force. `placement`: the unit's first.
+    """Owner of the placement in force. `placement`: the unit's first one.
 
-    `notes`: the log lines of its owner. `rests`: layers that flipped, or did not after all, rest
-    there. `costs` takes in the measured seconds of moves, `moves` the moves themselves.
+    `notes`: log lines of its owner. `rests` receives layers that flipped or failed to. `costs`
+    receives the measured seconds of moves, and `moves` the moves.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class ExpertInstaller:
         self.placement = placement
         """The placement in force on all ranks."""
         self.issued = placement
-        """The placement with the flip that is in flight."""
+        """The placement with the flip in flight, if there is one."""
         self.fractions_LRS = fractions(placement)
-        """Share of its expert's tokens that each expert slot takes, in force."""
+        """Each expert slot's share of its expert's tokens, for the placement in force."""
         self.installing: Installation | None = None
         self._stage_timeout_s = terms.stage_timeout_s
         self._rests = rests
@@ -77,9 +77,9 @@ class ExpertInstaller:
         self._backoff = StageBackoff(terms)
         self._formation = 0
         self._addresses: dict[int, Address] = {}
-        """Addresses of the ranks of a formation that runs; empty otherwise."""
+        """Addresses of the running formation's ranks; empty if none runs."""
         self._step_id = -1
-        """Step of the last plan."""
+        """Last step planned."""
         self._stage_id = 0
 
     # ---- formations ----
@@ -90,14 +90,16 @@ class ExpertInstaller:
         self._addresses = dict(addresses)
 
     def ended(self) -> None:
-        """End the formation: its ranks have dropped what they had staged."""
+        """End the formation. Its ranks have dropped staged weights."""
         if self.installing is not None:
             self._drop("the formation is over")
         self._addresses = {}
 
     # ---- staging ----
     def may_begin(self, now_s: float) -> bool:
-        """Whether a layer may be staged: every rank is there, and nothing is under way."""
+        """Return whether a layer may be staged: all ranks (at least two) are members, no
+        installation is under way, and no back-off runs.
+        """
         return (
             self.installing is None
             and len(self._addresses) == self.placement.num_ranks > 1
@@ -105,7 +107,7 @@ class ExpertInstaller:
         )
 
     def begin(self, now_s: float, change: LayerChange) -> dict[int, StagePlan]:
-        """Begin to install a change of a layer. Returns what to send to which rank."""
+        """Begin to install a change of a layer. Returns rank -> StagePlan to send."""
         self._stage_id += 1
         self.installing = Installation(
             change.layer,
@@ -126,7 +128,7 @@ class ExpertInstaller:
         return self.installing.stage_plans(self.placement, self._addresses)
 
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
-        """Take in a rank's answer. Returns False if nothing waits for it any more."""
+        """Take in a rank's answer. Returns False if no installation waits for it."""
         install = self.installing
         if install is None or not install.expects(rank, staged):
             return False
@@ -140,7 +142,7 @@ class ExpertInstaller:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Look at the deadline of staging."""
+        """Fail the installation if its staging deadline has passed."""
         install = self.installing
         if (
             install is not None
@@ -151,13 +153,13 @@ class ExpertInstaller:
             self._fail(now_s, f"rank {late} did not stage within {self._stage_timeout_s:g} s")
 
     def forgive(self, gap_s: float) -> None:
-        """Move the deadline by a time in which the leader itself did not run."""
+        """Extend the deadline by `gap_s` seconds during which the leader did not run."""
         if self.installing is not None:
             self.installing.deadline_s += gap_s
 
     # ---- steps ----
     def flips(self, step_id: int) -> tuple[LayerFlip, ...]:
-        """Return the flip that goes with this step's plans, if one is ready."""
+        """Return the flip to send with this step's plans, if one is ready."""
         self._step_id = step_id
         install = self.installing
         if install is None or install.state is not InstallState.READY:
@@ -169,8 +171,8 @@ class ExpertInstaller:
         return (flip,)
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """Take in a step that all ranks did. Returns whether a flip went with it: `placement` is
-        another one from now on.
+        """Take in a step that all ranks did. Returns whether it included a flip, which changes
+        `placement`.
         """
         install = self.installing
         if (
@@ -203,7 +205,7 @@ class ExpertInstaller:
         self.fractions_LRS = fractions(placement)
 
     def _fail(self, now_s: float, reason: str) -> None:
-        """Keep the old placement after a failure. The next attempt waits, longer each time."""
+        """Keep the old placement after a failure, and begin a back-off."""
         self._drop(f"{reason}; nothing is staged for {self._backoff.fail(now_s):g} s")
 
     def _drop(self, reason: str) -> None:
@@ -214,7 +216,7 @@ class ExpertInstaller:
         self._moves.num_abandoned += 1
 
     def check(self) -> list[str]:
-        """Return problems; empty when what is installed, in flight and in force agrees."""
+        """Return problems; empty when installation, flip in flight and placement in force agree."""
         problems = []
         install = self.installing
         is_flipping = install is not None and install.state is InstallState.FLIPPING

@@ -1,4 +1,4 @@
-"""Layers that moved, for people and for gauges: totals, the last ones, and where everything lies.
+"""Moves of layers, for people and for gauges: totals, the last moves, and the present placement.
 
 Decides nothing.
 
@@ -20,19 +20,19 @@ from hadal.roles.experts.gain import fractions
 from hadal.roles.experts.install import Installation
 
 _NUM_MOVES = 8
-"""Layers that moved last, as they are shown."""
+"""Last moves that are shown."""
 
 
 class ExpertMoves:
-    """Totals of installations, and the last of them."""
+    """Totals of installations, and the last ones."""
 
     def __init__(self) -> None:
         self.num_replicas_moved = 0
         self.num_layers_flipped = 0
         self.num_abandoned = 0
-        """Installations that came to nothing."""
+        """Installations that did not flip."""
         self._last: deque[tuple[Installation, Placement, Placement]] = deque(maxlen=_NUM_MOVES)
-        """What was installed, and its layer's placement before and after."""
+        """Last installations, each with its layer's placement before and after."""
 
     def flipped(self, install: Installation, before: Placement, after: Placement) -> None:
         """Add an installation, with its layer's placement before and after."""
@@ -61,7 +61,7 @@ class ExpertMoves:
 def describe(
     placement: Placement, loads_LE: Floats, loads_LR: Floats, moves: ExpertMoves
 ) -> UnitExperts:
-    """Return, for people, where everything lies, what it bore lately, and what moved last."""
+    """Return placement, recent loads and last moves, for people."""
     return UnitExperts(
         _relative(loads_LR),
         _relative(loads_LE),
@@ -78,14 +78,14 @@ def _rows(slot_to_expert_RS: NDArray[np.int16]) -> tuple[tuple[int, ...], ...]:
 
 
 def _relative(loads: Floats) -> tuple[tuple[float, ...], ...]:
-    """Each layer's loads by their mean; zeros where nothing was counted."""
+    """Return each layer's loads divided by their mean; zeros for layers without counts."""
     means = loads.mean(axis=1, keepdims=True)
     shares = loads / np.where(means > 0, means, 1.0)
     return tuple(tuple(row) for row in np.round(shares, 3).tolist())
 
 
 def _evenness(layer: Placement, loads_E: Floats) -> float:
-    """Mean over maximum of the ranks' load in a layer; 1 where there is none."""
+    """Return mean over maximum of the ranks' loads in a layer; 1 without any load."""
     loads_R = rank_loads(layer, loads_E[None], fractions(layer))[0]
     most = float(loads_R.max(initial=0.0))
     return round(float(loads_R.mean()) / most, 4) if most > 0 else 1.0

@@ -1,8 +1,8 @@
-"""The next change of one layer's experts: which layer to look at, and what is tried for it.
+"""Choice of the next layer to examine, and of the changes of its experts to try.
 
-First a new split of the layer's tokens is tried, which moves nothing, then a placement some moves
-away, then one fewer moves away. A layer for which nothing pays rests. Knows loads and prices, but
-no ranks' processes and no steps.
+The first try is a new split of the layer's tokens, which moves nothing. The second is a placement
+within the whole budget of moves, the third one within a part of it. If nothing pays, the layer
+rests. Depends on loads and costs, but not on ranks' processes or steps.
 
 Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
 """
@@ -22,47 +22,47 @@ from hadal.roles.experts.gain import ExpertTerms, MoveCosts, fractions, heaviest
 from hadal.roles.experts.window import CountsWindow
 
 _FEW = 0.25
-"""Share of the budget of moves that is tried when the whole would help and does not pay."""
+"""Share of the budget of moves that is tried if the whole budget has a gain but does not pay."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerChange:
-    """Another placement of a layer's experts. `weights_RS` None: replicas take equal parts."""
+    """New placement of a layer's experts. `weights_RS` None: replicas take equal parts."""
 
     layer: int
     slot_to_expert_RS: NDArray[np.int16]
     weights_RS: NDArray[np.uint8] | None
     num_moved: int
-    """Replicas that their rank does not hold yet."""
+    """Replicas of experts that their rank does not hold yet."""
 
 
 class LayerRests:
-    """Layers that are left alone for some intervals of the window."""
+    """Layers that are not examined for some intervals of the window."""
 
     def __init__(self, window: CountsWindow, num_layers: int) -> None:
         self._window = window
         self._until = np.zeros(num_layers, np.int64)
-        """The interval until which each layer rests."""
+        """Number of the interval until which each layer rests."""
         self._lack = np.ones(num_layers)
-        """What each layer lacked to perfect balance when it was put to rest. If it lacks more, the
-        rest is over.
-        """
+        """Lack of balance (1 - balancedness) above which each layer's rest ends early."""
 
     def rest(self, layer: int, num_intervals: int, lack: float = 1.0) -> None:
-        """Leave the layer alone for some intervals, or until it lacks more than `lack`."""
+        """Skip the layer for some intervals, or until it lacks more balance than `lack`."""
         self._until[layer] = self._window.number + num_intervals
         self._lack[layer] = lack
 
     def are_over(self, lack_L: Floats) -> NDArray[np.bool_]:
-        """Return which layers may be looked at, by what each lacks to perfect balance now."""
+        """Return a mask of layers that may be examined. `lack_L`: each layer's 1 - balancedness
+        now.
+        """
         return np.asarray((self._until <= self._window.number) | (lack_L > self._lack))
 
 
 class ExpertPlanner:
-    """The choice of the next layer, and of what is tried for it.
+    """Planner of one unit's expert changes.
 
-    `nodes`: by rank, the node it is on. `num_groups`: the gate's groups, if each is to stay on a
-    node as far as balance allows; 0: nodes do not matter.
+    `nodes`: rank -> its node. `num_groups`: number of the gate's groups, if each group should stay
+    on one node as far as balance allows; 0: nodes do not matter.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ExpertPlanner:
         self._num_unplanned = 0
         """Steps since the last planning call."""
         self._next_try: tuple[int, float] | None = None
-        """A layer for which something did not pay, and the share of the budget of moves to try
-        next.
+        """(layer, share of the budget of moves) to try next, after a smaller change did not pay or
+        a larger one was too expensive.
         """
 
     def done(self) -> None:
@@ -93,7 +93,7 @@ class ExpertPlanner:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps and intervals have passed to look at a layer."""
+        """True if enough steps and intervals have passed to examine a layer."""
         return (
             self._num_unplanned >= self._terms.plan_every_steps
             and len(self._window) >= self._terms.num_intervals_min
@@ -102,10 +102,9 @@ class ExpertPlanner:
     def look(
         self, placement: Placement, fractions_LRS: Floats, growing_s: float
     ) -> LayerChange | None:
-        """Look at one layer; return another split or placement of it if that pays.
+        """Examine one layer. Return another split or placement of it if that pays, else None.
 
-        `growing_s`: seconds of the experts of one MoE layer in a step, as far as they grow with
-        tokens.
+        `growing_s`: part of one MoE layer's expert time in a step that grows with tokens, seconds.
         """
         self._num_unplanned = 0
         loads_LR = rank_loads(placement, self._window.summed(), fractions_LRS)
@@ -144,16 +143,16 @@ class ExpertPlanner:
         if not share:
             self._next_try = (layer, 1.0)
         elif share > _FEW and gain > 0.0:
-            self._next_try = (layer, _FEW)  # Too dear: the first moves save most.
+            self._next_try = (layer, _FEW)  # Too expensive, but the first moves save most.
         else:
             lack = 1.0 - float(loads_LR[layer].mean()) / max(float(loads_LR[layer].max()), 1e-12)
-            # What little there was to judge by has doubled by then.
+            # By then the window has twice as many intervals, or only new ones.
             num_intervals = min(self._terms.rest_intervals, len(self._window))
             self._rests.rest(layer, num_intervals, lack + self._terms.worse_min)
         return None
 
     def _most_promising(self, loads_LR: Floats, layer_s: Floats, num_experts: int) -> int | None:
-        """The layer in which perfect balance would save most, of those worth a look."""
+        """Return the layer in which perfect balance would save most; None if no layer is due."""
         heaviest_L = loads_LR.max(axis=1)
         lack_L = np.where(
             heaviest_L > 0,
@@ -173,11 +172,13 @@ class ExpertPlanner:
     def _moved(
         self, placement: Placement, layer: int, loads_TE: Floats, share: float
     ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-        """A better placement of the layer within a share of the budget of moves, and its parts."""
+        """Return a better placement of the layer within a share of the budget of moves, and its
+        parts.
+        """
         slots = placement.slot_to_expert_LRS[layer : layer + 1]
         num_moves = max(
             2, int(share * self._terms.moves_share * int((slots != EMPTY).sum()))
-        )  # Two are a trade.
+        )  # At least two moves, so that two ranks can swap experts.
         plan = balance(
             loads_TE[:, None],
             Cluster((slots.shape[2],) * slots.shape[1], self._nodes),
@@ -196,15 +197,15 @@ class ExpertPlanner:
 def _split(
     placement: Placement, layer: int, loads_TE: Floats
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-    """The layer's expert slots as they are, and the parts that level its ranks."""
+    """Return the layer's unchanged expert slots, and the parts that balance its ranks."""
     slot_to_expert_RS = placement.slot_to_expert_LRS[layer]
     split = split_loads(slot_to_expert_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
     return slot_to_expert_RS, _weights(slot_to_expert_RS, split[0])
 
 
 def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
-    """Each layer's part of all layers' growing seconds is as its heaviest rank's of all layers'
-    heaviest.
+    """Return each layer's growing seconds [L]: `growing_s` times its heaviest rank's load over the
+    mean of all layers' heaviest.
     """
     heaviest_L = loads_LR.max(axis=1)
     mean = float(heaviest_L.mean())
@@ -212,6 +213,6 @@ def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
 
 
 def _weights(slot_to_expert_RS: NDArray[np.int16], split_RS: Floats) -> NDArray[np.uint8] | None:
-    """A split in parts; None where all replicas take equal ones."""
+    """Return a split as integer parts; None if all replicas take equal parts."""
     parts = parts_of(slot_to_expert_RS, split_RS)
     return None if (parts[slot_to_expert_RS != EMPTY] == 1).all() else parts

@@ -1,9 +1,9 @@
-"""What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts
-alone.
+"""Recent loads of a unit's experts and their balance over its ranks, from counts alone.
 
-An interval is what ranks received between two counted steps, or several such parts. Logical loads
-are kept for the last intervals, faded with age: they say what any other placement would have had
-to bear. Balancedness is measured on the ranks, as it fell. Knows no seconds and decides nothing.
+An interval covers all tokens that ranks received between two counted steps, or several such parts.
+Loads of logical experts are kept for the last intervals and fade with age: from them the load under
+any other placement follows. Balancedness is measured on the ranks' actual loads. Independent of
+time; decides nothing.
 
 Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
 """
@@ -20,14 +20,12 @@ from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import Placement
 
 GAUGE_FADE = 0.8
-"""Weight of an interval against the one after it in what is reported: five intervals are
-remembered.
-"""
+"""Weight of an interval relative to the next one in reported balancedness: about five count."""
 
 
 class CountsWindow:
-    """The last `num_intervals` intervals; one weighs half of what one weighs that is `half_life`
-    intervals younger.
+    """Window of the last `num_intervals` intervals. An interval's weight halves every `half_life`
+    intervals.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class CountsWindow:
         self._loads: deque[Floats] = deque(maxlen=num_intervals)
         self._numbers: deque[int] = deque(maxlen=num_intervals)
         self._part: tuple[Floats, Floats] | None = None
-        """(loads [L, E], received [L, ranks]) of the interval that is not whole yet."""
+        """(loads [L, E], received [L, ranks]) of the incomplete interval; None without one."""
         self._mean_L = np.zeros(num_layers)
         self._heaviest_L = np.zeros(num_layers)
 
@@ -55,9 +53,9 @@ class CountsWindow:
         *,
         is_whole: bool = True,
     ) -> dict[str, float]:
-        """Take in an interval, or a part of one until the last makes it whole.
+        """Add a part of an interval; `is_whole`: this part completes it.
 
-        Returns the balancedness of these counts over `ranks`, empty if nothing was received.
+        Returns the balancedness of these counts over `ranks`; empty if no tokens were received.
         """
         received_LR = counts_LRS.sum(axis=2)[:, sorted(ranks)].astype(np.float64)
         loads_LE, all_LR = placement.by_expert(counts_LRS.astype(np.float64)), received_LR
@@ -73,26 +71,25 @@ class CountsWindow:
         return _objectives(received_LR.mean(axis=1), received_LR.max(axis=1))
 
     def drop_part(self) -> None:
-        """What is not whole will not be: the ranks are others."""
+        """Drop the incomplete interval, because the ranks have changed."""
         self._part = None
 
     def balance(self) -> dict[str, float]:
-        """Measured balancedness by objective, smoothed; empty until tokens were counted."""
+        """Return measured balancedness by objective, smoothed; empty until tokens were counted."""
         return _objectives(self._mean_L, self._heaviest_L)
 
     def summed(self) -> Floats:
-        """Faded loads of all intervals together [L, E]."""
+        """Return the sum of all intervals' faded loads [L, E]."""
         total = np.zeros(self._sizes)
         for loads in self._loads:
             total = self._fade * total + loads
         return total
 
     def halves(self, layer: int) -> tuple[Floats, Floats]:
-        """A layer's faded loads [T, E] of every other interval, and of those between: one to plan
-        by, one to judge by.
+        """Return a layer's faded loads [T, E] of even-numbered and of odd-numbered intervals: one
+        half to plan by, one to judge by.
 
-        A plan looks better than it is on the very counts that it was made for. Which intervals
-        belong to which half never changes.
+        A plan looks too good on the counts that it was made from. An interval never changes halves.
         """
         ages = np.arange(len(self._loads))[::-1]
         loads = (
@@ -103,7 +100,7 @@ class CountsWindow:
         return loads[is_even], loads[~is_even]
 
     def num_tokens(self, layer: int) -> float:
-        """Counted in a layer over the window, not faded."""
+        """Return the tokens counted in a layer over the window, not faded."""
         return float(sum(loads[layer].sum() for loads in self._loads))
 
 
