@@ -1,4 +1,4 @@
-"""The fleet role: demand, the table of units, and what is started, drained and replaced.
+"""Fleet role: demand, the table of units, and the units to start, drain and replace.
 
-Knows no process and no host; `runtime/fleet` runs it.
+Independent of processes and hosts; `runtime/fleet` runs it.
 """

@@ -1,8 +1,7 @@
-"""What the fleet remembers of the demand: samples of the last minutes, and what each hour of a day
-brought.
+"""Demand on the fleet: samples of the last minutes, and the demand of each hour of a day.
 
-Made from the front's counters, so nothing is asked of the front but sums. Times are by the clock of
-the day: seconds from some midnight on. Knows no units.
+It is computed from the front's counters, so the front only has to report sums. Times are seconds
+since some midnight. Independent of units.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from hadal.core.messages.fleet import Demand
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
 
 NUM_SAMPLES = 15
-"""Samples of the window that level and trend are taken from."""
+"""Samples in the window from which level and trend are computed."""
 NUM_BINS = 24
-"""Bins of a day's shape that is learned: narrower ones would learn noise."""
+"""Bins of a learned daily demand curve: narrower ones would learn noise."""
 _BIN_S = DAY_S / NUM_BINS
 _GAP_S = 0.1 * _BIN_S
-"""How much of an hour may be missing."""
+"""Part of an hour that may be unobserved, seconds."""
 
 
 class DemandMeter:
-    """`sample_s`: the time one sample is the mean of. `shape`: of a day, until a whole one was
-    seen.
+    """Meter of the demand. `sample_s`: averaging window of one sample, seconds. `shape`: assumed
+    daily demand curve until a full day has been observed.
     """
 
     def __init__(self, sample_s: float, shape: DayShape = FLAT) -> None:
@@ -35,21 +34,21 @@ class DemandMeter:
         self._sample_s = sample_s
         self._last: tuple[float, Demand] | None = None
         self._open: dict[str, float] = dict.fromkeys(ROLES, 0.0)
-        """Tokens of the sample that is being taken, which began at `_open_from_s`."""
+        """Role -> tokens of the sample under way, which began at `_open_from_s`."""
         self._open_from_s = 0.0
         self._days: dict[str, list[float | None]] = {role: [None] * NUM_BINS for role in ROLES}
-        """Tokens per second of each hour, as it was when it last passed."""
+        """Role -> tokens/s of each hour of the day, when it was last observed; None: never yet."""
         self._hour: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         self._hour_from_s: float | None = None
         self._shapes: dict[str, DayShape] = dict.fromkeys(ROLES, shape)
 
     def add(self, now_s: float, demand: Demand) -> None:
-        """Take in what the front counted. The first message of a front says only where it begins to
-        count.
+        """Add the front's counters. A front's first message only sets the values from which its
+        tokens are counted.
         """
         last = self._last
         if last is not None and last[1].epoch == demand.epoch and _is_older(demand, last[1]):
-            return  # It came late: all that it says was said.
+            return  # A late message; a newer one has already been counted.
         self.backlog = {
             PREFILL: float(demand.tokens_waiting),
             DECODE: float(demand.outputs_waiting),
@@ -62,7 +61,7 @@ class DemandMeter:
             return
         if now_s <= last[0]:
             self._last = (
-                last  # There is no rate in no time: the next message counts from the last one on.
+                last  # No time has passed, so there is no rate: count from the last message on.
             )
             return
         more = {
@@ -81,18 +80,18 @@ class DemandMeter:
             self._open_from_s = now_s
 
     def shape(self, role: str) -> DayShape:
-        """The shape of the last whole day that was seen; until there was one, of the day given."""
+        """Return the demand curve of the last observed day; the assumed one until there is one."""
         return self._shapes[role]
 
     def _count_hour(self, last_s: float, now_s: float, more: Mapping[str, int]) -> None:
-        """An hour counts if all of it was seen."""
+        """Add tokens to the present hour. A finished hour counts if nearly all was observed."""
         if last_s // _BIN_S != now_s // _BIN_S:
             index = int(last_s % DAY_S // _BIN_S)
             if self._hour_from_s is not None and last_s - self._hour_from_s > _BIN_S - _GAP_S:
                 for role in ROLES:
                     self._days[role][index] = self._hour[role] / (last_s - self._hour_from_s)
                     self._learn(role)
-            is_near = now_s - last_s < _GAP_S  # Else nobody knows which hour the tokens came in.
+            is_near = now_s - last_s < _GAP_S  # Otherwise the tokens' hour is unknown.
             self._hour_from_s = last_s if is_near else None
             self._hour = dict.fromkeys(ROLES, 0.0)
         for role in ROLES:
@@ -105,5 +104,5 @@ class DemandMeter:
 
 
 def _is_older(one: Demand, other: Demand) -> bool:
-    """Whether one was said before the other by the same front, whose counters never fall."""
+    """Return whether the front sent `one` before `other`: one front's counters never fall."""
     return one.tokens_in < other.tokens_in or one.tokens_out < other.tokens_out

@@ -1,20 +1,18 @@
-"""The fleet: starts units when more is asked for, drains them when less is, replaces those that
-die.
+"""Fleet: starts units when demand rises, drains them when it falls, and replaces dead units.
 
-Decides nothing about a request: the front learns which unit drains, and says when it is empty.
-What the policy wants (policy/scaling) is compared with what there is, so whatever goes wrong in
-between, the next event mends it:
+Decides nothing about requests: it informs the front (router) of drains, and the front reports when
+a unit is empty. On every event the wanted units (policy/scaling) are compared with the existing
+ones, so that the next event repairs any error:
 
     fewer work than wanted   keep a draining one, else start a stopped one, as far as nodes and back-off allow
-    more work than wanted    stop one that still starts, else drain the one that holds least
+    more work than wanted    stop one that is starting, else drain the one with the fewest requests
 
-    Drain.. -> front ... Demand: it holds nothing -> StopUnit ... UnitDown -> its nodes are offered
-    to other work
+    DrainUnit -> front ... Demand: the unit is empty -> StopUnit ... UnitDown -> OfferNodes for other work
 
-A rollout replaces all units in the same way: while all that are wanted are up, the next old one is
-drained, and what is then missing is started.
+A rollout replaces all units in the same way: once all wanted units are up, the next old one is
+drained, and the missing one is started.
 
-Knows no process, no host and no wall clock; `day_s` says where in a day the clock began.
+Independent of processes, hosts and the wall clock; `day_s` gives the time of day of the clock's 0.
 """
 
 from __future__ import annotations
@@ -46,26 +44,26 @@ from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, 
 
 FRONT = "front"
 RESEND_S = 10.0
-"""What shows no effect for so long is asked again."""
+"""Seconds after which a request without effect is repeated."""
 DRAIN_GRACE_S = 30.0
-"""After a drain's deadline: what the front has not emptied by then is stopped, and its requests are
-retried.
+"""Seconds after a drain's deadline at which a unit is stopped although it has requests, which are
+retried then.
 """
 BACKOFF_S = 5.0
-"""Before another unit of a role is started after one failed to; doubled each time, up to
-BACKOFF_MAX_S.
+"""Seconds before the next start of a role's unit after a failed one; doubled with each failure in a
+row, up to BACKOFF_MAX_S.
 """
 BACKOFF_MAX_S = 300.0
 START_FACTOR = 10.0
 START_TIMEOUT_MIN_S = 600.0
-"""A unit that is not up by START_FACTOR start-up times, and this at least, is stopped: a start that
-failed.
+"""Minimum start timeout, seconds. A unit that is not up after START_FACTOR start-up times and after
+this time is stopped, and its start counts as failed.
 """
 
 
 class Fleet:
-    """`rules.num_nodes_max` nodes and the units on them. All starts from nothing: `start` asks for
-    the floor.
+    """State machine of `rules.num_nodes_max` nodes and the units on them. It begins without units;
+    `start` requests the floor.
     """
 
     def __init__(
@@ -78,8 +76,8 @@ class Fleet:
         shape: DayShape = FLAT,
         day_s: float = 0.0,
     ) -> None:
-        """`..._tokens_per_s`: what a unit does within the promise on latency; 0: what units say of
-        themselves. `day_s`: the time of day when the clock showed 0.
+        """`..._tokens_per_s`: tokens/s of one unit within the latency target; 0: use the rates that
+        units report. `day_s`: time of day at which the clock showed 0.
         """
         self.need = FleetNeed(
             rules,
@@ -95,14 +93,14 @@ class Fleet:
         self._num_offered = 0
         self._num_drains = 0
         self._num_failed: dict[str, int] = dict.fromkeys(ROLES, 0)
-        """Starts that failed, in a row."""
+        """Role -> failed starts in a row."""
         self._not_before_s: dict[str, float] = dict.fromkeys(ROLES, -math.inf)
         self._wake_s = math.inf
         self._out: list[FleetEffect] = []
 
-    # ---- what happens ----
+    # ---- events ----
     def start(self, now_s: float) -> list[FleetEffect]:
-        """The first effects: the floor, and the rest of the nodes to others."""
+        """Return the first effects: start the floor, and offer the other nodes to other work."""
         self._out.clear()
         self._go_on(now_s)
         return [*self._out]
@@ -123,7 +121,7 @@ class Fleet:
             case Rollout():
                 for one in self.table.in_state(*OWNS_NODES):
                     one.is_old = True
-                for role in ROLES:  # What failed was what is replaced now.
+                for role in ROLES:  # The failed starts were of the version that is replaced now.
                     self._num_failed[role], self._not_before_s[role] = 0, -math.inf
             case Tick():
                 pass
@@ -134,24 +132,24 @@ class Fleet:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that its units own now."""
+        """Nodes owned by units now."""
         return sum(self.role_to_nodes().values())
 
     @property
     def num_unreplaced(self) -> int:
-        """Units that the last rollout has still to replace or, where none is old any more, new ones
-        that are not up yet, or do not come up. 0: it is over.
+        """Units that the last rollout must still replace or, if more, starting units plus roles
+        with failed starts. 0: the rollout is complete.
         """
         num_coming = len(self.table.in_state(UnitState.STARTING))
         return max(len(self._old_ones()), num_coming + sum(map(bool, self._num_failed.values())))
 
     @property
     def num_failed(self) -> int:
-        """Starts in a row that failed, of all roles."""
+        """Failed starts in a row, summed over roles."""
         return sum(self._num_failed.values())
 
     def role_to_nodes(self) -> dict[str, int]:
-        """Role -> nodes that its units own now."""
+        """Return role -> nodes owned by its units now."""
         return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
 
     def _go_on(self, now_s: float) -> None:
@@ -164,13 +162,13 @@ class Fleet:
         num_free = self.rules.num_nodes_max - self.num_nodes
         num_more, self._num_offered = num_free - self._num_offered, num_free
         if num_more < 0:
-            self._out.insert(0, WithdrawNodes(-num_more))  # Before what is to be started on them.
+            self._out.insert(0, WithdrawNodes(-num_more))  # Before units are started on them.
         elif num_more > 0:
             self._out.append(OfferNodes(num_more))
         self._wake(now_s)
 
     def _found(self, now_s: float, names: Collection[str]) -> None:
-        """Units that run are needed, until as much time as always has passed without a need."""
+        """Take over running units. They count as needed until `hold_s` passes without a need."""
         for name in names:
             self.table.move(self.table.by_name[name], UnitMove.START, now_s)
             self.table.move(self.table.by_name[name], UnitMove.READY, now_s)
@@ -179,7 +177,7 @@ class Fleet:
     def _up(self, now_s: float, message: UnitUp) -> None:
         unit = self.table.by_name.get(message.unit)
         if unit is None:
-            return  # No unit of ours.
+            return  # Not a unit of this fleet.
         if unit.state is UnitState.STARTING:
             self.table.move(unit, UnitMove.READY, now_s)
             self._num_failed[unit.role], self._not_before_s[unit.role] = 0, -math.inf
@@ -197,11 +195,9 @@ class Fleet:
         backoff_s = min(BACKOFF_S * 2.0 ** min(self._num_failed[unit.role] - 1, 30), BACKOFF_MAX_S)
         self._not_before_s[unit.role] = now_s + backoff_s
 
-    # ---- from what there is to what is wanted ----
+    # ---- from existing to wanted units ----
     def _settle(self, now_s: float) -> None:
-        """Take the next step with units that are on their way, and ask again for what was not
-        heard.
-        """
+        """Advance units between two states, and repeat requests without effect."""
         timeout_s = max(START_FACTOR * self.rules.start_s, START_TIMEOUT_MIN_S)
         for unit in self.table.by_name.values():
             if unit.state is UnitState.STOPPED:
@@ -225,7 +221,7 @@ class Fleet:
         if is_empty or drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
             self._stop(now_s, unit)
         elif not is_heard and now_s - unit.asked_s >= RESEND_S:
-            # A front that died took the drain with it; the next one hears of it here.
+            # A drain is lost with the front that died; the next front learns of it here.
             self._ask_drain(now_s, unit, max(0.0, self._drain_timeout_s - drained_s))
 
     def _settle_keep(self, now_s: float, unit: FleetUnit) -> None:
@@ -236,21 +232,21 @@ class Fleet:
         self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, timeout_s, unit.drain_number)))
 
     def _roll_out(self, now_s: float) -> None:
-        """Let the next old unit go, once the one before it is replaced. A new one that does not
-        come up ends it there: the old ones go on.
+        """Drain the next old unit once the last one is replaced. If a new unit does not come up,
+        the rollout stays there and the old units continue.
         """
         if not self._old_ones():
             return
         for unit in self._old_ones(UnitState.STARTING):
-            self._stop(now_s, unit)  # It serves nobody yet.
+            self._stop(now_s, unit)  # It serves no requests yet.
         on_their_way = self.table.in_state(
             UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING
         )
         if on_their_way or any(map(self._is_short, ROLES)):
             return
         old = self._old_ones(UnitState.UP)
-        # Of new weights, prefill units serve new decode units alone: each role goes over as far as
-        # the other.
+        # Prefill units with new weights serve only decode units with new weights, so both roles
+        # are replaced at the same pace.
         left = Counter(unit.role for unit in old)
         shares = {role: left[role] / self.table.num_owning(role) for role in left}
         self._drain(
@@ -258,7 +254,7 @@ class Fleet:
         )
 
     def _old_ones(self, *states: UnitState) -> list[FleetUnit]:
-        """Of these states; none given: of all."""
+        """Return old units in these states; without arguments, in all states."""
         return [unit for unit in self.table.in_state(*(states or UnitState)) if unit.is_old]
 
     def _drain(self, now_s: float, unit: FleetUnit) -> None:
@@ -285,7 +281,7 @@ class Fleet:
                 self._drain(now_s, unit)
 
     def _grow(self, now_s: float) -> None:
-        """One unit at a time, of the role that has the smaller part of what it is to have."""
+        """Add missing units one at a time, of the role with the smaller share of its wanted units."""
         blocked: set[str] = set()
         while True:
             shares = {
@@ -316,7 +312,7 @@ class Fleet:
         return True
 
     def _held_by(self, unit: FleetUnit) -> tuple[int, int]:
-        """What it would take with it, then the highest number first: names stay small."""
+        """Return a sort key: its requests, then the highest number first, so that numbers stay low."""
         facts = self._facts.get(unit.name)
         return facts.num_requests if facts is not None else 0, -unit.index
 
@@ -329,7 +325,9 @@ class Fleet:
         self._out.append(effect)
 
     def _wake(self, now_s: float) -> None:
-        """Ask to be woken for the next review, and sooner while something is on its way."""
+        """Request a wake-up for the next review, or earlier while units change state or starts back
+        off.
+        """
         is_busy = bool(
             self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
         )
@@ -345,10 +343,10 @@ class Fleet:
     def _is_short(self, role: str) -> bool:
         return self.table.num_working(role) < self.need.num_wanted(role)
 
-    # ---- looking ----
+    # ---- reports ----
     def check(self) -> list[str]:
-        """Problems of the fleet; empty when nodes add up and nobody works or drains who
-        should not.
+        """Return problems; empty when nodes add up and no unit works or drains against the wanted
+        numbers.
         """
         problems = []
         most, owned = self.rules.num_nodes_max, self.num_nodes
@@ -373,7 +371,7 @@ class Fleet:
         return problems
 
     def seen(self, now_s: float) -> FleetSeen:
-        """For people: demand and forecast, what is wanted and what is there, and why."""
+        """Return demand, forecast, wanted and existing units, and the reason, for people."""
         roles = {}
         for role in ROLES:
             states = {
@@ -391,7 +389,7 @@ class Fleet:
         )
 
     def counts(self) -> dict[UnitState, Units]:
-        """Units by state, for logs and reports."""
+        """Return units by state, for logs and reports."""
         return {
             state: Units(*(sum(1 for _ in self.table.of_role(role, state)) for role in ROLES))
             for state in UnitState
@@ -399,10 +397,9 @@ class Fleet:
 
 
 def rules_of(deployment: Deployment) -> ScalingRules:
-    """Return a deployment's rules: its [fleet] table beside the floor that its units' tables say.
+    """Return a deployment's rules: its [fleet] table, with the floor from its units' tables.
 
-    A unit that is smaller than a node counts as one. Raises ConfigError for rules that cannot be
-    kept.
+    A unit smaller than a node counts as one node. Raises ConfigError for contradictory rules.
     """
     fleet = deployment.fleet
 
@@ -433,9 +430,7 @@ def rules_of(deployment: Deployment) -> ScalingRules:
 
 
 def make_fleet(deployment: Deployment, day_s: float) -> Fleet:
-    """Return the fleet that a deployment asks for; `day_s`: the time of day when its clock showed
-    0.
-    """
+    """Return a deployment's fleet. `day_s`: time of day at which its clock showed 0."""
     fleet = deployment.fleet
     return Fleet(
         rules_of(deployment),

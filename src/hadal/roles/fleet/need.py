@@ -1,7 +1,7 @@
-"""The units that a fleet needs: what `policy/scaling` decides from the demand, at every review.
+"""Number of units that a fleet needs: decided by `policy/scaling` from the demand, at every review.
 
-Owns the demand, the needs of the last minutes and the decision. Knows no unit by name and starts none:
-the fleet (roles/fleet/fleet) compares what it wants with what there is.
+Owns the demand, the needs of the last minutes and the decision. It starts no units: the fleet
+(roles/fleet/fleet) compares the wanted units with the existing ones.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hadal.policy.scaling import (
 from hadal.roles.fleet.demand import DemandMeter
 
 _NUM_CHANGES = 64
-"""Decisions that are remembered to be shown."""
+"""Last decisions that are kept for display."""
 _NUM_AHEAD = 25
-"""Points of a forecast that is shown."""
+"""Points of a displayed forecast."""
 
 
 class FleetNeed:
-    """Units that are wanted by these rules; the floor until the first review.
+    """Units wanted by these rules; the floor until the first review.
 
-    `role_to_tokens_per_s`: what a unit does within the promise on latency; 0: what units say of
-    themselves. `day_s`: the time of day when the clock showed 0.
+    `role_to_tokens_per_s`: tokens/s of one unit within the latency target; 0: use the rates that
+    units report. `day_s`: time of day at which the clock showed 0.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class FleetNeed:
         self._facts: tuple[UnitFacts, ...] = ()
         self._levels = rules.floor
         self._held: deque[tuple[float, float, float]] = deque()
-        """(time, need of prefill, need of decode) of the last `hold_s`."""
+        """(time, need of prefill, need of decode) over the last `hold_s` seconds."""
 
     def demanded(self, now_s: float, demand: Demand) -> None:
-        """Take in what the front counted, and what units do."""
+        """Take in the front's counters and the units' facts."""
         self._meter.add(self.time_of_day_s(now_s), demand)
         self._facts = demand.units
 
     def found(self, now_s: float, units: Units) -> None:
-        """Need units that run already, until `hold_s` has passed without a need."""
+        """Count running units as needed for `hold_s` seconds, even without demand for them."""
         floor = self._rules.floor
         self._levels = Units(max(units.prefill, floor.prefill), max(units.decode, floor.decode))
         self._held.append((now_s, float(units.prefill), float(units.decode)))
 
     def tick(self, now_s: float) -> None:
-        """Review the demand if that is due."""
+        """Review the demand if a review is due."""
         if now_s >= self.review_s:
             self._review(now_s)
 
     def time_of_day_s(self, now_s: float) -> float:
-        """Return seconds since the midnight before the clock showed 0."""
+        """Return the seconds since the midnight before the clock's 0."""
         return now_s + self._day_s
 
     def role_rules(self, role: str) -> RoleRules:
@@ -90,7 +90,7 @@ class FleetNeed:
         return self._rules.prefill if role == PREFILL else self._rules.decode
 
     def num_wanted(self, role: str) -> int:
-        """Return the number of units of a role that are wanted."""
+        """Return the wanted number of units of a role."""
         return self.units.prefill if role == PREFILL else self.units.decode
 
     def _review(self, now_s: float) -> None:
@@ -122,8 +122,8 @@ class FleetNeed:
         )
 
     def _capacity(self, role: str) -> float:
-        """Return tokens per second of a unit; without any measurement infinity, so that no demand is
-        too much.
+        """Return tokens/s of one unit; infinity without any measurement, so that no demand exceeds
+        it.
         """
         if self._role_to_tokens_per_s[role]:
             return self._role_to_tokens_per_s[role]
@@ -132,7 +132,7 @@ class FleetNeed:
         return sum(known) / len(known) if known else math.inf
 
     def seen(self, now_s: float, role: str, states: dict[str, int]) -> RoleSeen:
-        """Return a role's demand, forecast and wanted units for people, beside its units' `states`."""
+        """Return a role's demand, forecast and wanted units, with its units' `states`, for people."""
         rules, view, capacity = self._rules, self._view(role, 0.0), self._capacity(role)
         horizon_s = rules.start_s + max(rules.period_s, rules.hold_s)
         ahead_s = np.linspace(0.0, horizon_s, _NUM_AHEAD)

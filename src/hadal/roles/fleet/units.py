@@ -1,11 +1,11 @@
-"""The fleet's units by name: the state of each as a table, and the nodes it owns.
+"""Units of the fleet by name: their state table, and their ownership of nodes.
 
     STOPPED -> STARTING -> UP <-> DRAINING -> STOPPING -> STOPPED        a dead process: from any of them to STOPPED
-                   |______________________________^ not needed any more, or too slow
+                   |______________________________^ no longer needed, or too slow to start
 
-A unit owns its nodes from the moment it is asked to start until its process is gone. A pair that is
-not in the table is a bug and raises: the role sorts out what comes late or twice before it moves a
-unit.
+A unit owns its nodes from the request to start it until its process has ended. A pair without an
+entry in the table is a bug and raises InvariantError: the fleet drops late and repeated messages
+before it moves a unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class UnitState(StrEnum):
     STARTING = "starting"
     UP = "up"
     DRAINING = "draining"
-    """Nothing new comes; what it holds goes on."""
+    """The unit gets no new requests; its present ones continue."""
     STOPPING = "stopping"
     """The unit's process was told to end."""
 
@@ -39,7 +39,7 @@ class UnitMove(StrEnum):
 
 OWNS_NODES = frozenset({UnitState.STARTING, UnitState.UP, UnitState.DRAINING, UnitState.STOPPING})
 WORKS = frozenset({UnitState.STARTING, UnitState.UP})
-"""Counts as one of those that are wanted."""
+"""States that count towards the wanted number of units."""
 
 _NEXT: dict[tuple[UnitState, UnitMove], UnitState] = {
     (UnitState.STOPPED, UnitMove.START): UnitState.STARTING,
@@ -62,26 +62,26 @@ def next_state(state: UnitState, move: UnitMove) -> UnitState:
 
 @dataclass(slots=True)
 class FleetUnit:
-    """One name. It may have many lives."""
+    """Unit of one name. It may start and end many times."""
 
     name: str
     role: str
     index: int
     state: UnitState = UnitState.STOPPED
     since_s: float = 0.0
-    """When it came to this state."""
+    """Time at which it entered this state."""
     asked_s: float = 0.0
-    """When it was last asked to do what its state is for: asked again if nothing comes of it."""
+    """Time of the last request to start, drain, keep or stop it. Requests without effect are
+    repeated.
+    """
     drain_number: int = 0
     """Number of its last drain."""
     is_old: bool = False
-    """It was started before the last rollout was asked for, and is to be replaced."""
+    """True if it was started before the last rollout was requested, so that it must be replaced."""
 
 
 class UnitTable:
-    """All names there may be, `num_max` of each role: "prefill-0", "prefill-1", ... A table and its
-    counts.
-    """
+    """All possible units, `num_max` per role, by name: "prefill-0", "prefill-1", ..."""
 
     def __init__(self, role_to_num_max: Mapping[str, int]) -> None:
         self.by_name: dict[str, FleetUnit] = {
@@ -94,25 +94,25 @@ class UnitTable:
             self._role_to_units[unit.role].append(unit)
 
     def move(self, unit: FleetUnit, move: UnitMove, now_s: float) -> None:
-        """Walk the table. Raises InvariantError for a pair that cannot happen."""
+        """Change a unit's state. Raises InvariantError for a pair that cannot happen."""
         unit.state = next_state(unit.state, move)
         unit.since_s = unit.asked_s = now_s
         if move is UnitMove.END:
             unit.is_old = False
 
     def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
-        """Those in one of these states, in the order of their names' numbers."""
+        """Return a role's units in one of these states, in the order of their numbers."""
         return (unit for unit in self._role_to_units[role] if unit.state in states)
 
     def in_state(self, *states: UnitState) -> list[FleetUnit]:
         return [unit for unit in self.by_name.values() if unit.state in states]
 
     def num_working(self, role: str) -> int:
-        """Up, or about to be."""
+        """Return the number of units that are up or starting."""
         return self._num_in(role, WORKS)
 
     def num_owning(self, role: str) -> int:
-        """Number of units on nodes of their own."""
+        """Return the number of units that own nodes."""
         return self._num_in(role, OWNS_NODES)
 
     def _num_in(self, role: str, states: Collection[UnitState]) -> int:
