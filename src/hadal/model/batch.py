@@ -1,4 +1,4 @@
-"""What a forward pass is about: packed tokens, their positions, and where their KV lies. Built once
+"""Input of a forward pass: packed tokens, their positions, and the location of their KV. Built once
 per step.
 
 Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
@@ -27,37 +27,39 @@ class Span:
     """Row of its first token."""
     num_tokens: int
     start: int
-    """Position of its first token; as many are in the cache already."""
+    """Position of its first token: the number of earlier tokens, which are in the cache."""
     context_rows: Tensor | None
-    """Rows of those in the cache of layer 0 (see `cache_rows`); None if there are none."""
+    """Rows of the earlier tokens in the cache of layer 0 (see `cache_rows`); None if there are
+    none.
+    """
 
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Several chunks of several prompts, one after the other."""
+    """Chunks of one or several prompts, packed one after the other."""
 
     cache_PLSD: Tensor
     tokens_T: Tensor
     cos_sin_TR: Tensor
     rows_T: Tensor
-    """Where each token's entry goes (layer 0)."""
+    """Cache row of each token's entry (layer 0)."""
     spans: tuple[Span, ...]
     final_chunks: tuple[int, ...]
-    """Chunks whose last token's logits are wanted."""
+    """Chunks that need logits after their last token, ascending."""
     final_rows: Tensor
-    """Those tokens' rows."""
+    """Packed row of the last token of each of `final_chunks`."""
     block_table_TM: Tensor
-    """Every token's blocks, int32, and ..."""
+    """Blocks of every token, int32, for the absorbed form of attention."""
     lengths_T: Tensor
-    """... how many positions of them it sees, itself included: what the absorbed form takes."""
+    """Positions that each token sees, itself included, for the absorbed form of attention."""
     is_selecting: bool
-    """Whether a token sees more positions than it attends to, which an indexer selects."""
+    """True if a token sees more positions than it attends to; an indexer then selects them."""
 
     def write(self, layer_index: int, entries_TD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_T, layer_index, entries_TD)
 
     def context(self, span: Span, layer_index: int) -> Tensor:
-        """The cached entries [start, D] before the span."""
+        """Return the cached entries [start, D] before the span."""
         assert span.context_rows is not None
         return self.cache_PLSD.flatten(0, 2).index_select(
             0, span.context_rows + layer_index * BLOCK_TOKENS
@@ -66,7 +68,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token of each of several requests."""
+    """Batch of one token per request."""
 
     cache_PLSD: Tensor
     tokens_B: Tensor
@@ -76,9 +78,9 @@ class DecodeBatch:
     lengths_B: Tensor
     """Positions seen, the new token included."""
     is_selecting: bool
-    """As in PrefillBatch."""
+    """True if a token sees more positions than it attends to; an indexer then selects them."""
     first: int = 0
-    """The first position that is attended to: 1 in an MTP module, which has none before."""
+    """First position that is attended to: 1 in an MTP module, which has no entry before it."""
 
     def write(self, layer_index: int, entries_BD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_B, layer_index, entries_BD)
@@ -91,8 +93,8 @@ def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, entries_TD: Ten
 
 
 def cache_rows(blocks: np.ndarray, positions: np.ndarray, num_layers: int) -> np.ndarray:
-    """Row of each position in the cache seen as [P*L*S, D], for layer 0; layer l's is l*S
-    further.
+    """Return each position's row in the cache viewed as [P*L*S, D], for layer 0; add l*S for layer
+    l.
     """
     rows: np.ndarray = (
         blocks[positions // BLOCK_TOKENS] * (num_layers * BLOCK_TOKENS) + positions % BLOCK_TOKENS
@@ -107,8 +109,8 @@ def prefill_batch(
     cos_sin: Tensor,
     index_topk: int | None = None,
 ) -> PrefillBatch:
-    """Pack `chunks`; `wanted` are the indices, ascending, of those whose logits are needed. No
-    chunk may be empty. `index_topk`: the model's.
+    """Pack `chunks`, none of them empty. `wanted`: indices, ascending, of the chunks that need
+    logits. `index_topk`: the model's.
     """
     device, num_layers = cache_PLSD.device, cache_PLSD.shape[1]
     spans: list[Span] = []
@@ -140,7 +142,7 @@ def prefill_batch(
 
 
 def _block_table(chunks: Sequence[Chunk]) -> np.ndarray:
-    """[T, M] int32: the blocks of each token's chunk, padded with the scratch block."""
+    """Return [T, M] int32: blocks of each token's chunk, padded with the scratch block."""
     width = max(len(chunk.block_ids) for chunk in chunks)
     table = np.zeros((len(chunks), width), dtype=np.int32)
     for row, chunk in zip(table, chunks, strict=True):
@@ -157,8 +159,8 @@ def decode_batch(
     index_topk: int | None = None,
     first: int = 0,
 ) -> DecodeBatch:
-    """Find where each token's entry goes and what it sees. A table is as wide as its longest row
-    needs, or wider.
+    """Return the batch of these tokens: cache rows of their entries, and the positions they see.
+    The table must be at least as wide as its longest row needs.
     """
     positions_B = positions_B.long()
     block_B = block_table_BM.gather(1, (positions_B // BLOCK_TOKENS)[:, None])[:, 0].long()
@@ -175,8 +177,8 @@ def decode_batch(
 
 
 def take(values: Tensor, *index: Ints) -> Tensor:
-    """Return values[index]. On a CPU without torch: for some KB its threads take milliseconds to
-    wake on a busy machine (LOG, 2026-11-25, drafts in the engine).
+    """Return values[index]. On a CPU numpy does it: on a busy machine torch's threads take
+    milliseconds to wake, for a few KB (LOG, 2026-11-25, drafts in the engine).
     """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy()[index])

@@ -1,9 +1,9 @@
-"""One decoder layer as small ops on a micro-batch's state. An op knows no schedule; schedules put
-them in order.
+"""One decoder layer as small ops on a micro-batch's state. Ops are independent of the schedule that
+orders them.
 
-Each op reads what those before it left in the state and leaves its own; `OPS` has them by the names
-of overlap/plan. A dense layer has no gate, no experts and nothing to send: its network runs as
-`shared`. Without a `comm` all experts are here and dispatch and combine move nothing. A rank
+Each op reads the results of earlier ops from the state and adds its own; `OPS` lists them by their
+names in overlap/plan. A dense layer has no gate, no experts and no exchange: its network runs as
+`shared`. Without a `comm` all experts are local, and dispatch and combine do nothing. A rank
 without tokens computes nothing, but joins every exchange.
 
 Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row
@@ -32,23 +32,19 @@ from hadal.reference.params import Experts, LayerWeights
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Tokens that go through the layers together, and what the ops of the running layer have
-    left.
-    """
+    """Tokens that pass through the layers together, and intermediate results of the present layer."""
 
     batch: PrefillBatch | DecodeBatch | None
     """None: no tokens."""
     config: ModelConfig
     hidden_TD: Tensor
-    """The residual stream."""
+    """Residual stream."""
     comm: ExpertComm | None = None
     final_layer: int | None = None
-    """Prefill's last layer: there only the rows whose logits are wanted go on after their KV is
-    written.
-    """
+    """Last layer, in prefill. After its KV is written, only the rows that need logits continue."""
     queries: mla.Queries | None = None
     entries_TD: Tensor | None = None
-    """What the cache gets of each token."""
+    """New cache entry of each token."""
     x_TD: Tensor | None = None
     """Normed input of the feed-forward part."""
     ids_TK: Tensor | None = None
@@ -56,17 +52,17 @@ class MicroBatch:
     handle: Handle | None = None
     received: Received | None = None
     y_MD: Tensor | None = None
-    """Results of this rank's experts, which go back to where the rows came from."""
+    """Results of this rank's experts, to be sent back to the rows' source ranks."""
     shared_TD: Tensor | None = None
     routed_TD: Tensor | None = None
 
 
 Op = Callable[[MicroBatch, LayerWeights, int], Interval | None]
-"""A finishing op returns when its exchange was on the link."""
+"""Op of a layer. A finishing op returns the interval for which its exchange was on the link."""
 
 
 def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Project queries and cache entries, write the entries to the cache."""
+    """Project queries and cache entries, and write the entries to the cache."""
     batch, config = state.batch, state.config
     if batch is None:
         return
@@ -139,7 +135,7 @@ def dispatch_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> 
 
 
 def dispatch_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
-    """Have what the others sent."""
+    """Receive the rows that other ranks sent. Return when the exchange was on the link."""
     if state.handle is None:
         return None
     state.received = state.handle.finish_dispatch()
@@ -147,7 +143,7 @@ def dispatch_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) ->
 
 
 def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """The shared expert, or a dense layer's network."""
+    """Compute the shared expert, or a dense layer's network."""
     if not len(state.hidden_TD):
         return
     assert state.x_TD is not None
@@ -157,8 +153,8 @@ def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """The routed experts of this rank: on own tokens, weighed; or on whatever came, where the
-    source weighs.
+    """Compute this rank's routed experts. Without a `comm`: on the own tokens, weighted. With one:
+    on the received rows, unweighted, because the source rank applies the weights.
     """
     moe = layer.moe
     if moe is None:
@@ -175,7 +171,7 @@ def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def _received_experts(rows: Received, held: Experts, dtype: torch.dtype) -> Tensor:
-    """Each pair's row through the expert of its slot, [M, D] in FP32; computed in `dtype`."""
+    """Return each pair's row after the expert of its slot, [M, D] in FP32; computed in `dtype`."""
     x_MD = rows.x_ND.index_select(0, rows.row_M)
     if not len(x_MD):
         return x_MD
@@ -184,14 +180,14 @@ def _received_experts(rows: Received, held: Experts, dtype: torch.dtype) -> Tens
 
 
 def combine_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Send the results back."""
+    """Send the experts' results back to the source ranks."""
     if state.handle is not None:
         assert state.y_MD is not None
         state.handle.start_combine(state.y_MD)
 
 
 def combine_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
-    """Add the experts' results to the residual stream."""
+    """Add the experts' results to the residual stream. Return when the exchange was on the link."""
     interval = None
     if state.handle is not None:
         assert state.weights_TK is not None

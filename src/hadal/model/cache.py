@@ -1,18 +1,16 @@
-"""The KV cache of one rank: one tensor of 64-token blocks over all layers. Counts nothing: kv/
-does.
+"""KV cache of one rank: one tensor of 64-token blocks over all layers. Block ownership is in kv/.
 
 A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv
-2412.19437, eq. 1-5), and behind it the indexer's key where the model has an indexer. All layers of
-a block lie together, so that handing a block over is one copy.
-Block 0 is scratch: padding is written there.
+2412.19437, eq. 1-5), followed by the indexer's key if the model has an indexer. All layers of a
+block are contiguous, so that a KV transfer copies a block at once. Block 0 is scratch: padding is
+written there.
 
-On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool
-is a staging copy:
+On a CPU the cache is the pool that other processes read. On a GPU the cache is in GPU memory, and the
+pool is a staging copy:
 
-    prefill   blocks come from disk into the pool, fetch: pool -> cache ... chunks write the cache, and after each step
-              publish: cache -> pool ... another rank pulls out of the pool, or the disk cache
-              stores what is there
-    decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache alone
+    prefill   blocks are read from disk into the pool, fetch: pool -> cache ... chunks write the cache, and after each
+              step publish: cache -> pool ... another rank pulls from the pool, or the disk cache stores its blocks
+    decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write only the cache
 
 Shapes: P blocks, L layers, S tokens of a block, D values of an entry.
 """
@@ -36,15 +34,15 @@ log = logging.getLogger(__name__)
 def block_bytes(
     config: ModelConfig, dtype: torch.dtype = torch.float32, num_layers: int | None = None
 ) -> int:
-    """Bytes of one block: 64 tokens of every layer. `num_layers`: the model's if None."""
+    """Return the bytes of one block: 64 tokens of every layer. `num_layers`: the model's if None."""
     return (
         (num_layers or config.num_hidden_layers) * BLOCK_TOKENS * config.entry_dim * dtype.itemsize
     )
 
 
 class KvCache:
-    """`cache_PLSD`, in own memory or in the caller's (a shared-memory file that another process
-    reads); or, staged, in own memory beside the caller's.
+    """Cache tensor `cache_PLSD`, in its own memory or in the caller's (a shared-memory file that
+    other processes read). Staged: in its own memory, with a copy in the caller's.
     """
 
     def __init__(
@@ -58,13 +56,12 @@ class KvCache:
         device: torch.device | str = "cpu",
         is_staged: bool | None = None,
     ) -> None:
-        """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller;
-        zeroed by nobody. `num_layers`: the model's if None; one more where its MTP module
-        drafts.
-        `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool that it is
-        published to and fetched from; None: if `device` is not the CPU.
+        """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller
+        and not zeroed here. `num_layers`: the model's if None; one more if its MTP module drafts.
+        `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool for publish
+        and fetch. None: True unless `device` is the CPU.
 
-        Raises ValueError if it is too small or if there is no block beside the scratch one.
+        Raises ValueError if `buffer` is too small or if num_blocks is below 2.
         """
         if num_blocks < 2:
             raise ValueError(
@@ -102,9 +99,7 @@ class KvCache:
             _pin(pool_PLSD, self.cache_PLSD.device)
 
     def publish(self, block_ids: Sequence[int]) -> None:
-        """Bring these blocks' pool up to date. Returns when it is: from then on they may be
-        leased.
-        """
+        """Copy these blocks from the cache to the pool. After the return they may be leased."""
         if self._pool_PLSD is None:
             return
         for first, end in _runs(block_ids):
@@ -113,8 +108,8 @@ class KvCache:
             torch.cuda.current_stream(self.cache_PLSD.device).synchronize()
 
     def fetch(self, block_ids: Sequence[int]) -> None:
-        """Take these blocks from the pool, ahead of what is queued on the device after this. Until
-        the end of the step nobody may write them in the pool.
+        """Copy these blocks from the pool to the cache, before any work queued on the device later.
+        They must not be written in the pool until the step ends.
         """
         if self._pool_PLSD is None:
             return
@@ -123,8 +118,8 @@ class KvCache:
 
 
 def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
-    """Let the device read and write the pool by itself. Where it cannot, copies pass through the
-    driver's memory.
+    """Pin the pool, so that the device reads and writes it directly. If that fails, copies pass
+    through the driver's memory.
     """
     num_bytes = pool_PLSD.numel() * pool_PLSD.element_size()
     status = int(torch.cuda.cudart().cudaHostRegister(pool_PLSD.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
@@ -138,13 +133,13 @@ def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).add_(
             1
-        )  # CUDA reports the refusal again at the next kernel: let it be this one.
+        )  # CUDA reports the refusal again at the next kernel; this one absorbs the report.
     except RuntimeError as error:
         log.debug("reported again: %s", error)
 
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Merge neighbours: (first, end)."""
+    """Merge adjacent blocks into runs: (first, end), end exclusive."""
     runs: list[tuple[int, int]] = []
     for block_id in sorted(block_ids):
         if runs and runs[-1][1] == block_id:

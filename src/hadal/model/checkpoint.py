@@ -1,7 +1,7 @@
-"""A Hugging Face folder of safetensors, mapped into memory. Knows no architecture.
+"""A Hugging Face folder of safetensors, mapped into memory. Independent of the architecture.
 
-What is asked for as it is stored stays where it is: pages of the files, which all processes of a
-host share. Every defect is a CheckpointError that names the file and the tensor.
+A tensor requested in its stored format is not copied: it consists of the files' pages, which all
+processes of a host share. Every defect raises a CheckpointError that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """The tensors of one folder by name. Use as a context manager; files are opened when first
+    """Tensors of one folder by name. Use it as a context manager. Files are opened when first
     needed.
     """
 
@@ -38,8 +38,8 @@ class Checkpoint:
         block_size: tuple[int, int] | None,
         scale_names: tuple[str, ...] = ("weight_scale_inv",),
     ) -> None:
-        """`block_size`: of the FP8 scales, from config.json; None where no FP8 is expected.
-        `scale_names`: the last parts that the scales' names may have, first choice first.
+        """`block_size`: block shape of the FP8 scales, from config.json; None if no FP8 is
+        expected. `scale_names`: possible last parts of the scales' names, first choice first.
         """
         self._folder = folder
         self._block_size = block_size
@@ -61,27 +61,27 @@ class Checkpoint:
         return name in self._file_of_name
 
     def check_layers(self, num_hidden_layers: int) -> None:
-        """Raise CheckpointError if there are layers that the config does not know: it is another
-        model.
+        """Raise CheckpointError if the files have more layers than the config: then they are
+        another model's.
         """
         for name in self._file_of_name:
             match = re.fullmatch(r"(model\.layers\.([0-9]+)\.)input_layernorm\.weight", name)
-            # As text first: a number of five thousand digits is none to Python.
+            # Check the digits first: Python refuses to convert a number of five thousand digits.
             if match is None or (
                 len(match[2]) < _MAX_LAYER_DIGITS and int(match[2]) < num_hidden_layers
             ):
                 continue
             if (
                 f"{match[1]}eh_proj.weight" not in self._file_of_name
-            ):  # MTP modules stand behind the last layer.
+            ):  # MTP modules follow the last layer.
                 raise CheckpointError(
                     f"{self._path(name)}: holds {cut(name)}, but num_hidden_layers in config.json"
                     f" is {num_hidden_layers}."
                 )
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is not a matrix, or one that is needed exactly, in FP32 and in memory of
-        its own. Raises CheckpointError: absent, damaged or of another shape.
+        """Return a tensor that is no matrix, or is needed exactly, as an FP32 copy. Raises
+        CheckpointError if it is absent, damaged or of another shape.
         """
         tensor = self._shaped(name, shape)
         if tensor.dtype == FP8:
@@ -95,8 +95,8 @@ class Checkpoint:
         return values
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        """A weight as it is stored; FP16 becomes FP32. Raises CheckpointError: absent, damaged or
-        of another shape.
+        """Return a weight in its stored format; FP16 becomes FP32. Raises CheckpointError if it is
+        absent, damaged or of another shape.
         """
         values = self._shaped(name, shape)
         if values.dtype == FP8:
@@ -105,7 +105,7 @@ class Checkpoint:
         return Matrix(values if values.dtype != torch.float16 else values.float())
 
     def _shaped(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as it is stored, which must have this shape and a type that can be read."""
+        """Return the stored tensor. Raises CheckpointError for another shape or an unreadable type."""
         tensor = self._tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
@@ -120,7 +120,7 @@ class Checkpoint:
         return tensor
 
     def _scales(self, name: str, codes: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """The scales of an FP8 matrix, in FP32, and the blocks that they belong to."""
+        """Return the scales of an FP8 matrix, in FP32, and the shape of the blocks they apply to."""
         path = self._path(name)
         if self._block_size is None:
             raise CheckpointError(
@@ -132,7 +132,7 @@ class Checkpoint:
         if scale_name is None:
             raise CheckpointError(f"{path}: {name} is FP8, but its scales {names[0]} are missing.")
         scale_inv, scale_path = self._tensor(scale_name), self._path(scale_name)
-        if scale_inv.dtype == torch.uint8:  # How files store E8M0 that know no type for it.
+        if scale_inv.dtype == torch.uint8:  # E8M0 in files without a type for it.
             scale_inv = scale_inv.view(torch.float8_e8m0fnu)
         wanted = num_scales((codes.shape[0], codes.shape[1]), self._block_size)
         if scale_inv.shape != wanted:

@@ -1,8 +1,8 @@
-"""Decode steps of one rank: a token of every slot, speculative tokens checked and drafted, over the
-rows of its table.
+"""Decode steps of one rank: draw a token for every slot, and verify and draft speculative tokens,
+over the rows of its table.
 
-Knows no requests and no wire; of peers only that there are some: then a step without rows is still
-a step of all of them.
+Independent of requests and of the wire. It only depends on whether the rank has peers: then it also
+runs steps without rows, because all ranks step together.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from hadal.overlap.plan import schedule_named
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """Rows of a decode step: of each row of the table its last token, then its drafts that are
-    checked, side by side. R rows in all.
+    """Rows that a decode step feeds, R in all: for each row of the table its last token, then its
+    drafts to verify.
     """
 
     num_B: np.ndarray
-    """How many they are of each row of the table."""
+    """Fed rows per row of the table."""
     of_R: np.ndarray
-    """Row of the table that each is of."""
+    """Row of the table to which each fed row belongs."""
     tokens_R: np.ndarray
-    """The token that each feeds, whose KV the step writes ..."""
+    """Token that each row feeds; the step writes its KV."""
     positions_R: np.ndarray
-    """... at this position."""
+    """Position of each fed token."""
 
 
 class DecodeSteps:
-    """Runs decode plans on a model and its cache."""
+    """Executor of decode plans on a model and its cache."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class DecodeSteps:
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
-        """Slots whose rows a failed step took with it, until the leader makes them leave or joins
-        them anew.
+        """Slots that lost their rows in a failed step, until the leader makes them leave or join
+        anew.
         """
         self._table = RankTable(max_slots, model.config.max_position_embeddings)
         self._drafter = None if module is None else Drafter(module, max_slots, num_drafts_max)
@@ -75,16 +75,18 @@ class DecodeSteps:
         self._sampler = new_sampler()
 
     def restart(self) -> None:
-        """Forget all rows, also those that failed: the leader joins them anew."""
+        """Forget all rows, including lost ones: the leader joins them anew."""
         self._clear_table()
         self._lost_slots.clear()
         self._sampler = self._new_sampler()
 
     def run(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
-        """Run one step. Return the slot of each token, and the tokens."""
+        """Run one step. Return the slot of each token, and the tokens. Raises RuntimeError if the
+        plan relies on rows that an earlier step lost.
+        """
         table = self._table
         joining = {join.slot for join in plan.joins if join.slot < self._max_slots}
-        # A plan made before the leader heard of the failure relies on rows that may not be there.
+        # A plan made before the leader received the failure may rely on lost rows.
         self._lost_slots -= joining | set(plan.leaves)
         if self._lost_slots:
             self._lost_slots |= joining
@@ -102,7 +104,7 @@ class DecodeSteps:
         if not self._is_prepared:
             self._model.prepare_decode(self._max_slots * (1 + self._num_drafts_max))
             if self._module is not None:
-                # A row that drafts for each slot, and before it the tokens that were drafts.
+                # For each slot one row that drafts, and before it accepted drafts.
                 max_rows = self._max_slots * (1 + self._num_drafts_max)
                 self._module.prepare(max(max_rows, BLOCK_TOKENS), self._max_slots)
             self._is_prepared = True
@@ -120,8 +122,8 @@ class DecodeSteps:
         return slots, joined([drawn for _, drawn in passes])
 
     def _pass(self, plan: DecodePlan, recorder: Recorder) -> tuple[np.ndarray, Drawn]:
-        """Make a token of each slot, and those that drafts bring, and draft for the next pass. Return the
-        tokens' slots, too.
+        """Draw a token for each slot, and further ones for correct drafts; then draft for the next
+        pass. Return the tokens' slots and the tokens.
         """
         fed, sampler = self._fed(), self._sampler
         rows = self._table.slots_B, fed.num_B, fed.tokens_R
@@ -140,9 +142,7 @@ class DecodeSteps:
         return slots_N, drawn
 
     def _write_entries(self, rows: np.ndarray) -> None:
-        """Write all of the module's entries of these rows that can be, those of the last tokens
-        included.
-        """
+        """Write all missing MTP entries of these rows that fit, including those of the last tokens."""
         assert self._drafter is not None
         table = self._table
         ends_B = np.minimum(table.positions_B + 1, table.rooms_B)
@@ -150,8 +150,8 @@ class DecodeSteps:
         self._drafter.write(table.slots_B[rows], ends_B[rows], table_NM)
 
     def _clear_table(self) -> None:
-        """Nobody knows afterwards which of the module's entries are not written yet. Where they
-        cannot be now, drafts will be worse and no token another.
+        """Write the missing MTP entries, then clear the table: the record of missing entries is
+        lost with it. Entries that cannot be written make drafts worse, but change no token.
         """
         table = self._table
         table.rest(())
@@ -166,7 +166,7 @@ class DecodeSteps:
         table.clear()
 
     def _fed(self) -> _Fed:
-        """What this step feeds: of each slot its last token, then its drafts that have room."""
+        """Return the rows to feed: for each slot its last token, then its drafts that fit."""
         table, drafter = self._table, self._drafter
         positions_B = table.positions_B
         if drafter is not None and drafter.has_drafts:
@@ -184,8 +184,8 @@ class DecodeSteps:
     def _go_on(
         self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
     ) -> np.ndarray:
-        """Go on behind the drawn tokens, and have in the pool what others will read there. Returns
-        the tokens' slots.
+        """Advance the table by the drawn tokens, and publish blocks that other ranks will read.
+        Return the tokens' slots.
         """
         table, drafter = self._table, self._drafter
         slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]
@@ -194,7 +194,7 @@ class DecodeSteps:
         if drafter is not None:
             assert hidden_RD is not None
             if is_filling_B.any():
-                # It keeps tokens of one block: those of this one go before the next one's come.
+                # The drafter keeps tokens of one block: write them before the next block's arrive.
                 self._write_entries(is_filling_B.nonzero()[0])
             positions_N = fed.positions_R[drawn.rows] + 1
             drafter.note(slots_N, positions_N, drawn.tokens, drawn.rows, hidden_RD)
@@ -205,7 +205,7 @@ class DecodeSteps:
         is_moving_B = np.isin(slots_B, plan.publishes)
         rows = np.flatnonzero(is_moving_B | is_filling_B)
         if drafter is not None:
-            # Of one that moves, the last token's entry as well, if it lies in a block that moves.
+            # A slot that moves also needs its last token's entry, if that is in a block that moves.
             ends_B = positions_B - positions_B % BLOCK_TOKENS
             ends_B[is_moving_B] = positions_B[is_moving_B] + (
                 positions_B[is_moving_B] % BLOCK_TOKENS > 0
@@ -262,13 +262,15 @@ class DecodeSteps:
         table.rest(plan.resting)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """Return it on the model's device. On a CPU no torch op is called: each releases the GIL."""
+        """Return the tensor on the model's device. On a CPU no torch op runs: each releases the
+        GIL.
+        """
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _logits(
         self, plan: DecodePlan, fed: _Fed, recorder: Recorder
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of the step's rows, and with drafts their hidden states [R, D]."""
+        """Return logits [R, V] of the fed rows and, with an MTP module, their hidden states [R, D]."""
         table_BM = self._table.table_BM(int(fed.positions_R.max(initial=0)))
         is_plain = len(fed.of_R) == len(self._table)
         table_RM = self._placed(table_BM if is_plain else take(table_BM, fed.of_R))
@@ -282,7 +284,7 @@ class DecodeSteps:
             return logits_RV, self._model.decoded_hidden(len(fed.of_R)) if has_drafts else None
         parts = [np.arange(len(fed.of_R))]
         if plan.num_micro_batches == 2:
-            # A slot's drafts go with its last token.
+            # A slot's drafts must be in the micro-batch of its last token.
             second_B = np.zeros(len(self._table), np.bool_)
             second_B[self._table.split(plan.second)[1]] = True
             parts = [np.flatnonzero(~second_B[fed.of_R]), np.flatnonzero(second_B[fed.of_R])]

@@ -1,11 +1,10 @@
-"""DeepSeek-V3: embedding, layers, head, over one rank's weights and one rank's KV cache.
+"""DeepSeek-V3: embedding, layers and head, over one rank's weights and KV cache.
 
-Knows chunks and block tables, not requests: who is in a batch, where its blocks lie and what is
-drawn from the logits is decided elsewhere. With a `comm` the experts are spread over the unit's
-ranks, and every call is one that all ranks make together, with the same schedule and number of
-micro-batches, with tokens or without.
+Depends on chunks and block tables, not on requests: batches, block allocation and sampling are
+decided elsewhere. With a `comm` the experts are spread over the unit's ranks. All ranks then make
+every call together, with the same schedule and number of micro-batches, even ranks without tokens.
 
-Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that want
+Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that need
 logits.
 """
 
@@ -34,17 +33,17 @@ from hadal.reference.params import LayerWeights, ModelWeights
 Rows = tuple[Tensor, Tensor, Tensor]
 """Rows of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
 _SCORED_AT_ONCE = 32
-"""Rows whose logits are there at a time: those of a chunk would take hundreds of MiB."""
+"""Rows scored at a time: the logits of a whole chunk would take hundreds of MiB."""
 
 
 class DeepseekV3:
-    """One model. Calls may not overlap: they write to the cache."""
+    """One model. Calls must not overlap, because they write to the cache."""
 
     def __init__(
         self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None
     ) -> None:
-        """Make the model of `weights`. With a `comm` they hold the experts of this rank's expert
-        slots alone; see model/experts.
+        """`weights`: with a `comm` they hold only the experts of this rank's expert slots; see
+        model/experts.
         """
         self.weights = weights
         self.cache = cache
@@ -57,11 +56,11 @@ class DeepseekV3:
         return self.weights.config
 
     def prefill(self, chunks: Sequence[Chunk], wanted: Sequence[int] | None = None) -> Tensor:
-        """Compute several chunks at once, write their KV, return logits [N, V] after the last token
-        of each wanted one.
+        """Compute several chunks at once and write their KV. Return logits [N, V] after the last
+        token of each wanted chunk.
 
-        `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must hold its context
-        and have room.
+        `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must contain its context
+        and have space for its tokens.
         """
         final_chunks = range(len(chunks)) if wanted is None else wanted
         return self.prefill_split([chunks], [final_chunks])[0]
@@ -76,15 +75,15 @@ class DeepseekV3:
         *,
         on_hidden: Callable[[int, PrefillBatch, Tensor], None] | None = None,
     ) -> list[Tensor]:
-        """Like `prefill`, of one or two micro-batches. Of a prompt in both, the second has the
-        later tokens. `on_hidden` is called for each with tokens, in order: (which it is, its batch,
-        hidden states [T, D] of all its tokens after the last norm).
+        """Run `prefill` on one or two micro-batches. If both have chunks of one prompt, the second
+        has the later tokens. `on_hidden` is called in order for each micro-batch with tokens, with
+        its index, its batch, and hidden states [T, D] of all its tokens after the last norm.
         """
         states = []
         for part, final_chunks in zip(chunks, wanted, strict=True):
             state = self._start(self._prefill_batch(part, final_chunks) if part else None)
             if on_hidden is None:
-                # Behind the last layer's KV only the tokens whose logits are wanted matter.
+                # After the last layer's KV only tokens that need logits matter.
                 state.final_layer = len(self.weights.layers) - 1
             states.append(state)
         recorder = recorder if recorder is not None else Recorder()
@@ -102,8 +101,8 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def scores(self, hidden_TD: Tensor, tokens: Sequence[int], num_top: int) -> tuple[Score, ...]:
-        """How likely each of these tokens is behind hidden states [T, D] (after the last norm), and
-        `num_top` that are likelier; of the model's own distribution.
+        """Return each token's log-probability and rank, and the `num_top` likeliest tokens, by the
+        model's own distribution. `hidden_TD`: states before these tokens, after the last norm.
         """
         scores: list[Score] = []
         for first in range(0, len(tokens), _SCORED_AT_ONCE):
@@ -125,8 +124,8 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Like prefill, but return what the head and the MTP module take of every token: [T, D]
-        after the last norm.
+        """Run a prefill, but return every token's hidden state [T, D] after the last norm: the
+        input of the head and the MTP module.
         """
         state = self._start(self._prefill_batch(chunks, ()))
         self._through_layers([state], SEQUENTIAL, Recorder())
@@ -134,8 +133,8 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
-        """Write each token's KV at its position, return logits [B, V] for the next. Tokens,
-        positions: int64.
+        """Write each token's KV at its position, and return logits [B, V] for the next token.
+        Tokens and positions are int64.
 
         The result may be a view that the next call overwrites.
         """
@@ -153,7 +152,7 @@ class DeepseekV3:
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """Like `decode`, of one or two micro-batches, op by op."""
+        """Run `decode` on one or two micro-batches, op by op."""
         return [logits_BV for logits_BV, _ in self.decode_rows(rows, schedule, recorder)]
 
     @torch.inference_mode()
@@ -163,7 +162,7 @@ class DeepseekV3:
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Like `decode_split`, with each micro-batch's hidden states [B, D] after the last norm."""
+        """Run `decode_split`, and also return hidden states [B, D] after the last norm."""
         states = []
         for tokens_B, positions_B, block_table_BM in rows:
             batch = None
@@ -188,26 +187,26 @@ class DeepseekV3:
         return outputs
 
     def decoded_hidden(self, batch: int) -> Tensor:
-        """Hidden states [B, D] after the last norm of the last call of `decode` in one step; a view
-        that the next call overwrites.
+        """Return hidden states [B, D] after the last norm, from the last fused `decode` call; a
+        view that the next call overwrites.
         """
         assert self._fused_step is not None
         return self._fused_step.hidden(batch)
 
     @property
     def has_fused_step(self) -> bool:
-        """Whether `decode` is one call outside Python."""
+        """True if `decode` is one call outside Python."""
         return self._has_fused_step
 
     def prepare_decode(self, max_batch: int) -> None:
-        """Make the fused step's buffers now, for batches of up to `max_batch`, so that no step has
-        to.
+        """Allocate the fused step's buffers now, for batches of up to `max_batch`, so that no step
+        has to.
         """
         if self._has_fused_step:
             self._fused_step = DecodeStep(self.weights, self.cache.cache_PLSD, max_batch)
 
     def head(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] of hidden states after the last norm."""
+        """Return logits [T, V] of hidden states after the last norm."""
         return linear(hidden_TD, self.weights.head)
 
     def _prefill_batch(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> PrefillBatch:
@@ -241,8 +240,8 @@ def run_layers(
     recorder: Recorder,
     comm: ExpertComm | None,
 ) -> None:
-    """Bring the micro-batches through these layers; the first one's KV is layer `first_layer` of
-    the cache. The exchanges of a step that fails are abandoned.
+    """Run the micro-batches through these layers. The first layer's KV is layer `first_layer` of
+    the cache. If a step fails, its exchanges are abandoned.
     """
 
     def run_op(state: MicroBatch, layer_index: int, op: str) -> Interval | None:

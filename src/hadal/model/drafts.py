@@ -1,15 +1,16 @@
-"""What a rank drafts with the model's MTP module: which entries of the module's KV are still to be
-written, and which drafts the next step checks.
+"""Speculative decoding with the model's MTP module: the module's KV entries that are still to be
+written, and the drafts that the next step verifies.
 
-The module's entry at a position is made of the token there and the model's hidden state before it
-(eq. 21 of DeepSeek-V3, arXiv 2412.19437); at a block's first position that state is zero, so that a
-block depends on its own and earlier text alone and can be found by its name. Prefill writes what it
-knows; a decode rank keeps the rest by slot and writes it before it drafts, and when a block is full:
+The module's entry at a position is computed from the token there and the model's hidden state of
+the position before (eq. 21 of DeepSeek-V3, arXiv 2412.19437). At a block's first position that
+state is zero: so a block depends only on its own and earlier text and can be found by its name.
+Prefill writes the entries that it can. A decode rank keeps the inputs of the others by slot and
+writes them before it drafts, and when a block is full:
 
     step        t t d d         the last token, then its drafts, at successive positions
-    drawn       x x .           the drafts that were right, and one token more
-    entries         x x         of those tokens, with the hidden states behind the tokens before them
-    drafts            d d       anew; their own entries are written over when the tokens are known
+    drawn       x x .           the accepted drafts, and one token more
+    entries         x x         of these tokens, from the hidden states of the positions before them
+    drafts            d d       new ones; their own entries are overwritten once the tokens are known
 
 A wrong or missing entry changes no token: it makes drafts worse. Shapes: S slots, N rows, K drafts,
 D hidden, M blocks of a row, P = 64 positions of a block.
@@ -35,28 +36,28 @@ from hadal.model.mtp import MtpModule
 
 
 class Drafter:
-    """What a decode rank keeps for each slot to draft with. A position is that of the slot's last
-    token, whose own KV the next step writes.
+    """Drafts and inputs of missing MTP entries, for each slot of a decode rank. A slot's position
+    is that of its last token; the next step writes that token's KV.
     """
 
     def __init__(self, module: MtpModule, max_slots: int, num_drafts_max: int) -> None:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
         self.has_drafts = False
-        """False if no slot has a draft to check, so that a step without drafts looks at none. A slot
-        that rests keeps its drafts.
+        """False if no slot has a draft to verify; steps then skip the look-up. A resting slot keeps
+        its drafts.
         """
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
-        """Positions whose entries are in the cache, from 0 on."""
+        """Number of positions, from 0 on, with an entry in the cache."""
         self._tokens_SP: Ints = np.zeros((max_slots, BLOCK_TOKENS), np.int64)
-        """Tokens at the positions behind those, by position % 64, and ..."""
+        """Tokens at positions without an entry yet, by position % 64."""
         model = module.model
         hidden_size, device = model.config.hidden_size, model.cache.cache_PLSD.device
         self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
-        """... what the module sees before them."""
+        """Model's hidden states before the tokens of `_tokens_SP`; zeros where a block begins."""
         self._table: DraftTable | None = None
-        """The same for the kernels, where they run."""
+        """View of these arrays for the fused kernels; None if these do not run."""
         if device.type == "cpu" and library.load() is not None:
             self._table = DraftTable(
                 self.drafts_SK,
@@ -67,8 +68,8 @@ class Drafter:
             )
 
     def join(self, slot: int, position: int, token: int) -> None:
-        """A request comes to a slot with KV up to its last token. Who computed that wrote that
-        token's entry, too, unless it is the first of a block, which was not there yet.
+        """Add a request to a slot, with KV before its last token at `position`. The rank that
+        computed the KV also wrote that token's entry, unless the token begins a new block.
         """
         within = position % BLOCK_TOKENS
         self.num_drafts_S[slot] = 0
@@ -81,8 +82,8 @@ class Drafter:
         self.num_drafts_S[slot] = 0
 
     def checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> tuple[Ints, Ints]:
-        """(drafts_NK, num_N): what was drafted for these slots, and how much of it the step checks:
-        its KV must fit into `rooms_N` positions.
+        """Return (drafts_NK, num_N): these slots' drafts, and the number that the step verifies.
+        Their KV must fit into `rooms_N` positions.
         """
         num_N: Ints = np.minimum(self.num_drafts_S[slots_N], rooms_N - 1 - positions_N)
         return self.drafts_SK[slots_N], np.maximum(num_N, 0, out=num_N)
@@ -90,9 +91,9 @@ class Drafter:
     def note(
         self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, rows_N: Ints, hidden_RD: Tensor
     ) -> None:
-        """These tokens are drawn, for these positions; row `rows_N` of the model's hidden states is
-        that behind the token before. A slot may come several times, with successive positions. What
-        is kept of an earlier block must be written before.
+        """Store drawn tokens at these positions, with rows `rows_N` of the model's hidden states:
+        the states of the positions before. A slot may occur several times, with successive
+        positions. Missing entries of an earlier block must be written before this call.
         """
         if self._table is not None:
             self._table.note(slots_N, positions_N, tokens_N, rows_N, hidden_RD)
@@ -105,8 +106,8 @@ class Drafter:
         put(self._hidden_SPD, 0.0, slots_N[begins], within_N[begins])
 
     def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
-        """Write what is not written yet of these slots' entries, up to `ends_N`, exclusive; blocks
-        of those positions must be there.
+        """Write these slots' missing entries up to `ends_N`, exclusive. The blocks of these
+        positions must be in `table_NM`.
         """
         rows, positions = self._missing(slots_N, ends_N)
         if len(rows):
@@ -123,9 +124,9 @@ class Drafter:
         table_NM: Tensor,
         recorder: Recorder,
     ) -> None:
-        """Draft so many tokens for each of these slots, behind the last token at its position; those
-        without room for that token's entry get none. All ranks of a unit make the same number of
-        passes, with rows or without.
+        """Draft `num_drafts` tokens after each slot's last token, which is at `positions_N`. A slot
+        without space for that token's entry gets none. All ranks of a unit make the same number of
+        passes, even without rows.
         """
         self.num_drafts_S[slots_N] = 0
         self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())
@@ -156,7 +157,7 @@ class Drafter:
         num_rows = len(slots_N)
         self.num_drafts_S[slots_N] = num_drafts
         before, before_positions = self._missing(slots_N, positions_N)
-        if 0 < self._module.max_rows < num_rows + len(before):  # As C does.
+        if 0 < self._module.max_rows < num_rows + len(before):  # As in the C code.
             self.write(slots_N, positions_N, table_NM)
             before = before[:0]
         rows, slots, positions = np.arange(num_rows), slots_N, positions_N
@@ -170,12 +171,12 @@ class Drafter:
             )
             if turn == 0:
                 self._num_written_S[slots_N] = positions_N + 1
-            # Greedy: drafts drawn with the sampler's own randomness were right no more often.
+            # Greedy: drafts drawn with the sampler's own randomness were not accepted more often.
             tokens = likeliest(logits_NV)
             self.drafts_SK[slots_N, turn] = tokens
             if turn + 1 == num_drafts:
                 break
-            # Behind it the module goes on from its own state, as long as there is room.
+            # For further drafts the module continues from its own state, as long as positions fit.
             rows, positions, hidden = rows[:num_rows], positions[:num_rows] + 1, states_ND
             has_room_N = positions < rooms_N
             if not has_room_N.all():
@@ -189,7 +190,7 @@ class Drafter:
                 put(hidden, 0.0, begins)
 
     def _missing(self, slots_N: Ints, ends_N: Ints) -> tuple[Ints, Ints]:
-        """Rows and positions of entries before `ends_N` that are not written, row by row."""
+        """Return rows and positions of missing entries before `ends_N`, row by row."""
         first_N = self._num_written_S[slots_N]
         num_N = np.maximum(ends_N - first_N, 0)
         if not num_N.any():
@@ -199,7 +200,7 @@ class Drafter:
         return rows, first_N[rows] + within
 
     def _at(self, slots: Ints, positions: Ints) -> tuple[Ints, Tensor]:
-        """Tokens and what the module sees before them."""
+        """Return tokens at these positions, and the hidden states before them."""
         within = positions % BLOCK_TOKENS
         return self._tokens_SP[slots, within], take(self._hidden_SPD, slots, within)
 
@@ -212,16 +213,16 @@ class Drafter:
 
 
 class PromptTails:
-    """The hidden states behind prompts' last computed tokens, which a prefill rank needs for the
-    next chunk's first entry.
+    """Hidden states of prompts' last computed tokens. A prefill rank needs them for the next
+    chunk's first MTP entry.
     """
 
     def __init__(self, num_max: int) -> None:
-        """`num_max`: prompts that are remembered; of one that is forgotten an entry is made as at a
-        block's beginning.
+        """`num_max`: prompts that are remembered. For a forgotten prompt the entry is computed from
+        zeros, as at the beginning of a block.
         """
         self._hidden: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
-        """Request -> the position behind the computed tokens, and the state before it."""
+        """Request -> (number of computed tokens, state of the last one)."""
         self._num_max = num_max
 
     def before(self, chunk: Chunk) -> Tensor | None:
@@ -232,11 +233,11 @@ class PromptTails:
         return hidden_D if chunk.start % BLOCK_TOKENS and end == chunk.start else None
 
     def keep(self, chunk: Chunk, hidden_D: Tensor) -> None:
-        """The state behind the chunk's last token."""
+        """Store the hidden state of the chunk's last token."""
         self._hidden[chunk.request_id] = chunk.start + len(chunk.tokens), hidden_D.clone()
         if len(self._hidden) > self._num_max:
             self._hidden.popitem(last=False)
 
     def behind(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Remove and return the states behind these chunks, whose prompts are done."""
+        """Remove and return the last states of these chunks, which complete their prompts."""
         return [self._hidden.pop(chunk.request_id)[1] for chunk in chunks]
