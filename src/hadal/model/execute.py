@@ -1,13 +1,13 @@
-"""Walks a schedule: runs the ops of every layer and micro-batch in its order, and notes where the
-time went.
+"""Execution of a schedule: run the ops of every layer and micro-batch in its order, and record
+their times.
 
-Knows no tensors. What an op does is the caller's: `run_op(micro_batch, layer, op)`. A finishing op
-returns when its exchange was on the link; of the time it stood there, what lies before the last
-byte's arrival was waited for the link:
+Independent of tensors: the caller executes ops in `run_op(micro_batch, layer, op)`. A finishing op
+returns the interval for which its exchange was on the link. The part of the op before the last byte's
+arrival counts as wait:
 
     compute  | dispatch> |  another micro-batch's ops  | >dispatch          |
     link           |############### dispatch ################|
-    wait                                               |#####|              exposed; what is left of >x, and x>, is post
+    wait                                               |#####|              exposed; the rest of >x, and x>, is post
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from hadal.overlap.plan import (
 
 M = TypeVar("M")
 RunOp = Callable[[M, int, str], Interval | None]
-"""(micro-batch, layer, op) -> for a finishing op, when its exchange was on the link, None if
-nothing was sent.
-"""
+"""(micro-batch, layer, op) -> link interval of a finishing op's exchange; None if nothing was sent."""
 
 LINK_OPS = {DISPATCH_FINISH: DISPATCH, COMBINE_FINISH: COMBINE}
 _STARTS = (DISPATCH_START, COMBINE_START)
@@ -43,16 +41,16 @@ _STARTS = (DISPATCH_START, COMBINE_START)
 
 @dataclass(slots=True)
 class ComputeProgress:
-    """How far the computing thread is, for other threads to look at."""
+    """Progress of the computing thread, for other threads to read."""
 
     num_ops: int = 0
     """Ops begun."""
     is_waiting: bool = False
-    """It is in an op that waits for peers."""
+    """True while it is in an op that waits for peers."""
 
 
 class Recorder:
-    """What ran when in one step: sums per kind of op and, if traced, every stretch."""
+    """Times of one step: sums per kind of op and, if traced, an event per op."""
 
     def __init__(
         self, progress: ComputeProgress | None = None, *, rank: int = 0, is_traced: bool = False
@@ -65,7 +63,7 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._start_s = 0.0
         self._link_free_s = 0.0
-        """When the last exchange had arrived."""
+        """Time at which the last exchange had arrived."""
 
     def begin(self, op: str) -> None:
         self._progress.is_waiting = op in LINK_OPS
@@ -75,15 +73,15 @@ class Recorder:
     def end(
         self, op: str, micro_batch: int = 0, layer: int = 0, interval: Interval | None = None
     ) -> None:
-        """The op that began last has returned."""
+        """Record the op that began last. `interval`: for which its exchange was on the link."""
         start_s, end_s = self._start_s, time.perf_counter()
         self._progress.is_waiting = False
         if op in LINK_OPS:
             link_op = LINK_OPS[op]
-            # Without peers, or in a dense layer, nothing was sent; it counts with no seconds.
+            # Without peers, or in a dense layer, nothing was sent: count the op with 0 s.
             arrived_s = start_s if interval is None else min(max(interval.end_s, start_s), end_s)
             if interval is not None:
-                # Behind another exchange it only queues.
+                # While an earlier exchange is on the link, this one only queues.
                 self._add(
                     link_op, max(0.0, interval.end_s - max(interval.start_s, self._link_free_s))
                 )
@@ -107,7 +105,7 @@ class Recorder:
 
     @contextmanager
     def whole(self, op: str) -> Iterator[Recorder]:
-        """What is recorded within counts as one op; its own ops are events alone."""
+        """Count everything recorded within as one op. The ops within are only traced as events."""
         self.begin(op)
         inner = Recorder(self._progress, rank=self._rank, is_traced=self._is_traced)
         yield inner
@@ -135,8 +133,8 @@ def execute(
     recorder: Recorder | None = None,
     first_layer: int = 0,
 ) -> None:
-    """Run all ops of `num_layers` layers from `first_layer` on, on one or two micro-batches. What
-    an op raises ends it.
+    """Run all ops of `num_layers` layers from `first_layer` on, on one or two micro-batches. An
+    exception of an op ends the run and is passed on.
     """
     recorder = recorder if recorder is not None else Recorder()
     for index, offset, op in order(schedule, num_layers, len(micro_batches)):

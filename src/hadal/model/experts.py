@@ -1,18 +1,17 @@
-"""A rank's routed experts: which replica lies in which expert slot, and how that changes, all at
-once or layer by layer.
+"""Routed experts of a rank: the replica in each expert slot, and changes of these, for all layers
+at once or layer by layer.
 
-A layer's replicas are one record that is never written again: to change a layer is to put another
-record in its place. `install` does so for all layers of a new placement, between two formations.
-For one layer at a time `stage` builds the record beside the steps that run, in another thread, and
-`flip` exchanges it between two of them:
+A layer's replicas are one immutable record; a layer changes by replacing its record. `install`
+replaces all layers by those of a new placement, between two formations. `stage` builds one layer's
+record in another thread while steps run, and `flip` swaps it in between two steps:
 
-    background   | stage: copy what stays, fetch or read what is new |                    | the next stage frees the old
+    background   | stage: reuse unchanged, fetch or read new replicas |                   | the next stage frees the old
     compute       step  step  step  step  step  step  step  step  step  | flip | step  step
 
-Knows no tokens, and ranks only as what a Fetch is asked with. A record holds references: what stays
-is not copied, and what the checkpoint's files have is mapped from them where weights are held as
-they are stored. What a peer sent is in memory of its own, beside what it replaces, until that is
-flipped and the next layer is staged.
+Independent of tokens; ranks occur only as sources in a Fetch. A record holds references: unchanged
+replicas are not copied. Replicas from the checkpoint are mapped from its files if weights are held in
+their stored format. Replicas from a peer use extra memory beside the old ones, until the flip and the
+next layer's stage.
 
 Shapes: L MoE layers, R ranks, S expert slots.
 """
@@ -43,18 +42,18 @@ from hadal.reference.params import Experts, MlpWeights, ModelWeights
 
 _log = logging.getLogger(__name__)
 Bring = Callable[[int], MlpWeights]
-"""expert -> its weights"""
+"""Expert -> its weights."""
 Fetch = Callable[[int, Source, MlpWeights], bool]
-"""(MoE layer, source, weights to fill) -> False: the expert could not be had there."""
+"""(MoE layer, source, weights to fill) -> False if the source did not provide the expert."""
 
 
 class Overtaken(HadalError):
-    """The unit formed anew while a layer was staged, or the process ends."""
+    """Stage cancelled: the unit formed anew meanwhile, or the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldLayer:
-    """A layer's replicas."""
+    """Record of a layer's replicas."""
 
     slot_to_expert: tuple[int, ...]
     experts: Experts
@@ -66,20 +65,20 @@ class _HeldLayer:
         if len(slots) != len(experts):
             raise ValueError(f"{len(slots)} slots for the weights of {len(experts)} experts.")
         filled = {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY}
-        # Kernels are told of them here, where no step waits: that takes 4 ms for 256 experts, of
-        # which the first step would make a price.
+        # Register the weights with the kernels here, where no step waits: that takes 4 ms for 256
+        # experts, which would otherwise inflate the measured time of the first step.
         describe(experts)
         return cls(slots, experts, filled)
 
     def weights(self, expert: int) -> MlpWeights | None:
-        """None where it is not held."""
+        """Return an expert's weights; None if it has no slot here."""
         slot = self.expert_to_slot.get(expert)
         return None if slot is None else self.experts[slot]
 
 
 class ExpertStore:
-    """The experts of one rank. `install` and `flip` belong to the computing thread, `stage` to one
-    background thread; `expert` may be called from any.
+    """Experts of one rank. `install` and `flip` are called by the computing thread, `stage` by one
+    background thread, and `expert` by any thread.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class ExpertStore:
         held: Conversion = AS_FP32,
     ) -> None:
         """`weights` were loaded from `folder` with these expert slots (None: all experts, in order)
-        and this conversion, which is that of all that is read later.
+        and the conversion `held`, which also applies to experts read later.
         """
         self._open = functools.partial(_ExpertReader, folder, weights.config, held)
         self._config = config = weights.config
         moes = [layer.moe for layer in weights.layers if layer.moe is not None]
         module = None if weights.mtp is None else weights.mtp.layer.moe
-        # Its experts move like a layer's, unless the slots have no layer for it (`load_weights`).
+        # The module's experts move like a layer's, unless `slot_to_expert_LS` lacks a layer for it.
         is_without_module = slot_to_expert_LS is not None and len(slot_to_expert_LS) == len(moes)
         if module is not None and module.experts and not is_without_module:
             moes.append(module)
@@ -107,33 +106,32 @@ class ExpertStore:
             for layer_slots, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
-        """Guards what follows. `_held` needs no lock: a record is taken or exchanged as one
+        """Guards the next three fields. `_held` needs no lock: a record is read or replaced as one
         reference.
         """
         self._formation = 0
         self._staged: dict[int, tuple[int, _HeldLayer]] = {}
-        """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what
-        it gave up would take memory that nobody planned for.
+        """Layer -> (stage id, record). At most one: a leader changes one layer at a time, and an
+        abandoned record would use unplanned memory.
         """
         self._let_go: list[_HeldLayer] = []
-        """Records of before a flip. Giving back their memory takes longer than a flip may."""
+        """Records replaced by flips. They are freed later, because that would make a flip too slow."""
 
     def expert(self, layer: int, expert: int) -> MlpWeights | None:
-        """Return the weights of a replica that is held, None if there is none, nor such a layer.
+        """Return an expert's weights; None if this rank has no replica or the layer does not exist.
 
-        They are never written again. From any thread.
+        The weights are never written again. Callable from any thread.
         """
         return self._held[layer].weights(expert) if 0 <= layer < len(self._held) else None
 
     def install(
         self, weights: ModelWeights, slot_to_expert_LS: NDArray[np.int16], formation: int
     ) -> tuple[ModelWeights, int]:
-        """Return the weights with these experts in their slots and how many replicas were read for
-        it.
+        """Return the weights with these experts in their slots, and the number of replicas read.
 
-        Layers that stay cost nothing. All that was staged is void, as is what older formations
-        stage from now on. Raises CheckpointError; the given weights are as they were then. Raises
-        ValueError for another number of layers.
+        Unchanged layers cost nothing. Staged records are void, and later stages of older formations
+        too. Raises ValueError for another number of layers, and CheckpointError; the old weights
+        stay in force then.
         """
         with self._lock:
             self._formation = formation
@@ -159,11 +157,11 @@ class ExpertStore:
     def stage(
         self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None] = lambda: None
     ) -> Staged:
-        """Build the layer's record for a later flip. An expert that a peer does not give is read
-        from the checkpoint.
+        """Build the layer's record for a later flip. An expert that its peer does not provide is
+        read from the checkpoint.
 
-        `rest` is called before each expert: it may wait, and may raise Overtaken. What goes wrong
-        is the answer's `error`; whatever the layer holds stays in force.
+        `rest` is called before each new expert: it may wait, and may raise Overtaken. Errors are
+        returned in the answer's `error`; the layer's present record stays in force.
         """
         start_s = time.perf_counter()
         num_received = 0
@@ -191,7 +189,7 @@ class ExpertStore:
                 )
                 self._keep(plan, _arrange(held, plan.slot_to_expert, bring, between))
         except torch.AcceleratorError:
-            raise  # As in a step: the device's context is gone.
+            raise  # As in a step: the device's context is lost.
         except Exception as failure:
             level = logging.DEBUG if isinstance(failure, Overtaken) else logging.WARNING
             is_bug = not isinstance(failure, HadalError)
@@ -215,11 +213,11 @@ class ExpertStore:
         )
 
     def flip(self, weights: ModelWeights, flip: LayerFlip, rank: int) -> ModelWeights:
-        """Return the weights with this rank's expert slots as the flip has them: those that were
-        staged, or the same.
+        """Return the weights with this rank's expert slots as in the flip: the staged record, or
+        the present one if its slots are the same.
 
-        Raises InvariantError if they are others and were not staged under its id, ValueError if it
-        fits no placement of this model; weights and store are as they were then.
+        Raises InvariantError if the slots differ and were not staged under the flip's id, and
+        ValueError if the flip does not fit the model; weights and store are unchanged then.
         """
         held = self._layer(flip.layer)
         slot_to_expert_RS, _ = flip_arrays(flip, len(held.slot_to_expert))
@@ -239,7 +237,7 @@ class ExpertStore:
         return self._with_records(weights, (flip.layer,))
 
     def _any_expert(self) -> MlpWeights | None:
-        """One that is held, if any is: it shows how the others are stored."""
+        """Return any expert of this rank, as a template of the storage format; None without any."""
         slots = (mlp for held in self._held for mlp in held.experts.slots)
         return next((mlp for mlp in slots if mlp is not None), None)
 
@@ -262,7 +260,9 @@ class ExpertStore:
         return replace(weights, layers=tuple(layers), mtp=mtp)
 
     def _begin(self, plan: StagePlan) -> _HeldLayer:
-        """Make room. Raises ValueError if the plan is not for what is here."""
+        """Free older records and return the layer's present one. Raises ValueError if the plan does
+        not fit this rank or model, and Overtaken if its formation is over.
+        """
         held = self._layer(plan.layer)
         if len(plan.slot_to_expert) != len(held.slot_to_expert):
             raise ValueError(
@@ -277,7 +277,7 @@ class ExpertStore:
             raise ValueError(f"there are no experts {strange[:8]}.")
         self._check(plan)
         with self._lock:
-            # Both are freed when this returns: not under the lock, for which a flip might wait.
+            # Both are freed on return, not under the lock: a flip may wait for the lock.
             _let_go, self._let_go = self._let_go, []
             _older, self._staged = self._staged, {}
         return held
@@ -295,8 +295,8 @@ class ExpertStore:
 def _arrange(
     held: _HeldLayer, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
 ) -> _HeldLayer:
-    """Make a layer's record: what is held stays where it is, the rest is brought; `between` is
-    called before each of these. A replica in several slots is in memory once.
+    """Make a layer's record: reuse replicas in `held`, and `bring` the others, with a call of
+    `between` before each. An expert in several slots is in memory once.
     """
     slots = tuple(slots)
     found: dict[int, MlpWeights | None] = {EMPTY: None}
@@ -310,7 +310,7 @@ def _arrange(
 
 
 class _ExpertReader:
-    """Experts out of the checkpoint, which is opened when the first one is asked for. Raises
+    """Reader of experts from the checkpoint, which is opened for the first one. Raises
     CheckpointError.
     """
 

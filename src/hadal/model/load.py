@@ -1,5 +1,4 @@
-"""DeepSeek-V3's tensor names, and what they are in ModelWeights. Knows no files; the
-Checkpoint does.
+"""Mapping of DeepSeek-V3's tensor names to ModelWeights. The Checkpoint reads the files.
 
 Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D
 hidden, V vocabulary, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, J
@@ -39,10 +38,10 @@ Advance = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a stored matrix is held."""
+    """Conversion of a stored matrix to its format in memory."""
 
     dtype: torch.dtype | None = None
-    """None: as it is stored."""
+    """Type in memory; None: the stored one."""
     device: torch.device | str = "cpu"
     is_rounding_inputs: bool = False
 
@@ -50,10 +49,10 @@ class Conversion:
         dtype = self.dtype
         is_fp8 = stored.scales is not None
         if dtype is None and is_fp8 and stored.block != SCALE_BLOCK:
-            # No kernel takes it, and the twin would convert it in every step.
+            # No kernel supports this block shape, and the torch twin would convert it in every step.
             dtype = torch.float32
         if dtype is not None:
-            # A copy in any case: what is converted does not hang on the file.
+            # Always copy, so that converted matrices do not depend on the mapped file.
             stored = Matrix(stored.dense(dtype).to(self.device, copy=stored.values.dtype == dtype))
         return replace(stored, is_rounding_inputs=is_fp8 and self.is_rounding_inputs)
 
@@ -76,16 +75,17 @@ def load_weights(
     advance: Advance = lambda done, of: None,
     config: ModelConfig | None = None,
 ) -> ModelWeights:
-    """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming
-    file and tensor.
+    """Read the model in `folder`, and only the tensors that it needs. Raises a CheckpointError that
+    names file and tensor.
 
-    `with_mtp_experts`: or the module without them, which writes its KV and drafts nothing.
+    `with_mtp_experts` False: read the MTP module without experts; it then writes its KV, but cannot
+    draft.
 
-    `advance` is called with how many layers are read, of how many.
+    `advance` is called with the number of layers read and the number of all layers.
 
     `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
-    these are read. None: all experts, in order, as an MTP module has for which there is no layer in
-    it.
+    these are read. None: all experts, in order. The MTP module has all experts too if the array has
+    no layer for it.
 
     `config`: the folder's config.json, if it has been read already.
     """
@@ -101,7 +101,7 @@ def load_weights(
 def read_expert(
     checkpoint: Checkpoint, config: ModelConfig, layer_index: int, expert: int, held: Conversion
 ) -> MlpWeights:
-    """A routed expert of a layer (index among all layers)."""
+    """Read a routed expert of a layer (`layer_index` counts all layers)."""
     prefix = f"model.layers.{layer_index}.mlp.experts.{expert}."
     return read_mlp(checkpoint, prefix, config.hidden_size, config.moe_intermediate_size, held)
 
@@ -109,7 +109,7 @@ def read_expert(
 def read_mlp(
     checkpoint: Checkpoint, prefix: str, dim: int, width: int, held: Conversion
 ) -> MlpWeights:
-    """The network [F = `width`] whose tensors' names begin with the prefix."""
+    """Read the feed-forward network [F = `width`] with this prefix of its tensor names."""
     return MlpWeights(
         held(checkpoint.matrix(f"{prefix}gate_proj.weight", (width, dim))),
         held(checkpoint.matrix(f"{prefix}up_proj.weight", (width, dim))),
@@ -118,7 +118,7 @@ def read_mlp(
 
 
 class _TensorFinder:
-    """Finds tensors by the model's names."""
+    """Reader of the model's tensors by their names."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _TensorFinder:
             q_b=self._matrix(f"{prefix}{q_b_name}.weight", queries, rank or dim),
             kv_a=self._matrix(f"{prefix}kv_a_proj_with_mqa.weight", c.latent_dim, dim),
             kv_a_norm_C=self._vector(f"{prefix}kv_a_layernorm.weight", c.kv_lora_rank),
-            # The absorbed form multiplies the other way, too; what it multiplies stays as it is.
+            # The absorbed form also multiplies by the transpose; its inputs must not be rounded.
             kv_b=replace(
                 self._matrix(f"{prefix}kv_b_proj.weight", both, c.kv_lora_rank),
                 is_rounding_inputs=False,
@@ -223,8 +223,8 @@ class _TensorFinder:
         )
 
     def _mtp(self) -> MtpWeights:
-        """The first MTP module; after the last layer. Its embedding and head are copies of the
-        model's: not read.
+        """Read the first MTP module, which follows the last layer. Its embedding and head are
+        copies of the model's, and are not read.
         """
         index, dim = self._config.num_hidden_layers, self._config.hidden_size
         prefix = f"model.layers.{index}."

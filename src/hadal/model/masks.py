@@ -1,11 +1,11 @@
-"""Which tokens the slots of a step may draw, where their requests' grammars say so: found out by a
-thread of its own while the step computes.
+"""Masks of the tokens that a step's slots may draw under their requests' grammars. A separate
+thread computes them during the forward pass.
 
     compute  | forward pass of the step's rows                     | wait | draw |
-    masks    | read what was drawn before | masks, drafts included |      |
+    masks    | advance by the tokens drawn before | masks          |      |
 
-A draft is a token that its row was fed: what may be drawn behind it is found out as if it had been
-drawn, and asked for only if it is. Shapes: B slots, R rows of all of them, M masks, W words.
+A row after a draft gets its mask as if the draft had been drawn. That mask is used only if the draft is
+accepted. Shapes: B slots, R rows of all of them, M masks, W words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hadal.tokens.grammars import Follower, Grammars, TextRows
 
 
 class _DrawnTokens(NamedTuple):
-    """Tokens that a step drew, those of each slot side by side."""
+    """Tokens that a step drew, grouped by slot."""
 
     slots_B: np.ndarray
     num_B: np.ndarray
@@ -30,29 +30,29 @@ class _DrawnTokens(NamedTuple):
 
 
 class SlotMasks:
-    """The grammars of a table's slots. Its methods are called from one thread. The followers are the
-    other thread's from `begin` until `wait`, and that one's otherwise.
+    """Grammars of a table's slots. All methods are called from one thread. From `begin` until
+    `wait` only the mask thread may use the followers, otherwise only the calling thread.
     """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._followers: dict[int, Follower] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
-        """Without work it has no thread yet."""
+        """Mask thread, which starts with the first work."""
         self._asked: Future[RowMasks | None] | None = None
         self._drawn: _DrawnTokens | None = None
-        """What the followers were not told yet: that, too, is done while the step computes."""
+        """Drawn tokens by which the followers must still advance, also during the forward pass."""
 
     def __len__(self) -> int:
         return len(self._followers)
 
     @property
     def has_begun(self) -> bool:
-        """Whether masks are being found out that nobody waited for yet."""
+        """True from `begin` until `wait`: masks are being computed."""
         return self._asked is not None
 
     def join(self, slot: int, grammar: Grammar, output: Sequence[int]) -> None:
-        """The slot's text follows the grammar, and has this output so far."""
+        """Add a slot that follows the grammar and has this output so far."""
         self._settle()
         self._followers[slot] = Follower(grammar, output)
 
@@ -62,36 +62,36 @@ class SlotMasks:
         self._followers.pop(slot, None)
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
-        """Start to find out what the rows of these slots may draw: `num_B` of each, side by side,
-        that were fed `fed_R`.
+        """Start to compute the masks of these slots' rows: `num_B` rows per slot, grouped by slot,
+        with fed tokens `fed_R`.
         """
         self._drop()
-        # Copies: if the step fails, its table changes before anybody waits.
+        # Copies, because the table changes before `wait` if the step fails.
         self._asked = self._thread.submit(self._run, slots_B.copy(), num_B.copy(), fed_R.copy())
 
     def wait(self) -> RowMasks | None:
-        """What was begun; None where no slot of it has a grammar."""
+        """Return the masks that `begin` started; None if none of its slots has a grammar."""
         asked, self._asked = self._asked, None
         return None if asked is None else asked.result()
 
     def advance(self, slots_B: np.ndarray, num_B: np.ndarray, tokens_N: np.ndarray) -> None:
-        """These slots drew `num_B` tokens each, side by side."""
+        """Note that these slots drew `num_B` tokens each, grouped by slot."""
         self._settle()
         self._drawn = _DrawnTokens(
             slots_B.copy(), num_B, tokens_N
-        )  # The slots are a view of the table's.
+        )  # Copy the slots, which are a view of the table.
 
     def error(self, slot: int) -> str | None:
-        """Why nothing can be drawn for the slot, if it is its grammar's fault."""
+        """Return why the slot's grammar allows no token; None if the grammar is not the reason."""
         return self._followers[slot].error if slot in self._followers else None
 
     def _settle(self) -> None:
-        """Have the followers be where their texts are."""
+        """Finish the mask thread's work and bring the followers up to date."""
         self._drop()
         self._tell()
 
     def _tell(self) -> None:
-        """Have the followers read what was drawn."""
+        """Advance the followers by the drawn tokens."""
         if self._drawn is None:
             return
         slots_B, num_B, tokens_N = self._drawn
@@ -104,7 +104,7 @@ class SlotMasks:
             first += num
 
     def _drop(self) -> None:
-        """A step that failed did not ask for what it began; it moved no text."""
+        """Discard masks of a failed step, which never waited for them. It drew no tokens."""
         if self._asked is not None:
             self._asked.exception()
             self._asked = None

@@ -1,8 +1,7 @@
-"""A rank's place in its unit: the group it exchanges with and the experts it holds, formation by
-formation.
+"""Membership of a rank in its unit: its communication group and its experts, per formation.
 
-Knows no requests and no steps. `form` and everything that exchanges is called by the computing
-thread; `abort` and `lost` by any.
+Independent of requests and steps. The computing thread calls `form` and everything that exchanges;
+any thread may call `abort` and `lost`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _log = logging.getLogger("hadal.model.experts")
 
 
 class Aborted(HadalError):
-    """The formation is over; nothing may run before the next one is formed."""
+    """Error: the formation is over, and no step may run before the next one is formed."""
 
 
 class Membership:
-    """One rank of a unit of many. `comm` is the model's, over `group`; `store` keeps the experts of
-    its weights.
+    """One rank of a unit of many. `comm` is the model's, over `group`; `store` has the experts of
+    the model's weights.
     """
 
     def __init__(self, rank: int, group: Group, comm: ExpertComm, store: ExpertStore) -> None:
@@ -36,15 +35,15 @@ class Membership:
         self._comm = comm
         self._store = store
         self._is_over = threading.Event()
-        self._is_over.set()  # Until the first is formed.
+        self._is_over.set()  # Until the first formation.
         self._formation = 0
         self._lost_ranks: tuple[int, ...] = ()
         self._placement: Placement | None = None
         """The placement in force."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
-        """Join the plan's formation, read the replicas that are new, drop those that went. Answers
-        with its errors.
+        """Join the plan's formation, load its new expert replicas and drop the old ones. Errors are
+        returned in the answer.
         """
         self._formation = plan.formation
         self._is_over.clear()
@@ -52,8 +51,8 @@ class Membership:
         num_loaded = 0
         error: str | None = None
         try:
-            # Connect first: nobody need wait in a connection's deadline for one who has much to
-            # read.
+            # Connect before reading: otherwise a rank with many experts to read would make its
+            # peers wait within the connection deadline.
             self._group.form(plan.formation, plan.members)
             placement = Placement.from_bytes(
                 plan.slot_to_expert,
@@ -75,11 +74,12 @@ class Membership:
         return Formed(plan.formation, error, self.lost, num_loaded)
 
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
-        """Let a layer's experts lie where they have been staged, and its tokens go there, between
-        two steps.
+        """Switch a layer to its staged experts, and route its tokens accordingly, between two
+        steps.
 
-        Raises ValueError if the flip does not fit the placement, InvariantError if it was not
-        staged. A caller notes either as lost: what the other ranks flipped has to be formed anew.
+        Raises ValueError if the flip does not fit the placement, and InvariantError if it was not
+        staged. The caller must then call `note_lost`: other ranks may have flipped, so the unit has
+        to form anew.
         """
         assert self._placement is not None, "the formation was checked before"
         slot_to_expert_RS, weights_RS = flip_arrays(flip, self._placement.num_expert_slots)
@@ -89,30 +89,28 @@ class Membership:
         model.weights, self._placement = weights, placement
 
     def check(self) -> None:
-        """Raise Aborted unless the formation goes on."""
+        """Raise Aborted if the formation is over."""
         if self._is_over.is_set():
             raise Aborted(f"formation {self._formation} is over")
 
     def note_lost(self, failure: Exception) -> None:
-        """A step failed: whatever the cause, this formation is over, for the peers too."""
+        """End the formation after a failed step, for the peers too, and note the lost peers."""
         if isinstance(failure, PeerLost):
             self._lost_ranks = failure.ranks
         self.abort()
 
     def abort(self) -> None:
-        """End the formation: every wait for a peer fails. From any thread."""
+        """End the formation: every wait for a peer fails. Callable from any thread."""
         self._is_over.set()
         self._group.abort()
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Peers that are held responsible for the last failure, or whose connection broke. From any
-        thread.
-        """
+        """Peers that caused the last failure or have a broken connection. Readable from any thread."""
         return tuple(sorted({*self._lost_ranks, *self._group.lost()}))
 
     def take_waits(self) -> Waited:
-        """Return how long the rank waited for its peers since the last call."""
+        """Return the rank's waits for its peers since the last call."""
         return self._group.take_waits()
 
     def close(self) -> None:
@@ -120,8 +118,8 @@ class Membership:
 
 
 def log_failure(what: str, failure: Exception) -> None:
-    """A lost peer is an event, not a bug: one line, none for what only follows from it. Else the
-    traceback.
+    """Log a failure: a lost peer as a one-line warning, its consequences (Aborted) for debugging
+    only, and anything else with its traceback.
     """
     if isinstance(failure, PeerLost):
         _log.warning("%s: %s", what, failure)

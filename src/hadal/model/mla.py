@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a
 paged latent cache; and its sparse form (DeepSeek-V3.2, arXiv 2512.02556, eq. 1-2).
 
-Prefill expands keys and values from the latents and runs as multi-head attention; decode, and the
-prefill of small models, multiplies W_UK into the query and attends to the latents themselves. So do
-tokens for which an indexer selects positions: those that see more than index_topk. Which tokens
-belong to which request is in the batch; nothing here decides it.
+The multi-head form expands keys and values from the latents; prefill uses it. The absorbed form
+multiplies W_UK into the query and attends to the latents themselves. It is used by decode, by the
+prefill of small models, and by tokens that see more than index_topk positions, for which an indexer
+selects positions. The batch assigns tokens to requests.
 
 Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, J
 index heads, X index key, D cached = C+R, or C+R+X with an indexer, S positions seen, B requests, M
@@ -27,21 +27,21 @@ from hadal.reference.attention import SeenEntries
 from hadal.reference.params import INDEX_NORM_EPS, LATENT_NORM_EPS, AttentionWeights, IndexerWeights
 
 ABSORBED_TOKENS = 64
-"""Tokens of a large model's prompt that attend in absorbed form at a time: their queries are latents
+"""Prompt tokens of a large model that attend in absorbed form at a time. Their queries are latents
 of every head, 17 MB in V3.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """What tokens ask in one layer."""
+    """Queries of several tokens in one layer."""
 
     nope_THN: Tensor
     rope_THR: Tensor
     index_TJX: Tensor | None = None
-    """The indexer's queries, rotated, and ..."""
+    """Rotated queries of the indexer; None if every token attends to all positions it sees."""
     index_weights_TJ: Tensor | None = None
-    """... the weights of its heads; None where no token sees more positions than it attends to."""
+    """Weights of the indexer's heads; None if `index_TJX` is."""
 
     def __len__(self) -> int:
         return len(self.nope_THN)
@@ -56,8 +56,8 @@ class Queries:
 def entries(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> Tensor:
-    """Return [T, D], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key, the
-    indexer's key.
+    """Return [T, D], each token's cache entry (eq. 1-5): normed c_kv, rotated key and, with an
+    indexer, its key.
     """
     ck_TD = linear(x_TD, weights.kv_a)
     c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
@@ -69,15 +69,15 @@ def entries(
 
 
 def _index_keys(x_TD: Tensor, indexer: IndexerWeights, cos_sin_TR: Tensor) -> Tensor:
-    """[T, X]"""
+    """Return the indexer's keys [T, X]."""
     norm_X, bias_X = indexer.k_norm_X, indexer.k_norm_bias_X
     key_TX = F.layer_norm(linear(x_TD, indexer.k), norm_X.shape, norm_X, bias_X, INDEX_NORM_EPS)
     return rotate_halves(key_TX, cos_sin_TR)
 
 
 def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
-    """Rotate interleaved pairs of x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then
-    sin, looked up once per batch. The twin is reference.rope.rotate.
+    """Rotate interleaved pairs of x [T, R] or [T, H, R]. `cos_sin_TR`: cos of the R/2 pairs, then
+    sin, looked up once per batch. The reference twin is reference.rope.rotate.
     """
     cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -89,7 +89,7 @@ def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
 
 
 def rotate_halves(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
-    """Rotate the first R values of x [T, X] or [T, J, X], whose pairs are (x[i], x[R/2 + i])."""
+    """Rotate the first R values of x [T, X] or [T, J, X], in pairs (x[i], x[R/2 + i])."""
     cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -105,8 +105,8 @@ def queries(
     *,
     is_selecting: bool,
 ) -> Queries:
-    """The queries alone, where a token's entry is computed elsewhere; with `is_selecting` those of
-    the indexer, too.
+    """Return the tokens' queries, without cache entries (see `entries`). `is_selecting`: with those
+    of the indexer.
     """
     q_in_TD = x_TD
     if weights.q_a is not None:
@@ -134,10 +134,9 @@ def prefill_core_attention(
     *,
     final_only: bool,
 ) -> Tensor:
-    """Attend and return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows`
-    alone.
+    """Attend and return o [T, H*W]. `final_only`: the queries are only those of `batch.final_rows`.
 
-    The tokens' own entries must be in the cache already.
+    The tokens' own entries must already be in the cache.
     """
     if absorbs_prefill(config, batch.cache_PLSD):
         table_TM, lengths_T = batch.block_table_TM, batch.lengths_T
@@ -168,8 +167,8 @@ def _of_span(
     span: Span,
     layer_index: int,
 ) -> list[Tensor]:
-    """Outputs of a span's last tokens, those that have queries: in multi-head form where they attend
-    to all they see, then in absorbed form.
+    """Return outputs for the queries, which belong to the span's last tokens. Tokens that attend to
+    all they see use the multi-head form, later ones the absorbed form.
     """
     end = span.start + span.num_tokens
     dense_end = end if config.index_topk is None else min(end, config.index_topk)
@@ -182,7 +181,7 @@ def _of_span(
         query_THK = torch.cat((queries.nope_THN, queries.rope_THR), dim=-1)[:num_dense]
         key_SHK, value_SHW = _expand(seen_SD, weights, config)
         outputs.append(_attend(query_THK, key_SHK, value_SHW, config.softmax_scale))
-    # A token's row in the batch lies so far behind its query's.
+    # Offset of a token's row in the batch from its query's row.
     ahead = span.first + span.num_tokens - len(queries)
     for first in range(num_dense, len(queries), ABSORBED_TOKENS):
         rows = slice(first, min(first + ABSORBED_TOKENS, len(queries)))
@@ -198,12 +197,12 @@ def _of_span(
 
 
 def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
-    """Whether prefill, too, attends in absorbed form.
+    """Return whether prefill also attends in absorbed form.
 
-    Per query, key and head it multiplies 2C+R values where the multi-head form multiplies N+R+W
-    (DeepSeek-V3: 1,088 and 320), but expands nothing, pads nothing, and its kernel runs at more
-    than twice the rate of torch's attention. So small models take it and DeepSeek's own shape does
-    not. Measured at 1.8 times the products: LOG.md.
+    Per query, key and head the absorbed form needs 2C+R products and the multi-head form N+R+W
+    (DeepSeek-V3: 1,088 and 320). But it expands and pads nothing, and its kernel runs at more than
+    twice the rate of torch's attention. So small models use it, and DeepSeek's own shape does not.
+    Measured at 1.8 times the products: LOG.md.
     """
     absorbed = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     multi_head = config.qk_head_dim + config.v_head_dim
@@ -213,7 +212,7 @@ def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
 def _expand(
     entries_SD: Tensor, weights: AttentionWeights, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
+    """Return keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
     heads = config.num_attention_heads
     c_SC = entries_SD[:, : config.kv_lora_rank]
     k_rope_SR = entries_SD[:, config.kv_lora_rank : config.latent_dim]
@@ -223,11 +222,11 @@ def _expand(
 
 
 def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last T of S positions, o [T, H*W]."""
+    """Return causal attention of the last T of S positions, o [T, H*W]."""
     num_queries, num_seen = len(query_THK), len(key_SHK)
     value_dim, key_dim = value_SHW.shape[-1], key_SHK.shape[-1]
-    # The fused kernels want keys and values of one size (3x faster than the unfused one on a CPU):
-    # pad the smaller.
+    # The fused kernels need keys and values of one size: pad the smaller. On a CPU they are 3x
+    # faster than the unfused one.
     if value_dim < key_dim:
         value_SHW = F.pad(value_SHW, (0, key_dim - value_dim))
     elif key_dim < value_dim:
@@ -250,8 +249,8 @@ def decode_core_attention(
     batch: DecodeBatch,
     layer_index: int,
 ) -> Tensor:
-    """Absorbed attention of one token per request, o [B, H*W]. The token's own entry must be in the
-    cache already.
+    """Return absorbed attention of one token per request, o [B, H*W]. The token's own entry must
+    already be in the cache.
     """
     seen = SeenEntries(
         batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B, batch.first
@@ -262,8 +261,8 @@ def decode_core_attention(
 def _absorbed(
     queries: Queries, weights: AttentionWeights, config: ModelConfig, seen: SeenEntries
 ) -> Tensor:
-    """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
-    latents.
+    """Return absorbed attention, o [B, H*W]. W_UK is applied to the query and W_UV to the sum, so
+    that all heads share the cached latents.
     """
     selected_BK = None
     if queries.index_TJX is not None:

@@ -1,23 +1,24 @@
-"""The multi-token-prediction module: drafts the token after the next from what the model already
-computed.
+"""Multi-token-prediction (MTP) module: drafts the token after the next one from the model's hidden
+states.
 
-Its KV is one more layer of the model's cache, behind the model's. Its entry at position q is made of
-token q and the model's hidden state, after the last norm, of position q-1:
+Its KV is one more layer of the model's cache, after the model's own. Its entry at position q is
+computed from token q and the model's hidden state, after the last norm, of position q-1:
 
     position           0        1        2   ...   63       64       65
     token             t0       t1       t2        t63      t64      t65
     hidden state       0       h0       h1        h62        0      h64     zeros where a block begins
     drafts                     t2       t3        t64      t65      t66
 
-So a block's entries depend on its own and earlier tokens alone: a prompt that continues from blocks
-of another one needs no hidden state of it. Position 0 has an entry, of zeros and its token, for a
-block has no gaps; but the module that was trained has none there, so nobody attends to it.
+So a block's entries depend only on its own and earlier tokens: a prompt that continues from another
+prompt's blocks needs no hidden state of that prompt. Position 0 has an entry of zeros and its
+token, because a block has no gaps. The trained module has no entry there, so rows do not attend to
+it.
 
-Tokens of a prompt, and tokens that a check of drafts has accepted, only write their entry; the last
-accepted token of a sequence drafts, and its hidden state behind the module's last norm stands in for
-the model's where it drafts once more. With a `comm` the module's experts are spread over the unit
-like a layer's. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. Shapes: T tokens or
-rows, S spans of a prefill batch, M blocks of a row, D hidden, V vocabulary.
+Prompt tokens and accepted drafts only write their entry. The last accepted token of a sequence drafts.
+For each further draft, the hidden state after the module's last norm replaces the model's. With a
+`comm` the module's experts are spread over the unit like a layer's. Source: DeepSeek-V3 (arXiv
+2412.19437), section 2.2, eq. 21-23. Shapes: T tokens or rows, S spans of a prefill batch, M blocks of
+a row, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from hadal.overlap.plan import SEQUENTIAL
 from hadal.reference.params import MtpWeights
 
 FIRST_POSITION = 1
-"""The first one that is attended to, and at which a row can draft."""
+"""First position that is attended to, and at which a row can draft."""
 _PIECE = 64
 """Rows that `right_drafts` drafts at a time."""
 
 
 class MtpModule:
-    """The module of one model, over the model's cache and with its `comm`. Calls may overlap neither
-    each other nor the model's: they write to the cache.
+    """MTP module of one model, over the model's cache and with its `comm`. Calls must not overlap
+    each other or the model's, because they write to the cache.
     """
 
     def __init__(self, model: DeepseekV3) -> None:
@@ -67,29 +68,29 @@ class MtpModule:
             )
         self._fused_step: DraftStep | None = None
         moe = model.weights.mtp.layer.moe
-        # Where it has no experts it only writes entries.
+        # Without experts the module only writes entries.
         can_draft = moe is None or len(moe.experts) > 0
         self._has_fused_step = model.comm is None and can_draft and draft_available(model.weights)
 
     @property
     def _module(self) -> MtpWeights:
-        """As the model has it now: its experts may have been exchanged."""
+        """Present weights of the module; flips may have replaced its experts."""
         assert self.model.weights.mtp is not None
         return self.model.weights.mtp
 
     @property
     def has_fused_step(self) -> bool:
-        """Whether `draft` is one call outside Python."""
+        """True if `draft` is one call outside Python."""
         return self._has_fused_step
 
     @property
     def max_rows(self) -> int:
-        """Rows of a call for which there are buffers; 0: any number."""
+        """Rows per call that the buffers allow; 0: any number."""
         return self._fused_step.max_rows if self._fused_step is not None else 0
 
     def prepare(self, max_rows: int, max_full: int | None = None) -> None:
-        """Make the fused step's buffers now, for calls of up to `max_rows` rows of which `max_full`
-        draft (None: all), so that no step has to.
+        """Allocate the fused step's buffers now, so that no step has to: for calls of up to
+        `max_rows` rows, `max_full` of them drafting (None: all).
         """
         if self._has_fused_step:
             weights, cache_PLSD = self.model.weights, self.model.cache.cache_PLSD
@@ -99,11 +100,11 @@ class MtpModule:
     def write_entries(
         self, batch: PrefillBatch, hidden_TD: Tensor, before: Sequence[Tensor | None]
     ) -> None:
-        """Write the entries of a prefill batch's tokens, each rank for itself: nothing is exchanged.
+        """Write the entries of a prefill batch's tokens. Each rank does so without any exchange.
 
-        `hidden_TD`: the model's states of all these tokens after the last norm. `before`: for
-        each span the state [D] of the token before it; None: not known, or not used, as the span
-        begins with a block.
+        `hidden_TD`: the model's states of all these tokens after the last norm. `before`: for each
+        span the state [D] of the token before it; None: unknown, or unused because the span begins
+        a block.
         """
         seen_TD = hidden_TD.roll(1, 0)
         for span, before_D in zip(batch.spans, before, strict=True):
@@ -114,7 +115,7 @@ class MtpModule:
     def write_rows(
         self, tokens_T: Tensor, positions_T: Tensor, block_table_TM: Tensor, hidden_TD: Tensor
     ) -> None:
-        """Write each row's entry at its position, each rank for itself; see `draft`. Tokens,
+        """Write each row's entry at its position, without any exchange; see `draft`. Tokens,
         positions and table may be on the CPU.
         """
         device = hidden_TD.device
@@ -139,14 +140,14 @@ class MtpModule:
         num_full: int,
         recorder: Recorder | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Write each row's entry at its position; return (logits [num_full, V] that the first rows
-        draft for the token behind theirs, hidden [num_full, D] after the module's last norm, which
-        a further draft takes).
+        """Write each row's entry at its position, and draft with the first `num_full` rows. Return
+        (logits [num_full, V] for the token after theirs, hidden [num_full, D] after the module's
+        last norm, the input of a further draft).
 
         `hidden_TD`: the state of the position before each row's, zeros at a block's first position.
-        With a `comm` all ranks make this call together, with rows or without. The results may be
-        views that the next call overwrites. Raises ValueError if a row is to draft at position 0,
-        or more rows are to draft than there are; nothing has been written then.
+        With a `comm` all ranks make this call together, even without rows. The results may be views
+        that the next call overwrites. Raises ValueError, before any write, if a row should draft at
+        position 0 or `num_full` exceeds the rows.
         """
         num_rows = len(tokens_T)
         if not 0 <= num_full <= num_rows:
@@ -159,7 +160,7 @@ class MtpModule:
             raise ValueError("a row is to draft at position 0, before which there is no token.")
         rows = tokens_T, positions_T, block_table_TM
         full, others = slice(num_full), slice(num_full, None)
-        # Before any row attends: an entry may be of the sequence that one drafts for.
+        # Write these before any row attends: a drafting row's sequence may need them.
         if num_rows > num_full:
             self._write(self._batch(*(part[others] for part in rows)), hidden_TD[others])
         batch = self._batch(*(part[full] for part in rows)) if num_full else None
@@ -168,7 +169,7 @@ class MtpModule:
     def _through_layer(
         self, batch: DecodeBatch | None, seen_TD: Tensor, recorder: Recorder | None
     ) -> tuple[Tensor, Tensor]:
-        """(logits, hidden states) of rows that draft. Without any, the exchanges are joined."""
+        """Return (logits, hidden states) of drafting rows. Without rows, only join the exchanges."""
         recorder = recorder if recorder is not None else Recorder()
         weights, config, comm = self.model.weights, self.model.config, self.model.comm
         if batch is None:
@@ -186,7 +187,7 @@ class MtpModule:
         return logits_TV, hidden_TD
 
     def _write(self, batch: PrefillBatch | DecodeBatch, seen_TD: Tensor) -> None:
-        """What `attn_in` of a block does, without the queries."""
+        """Write cache entries, like `attn_in` of a block but without queries."""
         config, layer = self.model.config, self._module.layer
         if isinstance(batch, PrefillBatch):
             tokens_T, cos_sin_TR = batch.tokens_T, batch.cos_sin_TR
@@ -198,7 +199,7 @@ class MtpModule:
         batch.write(self._layer_index, entries_TD)
 
     def _combined(self, tokens_T: Tensor, seen_TD: Tensor) -> Tensor:
-        """What the module's block takes, [T, D] (eq. 21)."""
+        """Return the input of the module's block, [T, D] (eq. 21)."""
         module, eps = self._module, self.model.config.rms_norm_eps
         embedded_TD = rms_norm(self.model.weights.embed.rows(tokens_T), module.enorm_D, eps)
         seen_TD = rms_norm(seen_TD, module.hnorm_D, eps)
@@ -216,7 +217,7 @@ class MtpModule:
         )
 
     def fused_step(self, num_rows: int, num_full: int) -> DraftStep:
-        """The step of `has_fused_step`, for calls of so many rows of which so many draft."""
+        """Return the fused step, with buffers for `num_rows` rows, `num_full` of them drafting."""
         step = self._fused_step
         if step is None:
             self.prepare(max(BLOCK_TOKENS, num_rows), max(1, num_full))
@@ -227,17 +228,17 @@ class MtpModule:
 
 
 def _without_block_starts(hidden_TD: Tensor, positions_T: Tensor) -> Tensor:
-    """The states before these positions as the module takes them: zeros where a block begins."""
+    """Return the states before these positions, with zeros where a block begins."""
     return hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
 
 
 @torch.inference_mode()
 def right_drafts(module: MtpModule, tokens: Sequence[int], first: int) -> Tensor:
-    """Return for each token from `first` on whether its draft is what the model itself would
-    choose: bool, one a token. What is drafted is what a decode rank would draft.
+    """Return for each token from `first` on whether its draft equals the model's own choice, as
+    bool. The drafts are those of a decode rank.
 
-    `first` is at least 2: the first token that can be drafted. Blocks 1, 2, ... of the cache are
-    overwritten. Raises ValueError if there is no such token.
+    `first` is at least 2, the first token that can be drafted. Blocks 1, 2, ... of the cache are
+    overwritten. Raises ValueError unless `first` is between 2 and the last token.
     """
     if not 2 <= first < len(tokens):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Prefill steps of one rank: chunks of prompts in one forward pass, the tokens that follow complete
-prompts, and the MTP module's entries of their tokens.
+"""Prefill steps of one rank: one forward pass over chunks of prompts, the first tokens after
+complete prompts, and the MTP module's entries.
 
-Knows no requests, no wire and no peers. A slot of its sampler is a chunk that draws a token, for one
-step.
+Independent of requests, the wire and peers. A slot of the sampler is a chunk that draws a token, for
+one step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hadal.model.sampler import NOTHING_DRAWN, Drawn, Sampler
 from hadal.overlap.plan import schedule_named
 
 TAILS = 4
-"""Prompts for each that may draw in a step, whose last hidden state is kept between chunks."""
+"""Prompts with a last hidden state kept between chunks, per chunk that may draw in a step."""
 
 
 class PrefillSteps:
-    """Runs prefill plans on a model and its cache."""
+    """Executor of prefill plans on a model and its cache."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PrefillSteps:
         module: MtpModule | None,
         new_sampler: Callable[[], Sampler],
     ) -> None:
-        """`max_slots`: chunks of a step that draw a token. `module`: None writes no entries."""
+        """`max_slots`: most chunks of a step that draw a token. `module` None: no MTP entries."""
         self._model = model
         self._max_slots = max_slots
         self._module = module
@@ -47,11 +47,13 @@ class PrefillSteps:
         self._sampler = new_sampler()
 
     def restart(self) -> None:
-        """Make a new sampler: a step that failed may have left state in the old one."""
+        """Make a new sampler, because a failed step may have left state in the old one."""
         self._sampler = self._new_sampler()
 
     def run(self, plan: PrefillPlan, recorder: Recorder) -> tuple[list[int], Drawn]:
-        """Run one step. Return the chunks that draw a token, by index, and the tokens."""
+        """Run one step. Return the indices of the chunks that draw a token, and the tokens. Raises
+        ValueError if more than `max_slots` chunks draw.
+        """
         parts = (plan.chunks, plan.second)[: plan.num_micro_batches]
         wanted = [
             [index for index, chunk in enumerate(part) if chunk.sampling is not None]
@@ -86,8 +88,8 @@ class PrefillSteps:
             recorder,
             on_hidden=see if is_seen else None,
         )
-        # What this step wrote, before anybody hears that it is done: from then on it is pulled,
-        # found and stored.
+        # These blocks must be published before the step is reported as done: then they may be
+        # pulled, found and stored.
         written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
             cache.publish(written)
@@ -107,7 +109,7 @@ class PrefillSteps:
     def _scores(
         self, chunks: Sequence[Chunk], batch: PrefillBatch, hidden_TD: Tensor
     ) -> Iterator[tuple[int, tuple[Score, ...]]]:
-        """Of the chunks that ask for them, by index."""
+        """Yield (index, scores of its prompt tokens) for each chunk that requests scores."""
         for index, (chunk, span) in enumerate(zip(chunks, batch.spans, strict=True)):
             if chunk.num_scores < 0:
                 continue
@@ -121,7 +123,7 @@ class PrefillSteps:
     def _write_entries_of(
         self, chunks: Sequence[Chunk], batch: PrefillBatch, hidden_TD: Tensor, tails: PromptTails
     ) -> None:
-        """The MTP module's, of these chunks."""
+        """Write the MTP module's entries of these chunks."""
         assert self._module is not None
         before = [tails.before(chunk) for chunk in chunks]
         self._module.write_entries(batch, hidden_TD, before)
@@ -131,8 +133,8 @@ class PrefillSteps:
     def _write_first_entries(
         self, chunks: Sequence[Chunk], tokens: np.ndarray, tails: PromptTails
     ) -> None:
-        """Those of the tokens just drawn, where the prompt's last block has room for them: it goes
-        to decode as it is.
+        """Write the MTP entries of the tokens just drawn, if the prompt's last block has space for
+        them: decode receives that block unchanged.
         """
         ends = np.array([chunk.start + len(chunk.tokens) for chunk in chunks])
         hidden = torch.stack(tails.behind(chunks))
@@ -165,5 +167,5 @@ class PrefillSteps:
 
 
 def _written_blocks(chunk: Chunk) -> tuple[int, ...]:
-    """Those that its tokens lie in."""
+    """Return the blocks of the chunk's own tokens."""
     return chunk.block_ids[chunk.start // BLOCK_TOKENS :]

@@ -1,9 +1,10 @@
-"""A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
-once.
+"""Copy of the leader's table on a decode rank: one row per occupied slot, packed, in preallocated
+arrays.
 
-The leader sends differences; from then on the rank advances every row that it computes by itself. Rows
-are packed, behind them those that rest in this step or drew a stop id, so that a step reads prefixes of
-the arrays; else the order of rows means nothing. Shapes: B rows of the step, M blocks of a request.
+The leader sends only differences; the rank itself advances every row that it computes. Rows of the
+step come first, then rows that rest in this step or drew a stop id, so that a step reads prefixes
+of the arrays. Otherwise the order of rows is arbitrary. Shapes: B rows of the step, M blocks of a
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hadal.core.stops import StopIds
 
 
 class RankTable:
-    """Which slot decodes what, where, with which blocks."""
+    """Last token, position and blocks of each occupied slot."""
 
     def __init__(self, max_slots: int, max_positions: int) -> None:
         max_blocks = -(-max_positions // BLOCK_TOKENS)
@@ -28,17 +29,17 @@ class RankTable:
         self._row_of_slot: dict[int, int] = {}
         self._num_resting = 0
         self._ended: set[int] = set()
-        """Slots that drew a stop id: nobody wants what would come behind it."""
+        """Slots that drew a stop id. Tokens after it would be discarded."""
         self._stops = StopIds(max_slots)
         self._slots = np.zeros(max_slots, np.int64)
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
         self._rooms = np.zeros(max_slots, np.int64)
-        # What was never set is the scratch block: a step past the last block harms nobody.
+        # Unset entries are the scratch block, so that a step past the last block damages no KV.
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
 
     def note_ends(self, slots_N: np.ndarray, tokens_N: np.ndarray) -> bool:
-        """These slots drew these tokens. Return whether one of them was a stop id."""
+        """Note slots that drew a stop id. Return whether any of these tokens is one."""
         is_stop_N = self._stops.are_drawn(slots_N, tokens_N)
         self._ended.update(slots_N[is_stop_N].tolist())
         return bool(is_stop_N.any())
@@ -49,11 +50,11 @@ class RankTable:
 
     @property
     def occupied(self) -> Collection[int]:
-        """All slots, those that rest included."""
+        """All occupied slots, including resting ones."""
         return self._row_of_slot.keys()
 
     def leave(self, slot: int) -> None:
-        """Remove a slot; one that is not there was cleared after a failed step."""
+        """Remove a slot. A missing slot is ignored: it was cleared after a failed step."""
         self._ended.discard(slot)
         row = self._row_of_slot.pop(slot, None)
         if row is None:
@@ -69,8 +70,8 @@ class RankTable:
         return self._slots, self._tokens, self._positions, self._rooms, self._blocks
 
     def rest(self, resting: Collection[int]) -> None:
-        """Leave exactly these slots, and those that have ended, out of the next step. Raises ValueError
-        for a slot that is not occupied.
+        """Exclude exactly these slots, and slots that drew a stop id, from the next step. Raises
+        ValueError for a slot that is not occupied.
         """
         if not resting and not self._num_resting and not self._ended:
             return
@@ -85,9 +86,7 @@ class RankTable:
         self._row_of_slot = {slot: row for row, slot in enumerate(self._slots[:num_rows].tolist())}
 
     def join(self, join: Join) -> None:
-        """Add a slot, in place of what it held. Raises ValueError for one that does not fit the
-        table.
-        """
+        """Add a slot, replacing its present row. Raises ValueError if it does not fit the table."""
         if not 0 <= join.slot < len(self._slots):
             raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
         if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:
@@ -107,14 +106,14 @@ class RankTable:
         self._stops.set(join.slot, join.stop_ids)
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
-        """Give a slot another block."""
+        """Add a block to a slot."""
         row = self._row_of_slot.get(slot)
         if row is not None:
             self._blocks[row, index] = block_id
             self._rooms[row] = self._room(index + 1)
 
     def written_blocks(self, slot: int) -> list[int]:
-        """The blocks that hold the positions so far; none for a slot that is not there."""
+        """Return the blocks of the positions written so far; empty for a missing slot."""
         row = self._row_of_slot.get(slot)
         if row is None:
             return []
@@ -132,32 +131,32 @@ class RankTable:
 
     @property
     def tokens_B(self) -> np.ndarray:
-        """The last token of each row, whose KV the next step writes ..."""
+        """Last token of each row; the next step writes its KV."""
         return self._tokens[: len(self)]
 
     @property
     def positions_B(self) -> np.ndarray:
-        """... at these positions."""
+        """Position of each row's last token."""
         return self._positions[: len(self)]
 
     @property
     def rooms_B(self) -> np.ndarray:
-        """Positions that each row's blocks hold."""
+        """Number of positions that each row's blocks can hold."""
         return self._rooms[: len(self)]
 
     def table_BM(self, last_position: int) -> Tensor:
-        """Return the rows' blocks, int32, side by side, M as wide as this position needs."""
+        """Return the rows' blocks, int32 [B, M], with M as large as this position needs."""
         num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
         return torch.from_numpy(np.ascontiguousarray(self._blocks[: len(self), :num_blocks]))
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the two micro-batches; `second` are slots of the step. Raises ValueError for one that
-        is not occupied.
+        """Return the rows of the two micro-batches. `second`: slots of the second one. Raises
+        ValueError for a slot that is not occupied.
         """
         self._check_occupied(second, "of the second micro-batch")
         is_second = np.zeros(len(self._row_of_slot), np.bool_)
         is_second[[self._row_of_slot[slot] for slot in second]] = True
-        is_second = is_second[: len(self)]  # One that ended rests.
+        is_second = is_second[: len(self)]  # Slots that drew a stop id rest.
         return np.flatnonzero(~is_second), np.flatnonzero(is_second)
 
     def _check_occupied(self, slots: Collection[int], which: str) -> None:
@@ -169,16 +168,18 @@ class RankTable:
         return min(num_blocks * BLOCK_TOKENS, self._max_positions)
 
     def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray) -> None:
-        """Every row of the step got so many tokens; the last is what the next step feeds."""
+        """Advance every row of the step by `num_drawn_B` tokens. `tokens_B`: the last one of each,
+        which the next step feeds.
+        """
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
         positions = self._positions[:num_rows]
-        # A row that finished at the context's end may be stepped once more before its leave
+        # A row that ended at the context's limit may be stepped once more before its leave
         # arrives.
         np.minimum(positions + num_drawn_B, self._max_positions - 1, out=positions)
 
     def full_blocks(self, rows: np.ndarray, num_before_B: np.ndarray) -> set[int]:
-        """Blocks of these rows that are full now and were not, when each row had so many."""
+        """Return blocks of these rows that became full since each row had `num_before_B` full ones."""
         num_now_B = self.positions_B // BLOCK_TOKENS
         return {
             int(block_id)

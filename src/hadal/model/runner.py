@@ -1,10 +1,10 @@
-"""The Runner of one rank: executes step plans on a model, one at a time, and answers each with its
+"""Runner of one rank: executes step plans on a model, one at a time, and answers each with its
 tokens.
 
-Knows no requests and no wire. A step that fails is answered with its error; it never ends the
-thread that runs it. In a unit of many ranks every plan is executed by all of them together, also by
-those without work; a failure on one ends the generation, and until a FormPlan has formed the next,
-every step fails at once.
+Independent of requests and of the wire. A failed step is answered with its error; it does not end
+the running thread, except when the device's context is lost. In a unit of many ranks all ranks
+execute every plan together, even ranks without work. A failure on one ends the formation, and every
+step fails at once until a FormPlan has formed the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Implements core.seams.Runner over a model and its cache."""
+    """Implementation of core.seams.Runner over a model and its cache."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class ModelRunner:
     ) -> None:
         """`max_slots`: slots of a decode step, and chunks of a prefill step that draw a token.
 
-        `membership`: of a rank among many; its comm is the model's. `num_drafts_max`: most drafts of
-        a slot in a step; if not 0, `model` has its MTP module and the cache a layer for it.
-        `grammars`: None refuses requests that have one.
+        `membership`: None for a single rank; its comm is the model's. `num_drafts_max`: most drafts
+        of a slot in a step; if not 0, `model` must have its MTP module and the cache a layer for
+        it. `grammars`: None refuses requests with a grammar.
         """
         self._model = model
         self._membership = membership
@@ -61,7 +61,7 @@ class ModelRunner:
         def new_sampler() -> Sampler:
             return Sampler(max_slots, vocab_size, device, grammars)
 
-        # A sampler each, because a slot number means something else in each kind of plan.
+        # Each has its own sampler, because slot numbers differ in meaning between prefill and decode.
         self._prefill = PrefillSteps(model, max_slots, module, new_sampler)
         self._decode = DecodeSteps(
             model,
@@ -75,8 +75,8 @@ class ModelRunner:
         self._is_stepping = False
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
-        """Run one step. After an error the leader gives every request of the step back, else those
-        that failed.
+        """Run one step or form. After an error the leader gives back every request of the step,
+        otherwise only those in `failed`. Raises AcceleratorError if the device's context is lost.
         """
         if isinstance(plan, FormPlan):
             return self._form(plan)
@@ -98,8 +98,7 @@ class ModelRunner:
             )
             keys, drawn = run
         except torch.AcceleratorError:
-            # The device's context is gone with all it held, and only another process gets a new
-            # one.
+            # The device's context is lost with all its memory; only a new process gets a new one.
             raise
         except Exception as error:
             log_failure(f"step {plan.step_id} failed", error)
@@ -131,7 +130,7 @@ class ModelRunner:
         )
 
     def abort(self) -> None:
-        """A rank by itself waits for nobody."""
+        """End the present formation. A single rank has no peers to wait for, so nothing happens."""
         if self._membership is not None:
             self._membership.abort()
 
@@ -141,17 +140,17 @@ class ModelRunner:
 
     @property
     def num_ops(self) -> int:
-        """Ops begun since the process started. This and the next two: from any thread."""
+        """Ops begun since the process started. Readable from any thread, like the next two."""
         return self._progress.num_ops
 
     @property
     def is_computing(self) -> bool:
-        """A step runs and does not wait for a peer: `num_ops` must move."""
+        """True if a step runs and does not wait for a peer, so that `num_ops` must grow."""
         return self._is_stepping and not self._progress.is_waiting
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Peers held responsible for the last failure, or whose connection broke."""
+        """Peers that caused the last failure or have a broken connection."""
         return () if self._membership is None else self._membership.lost
 
     def _form(self, plan: FormPlan) -> Formed:

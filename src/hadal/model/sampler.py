@@ -1,9 +1,9 @@
-"""Draws the next token of every row of a batch, on the rank. Per-slot state lies in arrays, made
-once.
+"""Sampler of a rank: draws the next token of every row of a batch. Per-slot state is in
+preallocated arrays.
 
-Knows no requests: a slot gets its sampling when a request joins it. The draw at output index i
-depends on (seed, i) and the row's logits alone, so batch composition, retries, preemption and drafts
-never change it. What is drawn is `hadal.reference.sampling`'s to say.
+Independent of requests: a slot gets its sampling parameters at `join`. The draw at output index i
+depends only on (seed, i) and the row's logits, so batch composition, retries, preemption and drafts
+never change it. The rules of the draw are in `hadal.reference.sampling`.
 
 Shapes: B slots, R rows of all of them, N drawn tokens, V vocabulary.
 """
@@ -35,7 +35,7 @@ from hadal.reference.sampling import (
 from hadal.tokens.grammars import Grammars
 
 _GREEDY_BELOW = 1e-5
-"""A temperature this low is greedy: dividing by it would overflow."""
+"""Temperatures up to this value are greedy: dividing by them would overflow."""
 _REASONS = {
     NOT_FINITE: f"{plans.NOT_FINITE}: its logits are infinite or no numbers",
     NOTHING_LEFT: f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none",
@@ -44,25 +44,27 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step's tokens, those of a slot in their order. A slot in `failed` has no valid last one."""
+    """Tokens of one step, grouped by slot and in order. The last token of a slot in `failed` is
+    invalid.
+    """
 
     tokens: np.ndarray
     num_B: np.ndarray
-    """How many of them each slot drew."""
+    """Number of tokens that each slot drew."""
     rows: np.ndarray
-    """From which row each was drawn."""
+    """Row from which each token was drawn."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """Index of a token -> its log-probabilities, where asked for."""
+    """Index of a token -> its log-probabilities, if requested."""
     failed: dict[int, str] = field(default_factory=dict)
-    """slot -> why nothing could be drawn."""
+    """Slot -> reason why no token could be drawn."""
     scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
-    """Chunk -> how likely the prompt's tokens are, where asked for."""
+    """Chunk -> log-probabilities and ranks of its prompt tokens, if requested."""
     drafts: Compared = ()
 
 
 def joined(passes: Sequence[Drawn]) -> Drawn:
-    """Return what passes drew one after another as one step's; `num_B` and `rows` are those of each
-    pass.
+    """Join the tokens of successive passes into one step's. `num_B` and `rows` are concatenated,
+    with row numbers of each pass.
     """
     if len(passes) == 1:
         return passes[0]
@@ -76,7 +78,7 @@ def joined(passes: Sequence[Drawn]) -> Drawn:
             for first, each in zip(ahead, passes, strict=False)
             for index, draw in each.draws.items()
         },
-        # What a slot failed of first: all that follows is drawn from nothing.
+        # Keep a slot's first failure: its later draws start from an invalid token.
         {slot: reason for each in reversed(passes) for slot, reason in each.failed.items()},
         drafts=summed(each.drafts for each in passes),
     )
@@ -96,13 +98,13 @@ class Sampler:
         device: torch.device | str = "cpu",
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: without them no slot can have one."""
+        """`grammars` None: no slot can have a grammar."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._slots = np.zeros(num_slots, SLOT)
         self._bias: dict[int, np.ndarray] = {}
         self._masks = None if grammars is None else SlotMasks(grammars)
-        # Its counts, for all slots, are made when the first one with a penalty joins.
+        # Its token counts, for all slots, are allocated when the first slot with a penalty joins.
         self._table = SlotTable(self._slots, np.empty(0, TOKEN_VALUE))
 
     def join(
@@ -116,8 +118,8 @@ class Sampler:
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """Set how `slot` is drawn from now on. `prompt` matters only with a penalty, `output` with
-        one or a grammar. Raises ValueError for a grammar where none can be had.
+        """Set the sampling of `slot`. `prompt` matters only with a penalty, `output` with a penalty
+        or a grammar. Raises ValueError for a grammar if the sampler was made without `grammars`.
         """
         is_greedy = sampling.temperature <= _GREEDY_BELOW
         row = self._slots[slot]
@@ -145,24 +147,24 @@ class Sampler:
             self._masks.join(slot, sampling.grammar, output)
 
     def leave(self, slot: int) -> None:
-        """Forget what only some slots have."""
+        """Drop the slot's bias and grammar, which only some slots have."""
         self._set_bias(slot, self._table.bias[:0])
         self._leave_grammar(slot)
 
     @property
     def has_grammars(self) -> bool:
-        """Whether a slot has one, so that `begin` saves time."""
+        """True if any slot has a grammar, so that `begin` saves time."""
         return self._masks is not None and len(self._masks) > 0
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
-        """Find out, while the rows are computed that `draw` will be asked with, what their grammars
-        allow. `wait` does it where this was not called.
+        """Start to compute the grammar masks of rows for a later `draw`, during their forward pass.
+        Without this call `wait` starts it.
         """
         if self._masks is not None and self.has_grammars:
             self._masks.begin(slots_B, num_B, fed_R)
 
     def wait(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> RowMasks | None:
-        """What the rows' grammars allow."""
+        """Return the grammar masks of the rows; None if no slot has a grammar."""
         if self._masks is None:
             return None
         if not self._masks.has_begun:
@@ -172,7 +174,9 @@ class Sampler:
     def masks(
         self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray, recorder: Recorder
     ) -> RowMasks | None:
-        """Return what the rows' grammars allow; most of it was found out while the step computed."""
+        """Return the rows' grammar masks, mostly computed during the forward pass, and record the
+        wait for them; None if no slot has a grammar.
+        """
         if not self.has_grammars:
             return None
         recorder.begin(plans.MASK)
@@ -188,15 +192,15 @@ class Sampler:
         fed_R: np.ndarray | None = None,
         masks: RowMasks | None = None,
     ) -> Drawn:
-        """Draw for each slot from its row; or from its `num_B` rows, side by side, which were fed
-        the tokens `fed_R`, one after the other as long as what is drawn is what the next row was fed.
-        Advances the slots by what they drew. `masks`: what `wait` gave for the same rows. Raises
-        ValueError if a slot comes twice.
+        """Draw for each slot from its row, or from its `num_B` adjacent rows, which were fed
+        `fed_R`. A slot's rows are used in order, as long as the drawn token equals the one fed to
+        the next row. Advances the slots by their drawn tokens. `masks`: result of `wait` for the
+        same rows. Raises ValueError if a slot occurs twice.
         """
         if num_B is None:
             num_B = np.ones(len(slots_B), np.int64)
         if fed_R is None:
-            fed_R = num_B  # Of one row each, nothing is compared.
+            fed_R = num_B  # Any values do: with one row per slot, nothing is compared.
         num_drawn_B, at_N, rows_N, best_NK = sample(
             logits_RV, slots_B, num_B, fed_R, self._table, masks
         )
@@ -220,7 +224,7 @@ class Sampler:
         return Drawn(tokens_N, num_drawn_B, at_N)
 
     def _reason(self, slot: int, status: int) -> str:
-        """Why nothing could be drawn."""
+        """Return the reason why no token could be drawn."""
         why = None if self._masks is None else self._masks.error(slot)
         if status == NOTHING_LEFT and why is not None:
             return f"{NO_TOKEN}: its text cannot be held to its format any further ({why})"
@@ -231,11 +235,11 @@ class Sampler:
             self._masks.leave(slot)
 
     def _known(self, bias: Iterable[tuple[int, float]]) -> np.ndarray:
-        """Without the ids that are outside the vocabulary, and never drawn anyway."""
+        """Return the pairs within the vocabulary. Other ids are never drawn anyway."""
         return np.array([pair for pair in bias if 0 <= pair[0] < self._vocab_size], TOKEN_VALUE)
 
     def _set_bias(self, slot: int, bias: np.ndarray, num_forbidden: int = 0) -> None:
-        """The last `num_forbidden` hold before min_tokens."""
+        """Set a slot's bias. The last `num_forbidden` entries apply only before min_tokens."""
         if not len(bias) and slot not in self._bias:
             return
         self._bias[slot] = bias
