@@ -1,1 +1,1 @@
-"""Commands that are more than a call: each a file, which `hadal.cli` loads when it is asked for."""
+"""Commands of more than one call, a file each, which `hadal.cli` loads on use."""

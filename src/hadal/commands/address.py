@@ -1,4 +1,4 @@
-"""Where a running server is, as somebody typed it: what every command that talks to one takes."""
+"""Check of a server's address, for every command that connects to a running server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MAX_URL_CHARS = 2000
 
 
 def server_url_or_none(parameter: typer.CallbackParam, given: str) -> str:
-    """The same where none is needed."""
+    """Check an address like `server_url`, but accept an empty one."""
     return server_url(parameter, given) if given else ""
 
 
 def server_url(parameter: typer.CallbackParam, given: str) -> str:
-    """An address that a client can be made for; else one line and out."""
+    """Return the address if a client can use it; otherwise print one line and exit."""
     try:
         parts = urlsplit(given)
         is_good = (
             parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
         )
-    except ValueError:  # A port of six digits, a bracket that is open.
+    except ValueError:  # For example a port of six digits, or an open bracket.
         is_good = False
     if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
         name = "URL" if parameter.param_type_name == "argument" else "--url"

@@ -1,4 +1,4 @@
-"""`hadal balance`: its options."""
+"""Options of `hadal balance`."""
 
 from __future__ import annotations
 

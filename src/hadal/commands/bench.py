@@ -1,5 +1,5 @@
-"""`hadal bench`: load for a server, at rates and at concurrencies, and how it bore it. Loads what it
-needs when it is called.
+"""`hadal bench`: load on a server, at rates and at concurrencies, and measurements under it.
+Imports its dependencies only when called.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def bench(
 
 
 def _levels(rate: str, concurrency: str, speed: float | None) -> list[Level]:
-    """`speed`: of a trace, where there is one. Raises ConfigError."""
+    """Return the levels of load. `speed`: of a trace; None without one. Raises ConfigError."""
     from hadal.apps.bench.load import Level
 
     if not rate and not concurrency:

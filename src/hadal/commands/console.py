@@ -1,4 +1,4 @@
-"""`hadal console`: its options."""
+"""Options of `hadal console`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of commands: a message on stderr and an exit code, the same for all of them."""
+"""Errors of commands: a message on stderr and one exit code for all commands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "st
 
 
 class Commands(TyperGroup):
-    """Command group: a HadalError prints its message and ends the command with EXIT_CONFIG; so does
-    a module that is missing because its extra is not installed.
+    """Command group that prints the message of a HadalError and ends the command with EXIT_CONFIG.
+    It does the same for a missing module of an extra that is not installed.
 
-    A bug keeps its traceback: InvariantError, other errors, and all of `serve`, which reports its
-    ConfigError itself.
+    Bugs keep their traceback: InvariantError and other errors. All errors of `serve` do, because it
+    reports its ConfigError itself.
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the line names."""
+        """Run the command named on the command line."""
         try:
             return super().invoke(ctx)
         except (HadalError, ValueError, ModuleNotFoundError) as error:

@@ -1,5 +1,5 @@
-"""Examples under a command's help: what to type on a line of its own, what it does below it, within
-80 columns.
+"""Examples below a command's help, within 80 columns: the command on its own line, and its effect
+below it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ COLUMNS = 78
 
 
 def examples(*command_and_effect: tuple[str, str], after: str = "") -> str:
-    """The epilog of a command. A command too long for a line is given in lines that end in a
-    backslash; `after`: what else there is to say.
+    """Return the epilog of a command's help. Break a command too long for a line into lines that
+    end in a backslash. `after`: a last paragraph.
     """
     blocks = ["[bold]Examples[/bold]"]
     for command, effect in command_and_effect:

@@ -1,9 +1,8 @@
-"""`python -m hadal.commands.kernels`: compile the kernels now, so that the first start need not.
-`make setup` calls it.
+"""`python -m hadal.commands.kernels`: compile the kernels now instead of at the first start. `make
+setup` calls it.
 
-It leaves with 0 where there is nothing to be done about their absence (no compiler,
-`HADAL_KERNELS=plain`), with 1 where doing the same again may help, and with 2 for a word that
-`HADAL_KERNELS` may not be.
+The exit code is 0 if the kernels are compiled, or cannot be (no compiler, `HADAL_KERNELS=plain`); 1
+if another try may help; and 2 for an invalid value of `HADAL_KERNELS`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hadal.progress import Bar
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Compile the kernels and return the exit code."""
     try:
         asked = instruction_set()
     except BuildError as error:

@@ -1,5 +1,5 @@
-"""`hadal keys`: make, list and take back the API keys of a keys file. A running server hears of it
-within a second or two.
+"""`hadal keys`: make, list and revoke the API keys of a keys file. A running server applies changes
+within about three seconds.
 """
 
 from __future__ import annotations

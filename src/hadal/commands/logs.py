@@ -1,7 +1,7 @@
-"""`hadal logs`: the last lines that the processes of a server wrote, in the order of their times.
+"""`hadal logs`: last log lines of a server's processes, in the order of their times.
 
-Reads the run folder of a server (commands/status finds it): nothing is asked of the server itself,
-so it works when the server does not answer.
+Reads the run folder of a server (commands/status finds it) and sends the server no requests, so it
+works even if the server does not respond.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
 from hadal.runtime.process.process import is_heard
 
 FOLLOW_S = 0.2
-"""How often `--follow` looks for new lines."""
+"""Seconds between reads of new lines with `--follow`."""
 _WRITTEN = re.compile(rb'(?:\{"time":")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
 
 
 def processes_of(found: Found, name: str | None) -> list[str]:
-    """The processes that a name means: one, all of a unit, or all there are. Raises ConfigError for
-    one that is not there.
+    """Return the processes of a name: one process, all of a unit, or (None) all. Raises ConfigError
+    for an unknown name.
     """
     every = [*found.status.processes, SUPERVISOR]
     if name is None:
@@ -36,7 +36,7 @@ def processes_of(found: Found, name: str | None) -> list[str]:
 
 
 def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
-    """The lines of several processes in the order of their times."""
+    """Return the lines of several processes in the order of their times."""
     entries: list[tuple[bytes, list[bytes]]] = []
     for lines in lines_of_each:
         for line in lines:
@@ -44,12 +44,12 @@ def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
             if written or not entries:
                 entries.append((written[1] if written else b"", [line]))
             else:
-                entries[-1][1].append(line)  # It belongs to the one before, as a traceback does.
+                entries[-1][1].append(line)  # A continuation of the line before, as in a traceback.
     return [line for _, lines in sorted(entries, key=lambda entry: entry[0]) for line in lines]
 
 
 def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: bool) -> None:
-    """Print the last lines; with `is_followed`, go on with new ones until the server has ended."""
+    """Print the last lines. `is_followed`: then print new lines until the server has ended."""
     folder, out = found.folder / LOGS_FOLDER, sys.stdout.buffer
     readers = [KeptReader(folder, process) for process in processes_of(found, name)]
     lines = in_order(reader.read() for reader in readers)
@@ -58,6 +58,6 @@ def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: b
     is_up = is_followed
     while is_up:
         time.sleep(FOLLOW_S)
-        is_up = is_heard(found.folder / f"{SUPERVISOR}.sock")  # Before: its last words are read.
+        is_up = is_heard(found.folder / f"{SUPERVISOR}.sock")  # Before the last read of lines.
         out.writelines(in_order(reader.read() for reader in readers))
         out.flush()

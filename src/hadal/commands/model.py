@@ -1,5 +1,5 @@
-"""`hadal model`: what a model's folder holds, what it takes in memory, and which deployment would
-serve it. commands/model_rows reads the folder.
+"""`hadal model`: contents of a model's folder, its memory needs, and deployments that would serve
+it. commands/model_rows reads the folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What `hadal model` finds of a folder, as JSON and as rows: the model, its text and the deployments
-that ship.
+"""Findings of `hadal model` about a folder, as JSON and as rows: the model, its text processing and
+the shipped deployments.
 
 Reads config.json, the headers of weights and the tokenizer; loads no torch.
 """
@@ -28,29 +28,29 @@ from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, shipped_deploy
 
 @dataclass(frozen=True)
 class Fit:
-    """Plan of one of the deployments that ship with the model of the folder."""
+    """Plan of one shipped deployment with the folder's model."""
 
     deployment: str
     memory: MemoryPlan | None
-    """Weights and pools of all its ranks; None where the deployment cannot serve the model anywhere."""
+    """Weights and pools of all its ranks; None if the deployment cannot serve the model anywhere."""
     reason: str
     """Reason why this machine cannot run it; empty: it can."""
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Contents of a model's folder, and its use on a machine of some memory."""
+    """Contents of a model's folder, and plans for a machine with `memory_bytes`."""
 
     folder: Path
     config: ModelConfig
     stored: StoredWeights | None
-    """Weights; None where the folder has none."""
+    """Weights; None if the folder has none."""
     memory_bytes: int | None
-    """Memory to fit the model in; None where that of this machine is not known."""
+    """Memory available for the model; None if this machine's is unknown."""
     fits: list[Fit]
     unknown_keys: tuple[str, ...]
     text: ServedText | None
-    """Tokenizer and templates; None where the gateway cannot read them."""
+    """Tokenizer and templates; None if the gateway cannot read them."""
     why_not_served: str
     """Reason why `hadal serve` would not start; empty: it would."""
 
@@ -64,8 +64,8 @@ class FolderReport:
 
 
 def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None) -> FolderReport:
-    """Read a model's folder. `memory_gb`: of another machine; None: what is free on this one. Raises
-    ConfigError.
+    """Read a model's folder. `memory_gb`: memory of another machine; None: this one's available
+    memory. Raises ConfigError.
     """
     check_accepted(accepted)
     path = model_folder(folder)
@@ -86,8 +86,8 @@ def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None)
 def _fits(
     folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
 ) -> Iterator[Fit]:
-    """Each deployment that ships, planned with this model. `is_here`: what else this machine lacks
-    counts, too.
+    """Yield each shipped deployment, planned with this model. `is_here`: also check this machine's
+    other requirements.
     """
     room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
     for file in shipped_deployments():

@@ -1,5 +1,5 @@
-"""`hadal balance` places experts for measured loads: it reads matrices from JSON files, and prints
-the plan as JSON or as bars of text.
+"""Expert placement of `hadal balance`: reads measured loads from JSON files, and prints the plan as
+JSON or as text bars.
 
 Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
 """
@@ -22,12 +22,12 @@ from hadal.policy.experts.balance import Cluster, ExpertPlan, balance, balancedn
 from hadal.progress import Bar
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
-"""A rank's load as one character, least first."""
+"""Characters for a rank's load, lowest first."""
 MAX_BAR_CHARS = 50
 MARGIN_CHARS = 18
-"""Width of what stands left of a bar: its name and its figure."""
+"""Width of the name and the number left of a bar."""
 MOST_TOKENS = 1e18
-"""Most tokens of an expert: a million years of work at 30,000 tokens a second."""
+"""Most tokens of an expert: a million years of work at 30,000 tokens/s."""
 
 
 def plan_text(
@@ -40,9 +40,9 @@ def plan_text(
     is_json: bool,
     **how: Any,
 ) -> str:
-    """Return what the command prints: the plan for the loads in a file, as JSON or as bars beside
-    today's. `how` is what policy/experts/balance takes besides. Raises ValueError for what cannot
-    be read or does not fit.
+    """Return the command's output: the plan for the loads in a file, as JSON or as bars below those
+    of the `current` placement. `how`: further arguments of policy/experts/balance. Raises
+    ValueError for values that do not fit, and ConfigError for unreadable files.
     """
     window = loads_of(_read_json(loads))
     cluster = cluster_of(window, num_ranks, num_nodes, num_expert_slots)
@@ -63,15 +63,13 @@ def plan_text(
 
 
 def _read_json(path: Path) -> Any:
-    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the
-    file.
-    """
+    """Return the JSON value of a file, gzipped or not. Raises ConfigError with the file's defect."""
     return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
 def loads_of(value: Any) -> Floats:
-    """Loads [L, E] or [T, L, E], or an object's `tokens_per_expert`. Raises ValueError for anything
-    else.
+    """Return loads [L, E] or [T, L, E], from a matrix or an object's `tokens_per_expert`. Raises
+    ValueError for other values.
     """
     if isinstance(value, dict):
         if "tokens_per_expert" not in value:
@@ -103,8 +101,9 @@ def loads_of(value: Any) -> Floats:
 
 
 def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
-    """Ranks of `num_expert_slots` each. If that is as many as there are experts, they are taken to
-    be those of all ranks together: a rank that holds every expert needs no expert parallelism.
+    """Return a cluster of ranks with `num_expert_slots` each. If that is at least the number of
+    experts, it counts as the slots of all ranks together: a rank with every expert needs no expert
+    parallelism.
 
     Raises ValueError if sizes do not divide.
     """
@@ -116,8 +115,8 @@ def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: 
 
 
 def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
-    """A placement from `physical_to_logical` rows, expert slots rank by rank. Raises ValueError if
-    it does not fit.
+    """Return the placement of `physical_to_logical` rows, with expert slots rank by rank. Raises
+    ValueError if it does not fit.
     """
     rows = value.get("physical_to_logical") if isinstance(value, dict) else value
     num_layers, num_experts = loads.shape[-2:]
@@ -143,8 +142,8 @@ def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
 def as_json(
     plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
 ) -> dict[str, Any]:
-    """The plan as plain values; expert slots are numbered rank by rank. Without a placement before,
-    `moved_replicas` is null.
+    """Return the plan as plain values, with expert slots rank by rank. `moved_replicas` is null
+    without a placement before.
     """
     num_layers = plan.placement.num_layers
     split = (
@@ -161,8 +160,8 @@ def as_json(
 
 
 def split_of(value: Any, placement: Placement) -> Floats | None:
-    """The split beside a placement in what --json printed [L, R, S]; None: even. Raises ValueError
-    if it is none.
+    """Return the split [L, R, S] in the output of --json; None: even. Raises ValueError if it is
+    invalid.
     """
     rows = value.get("split") if isinstance(value, dict) else None
     if rows is None:
@@ -189,10 +188,10 @@ def bars(
     *,
     width: int = 80,
 ) -> str:
-    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst
-    before.
+    """Return bars of the balancedness before and after, and the ranks' loads in the layer that was
+    worst before.
 
-    Lines have `width` characters at most, or what a bar of ten needs.
+    Lines have at most `width` characters, or as many as a bar of ten needs.
     """
     num_chars = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)
@@ -230,8 +229,8 @@ def bars(
 
 
 def _rank_rows(label_to_row: dict[str, Floats], num_chars: int) -> list[str]:
-    """Every rank's load as a character, all on one scale, in as many lines as the ranks need; then
-    the least and the most of them.
+    """Return lines with one character per rank's load, all on one scale; then the minimum and
+    maximum load.
     """
     num_chars -= num_chars % 8 if num_chars > 8 else 0  # A node has 8 ranks in most places.
     top = max(row.max() for row in label_to_row.values()) or 1.0
@@ -265,8 +264,8 @@ def _two_bars(balancedness_L: Floats, loads: Floats, num_chars: int) -> list[str
 
 
 def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Return the mean and the worst of the layers that have tokens: a model's dense layers are rows
-    of zeros in some matrices.
+    """Return mean and worst over the layers with tokens. In some matrices a model's dense layers
+    are rows of zeros.
     """
     summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
     counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
@@ -274,7 +273,7 @@ def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float
 
 
 def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
-    """Experts in order over the ranks, without regard to loads; None where that does not fit."""
+    """Return experts in order over the ranks, regardless of loads; None if they do not fit."""
     num_layers, num_experts = loads.shape[-2:]
     total = sum(cluster.expert_slots)
     if total < num_experts or max(cluster.expert_slots) > num_experts:

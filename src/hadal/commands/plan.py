@@ -1,4 +1,4 @@
-"""`hadal plan`: its options."""
+"""Options of `hadal plan`."""
 
 from __future__ import annotations
 

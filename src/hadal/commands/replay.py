@@ -1,4 +1,4 @@
-"""`hadal replay`: decide a recorded live run again, and compare every decision."""
+"""`hadal replay`: repeat the decisions of a recorded live run, and compare each of them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def replay(
 
 
 def make_role(opening: Opening) -> RecordedRole:
-    """The role that a recorded process hosted, made by the code that made it there. Raises
-    ConfigError.
+    """Return the role that a recorded process hosted, made by the same code as in that process.
+    Raises ConfigError.
     """
     from hadal.core.messages.ranks import RankUp
     from hadal.roles import recording
@@ -91,7 +91,7 @@ def make_role(opening: Opening) -> RecordedRole:
 
 
 def as_dict(report: ReplayReport, took_s: float) -> dict[str, Any]:
-    """The report for programs."""
+    """Return the report for programs."""
     return {
         "is_same": report.difference is None,
         "difference": str(report.difference) if report.difference else None,

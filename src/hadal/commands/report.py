@@ -1,5 +1,5 @@
-"""`hadal report`: the published table of what was really served, out of the ledger that the gateway
-writes.
+"""`hadal report`: DeepSeek's published table for the requests really served, from the ledger that
+the gateway writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hadal.stats.report import HOUR, TENANT, iso, report
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _MAX_S = 3660 * _UNITS_S["d"]
-"""Ten years, hour by hour."""
+"""Longest time of a report: ten years, hour by hour."""
 
 
 def run(
@@ -36,8 +36,8 @@ def run(
     has_uses: bool = False,
     now_s: float | None = None,
 ) -> None:
-    """Print the report of the last hours. `prices`, unless empty, replace the charged ones. `has_uses`:
-    by tenant, with each one's share of the GPUs' time.
+    """Print the report of the time `last`. `prices`, unless empty, replace the charged ones.
+    `has_uses`: report by tenant, with each tenant's share of the GPUs' time.
     """
     if has_uses and by not in (HOUR, TENANT):
         raise ConfigError(f"--tenant is by tenant, not by {by!r}; leave one out.")
@@ -75,8 +75,8 @@ def run(
 def read(
     url: str, from_us: int, to_us: int, by: str, utc_offset_s: int, *, has_spans: bool = False
 ) -> LedgerWindow:
-    """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them
-    makes a file.
+    """Return a ledger's records of this time. Raises LedgerError, StoreDown or ValueError; no
+    ledger file is made then.
     """
     store = Store(url)
     try:
@@ -92,7 +92,9 @@ def read(
 
 
 def seconds_of(text: str) -> int:
-    """ "90m", "24h", "7d", "2w", or hours without a letter. Raises ValueError."""
+    """Return the seconds of "90m", "24h", "7d", "2w", or of hours without a letter. Raises
+    ValueError.
+    """
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
         raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")

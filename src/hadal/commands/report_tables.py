@@ -1,5 +1,5 @@
-"""A report as tables for a terminal, the same for what was served and for what was simulated.
-Knows no ledger.
+"""Tables of a report for a terminal, for served and for simulated requests alike. Independent of
+the ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING = "-"
 
 
 def render(report: Report, title: str) -> Group:
-    """The day's table and the lines below it, as things rich can print."""
+    """Return the total, the lines below it and the notes, as rich renderables."""
     start, end = (
         iso(time_us, report.utc_offset_s)[:16].replace("T", " ")
         for time_us in (report.from_us, report.to_us)
@@ -41,7 +41,7 @@ def render(report: Report, title: str) -> Group:
 
 
 def _notes(report: Report, lines: list[Line]) -> list[str]:
-    """Why something is left out, or a dash."""
+    """Return notes that explain omitted lines and dashes."""
     notes = []
     num_left_out = len(report.lines) - len(lines)
     if num_left_out:
@@ -122,7 +122,7 @@ def _total(line: Line) -> Table:
 
 
 def _times(detail: Detail) -> list[tuple[str, str, str]]:
-    """Quantiles as rows of the total: what, the middle, and the rest."""
+    """Return quantiles as rows of the total: (name, p50, p99 with a note)."""
     return [
         (what, _time(values, 0, unit), f"p99 {_time(values, 1, unit)}; {note}")
         for what, values, unit, note in (
@@ -159,7 +159,7 @@ def _lines(report: Report, lines: list[Line]) -> Table:
 
 
 def _uses(report: Report, lines: list[Line]) -> Table:
-    """Whose the GPUs' time was."""
+    """Return the table of GPU time per tenant."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(report.by, no_wrap=True)
     for name in ("GPU-hours used", "of all used", "GPU-hours idle", "cost", "income"):
@@ -180,7 +180,7 @@ def _uses(report: Report, lines: list[Line]) -> Table:
 
 
 def _details(report: Report, lines: list[Line]) -> Table:
-    """How long tokens took, and what went wrong, for lines with requests."""
+    """Return the table of token times and errors, for lines with requests."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(report.by, no_wrap=True)
     for name in ("first token p50", "p99", "per token p50", "p99"):
@@ -209,7 +209,7 @@ def _errors(detail: Detail) -> str:
 
 
 def _kind(end: str) -> str:
-    """An end as people know it: 429 Too Many Requests."""
+    """Return an end with its HTTP phrase, such as 429 Too Many Requests."""
     try:
         return f"{end} {HTTPStatus(int(end)).phrase}"
     except ValueError:
@@ -217,7 +217,9 @@ def _kind(end: str) -> str:
 
 
 def _time(values: tuple[int, ...], at: int, unit: float) -> str:
-    """A quantile of times in so many-ths of a second; a dash where there is none."""
+    """Return a quantile as a duration; a dash without values. `unit`: units of the values per
+    second.
+    """
     return duration(values[at] / unit) if values else NOTHING
 
 
@@ -227,7 +229,9 @@ def _has_news(line: Line) -> bool:
 
 
 def dollars(micro_usd: int) -> str:
-    """Whole dollars from 1,000 on, cents from one on, two digits below."""
+    """Return dollars as text: whole ones from 1,000 on, cents from 1 on, and up to six decimals
+    below.
+    """
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
     if 0 < amount < 10**6:
         return (
@@ -239,7 +243,7 @@ def dollars(micro_usd: int) -> str:
 
 
 def _tokens(number: int) -> str:
-    """Exact up to a million, then four digits or more of its unit."""
+    """Return a count as text: exact below a million, then with at least three digits and its unit."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:,.{3 if number < 10 * limit else 1}f} {unit}"

@@ -1,8 +1,8 @@
-"""`hadal rollout`: have a running server replace its units, one after the other.
+"""`hadal rollout`: make a running server replace its units, one after the other.
 
-What new units serve is looked at here, before the server hears of it: it must be a model that its
-gateways, blocks and memory plan are right for. Then the supervisor is told, and `status.json` says
-how far it is.
+The new model is checked here, before the server receives it: it must fit the server's gateways,
+blocks and memory plan. Then the rollout is sent to the supervisor, and `status.json` shows its
+progress.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, with_digests
 from hadal.runtime.wire import ZmqWire
 
 EXIT_STOPPED = 1
-"""A new unit does not come up: the old ones go on, and no other is replaced."""
+"""Exit code if a new unit does not come up: the old units continue, and no other is replaced."""
 _OF_THE_GATEWAY = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
-"""Files of a checkpoint that gateways, which go on, have read."""
+"""Checkpoint files that the gateways have read. A rollout does not restart gateways."""
 _LOOK_S = 0.2
 _HEARD_S = 10.0
-"""How long the server may take to say that it has begun."""
+"""Seconds within which the server must begin the rollout."""
 
 
 def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
-    """Returns the command's exit code. Raises ConfigError where there is no such server, or the
-    model is none that it can go over to.
+    """Run a rollout and return the command's exit code. Raises ConfigError if there is no such
+    server, or if it cannot change to the model.
     """
     found = find(run_folder)
     message = _message(found.folder, model) if model else Rollout()
@@ -73,7 +73,7 @@ def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
 
 
 def _message(folder: Path, model: str) -> Rollout:
-    """What the supervisor is told of a model. Raises ConfigError."""
+    """Check a model and return the message for the supervisor. Raises ConfigError."""
     run = read_run(folder)
     old, new = Path(run.deployment.model), model_folder(model)
     deployment = msgspec.structs.replace(run.deployment, model=str(new))
@@ -94,7 +94,7 @@ def _message(folder: Path, model: str) -> Rollout:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """None: there is no such file. Raises ConfigError."""
+    """Return a file's bytes; None if there is no such file. Raises ConfigError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -104,8 +104,8 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _begun(found: Found, before: int) -> RolloutStatus:
-    """What the server says once it has heard of the rollout after number `before`. Raises
-    ConfigError.
+    """Wait for a rollout with a number above `before`, and return its status. Raises ConfigError if
+    none begins in time.
     """
     until_s = time.monotonic() + _HEARD_S
     while time.monotonic() < until_s:
@@ -120,8 +120,8 @@ def _begun(found: Found, before: int) -> RolloutStatus:
 
 
 def _statuses(folder: Path, number: int) -> Iterator[RolloutStatus]:
-    """How far it is, until all units are replaced and up. Raises ConfigError if the server ends, or
-    another rollout begins.
+    """Yield the rollout's status until all units are replaced and up. Raises ConfigError if the
+    server ends, or another rollout begins.
     """
     while True:
         status = read_status(folder)

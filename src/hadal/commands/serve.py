@@ -1,4 +1,4 @@
-"""`hadal serve`: its options, on top of a deployment's file, and what they may not ask for together."""
+"""Options of `hadal serve`, which override a deployment's file, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def serve(
         sys.exit(_dry_run(config, overrides, tables, (log_level, log_format), given))
     from hadal.runtime.process.forks import Forks, environment
 
-    forks = Forks(environment())  # It takes longest: everything else happens meanwhile.
+    forks = Forks(environment())  # Started first, because it takes longest.
     from hadal.core.handshake import is_near
     from hadal.runtime.banner import OPEN_TO_ALL, Banner, log_status
     from hadal.runtime.launch import serve as run
@@ -216,7 +216,7 @@ def serve(
         )
         if (quiet or log_format == JSON) and not keys and not is_near(resolved.deployment.host):
             logging.getLogger("hadal").warning("%s", OPEN_TO_ALL)
-        if quiet or log_format == JSON:  # Else the banner says it.
+        if quiet or log_format == JSON:  # Otherwise the banner shows these warnings.
             for sentence in unknown_keys_warnings(resolved.deployment):
                 logging.getLogger("hadal").warning("%s", sentence)
         announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
@@ -250,7 +250,7 @@ def _dry_run(
         resolved = plan(_deployment(config, overrides, tables))
         _keys_for(resolved.deployment, *keys)
         folder = Path(resolved.deployment.model)
-        # A folder of a config.json alone can be planned, one of weights is to be served.
+        # A folder with only a config.json can be planned; one with weights must also be servable.
         if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
             read_served_text(folder, resolved.deployment.accept_config)
     except ConfigError as error:
@@ -263,8 +263,8 @@ def _dry_run(
 def _deployment(
     config: Path | None, overrides: dict[str, Any], tables: _Tables | None = None
 ) -> Deployment:
-    """`overrides` of the file's fields, `tables` of those in its tables; None leaves a field as it
-    is.
+    """Return the deployment with changed fields: `overrides` at the top level, `tables` in its
+    tables. None keeps a field's value.
     """
     from hadal.runtime.resolve import deployment_file
 
@@ -286,8 +286,8 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 def _keys_for(
     deployment: Deployment, given: list[str], path: Path | None, is_open: bool
 ) -> tuple[str, ...]:
-    """Return the accepted API keys. Raises ConfigError, also if a network would be served without keys;
-    `is_open` allows that.
+    """Return the accepted API keys. Raises ConfigError for invalid keys, or if a network would be
+    served without keys and `is_open` does not allow it.
     """
     from hadal.core.handshake import is_near
 

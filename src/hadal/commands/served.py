@@ -1,5 +1,5 @@
-"""Read tokenizer and chat templates of a folder as its gateway would, for `hadal model` and
-`hadal serve --dry-run`.
+"""Tokenizer and chat templates of a folder, read as its gateway would, for `hadal model` and `hadal
+serve --dry-run`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hadal.runtime.resolve import check_complete, plan, why_not_run
 
 @dataclass(frozen=True)
 class ServedText:
-    """Template, tools, reasoning and context of a model, as its gateway reads them."""
+    """Chat template, tools, reasoning and context of a model, as its gateway reads them."""
 
     template: str
     """Names of the chat templates and their file; empty: there is none."""
     tools: str
-    """Name of the form in which the model calls tools; empty: it calls none."""
+    """Name of the model's format for tool calls; empty: it calls no tools."""
     thinks: bool
-    """True if the model can set its reasoning apart."""
+    """True if the model can mark its reasoning."""
     context_tokens: int
     """Most tokens of a prompt and its reply together."""
 

@@ -1,4 +1,4 @@
-"""`hadal simulate`: its options."""
+"""Options of `hadal simulate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`hadal status`: what runs on this host.
+"""`hadal status`: state of the server on this host.
 
-Reads the run folder of a server, which is its user's alone: nothing is asked of the server itself,
-so it works when the server does not answer.
+Reads the server's run folder, which only its user can read, and sends the server no requests. So it
+works even if the server does not respond.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hadal.runtime.process.status import ProcessStatus, Status, read_status, wro
 from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_rank
 
 EXIT_INCOMPLETE = 1
-"""Something of the server is missing."""
+"""Exit code if a part of the server is not ready."""
 _ENDS = 3
-"""Ends of a unit's processes that are shown."""
+"""Most ends of a unit's processes that are shown."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A server that runs."""
+    """A running server."""
 
     folder: Path
     status: Status
@@ -45,23 +45,22 @@ class Found:
 
     @property
     def up_s(self) -> float:
-        """Since it was started."""
+        """Seconds since the server started."""
         return time.time() - (self.folder / RUN_FILE).stat().st_mtime
 
 
 SERVICE_FOLDER = Path("/run/hadal")
-"""Run folder of a server that was installed as deploy/ has it."""
+"""Run folder of a server that was installed as a service with deploy/."""
 
 
 def find(run_folder: Path | None) -> Found:
-    """The one server of that folder, or of this user's folders in the place for temporary files and
-    of a service's.
-    Raises ConfigError if there is none, or if one must be chosen.
+    """Return the one server of that folder. None: of this user's folders among the temporary files
+    and of the service's folder. Raises ConfigError if there is none, or if one must be chosen.
     """
     everywhere = [*Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"), SERVICE_FOLDER]
     running = {}
     for folder in sorted(everywhere) if run_folder is None else [run_folder]:
-        # Of another user's folder, and before there is a status, there is nothing to say.
+        # Skip other users' folders, and folders without a status yet.
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             status = read_status(folder)
             if status is not None and is_heard(folder / f"{SUPERVISOR}.sock"):
@@ -81,7 +80,7 @@ def find(run_folder: Path | None) -> Found:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """For programs."""
+    """Return the status for programs."""
     where = {plan.name: plan for plan in found.plans}
     return {
         **asdict(found.status),
@@ -96,7 +95,7 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 
 def wrong(status: Status) -> list[str]:
-    """What an operator should know, a sentence each."""
+    """Return present problems, a sentence each."""
     said = wrong_nodes(status)
     for name, process in status.processes.items():
         if process.phase in (ProcessPhase.READY, ProcessPhase.RESTING):
@@ -107,7 +106,7 @@ def wrong(status: Status) -> list[str]:
 
 
 def print_status(found: Found, *, as_json: bool) -> int:
-    """Print it; returns the command's exit code."""
+    """Print the status and return the command's exit code."""
     if as_json:
         typer.echo(json.dumps(as_dict(found), indent=2))
     else:
@@ -116,7 +115,7 @@ def print_status(found: Found, *, as_json: bool) -> int:
 
 
 def show(found: Found, console: Console) -> None:
-    """A line on the server, a table of its units, and what is wrong."""
+    """Print a line about the server, a table of its units, and present problems."""
     status = found.status
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     console.print(
@@ -152,13 +151,13 @@ def show(found: Found, console: Console) -> None:
 
 
 def _places(processes: Collection[ProcessStatus], nodes: Sequence[int]) -> str:
-    """The numbers of a unit's nodes and, of a cluster, the names of the hosts that they are now."""
+    """Return the numbers of a unit's nodes and, in a cluster, the names of their present hosts."""
     names = sorted({process.host for process in processes if process.host})
     return f"{ranges(nodes)} ({', '.join(names)})" if names else ranges(nodes)
 
 
 def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:
-    """The processes of each unit, and each gateway's."""
+    """Return name -> processes, of each unit and each gateway."""
     found: dict[str, list[ProcessPlan]] = {}
     for plan in plans:
         found.setdefault(unit_and_rank(plan.name)[0], []).append(plan)

@@ -1,5 +1,5 @@
-"""`hadal step`: one priced step of a unit, explained stage by stage. Loads the model only when it
-is called.
+"""`hadal step`: price of one step of a unit, explained stage by stage. Imports the step model only
+when called.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EPILOG = examples(
 _TIMELINE_WIDTH = 96
 _TRACED_LAYERS = 8
 _MAX_SIZE = 1e9
-"""Of a batch or a length: far beyond any, and no time is infinite yet."""
+"""Largest batch or length: far beyond real ones, and small enough that times stay finite."""
 
 
 def step(
@@ -181,7 +181,7 @@ def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
-    """What --json prints. `balanced` is the same step with rows spread evenly over the ranks."""
+    """Return the output of --json. `balanced`: the same step with rows spread evenly over ranks."""
     return {
         "step_ms": price.seconds * 1e3,
         "tokens_per_s_gpu": price.tokens_per_s_gpu,
