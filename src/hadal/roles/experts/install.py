@@ -100,7 +100,7 @@ class Installation:
             self.move("staged")
 
     def flip(self, step_id: int) -> LayerFlip:
-        """Return the flip, which goes with this step's plans."""
+        """Return the flip to send with this step's plans."""
         self.move("flip")
         self.step_id = step_id
         weights = b"" if self.weights_RS is None else self.weights_RS.tobytes()

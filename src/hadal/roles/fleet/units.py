@@ -24,7 +24,7 @@ class UnitState(StrEnum):
     DRAINING = "draining"
     """The unit gets no new requests; its present ones continue."""
     STOPPING = "stopping"
-    """The unit's process was told to end."""
+    """The unit's process was requested to end."""
 
 
 class UnitMove(StrEnum):
@@ -34,7 +34,7 @@ class UnitMove(StrEnum):
     KEEP = "keep"
     STOP = "stop"
     END = "end"
-    """The unit's process is gone."""
+    """The unit's process has ended."""
 
 
 OWNS_NODES = frozenset({UnitState.STARTING, UnitState.UP, UnitState.DRAINING, UnitState.STOPPING})

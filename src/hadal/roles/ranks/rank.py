@@ -1,10 +1,8 @@
 """Role of a rank's process: it executes its leader's (scheduler's) orders for the present
 formation, and sends heartbeats.
 
-    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone
-    -> RankDone
-                                                                    RankStage -> Stage -> Staged ->
-                                                                    RankStaged
+RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone ->
+RankDone RankStage -> Stage -> Staged -> RankStaged
 
 Decides nothing: the leader owns slots, blocks and plans. Late steps and stages of an older
 formation are dropped, and so are results of its aborted steps. Pulls, freed blocks, and disk reads
@@ -86,7 +84,7 @@ class RankRole:
 
     def __init__(self, up: RankUp) -> None:
         self.formation = 0
-        """Number of the newest FormPlan taken; 0: none yet."""
+        """Number of the newest FormPlan accepted; 0: none yet."""
         self.num_stale = 0
         """Messages and results of older formations, dropped."""
         self._up = up

@@ -74,9 +74,9 @@ class PoolRequests:
         self._asked: dict[tuple[Hashable, ...], int] = {}
         """Key of an outstanding pull, disk read or disk write -> its rank."""
         self._held: list[Pull | ReadBlocks] | None = None
-        """Copies into pools that wait for the next formation; None: copies are not held back. They
-        are after a failed step: the inner leader takes that step's blocks for free, while other
-        ranks may still write to them.
+        """Copies into pools that wait for the next formation; None: no copies are held back. They
+        are held back after a failed step: the inner leader treats that step's blocks as free, while
+        other ranks may still write to them.
         """
 
     def ask(self, effect: Pull | ReadBlocks | StoreBlocks) -> None:
@@ -323,7 +323,7 @@ class RankedLeader:
         return slow
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
-        """Pass a rank's outcome to the inner leader, unless that takes the rank for lost by now."""
+        """Pass a rank's outcome to the inner leader, unless that treats the rank as lost."""
         if not self._requests.answered(message):
             self.num_stale += 1
             return

@@ -51,8 +51,9 @@ class _HostStep:
     busy_s: float
     """Busy seconds of the host's slowest rank, for which others wait."""
     num_rows: float
-    """Mean rows per rank. `alone_s`: other host -> mean seconds per rank waited for it alone."""
+    """Rows per rank, mean over the host's ranks."""
     alone_s: Mapping[str, float]
+    """Other host -> seconds waited for it alone, mean over the host's ranks."""
 
 
 class SlowHosts:
