@@ -1,6 +1,4 @@
-"""`hadal report`: DeepSeek's published table for the requests really served, from the ledger that
-the gateway writes.
-"""
+"""`hadal report`: DeepSeek's published table for served requests, from the gateway's ledger."""
 
 from __future__ import annotations
 
@@ -75,8 +73,8 @@ def run(
 def read(
     url: str, from_us: int, to_us: int, by: str, utc_offset_s: int, *, has_spans: bool = False
 ) -> LedgerWindow:
-    """Return a ledger's records of this time. Raises LedgerError, StoreDown or ValueError; no
-    ledger file is made then.
+    """Return a ledger's records of this time; make no file. Raises LedgerError, StoreDown,
+    ValueError.
     """
     store = Store(url)
     try:
@@ -92,9 +90,7 @@ def read(
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of "90m", "24h", "7d", "2w", or of hours without a letter. Raises
-    ValueError.
-    """
+    """Return the seconds of "90m", "24h", "7d", "2w" or a number of hours. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
         raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")

@@ -1,6 +1,4 @@
-"""Tables of a report for a terminal, for served and for simulated requests alike. Independent of
-the ledger.
-"""
+"""Tables of a report for a terminal, of served or simulated requests. Independent of the ledger."""
 
 from __future__ import annotations
 
@@ -217,9 +215,7 @@ def _kind(end: str) -> str:
 
 
 def _time(values: tuple[int, ...], at: int, unit: float) -> str:
-    """Return a quantile as a duration; a dash without values. `unit`: units of the values per
-    second.
-    """
+    """Return a quantile as a duration; a dash without values. `unit`: value of one second."""
     return duration(values[at] / unit) if values else NOTHING
 
 
@@ -229,9 +225,7 @@ def _has_news(line: Line) -> bool:
 
 
 def dollars(micro_usd: int) -> str:
-    """Return dollars as text: whole ones from 1,000 on, cents from 1 on, and up to six decimals
-    below.
-    """
+    """Return dollars as text: whole from 1,000 on, with cents from 1 on, up to six decimals below."""
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
     if 0 < amount < 10**6:
         return (

@@ -29,9 +29,7 @@ class Span:
     start: int
     """Position of its first token: the number of earlier tokens, which are in the cache."""
     context_rows: Tensor | None
-    """Rows of the earlier tokens in the cache of layer 0 (see `cache_rows`); None if there are
-    none.
-    """
+    """Cache rows of the earlier tokens in layer 0 (see `cache_rows`); None without any."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,7 @@ def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, entries_TD: Ten
 
 
 def cache_rows(blocks: np.ndarray, positions: np.ndarray, num_layers: int) -> np.ndarray:
-    """Return each position's row in the cache viewed as [P*L*S, D], for layer 0; add l*S for layer
-    l.
-    """
+    """Return each position's row in the cache viewed as [P*L*S, D], for layer 0 (layer l: + l*S)."""
     rows: np.ndarray = (
         blocks[positions // BLOCK_TOKENS] * (num_layers * BLOCK_TOKENS) + positions % BLOCK_TOKENS
     )

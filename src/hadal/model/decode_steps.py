@@ -66,9 +66,7 @@ class DecodeSteps:
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
-        """Slots that lost their rows in a failed step, until the leader makes them leave or join
-        anew.
-        """
+        """Slots that lost their rows in a failed step, until the leader makes them leave or rejoin."""
         self._table = RankTable(max_slots, model.config.max_position_embeddings)
         self._drafter = None if module is None else Drafter(module, max_slots, num_drafts_max)
         self._new_sampler = new_sampler
@@ -262,9 +260,7 @@ class DecodeSteps:
         table.rest(plan.resting)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the model's device. On a CPU no torch op runs: each releases the
-        GIL.
-        """
+        """Return the tensor on the model's device. On a CPU run no torch op: each releases the GIL."""
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _logits(

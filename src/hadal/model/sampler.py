@@ -44,9 +44,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens of one step, grouped by slot and in order. The last token of a slot in `failed` is
-    invalid.
-    """
+    """Tokens of one step, in order by slot. The last token of a slot in `failed` is invalid."""
 
     tokens: np.ndarray
     num_B: np.ndarray

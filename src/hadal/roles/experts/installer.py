@@ -20,9 +20,7 @@ from hadal.roles.experts.planner import LayerChange, LayerRests
 from hadal.roles.ranks.notes import Routine
 
 _SETTLE_INTERVALS = 2
-"""Intervals for which a flipped layer is left alone: then one to judge by and one to plan by are
-new.
-"""
+"""Intervals without changes after a flip: enough for a new one to judge by and one to plan by."""
 
 
 class StageBackoff:
@@ -171,9 +169,7 @@ class ExpertInstaller:
         return (flip,)
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """Take in a step that all ranks did. Returns whether it included a flip, which changes
-        `placement`.
-        """
+        """Take in a step that all ranks did. Returns whether it changed `placement` by a flip."""
         install = self.installing
         if (
             install is None

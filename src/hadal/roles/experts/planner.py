@@ -52,9 +52,7 @@ class LayerRests:
         self._lack[layer] = lack
 
     def are_over(self, lack_L: Floats) -> NDArray[np.bool_]:
-        """Return a mask of layers that may be examined. `lack_L`: each layer's 1 - balancedness
-        now.
-        """
+        """Return a mask of layers that may be examined. `lack_L`: 1 - balancedness of each layer."""
         return np.asarray((self._until <= self._window.number) | (lack_L > self._lack))
 
 
@@ -172,9 +170,7 @@ class ExpertPlanner:
     def _moved(
         self, placement: Placement, layer: int, loads_TE: Floats, share: float
     ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-        """Return a better placement of the layer within a share of the budget of moves, and its
-        parts.
-        """
+        """Return a better placement of the layer within a share of the move budget, and its parts."""
         slots = placement.slot_to_expert_LRS[layer : layer + 1]
         num_moves = max(
             2, int(share * self._terms.moves_share * int((slots != EMPTY).sum()))

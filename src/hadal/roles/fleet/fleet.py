@@ -232,8 +232,8 @@ class Fleet:
         self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, timeout_s, unit.drain_number)))
 
     def _roll_out(self, now_s: float) -> None:
-        """Drain the next old unit once the last one is replaced. If a new unit does not come up,
-        the rollout stays there and the old units continue.
+        """Drain the next old unit once the last one is replaced. If a new unit does not start, the
+        rollout pauses and the old units continue.
         """
         if not self._old_ones():
             return

@@ -9,7 +9,7 @@ The inner leader receives one result per step, once every member did its part. I
 because a peer was lost, it receives no result; the RankReset that follows makes it plan that step
 again. If a step failed for another reason, it receives the failure and gives the step's requests
 back. The unit then forms anew too, because peers may wait in the middle of that step. The inner
-leader takes all ranks for dead until the first reset, and does not announce the unit before.
+leader treats all ranks as dead until the first reset, and does not announce the unit before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PoolRequests:
         self._asked[_key(effect)] = effect.rank
 
     def answered(self, message: RankAnswered) -> bool:
-        """Accept an answer. Returns False if the inner leader takes the rank for lost by now, or
+        """Accept an answer. Returns False if the inner leader treats the rank as lost by now, or
         did not ask it.
         """
         key = _key(message.outcome)

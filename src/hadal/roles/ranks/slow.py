@@ -1,12 +1,11 @@
 """Slow hosts of a unit: their measurement over some steps, and rests, during which the unit runs
 without them.
 
-StepDone of every rank: seconds it waited, and for which host alone ──┐ RankDone: seconds of the
-messages on the wire ────────────────────────┴► a stretch of steps ──► policy/slow_hosts
+    StepDone of every rank: seconds it waited, and for which host alone ──┐
+    RankDone: seconds of the messages on the wire ────────────────────────┴► a stretch of steps ──► policy/slow_hosts
 
 Ranks also wait for a host that has more work. The time by which its ranks compute longer than the
-waiting ones is therefore subtracted, except in decode if the host had at most EVEN times their
-rows.
+waiting ones is therefore subtracted; not in decode, if the host had at most EVEN times their rows.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ class SlowHosts:
     """Measurement of one unit's hosts. A host is the address that its ranks report."""
 
     def __init__(self, *, has_rows: bool) -> None:
-        """`has_rows`: the number of tokens that a step returns measures each rank's work, as in
-        decode.
-        """
+        """`has_rows`: the number of returned tokens measures each rank's work, as in decode."""
         self._has_rows = has_rows
         self._rank_to_host: Mapping[int, str] = {}
         """Rank -> host, if the unit is on several hosts; empty on one."""
