@@ -1,8 +1,8 @@
 """Role of a rank's process: it executes its leader's (scheduler's) orders for the present
 formation, and sends heartbeats.
 
-RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone ->
-RankDone RankStage -> Stage -> Staged -> RankStaged
+    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone -> RankDone
+                                                                    RankStage -> Stage -> Staged -> RankStaged
 
 Decides nothing: the leader owns slots, blocks and plans. Late steps and stages of an older
 formation are dropped, and so are results of its aborted steps. Pulls, freed blocks, and disk reads
