@@ -1,1 +1,1 @@
-"""House lab: simulator, planner and step model; extra `lab`."""
+"""House lab: simulator, planner and step model. Installed with the extra `lab`."""

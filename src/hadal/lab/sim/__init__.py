@@ -1,6 +1,5 @@
-"""The world that the roles run in when nothing is real: load, disk cache, demand, faults. Decides
-nothing that serves.
+"""Simulation around the roles: load, disk cache, demand, faults. Makes no decision of serving.
 
-Nothing here reads a file, a clock or a source of randomness: texts, times and generators are passed
-in.
+No module reads a file, a clock or a source of randomness: the caller passes in texts, times and
+random generators.
 """

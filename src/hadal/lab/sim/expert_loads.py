@@ -1,22 +1,24 @@
-"""What a policy of expert placement leaves of imbalance: loads drawn as skewed as measured ones,
-the real code on them.
+"""Imbalance that remains under a policy of expert placement: the balancer that serves runs on drawn
+loads that are as skewed as measured ones.
 
     shares = expert_share("auto", "decode", 144, 32, rng)       policy/experts/balance on drawn loads
-    StepModel(144, placed=shares.imbalance)                     what lab/perf/step calls `placed`
+    StepModel(144, placed=shares.imbalance)                     lab/perf/step's `placed`
     shares.one_micro_batch(mean_rows, rng)                      rows by rank, chance included
 
-An expert's load is log-normal: in each layer a deviate of its group (of the gate's neighbours) and
-one of its own, both stretched by a factor of the layer. The deviations are fitted to SGLang's
+An expert's load is log-normal: in each layer the sum of a deviate of its gate group and one of its
+own, both stretched by a factor of the layer. The deviations are fitted to SGLang's
 published loads of DeepSeek-V3/R1, 256 experts in 58 layers (five prefill and three decode workloads
 of its reproduction kit for large-scale expert parallelism): to the mean over layers of maximum over
-mean of ranks, with experts in order and with our placement, and to the heaviest experts. Maximum
-over mean of 32 prefill ranks in order 1.78 (drawn 1.74), with groups kept on nodes 1.16 (1.15), as
-the balancer that serves places them 1.01 (1.01); of 144 decode ranks in order 3.72 (3.77), placed
-1.15 (1.14). Groups come out more unequal than measured (deviation of the logarithm of their loads
-0.31 and 0.37, drawn 0.38 and 0.44). `python -m bench expert_skew` prints both side by side.
+mean of ranks, with experts in order and with our placement, and to the heaviest experts.
 
-Knows no workload: a real one has hot experts that stay hot, so loads are drawn once for a day, not
-for each step. Shapes: L MoE layers, E experts, R ranks.
+Maximum over mean, measured (drawn). 32 prefill ranks: experts in order 1.78 (1.74), groups kept on
+nodes 1.16 (1.15), placed by the balancer that serves 1.01 (1.01). 144 decode ranks: in order 3.72
+(3.77), placed 1.15 (1.14). Drawn groups are more unequal than measured ones: the deviation of the
+logarithm of their loads is 0.38 and 0.44, measured 0.31 and 0.37 (prefill, decode).
+tests/unit/lab/sim/test_expert_loads compares drawn with measured loads.
+
+Does not depend on a workload. In a real one hot experts stay hot, so loads are drawn once per day,
+not per step. Shapes: L MoE layers, E experts, R ranks.
 """
 
 from __future__ import annotations
@@ -56,16 +58,15 @@ class Skew:
 
 
 SKEWS = {PREFILL: Skew(0.40, 0.60, 0.20), DECODE: Skew(0.47, 0.54, 0.20)}
-"""Skews of both phases. Decode's loads come from fewer texts at a time, hence from more unequal
-groups.
-"""
+"""Skews by phase. Decode's groups are more unequal: fewer texts at once make up its loads."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertRanks:
-    """What each rank receives in each layer over a whole run, over the mean of the ranks [L, R]."""
+    """Load of each rank in each layer over a whole run."""
 
     share_LR: Floats
+    """Rows of a rank over the mean of the ranks [L, R]."""
 
     @cached_property
     def imbalance(self) -> float:
@@ -76,18 +77,17 @@ class ExpertRanks:
 
     @property
     def typical_layer(self) -> int:
-        """The layer whose maximum is the median of all layers'."""
+        """Layer with the median of all layers' maxima."""
         order = np.argsort(self.share_LR.max(axis=1), kind="stable")
         return int(order[len(order) // 2])
 
     def one_micro_batch(
         self, mean_rows: float, rng: np.random.Generator, layer: int | None = None
     ) -> Floats:
-        """Rows that ranks receive over their mean [R], in one layer (None: the typical one) of one
-        micro-batch.
+        """Draw the rows of each rank over their mean [R], in one layer of one micro-batch.
 
-        `mean_rows` (token, expert) pairs a rank, thrown at random by the ranks' shares. Raises
-        ValueError if there is less than one in all.
+        `mean_rows`: (token, expert) pairs per rank; they are assigned at random by the ranks'
+        shares. `layer` None: the typical layer. Raises ValueError for less than one row in all.
         """
         share_R = self.share_LR[self.typical_layer if layer is None else layer]
         num_rows = round(mean_rows * share_R.size)
@@ -101,7 +101,9 @@ class ExpertRanks:
 
 
 def draw_loads(phase: str, rng: np.random.Generator, num_layers: int = NUM_LAYERS) -> Floats:
-    """Loads of experts over their mean [L, E], as skewed as SGLang's of this phase."""
+    """Draw loads of experts over their mean [L, E], as skewed as SGLang's of this phase. Raises
+    ValueError for an unknown phase.
+    """
     if phase not in SKEWS:
         raise ValueError(f"phase {phase!r} is unknown; {PREFILL} or {DECODE}.")
     skew = SKEWS[phase]
@@ -122,13 +124,13 @@ def expert_share(
     ranks_per_node: int = RANKS_PER_NODE,
     num_layers: int = NUM_LAYERS,
 ) -> ExpertRanks:
-    """Draw a unit's loads, place its experts, and say what its ranks receive.
+    """Draw a unit's loads, place its experts, and return the load of its ranks.
 
-    `auto`: our balancer as roles/experts asks it: a gate's group stays on its node where ranks can
-    be level like that (roles/leaders), replicas split their expert's tokens as it says; but from
-    scratch, whatever that moves. `off`: experts in order, replicas evenly chosen, without a look at
-    the loads. Raises ValueError for other policies and phases, and for experts and replicas that do
-    not divide over the ranks.
+    `auto`: the balancer as roles/experts calls it. A gate group stays on one node if ranks can be
+    balanced that way (roles/leaders), and replicas split their expert's tokens as planned. Unlike
+    live, it places from scratch and ignores the cost of moves. `off`: experts in order, replicas
+    chosen evenly, independent of the loads. Raises ValueError for other policies and phases, and
+    for experts and replicas that do not divide over the ranks.
     """
     if policy not in POLICIES:
         raise ValueError(f"expert policy {policy!r} is unknown; {' or '.join(POLICIES)}.")
@@ -147,7 +149,7 @@ def expert_share(
 def balanced(
     loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int
 ) -> ExpertPlan:
-    """Return the balancer's answer to these loads, as a unit with so many slots and nodes asks it."""
+    """Return the balancer's plan for these loads, for a unit with the slots and ranks of `like`."""
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_expert_slots,) * like.num_ranks, nodes)
     by_nodes = groups_fit_nodes(phase, nodes[-1] + 1, NUM_GROUPS, num_redundant)

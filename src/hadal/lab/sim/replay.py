@@ -1,11 +1,11 @@
-"""A recorded live run decided again: fresh roles of the serving classes receive the recorded events at
+"""Replay of a recorded live run: fresh roles of the serving classes receive the recorded events at
 the recorded times, and each answer is compared with the recorded one.
 
     recorded call    time, events -> effects
     replayed call    time, events -> effects: equal byte for byte, or the replay ends here
 
-Each role is replayed on its own. If every role gives its recorded answers, so does the run. Recordings
-of several hosts may stand in one folder; only times of one host can be compared.
+Each role is replayed on its own: if every role gives its recorded answers, so does the run.
+Recordings of several hosts may be in one folder; only times of one host can be compared.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _PROGRESS_CALLS = 1000
 _SHOWN = 400
 """Characters of a value in a difference."""
 MakeRole = Callable[[Opening], RecordedRole]
-"""Makes the role that a recording's process hosted, as that process did."""
+"""Function that makes the role of a recorded process, as that process did."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first call with another answer than the recorded one."""
+    """First call with an answer that differs from the recorded one."""
 
     process: str
     call: int
@@ -63,21 +63,21 @@ class Difference:
 
 @dataclass
 class ReplayReport:
-    """Result of a comparison. `difference` None: every answer was the recorded one."""
+    """Result of a comparison. `difference` None: every answer equals the recorded one."""
 
     num_processes: int
     num_recorded: int
-    """Recorded calls."""
+    """Number of recorded calls."""
     span_s: float
     """Length of the longest recording, in seconds."""
     num_calls: int = 0
-    """Calls that were answered alike."""
+    """Number of calls with the recorded answer."""
     decisions: Counter[str] = field(default_factory=Counter)
     """Decisions by kind, without timers, heartbeats and reports."""
     events: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
     step_ms: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Process -> number of its steps, their mean time in the Runner in milliseconds."""
+    """Process -> (number of its steps, their mean time in the Runner in milliseconds)."""
     difference: Difference | None = None
 
     @property
@@ -90,8 +90,8 @@ def replay(
     make_role: MakeRole,
     advance: Callable[[int, int], None] = lambda done, of: None,
 ) -> ReplayReport:
-    """Replay all roles of a run in the order of time, up to the first difference. `advance` receives the
-    number of calls made and of all calls. Raises ValueError for recordings without a call.
+    """Replay all roles of a run in the order of time, up to the first difference. `advance` gets
+    the number of finished calls and of all calls. Raises ValueError if no recording has a call.
     """
     recordings = [recording for recording in recordings if recording.calls]
     if not recordings:
@@ -137,7 +137,7 @@ def decision_of(effect: AnyEffect) -> str | None:
 
 
 def _answer(role: RecordedRole, call: Call) -> Call:
-    """Call a role as `call` did; return the call with the role's own answer."""
+    """Call a role with the time and events of `call`. Return the call with the role's answer."""
     try:
         answer = role.handle(call.now_s, *call.events) if call.events else role.start(call.now_s)
     except Exception as raised:  # An error that was raised live as well is no difference.
@@ -146,7 +146,7 @@ def _answer(role: RecordedRole, call: Call) -> Call:
 
 
 def _compare(old: Call, new: Call) -> tuple[str, str, str] | None:
-    """Return where two answers differ first, and both values there; None if they are equal."""
+    """Return the first place at which two answers differ, and both values; None if equal."""
     if canonical(old) == canonical(new):
         return None
     if old.error != new.error:
@@ -170,7 +170,7 @@ def _name(effect: AnyEffect) -> str:
 
 
 def _narrowed(path: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """Return the path and both values of the part in which two unequal values differ first."""
+    """Return path and values of the first part in which two unequal values differ."""
     parts: list[tuple[str, Any, Any]] = []
     if isinstance(old, msgspec.Struct) and type(old) is type(new):
         parts = [

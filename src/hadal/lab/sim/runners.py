@@ -1,12 +1,12 @@
-"""The Runner seam of a whole unit, without a model: plans of all ranks in, results and a priced
-time out.
+"""Runner seam of a whole unit without a model: takes the plans of all ranks, returns results and a
+priced time.
 
-A step takes what lab/perf/step says of the very plans: the micro-batches the leader cut, each as its
-slowest rank has it, under the schedule it chose. Op times go back to the leader as a rank would
-have measured them, so its own choice of schedules, balances, moves and drafts is made from the same
-numbers as live. Tokens are 0 until a request's output is as long as its user wanted it; then the
-stop id is drawn, and the leader notices one plan late, as it does live. What a plan drafts, the
-next one checks: a draft is right by chance, and the same drafts of a request are right in every run.
+lab/perf/step prices the plans themselves: the micro-batches that the leader (scheduler) cut, each
+as its slowest rank has it, under the schedule that the leader chose. Op times go back to the leader
+as a rank would have measured them, so it chooses schedules, balances, moves and drafts from the
+same numbers as live. Tokens are 0 until an output has its requested length; then the stop id is
+drawn, and the leader notices one plan late, as live. The drafts (speculative tokens) of one plan
+are verified in the next: a draft is accepted by chance, and equally in every run of a request.
 
 Shapes: R ranks, S slots of a rank.
 """
@@ -32,33 +32,36 @@ from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 
 STOP_ID = 1
-"""The stop id of every simulated request: `Generation.stop_ids` has it."""
+"""Stop id of every simulated request, in `Generation.stop_ids`."""
 WORD_ID = 0
-"""Any other token."""
+"""Id of every token that is not the stop id."""
 OutputTokens = Callable[[int], int]
-"""Number of a request (`Sampling.seed`) -> how long its output becomes."""
+"""Number of a request (`Sampling.seed`) -> length of its output, tokens."""
 
 
 class StepWork(NamedTuple):
     """Figures of one step, for lab/sim/world/seen."""
 
     tokens: int
-    """Prefill: computed. Decode: made, one of each request and its drafts that were right."""
+    """Prefill: prompt tokens computed. Decode: output tokens, one per request and its accepted
+    drafts.
+    """
     positions: int
-    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, once a
-    request, its first new one among them.
+    """Prefill: (token, position that it attends to) pairs. Decode: cached positions, including the
+    first new one, summed over the requests.
     """
     texts: int
-    """Prefill: chunks. Decode: requests."""
+    """Prefill: number of chunks. Decode: number of requests."""
     most_tokens: int
-    """Prefill: most tokens of a rank. Decode: most requests."""
+    """Prefill: most tokens of a rank. Decode: most requests of a rank."""
     most_positions: int
+    """Most `positions` of a rank."""
     imbalance: float
-    """Imbalance of experts, the mean of the micro-batches."""
+    """Imbalance of experts, mean of the micro-batches."""
     num_micro_batches: int
     context_tokens: int
-    """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the
-    positions.
+    """Tokens with their KV read. Prefill: new and earlier ones, once per chunk. Decode: equal to
+    `positions`.
     """
 
 
@@ -66,27 +69,27 @@ NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1, 0)
 
 
 class PrefillRunner:
-    """Executes a prefill unit's steps."""
+    """Runner of a prefill unit's steps."""
 
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
         self.work = NO_WORK
-        """What the last step computed."""
+        """Figures of the last step."""
         self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
-        """Last step's work by rank: tokens, and (token, position) pairs."""
+        """Work of the last step: tokens by rank, and (token, position) pairs by rank."""
         self.price: StepPrice | None = None
         """Price of the last step, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
-        """Rank -> how many times as long its part of a step takes."""
+        """Rank -> slowdown factor of its part of a step."""
         self._num_living = model.num_ranks
         self._model = model
         self._output_tokens = output_tokens
         self._pairs_token = pairs_per_token(model)
-        """Attended positions that take a rank as long as a token does; they tell which rank is the
-        slowest.
+        """Pairs of core attention that take as long as the other work on one token; used to find
+        the slowest rank.
         """
 
     def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
-        """The step's result; it is done `elapsed_s` after it began."""
+        """Return the step's result; the step takes its `elapsed_s`."""
         halves = [[plan.chunks for plan in plans]]
         if plans[0].num_micro_batches == 2:
             halves.append([plan.second for plan in plans])
@@ -150,9 +153,7 @@ class PrefillRunner:
 
 
 _RankWork = tuple[int, int, int, int]
-"""What a rank computes in a micro-batch: tokens, (token, position) pairs, positions that are read,
-chunks.
-"""
+"""Work of a rank in a micro-batch: tokens, (token, position) pairs, positions read, chunks."""
 
 
 def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
@@ -194,8 +195,8 @@ def _work_of(
 
 
 def pairs_per_token(model: StepModel) -> float:
-    """How many (token, position) pairs of core attention take as long as what else a rank does with
-    a token.
+    """Return the number of (token, position) pairs of core attention that take as long as a rank's
+    other work on one token.
     """
 
     def own_s(num_tokens: float, num_pairs: float) -> float:
@@ -208,8 +209,8 @@ def pairs_per_token(model: StepModel) -> float:
 
 
 def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBatchLoad]:
-    """What a unit's op times are of: each op is as long as on the rank on which it is longest
-    (roles/ranks/steps).
+    """Return the micro-batches for a unit's op times, with the most tokens and pairs of any rank: a
+    unit reports each op's time on the rank where it takes longest (roles/ranks/steps).
     """
     num = len(batches)
     return [
@@ -225,10 +226,11 @@ def _longest(work: StepWork, batches: Sequence[MicroBatchLoad]) -> list[MicroBat
 
 
 class DecodeRunner:
-    """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
+    """Runner of a decode unit's steps. The tables of its ranks are arrays by slot.
 
-    A draft is right with probability `mtp_accept` if those before it were (lab/sim/slot_drafts); a plan
-    drafts `num_drafts_max` at most. Raises ValueError for what is no probability.
+    A draft is accepted with probability `mtp_accept` if all drafts before it were
+    (lab/sim/slot_drafts). A plan makes at most `num_drafts_max`. Raises ValueError if `mtp_accept`
+    is no probability.
     """
 
     def __init__(
@@ -241,11 +243,11 @@ class DecodeRunner:
         mtp_accept: float = MTP_ACCEPT,
     ) -> None:
         self.work = NO_WORK
-        """What the last step computed."""
+        """Figures of the last step."""
         self.price: StepPrice | None = None
         """Price of the last step, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
-        """Rank -> how many times as long its part of a step takes."""
+        """Rank -> slowdown factor of its part of a step."""
         self._num_living = model.num_ranks
         self._model = model
         self._num_slots = num_slots
@@ -254,16 +256,16 @@ class DecodeRunner:
         self._drafts = SimulatedDrafts(size, num_drafts_max, mtp_accept)
         self.is_taken: Bools = np.zeros(size, np.bool_)
         self._left: Ints = np.zeros(size, np.int64)
-        """Tokens until the output is as long as it was wanted."""
+        """Output tokens left until the stop id, by slot."""
         self._length: Ints = np.zeros(size, np.int64)
-        """Positions in the cache."""
+        """Positions in the KV cache, by slot."""
         self._is_computed: Bools = np.zeros(size, np.bool_)
-        """Slots of the step: taken, and not resting."""
+        """True for slots that the step computes: taken, and not resting."""
         self._is_second: Bools = np.zeros(size, np.bool_)
         self._second: tuple[tuple[int, ...], ...] = ()
 
     def run(self, plans: Sequence[DecodePlan]) -> StepDone:
-        """The step's result; it is done `elapsed_s` after it began."""
+        """Return the step's result; the step takes its `elapsed_s`."""
         for rank, plan in enumerate(plans):
             if plan.leaves or plan.joins:
                 self._change(rank * self._num_slots, plan)
@@ -276,7 +278,7 @@ class DecodeRunner:
         return _joined([self._pass(plans) for _ in range(plans[0].num_passes)])
 
     def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
-        """A token of each slot of the step, and those that drafts bring."""
+        """Return the result of one pass: one token per computed slot, and its accepted drafts."""
         slots, num_drafts = np.flatnonzero(self._is_computed), plans[0].num_drafts
         assert num_drafts <= self._drafts.num_max, "a plan drafts more than was said"
         num_checked = (
@@ -284,7 +286,7 @@ class DecodeRunner:
         )
         self._length[slots] += 1
         is_in = self._halves(plans)
-        num_tokens = None  # One of each slot, which takes less time to count.
+        num_tokens = None  # One token per slot, which is faster to count than an array.
         if num_checked is not None:
             num_tokens = self._is_computed.astype(np.int64)
             num_tokens[slots] += num_checked
@@ -305,7 +307,7 @@ class DecodeRunner:
             )
 
         self.price = price = price_of(batches)
-        # All of it by the same part, or the leader would take its ops for longer than its step.
+        # Step and ops are scaled alike; otherwise the ops would add up to more than their step.
         part = _slowed(
             price,
             self.slow,
@@ -320,8 +322,7 @@ class DecodeRunner:
         if drawn.size > slots.size:
             self.work = self.work._replace(tokens=drawn.size)
         self._drafts.note(slots, num_drafts, self.is_taken)
-        # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
-        # them.
+        # Arrays, although a rank's process sends tuples: users need only lengths and elements.
         keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
         num_computed = slots.size if num_tokens is None else int(num_tokens.sum())
         return StepDone(
@@ -336,7 +337,7 @@ class DecodeRunner:
         )
 
     def formed(self, num_living: int) -> None:
-        """Let `num_living` ranks take part from now on, with nobody in their tables."""
+        """Let `num_living` ranks take part from now on, with empty tables."""
         self._num_living = max(1, num_living)
         self.is_taken[:] = False
         self._drafts.clear()
@@ -348,8 +349,8 @@ class DecodeRunner:
         return requests_R
 
     def _draw(self, slots: Ints, num_checked: Ints | None) -> tuple[Ints, Ints]:
-        """Return whose tokens the step draws, and the tokens: the first of each of these slots,
-        then, draft by draft, those that come behind it.
+        """Draw the step's tokens. Return (slot of each token, tokens): first one token per slot,
+        then the tokens of accepted drafts, by draft index.
         """
         self._left[slots] -= 1
         left = self._left[slots]
@@ -398,7 +399,7 @@ class DecodeRunner:
                 self._drafts.grow(rank * self._num_slots + slot)
 
     def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
-        """Who is in which micro-batch."""
+        """Return the mask of computed slots of each micro-batch."""
         if plans[0].num_micro_batches == 1:
             return [self._is_computed]
         second = tuple(plan.second for plan in plans)
@@ -412,8 +413,8 @@ class DecodeRunner:
     def _micro_batch(
         self, is_in: Bools, num_tokens: Ints | None, rank: int | None = None
     ) -> MicroBatchLoad:
-        """Return the micro-batch as its slowest rank has it, or as `rank` has it. `num_tokens`: of
-        each slot, its drafts among them; None: one of each.
+        """Return the micro-batch as its slowest rank has it, or as `rank` has it. `num_tokens`:
+        tokens of each slot, including drafts; None: one per slot.
         """
         shape = (-1, self._num_slots)
         lengths = self._length * is_in
@@ -435,7 +436,7 @@ class DecodeRunner:
 
 
 def _joined(passes: Sequence[StepDone]) -> StepDone:
-    """Return the step of these turns, one after another."""
+    """Return one result for passes that ran one after another."""
     if len(passes) == 1:
         return passes[0]
     times: dict[str, OpTime] = {}
@@ -459,8 +460,8 @@ def _joined(passes: Sequence[StepDone]) -> StepDone:
 def _slowed(
     price: StepPrice, slow: Mapping[int, float], price_of: Callable[[int], StepPrice]
 ) -> float:
-    """How many times `price` a step takes whose other ranks wait for the slow ones. `price_of`: as
-    a rank has it.
+    """Return the time of a step as a multiple of `price`, if all ranks wait for the slow ones.
+    `price_of`: rank -> price of the step with that rank's own work.
     """
     return max(
         [1.0, *(factor * price_of(rank).seconds / price.seconds for rank, factor in slow.items())]
@@ -468,7 +469,7 @@ def _slowed(
 
 
 def _op_times(price: StepPrice, part: float) -> tuple[OpTime, ...]:
-    """Return the op times of a step that takes `part` of its price."""
+    """Return the op times of a step that takes `part` times its price."""
     times = price.op_times()
     return (
         times

@@ -1,10 +1,10 @@
-"""Conversations as DeepSeek's published day may have seen them: a few parameters, each with a
-reading and a source.
+"""Synthetic conversations like those of DeepSeek's published day, from a few parameters, each with
+its meaning and source.
 
-A session is some turns with one model. Each turn's prompt is everything before it (what the model
-reasoned left out) and a new message, sometimes with a document in it. Between two turns somebody
-reads and types, in seconds. A session may also rest for longer, which is measured by the load
-clock: it is taken up when people are awake.
+A session is a number of turns with one model. Each turn's prompt is everything before it (without
+the model's reasoning) and a new message, sometimes with a document. Between two turns of a sitting
+the user reads and types; this time is measured in seconds. A session may also rest for longer; this
+time is measured by the load clock, because users come back when they are awake.
 
     sitting 0               rest           sitting 1
     turn 0 . turn 1 . turn 2 --------------- turn 3 . turn 4
@@ -13,10 +13,10 @@ clock: it is taken up when people are awake.
 Sittings begin at a constant rate by the load clock, first and later ones alike, so every moment is
 in the steady state.
 
-Four parameters were fitted, each on one published figure, which `hadal simulate` prints beside ours:
-share_r1 on the mean KV length, document_share on input over output, continue_share on the share of
-hits, sessions_per_day on the day's input. All else is measured elsewhere or said to be assumed.
-Nothing here knows those figures.
+Four parameters were fitted, each to one published figure, which `hadal simulate` prints beside
+ours: share_r1 to the mean KV length, document_share to input over output, continue_share to the
+share of hits, sessions_per_day to the day's input. All others are measured elsewhere or marked as
+assumed. This module does not read those figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """exp(log(median) + sigma x standard normal), not above `limit`."""
+    """Log-normal distribution: exp(log(median) + sigma x standard normal), capped at `limit`."""
 
     median: float
     sigma: float
@@ -49,12 +49,12 @@ class LogNormal:
         return np.minimum(self.median * np.exp(self.sigma * rng.standard_normal(count)), self.limit)
 
     def tokens(self, rng: Generator, count: int) -> Ints:
-        """Rounded up: at least 1."""
+        """Draw numbers of tokens: rounded up, so at least 1."""
         return np.ceil(self.draw(rng, count)).astype(np.int64)
 
 
 class SystemPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An application's, and its share of all sessions; 0 tokens: it has none."""
+    """System prompt of an application, and the share of all sessions with it. 0 tokens: none."""
 
     share: float
     tokens: int
@@ -62,63 +62,69 @@ class SystemPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadParams:
-    """What is asked for on a day. Times in seconds, lengths in tokens."""
+    """Parameters of a day's requests. Times in seconds, lengths in tokens. Raises ValueError for
+    impossible ones.
+    """
 
     sessions_per_day: float = 103.0e6
-    """That begin. Fitted on the published 608 B tokens in."""
+    """Sessions that begin per day. Fitted to the published 608 B tokens in."""
     share_r1: float = 0.533
-    """Share of sessions with R1; the others are with V3. Fitted on the published mean KV length per
+    """Share of sessions with R1; the others are with V3. Fitted to the published mean KV length per
     output token, 4,989.
     """
     continue_share: float = 0.3187
-    """Probability that a first turn is followed by another, mean over sessions. Fitted on the
+    """Probability that a first turn is followed by another, mean over sessions. Fitted to the
     published hits, 56.3 % of tokens in.
     """
     continue_samples: float = 5.0
-    """How much alike sessions are in that: each one's probability is drawn from a beta distribution
-    as narrow as after so many observations, so those that went on go on. After the first to the
-    sixth turn that is 0.32, 0.43, 0.51, 0.57, 0.62, 0.66, and 1.66 turns a session; in Mooncake's
-    hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and 1.63.
+    """Similarity of sessions in continuing. Each session's probability of a further turn is drawn
+    from a beta distribution with this sum of parameters, so long sessions tend to go on. After
+    turns 1 to 6 the probability is 0.32, 0.43, 0.51, 0.57, 0.62, 0.66, with 1.66 turns per session.
+    In Mooncake's hour of conversations: 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and 1.63 turns.
     """
     document_share: float = 0.1465
-    """Share of messages that bring a document. Fitted on the published 608 / 168 tokens in per
-    token out. 10 % of ServeGen's prompts are longer than 2,000 tokens.
+    """Share of messages with a document. Fitted to the published 608 / 168 tokens in per token out.
+    10 % of ServeGen's prompts are longer than 2,000 tokens.
     """
     message: LogNormal = LogNormal(130, 1.2, 8_000)
-    """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median
-    of 187, documents and system prompts included.
+    """Length of a typed message. ServeGen's prompts to R1 have a median of 187, including documents
+    and system prompts; 9 in 10 of them are first turns.
     """
     document: LogNormal = LogNormal(5_000, 0.9, 48_000)
-    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where
-    ServeGen's prompts have 5 % and 1 %.
+    """Length of a document. 39 % are longer than 6,500 tokens and 6 % longer than 21,000: 5.7 % and
+    0.8 % of all messages. ServeGen's prompts have 5 % and 1 %.
     """
     output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
-    """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
+    """Output length of V3: median of Mooncake's conversations, spread of Azure's of 2023, limit of
+    the API at that time.
+    """
     output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
-    """ServeGen's DeepSeek-R1: median, spread of the logarithm; the API's limit then. Reasoning
-    included.
+    """Output length of R1 with reasoning: median and spread of the logarithm from ServeGen's
+    DeepSeek-R1, limit of the API at that time.
     """
     reason_short: tuple[float, float, float] = (0.34, 12.0, 18.0)
-    """Reasoning's part of R1's output has two humps in ServeGen: this share of turns is of the
-    lower, a beta distribution with these two parameters (mean 0.40).
+    """Lower mode of reasoning's share of R1's output, which is bimodal in ServeGen: (share of turns
+    in this mode, two parameters of its beta distribution with mean 0.40).
     """
     reason_long: tuple[float, float] = (16.0, 2.8)
-    """The upper (mean 0.85); 0.70 for both together."""
+    """Upper mode of reasoning's share of R1's output: parameters of a beta distribution with mean
+    0.85. Mean of both modes: 0.70.
+    """
     think_s: LogNormal = LogNormal(75, 1.5, 12 * 3600)
-    """Time from the end of an answer to the next message. With the time of the answer, 9 in 10 of
-    those come within 10 minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed
-    otherwise.
+    """Time from the end of an answer to the next message. Including the time of the answer, 9 in 10
+    next messages come within 10 minutes. Mooncake's gaps above 10 s have a median of two minutes.
+    Otherwise assumed.
     """
     rest_from_s: float = 600.0
-    """Whoever thinks for longer rests. Assumed."""
+    """Thinking time above which a session rests. Assumed."""
     return_share: float = 0.12
-    """Share of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the
-    80 % of reuses within 10 minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache
-    in the Wild", 2025).
+    """Share of further turns that come after a long rest instead. 9 in 10 of the other 0.88 come
+    within 10 minutes: the 80 % of reuses within 10 minutes that Alibaba's chat service has (Wang et
+    al., "KVCache Cache in the Wild", 2025).
     """
     return_s: LogNormal = LogNormal(8 * 3600, 1.2, 3 * DAY_S)
-    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public
-    trace has it.
+    """Length of a long rest by the load clock: until later that day or one of the next days.
+    Assumed: no public trace has it.
     """
     system_prompts: tuple[SystemPrompt, ...] = (
         SystemPrompt(0.45, 0),
@@ -128,23 +134,23 @@ class WorkloadParams:
         SystemPrompt(0.06, 1200),
         SystemPrompt(0.04, 2500),
     )
-    """One for each tenant, in order. Assumed: a few popular ones of some hundred tokens, and most
-    chats without.
+    """System prompt of each tenant, in order. Assumed: a few popular ones of some hundred tokens;
+    many chats have none.
     """
     context: int = 65_536
-    """A session ends before the turn whose prompt and answer would be longer: the API's limit
-    then.
+    """Longest prompt and answer together: a session ends before a turn that would be longer. The
+    API's limit at that time.
     """
     first_token_s: float = 1.5
+    """Time to an answer's first token; it delays the next turn."""
     token_s: float = 1 / 21
-    """How fast answers come, for when the next turn does. Published: 20 to 22 tokens a second per
-    user.
+    """Time per token of an answer; it delays the next turn. Published: 20 to 22 tokens/s per user.
     """
     shares: tuple[float, ...] = DEEPSEEK_SHARES
     """Shares of the day's load, by hour from 12:00 Beijing time."""
     lead_s: float = 240.0
-    """Lead of sittings' beginnings over the day's shares, for their tokens come later, in the mean.
-    Fitted on the shares.
+    """Time by which sittings begin before the load of `shares`, because on average their tokens
+    come later. Fitted to the shares.
     """
 
     def __post_init__(self) -> None:
@@ -196,7 +202,7 @@ class WorkloadParams:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of whole sessions, one behind the other; when these begin is not said."""
+    """Turns of whole sessions, one session after the other, without the sessions' start times."""
 
     session: Ints
     turn: Ints
@@ -209,32 +215,30 @@ class Turns:
     tenant: Ints
     model: Ints
     pause_s: Floats
-    """Load clock's time between this turn's sitting and the one before; 0 within a sitting."""
+    """Time by the load clock between this turn's sitting and the one before; 0 within a sitting."""
     rested_s: Floats
-    """All pauses of the session so far, by the load clock."""
+    """Sum of all pauses of the session so far, by the load clock."""
     wait_s: Floats
-    """Time between the turn before and this one that is not a pause: its answer and thinking."""
+    """Time since the previous turn without pauses: its answer, and thinking."""
     lag_s: Floats
-    """Answers and thinking since the session began."""
+    """Sum of all answers and thinking since the session began, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """When the turns of whole sessions come after each other, before anything is said of their
-    lengths.
-    """
+    """Times between the turns of whole sessions, without the turns' lengths."""
 
     num_turns: Ints
-    """Turns of each session; the other columns are by turn."""
+    """Number of turns of each session; the other columns are by turn."""
     think_s: Floats
-    """Time since the answer before, within a sitting: 0 in the first turn of each."""
+    """Thinking time since the previous answer; 0 in the first turn of a sitting."""
     pause_s: Floats
-    """Instead, by the load clock, where a sitting begins that is not the first; 0 elsewhere."""
+    """Rest before this turn by the load clock, if it begins a sitting after the first; else 0."""
     rested_s: Floats
-    """All pauses of the session so far, by the load clock."""
+    """Sum of all pauses of the session so far, by the load clock."""
 
     def of(self, wanted: Bools) -> Rhythm:
-        """These sessions only: `wanted` by session."""
+        """Return the rhythm of the sessions with True in `wanted`."""
         turns = np.repeat(wanted, self.num_turns)
         return Rhythm(
             self.num_turns[wanted], self.think_s[turns], self.pause_s[turns], self.rested_s[turns]
@@ -259,7 +263,7 @@ def draw_rhythm(params: WorkloadParams, num_sessions: int, rng: Generator) -> Rh
 
 
 def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
-    """The turns of these sessions. All columns are equally long."""
+    """Draw the turns of the sessions of a rhythm. All columns are equally long."""
     session, begin, is_first = _layout(rhythm.num_turns)
     num_sessions, count = len(begin), len(session)
     turn = np.arange(count) - begin[session]
@@ -272,7 +276,7 @@ def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
     has_document = rng.random(count) < params.document_share
     message[has_document] += params.document.tokens(rng, int(has_document.sum()))
     output, reasoning = _draw_outputs(params, model, rng)
-    # The prompt grows by what was answered, reasoning left out, and the next message.
+    # The prompt grows by the last answer without its reasoning, and by the next message.
     tokens_in = system + _running(message + _before(output - reasoning, is_first), begin, session)
     seen = np.where(reasoning > 0, tokens_in, tokens_in + output - 1)
     tokens_seen = np.where(is_first, system, _before(seen, is_first))
@@ -309,13 +313,12 @@ def generate(
     *,
     history_s: float = 6 * DAY_S,
 ) -> Workload:
-    """Every request that comes in [start_s, end_s), of one session in `scale`.
+    """Draw all requests that arrive in [start_s, end_s), of one session in `scale`.
 
-    Sessions that began up to `history_s` earlier are there with their later turns, so the first
-    second is like any other: with the default, one token in a thousand of those that should come is
-    missing. To draw sessions at a `scale`th of the rate is to sample them by a hash of their
-    numbers, which mean nothing (see Workload.sample). Raises ValueError for an empty window or a
-    scale below 1.
+    Later turns of sessions that began up to `history_s` earlier are included, so the first second
+    is like any other. With the default, one token in a thousand is missing. Drawing sessions at
+    1/`scale` of the rate equals sampling them by a hash of their numbers (Workload.sample), because
+    the numbers are arbitrary. Raises ValueError for an empty window or a scale below 1.
     """
     if not start_s < end_s or scale < 1:
         raise ValueError(
@@ -328,7 +331,7 @@ def generate(
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
     rhythm = draw_rhythm(params, num_sessions, rng)
-    # Most sessions that began long ago are over. Nobody has to know what they were about.
+    # Most sessions that began long ago are over; their lengths need not be drawn.
     sitting_s = np.repeat(begins, rhythm.num_turns) + rhythm.rested_s
     counts = (sitting_s >= float(shape.load_s(start_s - MAX_SITTING_S))) & (sitting_s < last)
     wanted = np.zeros(num_sessions, dtype=np.bool_)
@@ -340,7 +343,7 @@ def generate(
 
 
 MAX_SITTING_S = DAY_S / 4
-"""Hardly a sitting is longer, so those that began earlier are over."""
+"""Longest sitting considered. Hardly any is longer, so earlier sittings are taken to be over."""
 
 
 def placed(
@@ -352,8 +355,8 @@ def placed(
     start_s: float,
     end_s: float,
 ) -> Workload:
-    """The requests of these turns that come in [start_s, end_s), by arrival. `load_s`: when their
-    sittings begin, by the load clock.
+    """Return the requests of the turns at `rows` that arrive in [start_s, end_s), by arrival.
+    `load_s`: beginning of each row's sitting by the load clock.
     """
     lag_s = turns.lag_s[rows]
     arrival_s = shape.at_s(load_s) - params.lead_s + lag_s
@@ -387,7 +390,7 @@ def placed(
 
 
 def _layout(num_turns: Ints) -> tuple[Ints, Ints, Bools]:
-    """Return each turn's session, each session's first turn, and for each turn whether it is that."""
+    """Return (session of each turn, first turn of each session, True for turns that are first)."""
     begin = np.cumsum(num_turns) - num_turns
     session = np.repeat(np.arange(len(num_turns)), num_turns)
     is_first = np.zeros(len(session), dtype=np.bool_)
@@ -396,7 +399,7 @@ def _layout(num_turns: Ints) -> tuple[Ints, Ints, Bools]:
 
 
 def _draw_lengths(params: WorkloadParams, num_sessions: int, rng: Generator) -> Ints:
-    """Turns of each session: geometric, each with a probability of its own."""
+    """Draw the number of turns of each session: geometric, with a probability per session."""
     if not params.continue_share:
         return np.ones(num_sessions, dtype=np.int64)
     yes, no = (
@@ -407,7 +410,7 @@ def _draw_lengths(params: WorkloadParams, num_sessions: int, rng: Generator) -> 
 
 
 def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[Ints, Ints]:
-    """Tokens generated, and how many of them are reasoning: none of V3's, never all of R1's."""
+    """Draw (output tokens, reasoning tokens among them): none for V3, never all for R1."""
     is_r1 = model == R1
     num_r1 = int(is_r1.sum())
     output = np.empty(len(model), dtype=np.int64)
@@ -423,13 +426,13 @@ def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[
 
 
 def _before(values: NDArray[Number], is_first: Bools) -> NDArray[Number]:
-    """Return the value of the turn before; 0 in a session's first."""
+    """Return the value of the previous turn; 0 in a session's first turn."""
     before = np.roll(values, 1)
     before[is_first] = 0
     return before
 
 
 def _running(values: NDArray[Number], begin: Ints, session: Ints) -> NDArray[Number]:
-    """Sums since each session began, this turn's value included."""
+    """Return running sums within each session, including this turn's value."""
     total: NDArray[Number] = np.cumsum(values, dtype=values.dtype)
     return np.asarray(total - (total - values)[begin][session], dtype=values.dtype)

@@ -1,22 +1,22 @@
-"""Requests as columns: when they come, how long they are, and what of their text was there before.
+"""Requests as columns: arrival times, lengths, and the previously computed part of each prompt.
 
-Nothing reads the text, so there is none. A block's name (kv/names) says "this text, from the first
-token on, under this model, of this tenant", and two names are equal exactly if all of that is.
-Whoever makes up the requests knows when it is, so a name is made of where the block stands instead
-of a hash of what it holds:
+There is no text, because nothing reads it. A block's name (kv/names) stands for "this text, from
+the first token on, under this model, of this tenant"; two names are equal exactly if all of these
+are. The generator of the requests knows when they are, so it makes a name from the block's position
+instead of hashing its content:
 
     system prompt   (model, prompt) + position      equal in all sessions that begin with it
     a conversation  session + position              its text only grows: position i always holds the same tokens
-    an answer       (session, turn) + position      where reasoning came first, which the next turn leaves out
+    an answer       (session, turn) + position      after reasoning, which the next turn's prompt leaves out
     a trace's part  the trace's own number + position in it
 
     turn k      | system prompt | message 1 | answer 1 | message 2 | reasoning, answer 2 |
     turn k + 1  | system prompt | message 1 | answer 1 | message 2 | answer 2 | message 3 |
-                 ---- the same tokens, as long as turn k's prompt ---> from here on others
+                 ---- the same tokens, as long as turn k's prompt ---> different from here on
 
-As with hashes, a block that has the end of the system prompt in it belongs to the session, only
-full blocks have names, and the last token of a text, which was drawn but never computed, fills
-none.
+As with hashes, the block that contains the end of the system prompt belongs to the session, and
+only full blocks have names. The last token of a text does not fill a block: it was drawn but never
+computed.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ from hadal.core.messages.base import BLOCK_TOKENS
 
 V3, R1 = 0, 1
 MODEL_NAMES = ("deepseek-chat", "deepseek-reasoner")
-"""The models' names as the API calls them, by model number."""
+"""Names of the models in the API, by model number."""
 NO_PREFIX = -1
 
 _OF_PREFIX, _OF_PART = 1 << 62, 1 << 63
 _TURN_BITS = 12
 MAX_TURNS = (1 << _TURN_BITS) - 1
-"""Most turns of a session, so that each turn's answer has numbers of its own."""
+"""Most turns of a session; with more, answers of two turns could share a number."""
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a trace says of its prompts' texts: numbers of parts, all equally long, equal if the
-    text so far is.
+    """Prompt parts of a trace, all equally long. Two parts have equal numbers if their prompts are
+    equal up to the parts' ends.
     """
 
     tokens_part: int
+    """Tokens of a part."""
     first: Ints
-    """Where each request's numbers begin in `numbers`, and one entry more."""
+    """Start of each request in `numbers` [N + 1]; the last entry is the end."""
     numbers: Ints
+    """Numbers of all parts, request after request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order in which they arrive; every column has one entry for each."""
+    """Requests in the order of arrival; every column has one entry per request."""
 
     arrival_s: Floats
     session: Ints
@@ -65,19 +67,18 @@ class Workload:
     tokens_in: Ints
     """Tokens of the whole prompt, cached or not."""
     tokens_out: Ints
-    """Generated and billed, reasoning included."""
+    """Generated and billed tokens, reasoning included."""
     tokens_reasoning: Ints
-    """Those of them that the next turn's prompt leaves out."""
+    """Reasoning tokens of the output; the next turn's prompt leaves them out."""
     prefix: Ints
-    """Number of the system prompt it begins with, or NO_PREFIX."""
+    """Number of the system prompt at the start of the prompt, or NO_PREFIX."""
     prefix_tokens: Ints
     tokens_seen: Ints
-    """First tokens of the prompt whose KV was computed before: for the last turn of its session, or
-    for anybody with this system prompt. What a cache that forgets nothing would have, but for what
-    is no full block.
+    """Leading prompt tokens with KV computed before: by the previous turn of the session, or by any
+    session with this system prompt. Hits of an infinite cache, if it could hold partial blocks.
     """
     idle_s: Floats
-    """Time since the session's last request came; inf if this is the first."""
+    """Time since the session's previous request arrived; inf if this is the first."""
     tenant: Ints
     model: Ints
     """V3 or R1."""
@@ -88,8 +89,8 @@ class Workload:
 
     @property
     def tokens_findable(self) -> Ints:
-        """What a cache could have of each prompt: full blocks, and never the prompt's last
-        token.
+        """Tokens of each prompt that an infinite cache could hit: full blocks, without the prompt's
+        last token.
         """
         return np.asarray(
             np.minimum(self.tokens_in - 1, self.tokens_seen) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -97,13 +98,13 @@ class Workload:
 
     @property
     def kv_length_mean(self) -> float:
-        """Tokens in the cache when an output token is made, mean over all output tokens."""
+        """Tokens in the request's KV cache per output token, mean over all output tokens."""
         weights = self.tokens_out / self.tokens_out.sum()
         return float(weights @ (self.tokens_in + self.tokens_out / 2))
 
     def chain(self, index: int, *, with_output: bool = False) -> bytes:
-        """Names of a prompt's full blocks, in order, as core/cache has them; `with_output`: and of
-        what its answer fills behind it.
+        """Return the names of a prompt's full blocks, in order, in the format of core/cache.
+        `with_output`: also of the blocks that its answer fills.
         """
         num_prompt = int(self.tokens_in[index]) // BLOCK_TOKENS
         num_blocks = num_prompt
@@ -127,7 +128,7 @@ class Workload:
         return names.tobytes()
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Workload:
-        """These requests only, in the order of `rows`: indices, or a mask."""
+        """Return the requests at `rows` (indices, or a mask), in that order."""
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.intp)
         columns = {
             field.name: getattr(self, field.name)[rows]
@@ -139,9 +140,9 @@ class Workload:
         )
 
     def sample(self, scale: int) -> Workload:
-        """One session in `scale`, whole, chosen by a hash of its number: with a cache that is as
-        much smaller it finds what all of them find (spatially hashed sampling: Waldspurger et al.,
-        "SHARDS", FAST 2015).
+        """Return one session in `scale`, with all its requests, chosen by a hash of its number.
+        With a cache smaller by `scale` it has the hit rate of all sessions (spatially hashed
+        sampling: Waldspurger et al., "SHARDS", FAST 2015). Raises ValueError for a scale below 1.
         """
         if scale < 1:
             raise ValueError(
@@ -158,7 +159,9 @@ class Workload:
 
 
 def concatenate(workloads: list[Workload]) -> Workload:
-    """All their requests, by arrival; ties in the order given. None of them may have parts."""
+    """Return the requests of all workloads by arrival; ties keep the order of the list. None of the
+    workloads may have parts.
+    """
     columns: dict[str, Any] = {
         field.name: np.concatenate([getattr(workload, field.name) for workload in workloads])
         for field in fields(Workload)
@@ -175,7 +178,7 @@ def _take_parts(parts: Parts, rows: NDArray[np.intp]) -> Parts:
 
 
 def _hash(numbers: Ints) -> NDArray[np.uint64]:
-    """Spread over 64 bits (SplitMix64's finaliser: Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hash numbers to 64 bits (SplitMix64's finaliser: Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = numbers.astype(np.uint64) + np.uint64(_GOLDEN)
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(_MIX_1)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(_MIX_2)

@@ -1,12 +1,13 @@
-"""A day of the KV cache on disk, through the ledgers that serve (lab/sim/day/disk_replay), for a
-sample of its sessions.
+"""Day of the KV cache on disk for a sample of the sessions, with the ledgers that serve
+(lab/sim/day/disk_replay).
 
-One session in `scale` meets a cache of one `scale`th of the bytes (SHARDS, see Workload.sample):
-who is evicted depends on what came meanwhile over what there is room for, and both shrink alike. A
-prompt's blocks are written when they are computed, an answer's when it has come, R1's reasoning
-with it: decode writes what it fills and knows no next turn.
+One session in `scale` uses a cache of 1/`scale` of the bytes (SHARDS, see Workload.sample).
+Evictions depend on the bytes that arrive between two uses over the cache's size, and both shrink
+alike. A prompt's blocks are written when they are computed. An answer's blocks are written when it
+is complete, including R1's reasoning: decode writes all blocks that it fills, because it cannot
+foresee the next turn.
 
-Bytes are those of DeepSeek-V3: 61 layers x 576 values x 2 bytes a token.
+Bytes are those of DeepSeek-V3: 61 layers x 576 values x 2 bytes per token.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from hadal.policy.eviction import Arc, Lru
 KV_BYTES_TOKEN = 61 * 576 * 2
 BLOCK_BYTES = KV_BYTES_TOKEN * BLOCK_TOKENS
 BUDGET_BYTES = 180 * 16 * 14 * 2**40 / 3
-"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three
-times (assumed). Half of what the published day writes, so hours, as DeepSeek says of its cache.
+"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, with three copies of
+everything (assumed). Half of the bytes that the published day writes, so blocks stay for hours, as
+DeepSeek states for its cache.
 """
 
 IDLE_EDGES_S = (
@@ -48,33 +50,34 @@ IDLE_EDGES_S = (
     np.inf,
 )
 RATIO_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.35, 1.7, 2.2, 3.0, np.inf)
-"""Edges of the time since the last use over the mean age of what is being evicted."""
+"""Interval edges of the ratio: time since the last use over the mean age of evicted blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDay:
-    """What the cache did in one day, in the sample: multiply counts by `scale`."""
+    """Cache activity of one day in the sample; multiply counts by `scale` for all sessions."""
 
     scale: float
     num_disk_slots: int
     workload: Workload
-    """The requests that came in that day."""
+    """Requests of that day."""
     tokens_found: Ints
-    """Tokens of each prompt that were found, not computed."""
+    """Tokens of each prompt that were found in the cache instead of computed."""
     blocks_written: Ints
-    """Blocks written, by hour since second 0, as all that follows."""
+    """Blocks written, by hour since second 0."""
     blocks_evicted: Ints
+    """Blocks evicted, by hour since second 0."""
     eviction_age_s: Floats
-    """Mean time since the last use of what made room; inf in an hour in which nothing did."""
+    """Mean time since the last use of evicted blocks, by hour since second 0; inf without any."""
 
     @property
     def hit_share(self) -> float:
-        """Share of the day's prompt tokens that was found."""
+        """Share of the day's prompt tokens that were found in the cache."""
         return float(self.tokens_found.sum() / self.workload.tokens_in.sum())
 
     @property
     def eviction_age_mean_s(self) -> float:
-        """Mean age of what made room that day; inf if nothing did."""
+        """Mean time since the last use of the day's evicted blocks; inf without evictions."""
         some = self.blocks_evicted > 0
         return (
             float(np.average(self.eviction_age_s[some], weights=self.blocks_evicted[some]))
@@ -83,7 +86,7 @@ class CacheDay:
         )
 
     def by_hour(self) -> dict[str, Floats]:
-        """24 sums for all sessions: `tokens_in`, `tokens_hit`, `tokens_out`."""
+        """Return sums over all sessions [24]: `tokens_in`, `tokens_hit`, `tokens_out`."""
         came = self.workload
         hour = hour_index(came.arrival_s)
         columns = {
@@ -97,15 +100,17 @@ class CacheDay:
         }
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
-        """Return, by interval of IDLE_EDGES_S, the tokens of their own session that prompts could
-        find, and the share found.
+        """Return by interval of IDLE_EDGES_S: findable tokens of a prompt's own session, and the
+        share found.
         """
         return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
 
     def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:
-        """How likely what was used so long ago is still there: as measured over the day at this
-        ratio of its age and the age of what is being evicted at this hour. Between the middles of
-        RATIO_EDGES it is interpolated.
+        """Return the probability that blocks last used `idle_s` before `at_s` are still cached.
+
+        It depends on the ratio of `idle_s` to the mean age of blocks evicted in that hour, as
+        measured over the day, and is interpolated between the middles of RATIO_EDGES. Raises
+        ValueError if no session of the day had a second request.
         """
         total, share = self._hits_by(
             self._ratio(self.workload.arrival_s, self.workload.idle_s), RATIO_EDGES
@@ -119,8 +124,8 @@ class CacheDay:
         return np.interp(self._ratio(at_s, idle_s), middle[known], share[known])
 
     def tokens_expected(self, workload: Workload) -> Floats:
-        """What it finds in the mean of each of other requests than those of its sample: of more,
-        with less noise.
+        """Return the expected cached tokens of each request of another workload. Meant for a larger
+        sample than the cache's own, which has less noise.
         """
         shared, own = tokens_shared_own(workload)
         share = np.where(own > 0, self.found_share(workload.arrival_s, workload.idle_s), 0.0)
@@ -145,8 +150,8 @@ class CacheDay:
 
 
 def tokens_shared_own(workload: Workload) -> tuple[Ints, Ints]:
-    """Split what can be found of each prompt into tokens that all sessions with its system prompt
-    use, which are always there, and those of its own session.
+    """Split the findable tokens of each prompt: (tokens of its system prompt, which are always
+    cached because all its sessions use them; tokens of its own session).
     """
     findable = workload.tokens_findable
     shared = np.minimum(workload.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS, findable)
@@ -163,19 +168,17 @@ def simulate_cache(
     policy: type[Arc | Lru] = Arc,
     keeps_reasoned: bool = True,
 ) -> CacheDay:
-    """One day that begins at second 0 with the cache that `warm_s` of the same load before it left
-    behind: a day fills the default budget, and it takes Arc some hours more to learn how to divide
-    it.
+    """Simulate one day from second 0, after `warm_s` of the same load. A day fills the default
+    budget, and Arc needs some hours more to learn how to divide it.
 
-    `keeps_reasoned`: answers that began with reasoning are written as all others are. No next turn
-    can use them.
+    `keeps_reasoned`: True if answers that began with reasoning are written like all others, though
+    no next turn can use them.
     """
     workload = generate(params, -warm_s, DAY_S, rng, scale)
     end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
     if not keeps_reasoned:
         end_s = np.where(workload.tokens_reasoning > 0, np.inf, end_s)
-    # More disk slots than blocks there could ever be are the same as so many, and a table of all of
-    # them takes memory.
+    # More disk slots than all blocks of the workload change nothing, and their table takes memory.
     most = int(((workload.tokens_in + workload.tokens_out) // BLOCK_TOKENS).sum())
     num_disk_slots = max(1, min(int(budget_bytes / BLOCK_BYTES / scale), most))
     return replay(workload, end_s, num_disk_slots, policy, scale=scale)
@@ -189,10 +192,10 @@ def replay(
     *,
     scale: float = 1.0,
 ) -> CacheDay:
-    """These requests through so many disk slots. What comes before second 0 warms it and is
+    """Run requests through a cache of `num_disk_slots`. Requests before second 0 warm it and are
     not counted.
 
-    `end_s`: when each answer is complete and written; inf: it never is.
+    `end_s`: time at which each answer is complete and written; inf: it is never written.
     """
     disk = DiskReplay(num_disk_slots, policy)
     last_use_s: dict[bytes, float] = {}

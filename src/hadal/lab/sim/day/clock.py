@@ -1,12 +1,11 @@
-"""How a day's load is spread over its hours, as a clock: one that runs fast when there is much to
-do.
+"""Distribution of a day's load over its hours, as a clock that runs faster when the load is higher.
 
     load clock   B(t) = 86,400 s x the part of a day's load that came in [0, t),  B(t + 1 day) = B(t) + 86,400 s
 
-Whatever arrives at a constant rate by that clock arrives by the shape of the day in seconds, and a
-pause that is drawn by it ends when people are awake. Between the hours B is a monotone cubic
-(Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is
-continuous and every hour has exactly the share it was given.
+Arrivals at a constant rate by this clock follow the shape of the day in seconds. A pause drawn by
+this clock ends when users are awake. Within an hour B is a monotone cubic (Fritsch and Carlson, SIAM
+J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is continuous and every hour
+has exactly its given share.
 
 Second 0 is the start of the published window: 12:00 in Beijing.
 """
@@ -24,15 +23,14 @@ from hadal.policy.demand import DAY_S
 DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
 """Shares of the published day, from second 0 on."""
 STEP_S = 15.0
-"""Time between two entries of the clock's table; within one the rate is constant."""
+"""Seconds between two entries of the clock's table; the rate is constant between them."""
 
 
 class DemandClock:
-    """The load clock of a day that repeats."""
+    """Load clock of a day that repeats."""
 
     def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:
-        """`shares`: of each of 24 hours, the first one beginning at second 0; they are scaled to a
-        sum of 1.
+        """`shares`: load of each of 24 hours, starting at second 0; they are scaled to a sum of 1.
 
         Raises ValueError unless there are 24, all positive.
         """
@@ -61,24 +59,24 @@ class DemandClock:
 
 
 def hour_index(at_s: Floats) -> Ints:
-    """Hours since second 0, from 0 to 23."""
+    """Return the hour of the day since second 0, from 0 to 23."""
     return (at_s % DAY_S // HOUR_S).astype(np.int64)
 
 
 def hour_beijing(index: int) -> int:
-    """What clocks in Beijing show in the hour that begins so many hours after second 0."""
+    """Return the hour of day in Beijing that begins `index` hours after second 0."""
     return (FIRST_HOUR + index) % 24
 
 
 def _cumulative(shares: Floats, seconds: Floats) -> Floats:
-    """B at these seconds of a day."""
+    """Return B at these seconds of a day."""
     edges = np.concatenate(([0.0], np.cumsum(shares))) * DAY_S
     edges[-1] = DAY_S
     secant = shares * 24  # Load per second within each hour.
     before = np.roll(secant, 1)
     slope = (
         2 * before * secant / (before + secant)
-    )  # Where an hour begins: never more than twice the smaller.
+    )  # Rate where an hour begins. At most twice the smaller secant, so the cubic is monotone.
     hour = np.minimum(seconds // HOUR_S, 23).astype(np.int64)
     x = seconds / HOUR_S - hour
     first, last = slope[hour], np.roll(slope, -1)[hour]

@@ -1,8 +1,8 @@
-"""What a day asks for, in sum: a sample of its requests, and what a finite cache will have of each.
+"""Demand of a day: a sample of its requests, and the expected hits of each in a finite cache.
 
-One session in SAMPLE is drawn whole, so that the day's totals come out of the workload's parameters
-with little noise. How likely a text is still in the cache is taken from a day through the cache's
-own ledgers (lab/sim/day/cache).
+One session in SAMPLE is drawn whole, so that the day's totals follow from the workload's parameters
+with little noise. The probability of a hit comes from a day through the cache's own ledgers
+(lab/sim/day/cache).
 
 Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
 """
@@ -27,19 +27,20 @@ from hadal.lab.sim.workload import Workload
 from hadal.policy.demand import DAY_S, DayShape
 
 SAMPLE = 100
-"""One session in so many is drawn, if that leaves SESSIONS_MIN of them."""
+"""Sampling rate: one session in SAMPLE is drawn; a larger share if fewer than SESSIONS_MIN are left.
+"""
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
-"""Fewest sessions that meet the smaller cache: with fewer, what it finds is chance."""
+"""Fewest sessions for the cache's sample; with fewer, its hits are too noisy."""
 QUICK_SESSIONS = 20_000
-"""Sessions of a sample from which nothing is needed but a mean."""
+"""Sessions in a sample that only serves to find a mean."""
 EARLY_S = 2 * HOUR_S
-"""Before second 0: those who came then end in the day."""
+"""Seconds drawn before second 0; requests of this time may end within the day."""
 
 
 @dataclass(frozen=True)
 class DemandFigures:
-    """A day's load in a few numbers: means of a request, and how many come."""
+    """Summary of a day's load: means per request, and the rate of requests."""
 
     requests_per_s: tuple[float, ...]
     """Requests/s by hour since second 0."""
@@ -56,20 +57,18 @@ class DemandFigures:
 
 @dataclass(frozen=True)
 class DayDemand:
-    """A day's requests, and some of the hours before."""
+    """Sample of a day's requests, with EARLY_S before the day."""
 
     workload: Workload
     tokens_hit: Floats
-    """Expected tokens of each prompt that are found [N]."""
+    """Expected tokens of each prompt that are found in the cache [N]."""
     scale: int
-    """One session in so many is among them."""
+    """Sampling rate: the sample has one session in `scale`."""
     eviction_age_s: float
-    """How long what made room in the cache had not been used, mean of the day; inf: nothing had
-    to.
-    """
+    """Mean time since the last use of the day's evicted blocks; inf without evictions."""
 
     def with_cache(self, cache: CacheDay | None) -> DayDemand:
-        """The same requests, and what another cache will have of them."""
+        """Return a copy with the expected hits of another cache; None: no cache."""
         if cache is None:
             return replace(self, tokens_hit=np.zeros(len(self.workload)), eviction_age_s=np.inf)
         return replace(
@@ -80,12 +79,12 @@ class DayDemand:
 
     @property
     def counts(self) -> Floats:
-        """Requests of all sessions, by hour of arrival [24]."""
+        """Number of requests of all sessions, by hour of arrival [24]."""
         return self._by_hour(np.ones(len(self.workload)))
 
     @property
     def tokens_in(self) -> Floats:
-        """The same: prompt tokens."""
+        """Prompt tokens of all sessions, by hour of arrival [24]."""
         return self._by_hour(self.workload.tokens_in.astype(np.float64))
 
     @property
@@ -94,7 +93,7 @@ class DayDemand:
 
     @property
     def tokens_out(self) -> Floats:
-        """The same: output tokens of those who came then."""
+        """Output tokens of all sessions, by hour of the request's arrival [24]."""
         return self._by_hour(self.workload.tokens_out.astype(np.float64))
 
     @property
@@ -103,7 +102,7 @@ class DayDemand:
         return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
 
     def figures(self) -> DemandFigures:
-        """Return the load's figures in short."""
+        """Return the summary of the load."""
         count = self.counts.sum()
         return DemandFigures(
             tuple((self.counts / HOUR_S).tolist()),
@@ -114,7 +113,7 @@ class DayDemand:
         )
 
     def demand(self) -> DemandCurve:
-        """The same as a fluid."""
+        """Return the demand as a rate over time, for the fluid day."""
         tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
         shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
         return DemandCurve(
@@ -127,7 +126,7 @@ class DayDemand:
 
     @cached_property
     def _today(self) -> tuple[NDArray[np.bool_], Ints]:
-        """Which requests are the day's [N], and the hour of each of those."""
+        """(True for requests of the day [N], hour since second 0 of each such request)."""
         arrival_s = self.workload.arrival_s
         is_today = (arrival_s >= 0) & (arrival_s < DAY_S)
         return is_today, hour_index(arrival_s[is_today])
@@ -138,8 +137,8 @@ class DayDemand:
 
 
 def cache_day(study: Study) -> CacheDay:
-    """The day through the cache's ledgers. One session in `cache.sample`, or more of them if there
-    are few.
+    """Run the day through the cache's ledgers, with one session in `cache.sample`, or more of them
+    if fewer than CACHE_SESSIONS_MIN are left.
     """
     cache = study.cache
     sample = max(1.0, min(cache.sample, study.workload.sessions_per_day / CACHE_SESSIONS_MIN))
@@ -153,15 +152,14 @@ def cache_day(study: Study) -> CacheDay:
 
 
 def sample_of(params: WorkloadParams) -> int:
-    """One session in so many makes a sample that says enough of the day."""
+    """Return the sampling rate of the day's sample: one session in this number is drawn."""
     return max(1, min(SAMPLE, int(params.sessions_per_day / SESSIONS_MIN)))
 
 
 def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDemand:
-    """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see
-    `sample_of`.
+    """Draw the day's sample. `cache` None: no cache, so no hits. `scale` 0: as `sample_of` returns.
 
-    Raises ConfigError if an hour of it has no request.
+    Raises ConfigError if an hour of the day has no request.
     """
     scale = scale or sample_of(study.workload)
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
@@ -174,14 +172,14 @@ def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDeman
 
 
 def kv_length_about(study: Study) -> float:
-    """KV tokens over output tokens, from a sample that takes no time: within a few percent."""
+    """Return the mean KV length over output tokens, from a small sample: within a few percent."""
     scale = max(1, int(study.workload.sessions_per_day / QUICK_SESSIONS))
     workload = generate(study.workload, 0.0, DAY_S, generator(study, "load"), scale)
     return workload.kv_length_mean if len(workload) else 1.0
 
 
 def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:
-    """The same, with answers that come so fast."""
+    """Return a copy of `params` with other speeds of answers, in seconds."""
     return replace(params, token_s=token_s, first_token_s=first_token_s)
 
 
@@ -189,7 +187,7 @@ _STREAMS = ("cache", "load", "fluid", "window", "curve", "experts", "ranks")
 
 
 def generator(study: Study, what: str, *numbers: int) -> Generator:
-    """Make the generator of one part of the study's randomness: no part's draws depend on
-    another's.
+    """Return the random generator of one part of the study. The draws of different parts are
+    independent.
     """
     return np.random.default_rng((study.seed, _STREAMS.index(what), *numbers))

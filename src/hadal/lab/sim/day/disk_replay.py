@@ -1,10 +1,10 @@
-"""The disk cache's ledgers driven by names alone: one writer's disk slots and one leader's index, as
-they serve, no file.
+"""Ledgers of the disk cache driven by block names alone: one writer's disk slots and one leader's
+index, the classes that serve, without files.
 
-What the live system does to them in the same order: a leader looks a chain up and counts uses,
-every two seconds the writer hears of those, and blocks are given disk slots 32 at a time.
+Calls come in the order of the live system: the leader looks up a chain and counts uses, reports
+them to the writer every 2 s, and allocates disk slots 32 blocks at a time.
 
-Knows no sessions and no sizes.
+Does not depend on sessions or sizes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hadal.kv.disk_slots import DiskSlots
 from hadal.policy.eviction import Arc, Lru
 
 STORE_BLOCKS = 32
-"""Given disk slots at once, as the live store takes them."""
+"""Blocks that get disk slots in one call, as in the live store."""
 POLL_S = 2.0
-"""How often a writer hears what was used."""
+"""Seconds between two reports of uses to the writer."""
 _SEGMENT = 0
 
 
 class DiskReplay:
-    """A disk of so many disk slots. Times must not go back."""
+    """Disk with `num_disk_slots`. Times of calls must not decrease."""
 
     def __init__(self, num_disk_slots: int, policy: type[Arc | Lru] = Arc) -> None:
         self.disk_slots, self.index = DiskSlots(policy), DiskIndex()
         self.disk_slots.add_segment(_SEGMENT, num_disk_slots)
         self.num_written = 0
         self.num_runs = 0
-        """Runs of written blocks that lie side by side, within one store."""
+        """Number of runs of written blocks in adjacent slots, counted within one allocation."""
         self._used: dict[int, int] = {}
         self._poll_at_s = float("-inf")
 
     def find(self, at_s: float, chain: bytes) -> int:
-        """How many of the chain's first blocks are here; they are used."""
+        """Return the number of leading blocks of the chain on disk, and count a use of each."""
         if at_s >= self._poll_at_s:
             self.disk_slots.used(_SEGMENT, list(self._used), list(self._used.values()))
             self._used.clear()
@@ -48,8 +48,8 @@ class DiskReplay:
         return len(found)
 
     def store(self, chain: bytes, first: int = 0) -> tuple[list[bytes], list[bytes]]:
-        """Write the chain's blocks from number `first` on that are not here. Return which were, and
-        which made room.
+        """Write the blocks of the chain from index `first` on that are not on disk yet. Return the
+        names of written and of evicted blocks.
         """
         rest = chain[first * NAME_BYTES :]
         new = [(name, at) for at, name in enumerate(split(rest), first) if name not in self.index]
@@ -63,8 +63,8 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Problems; empty when the disk slots are in order and the index knows exactly what is in
-        them.
+        """Return problems; empty if the disk slots are consistent and the index holds exactly their
+        blocks.
         """
         problems = self.disk_slots.check()
         if len(self.disk_slots) != len(self.index):

@@ -1,1 +1,1 @@
-"""A world for the serving roles: made-up time, units with priced steps, faults, what was seen."""
+"""Simulated world for the serving roles: time, units with priced steps, faults, and records."""

@@ -1,7 +1,7 @@
-"""Requests of a simulated world on their way into its front: those that ran before together at the
-start, the others at their times.
+"""Submission of a simulated world's requests to its front: requests that ran before together at the
+start, all others at their arrival times.
 
-Knows the front as a function that takes submitted requests, and no units.
+The front is a function that takes submitted requests. Does not depend on units.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hadal.lab.sim.world.warm import PLACED_HOPS, SUBMIT_HOPS
 
 
 class Arrivals:
-    """Users of a world. `submit`: hands requests to the front at once.
+    """Users of a world. `submit`: passes requests to the front without delay.
 
-    `blocks_N`: blocks of each request that are on disk; the disk changes them. `stores`: blocks of
-    the whole prompt have names, so that they can be written.
+    `blocks_N`: number of leading blocks of each request on disk; the disk changes it. `stores`:
+    True if all full blocks of a prompt get names, so that they can be written.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class Arrivals:
         self._max_context = max_context
         self._stores = stores
         self._numbers = np.flatnonzero(~requests.is_running)
-        """Requests that arrive, in their order."""
+        """Numbers of the requests that arrive after the start, in the order of arrival."""
         self._next = 0
-        """Index of the next of those."""
+        """Index in `_numbers` of the next arrival."""
 
     def begin(self) -> None:
         """Submit requests as they arrive, from now on."""
         if self._numbers.size:
-            # Earlier, all that wait would go to the unit whose word that it is up comes first.
+            # Submitted earlier, all of them would go to the unit with the first UnitUp to arrive.
             up_s = self._clock.now() + SUBMIT_HOPS * HOP_S
             self._clock.at(max(up_s, self._next_s()), self._submit_next)
 
     def submit_running(self, most: int) -> float:
-        """Submit the requests that run at the start, `most` at once, so that the queue behind each
-        is looked at once a batch. Return the time at which all of them run.
+        """Submit the requests that run at the start in batches of `most`, so that a queue is
+        processed once per batch instead of once per request. Return the time at which all run.
         """
         numbers, at_s = np.flatnonzero(self._requests.is_running).tolist(), 0.0
         for batch, first in enumerate(range(0, len(numbers), most)):
@@ -80,6 +80,6 @@ class Arrivals:
 
     def _submitted(self, number: int) -> Submit:
         num_blocks = int(self._blocks_N[number])
-        if self._stores:  # Names of what can be written, too.
+        if self._stores:  # Blocks can be written only if they have names.
             num_blocks = max(num_blocks, int(self._requests.tokens_in[number]) // BLOCK_TOKENS)
         return Submit(self._requests.generation(number, self._max_context, num_blocks))

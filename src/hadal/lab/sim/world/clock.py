@@ -1,7 +1,6 @@
-"""Simulated time: a queue of things to do, in the order of their times; equal times keep the order
-of their making.
+"""Simulated time: a queue of actions ordered by time, then by insertion.
 
-Knows no roles.
+Does not depend on roles.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ Action = Callable[[], None]
 
 
 class SimClock:
-    """The Clock seam, and what makes its time pass."""
+    """Clock seam with a simulated time that `run` advances."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -34,7 +33,7 @@ class SimClock:
         self.at(self._now_s + delay_s, action)
 
     def run(self, until_s: float, is_done: Callable[[], bool] | None = None) -> None:
-        """Do what is due up to `until_s`, or until `is_done`."""
+        """Run the actions due up to `until_s`; stop early once `is_done` returns True."""
         queue = self._queue
         while queue and queue[0][0] <= until_s and not (is_done is not None and is_done()):
             self._now_s, _, action = heappop(queue)

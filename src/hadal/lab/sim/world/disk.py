@@ -1,15 +1,14 @@
-"""The disk cache of a simulated world: which blocks it has, and what reading and writing them
-takes.
+"""Disk cache of a simulated world: its blocks, and the time to read and write them.
 
     leader: find (View) -> ReadBlocks --> queue of the rank's node --> BlocksRead
                            StoreBlocks -> queue of the rank's node --> BlocksStored, found from
                            then on
 
-What there is is a number for each request: so many first blocks of it. A node's ranks share its
-storage NIC, one read behind the other, and writes beside the reads, for a link carries both ways
-at once. Nothing is read or written: a block's text is its name.
+The content is one number per request: its leading blocks on disk. A node's ranks share its storage
+NIC: reads queue behind reads and writes behind writes, because a link carries both directions at
+once. No data is read or written; a block is only its name.
 
-Knows no roles and no prices of steps.
+Does not depend on roles or on prices of steps.
 """
 
 from __future__ import annotations
@@ -25,21 +24,23 @@ from hadal.lab.sim.world.requests import block_of, chain_of
 
 GIB = 2**30
 _HERE = DiskLocation(0, 0)
-"""The location of every block: nobody looks there."""
+"""Location of every block; it is never read."""
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Speed of the storage network, by node. Raises ValueError for a speed that is none."""
+    """Speed of the storage network per node. Raises ValueError for a speed of 0 or less, a negative
+    latency, or a node without ranks.
+    """
 
     read_bytes_per_s: float = 40.0 * GIB
-    """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses
-    (arXiv 2505.09343).
+    """Peak read throughput of a KV cache client (3FS README), over a 400 Gb/s NIC that only storage
+    uses (arXiv 2505.09343).
     """
     write_bytes_per_s: float = 40.0 * GIB
-    """Taken to be the same: the NIC's other direction."""
+    """Assumed equal to the read speed: the NIC's other direction."""
     latency_s: float = 0.0
-    """Time of a read or write beside its bytes; none was published."""
+    """Fixed time of a read or write besides its bytes; no value was published."""
     node_ranks: int = 8
     """Ranks that share a NIC."""
 
@@ -55,26 +56,26 @@ class DiskSpeed:
 
 
 class View:
-    """A leader's index of what is on disk (kv/disk_index).
+    """A leader's index of the blocks on disk (BlockIndex of kv/disk_index).
 
-    `num_blocks`: by request, shared by all views. What a read did not find is not looked for again
-    by this leader.
+    `num_blocks`: blocks on disk per request, shared by all views. Blocks that a read did not find
+    are dropped from this view only.
     """
 
     def __init__(self, num_blocks: Ints) -> None:
         self._num_blocks = num_blocks
         self._dropped: dict[int, int] = {}
-        """Request -> its first block that is gone."""
+        """Request -> index of its first dropped block."""
 
     def __len__(self) -> int:
-        return 0  # Nobody counts them.
+        return 0  # Unused in a simulation.
 
     def __contains__(self, name: bytes) -> bool:
         return self.find(name) is not None
 
     def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
-        """These are on disk, where the blocks before them are, too: there is no telling that some
-        in between are not.
+        """Record blocks as on disk if all blocks before them are: only a prefix of a request can be
+        represented, no gaps.
         """
         for name, location in zip(split(names), locations, strict=True):
             known = self._known(name)
@@ -87,19 +88,19 @@ class View:
                 self._num_blocks[number] = index + 1
 
     def drop(self, names: bytes) -> None:
-        """These cannot be found any more."""
+        """Make this view no longer find the named blocks, nor later blocks of their requests."""
         for name in split(names):
             known = self._known(name)
             if known is not None:
                 self._dropped[known[0]] = min(known[1], self._dropped.get(known[0], known[1]))
 
     def find(self, name: bytes) -> DiskLocation | None:
-        """Where a block is."""
+        """Return the location of a block; None if it is not on disk."""
         known = self._known(name)
         return _HERE if known is not None and known[1] < self._end_of(known[0]) else None
 
     def found(self, names: bytes) -> tuple[DiskLocation, ...]:
-        """Where those of these blocks are that are here."""
+        """Return the locations of the named blocks that are on disk."""
         known = self._known(names[:NAME_BYTES]) if names else None
         end = num_names(names)
         if (
@@ -108,18 +109,18 @@ class View:
         ):
             return (_HERE,) * min(
                 end, max(0, self._end_of(known[0]) - known[1])
-            )  # As always: a part of one text.
+            )  # The usual case, without decoding each name: consecutive blocks of one request.
         return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
-        """How many of the chain's first blocks are here, up to one that is not."""
+        """Return the length in blocks of the chain's longest prefix on disk."""
         known = self._known(chain[:NAME_BYTES]) if chain else None
         return (
             0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
         )
 
     def lookup(self, chain: bytes) -> tuple[DiskLocation, ...]:
-        """The locations of the longest prefix of the chain that is here."""
+        """Return the locations of the chain's longest prefix on disk."""
         return (_HERE,) * self.num_found(chain)
 
     def _known(self, name: bytes) -> tuple[int, int] | None:
@@ -127,13 +128,13 @@ class View:
         return found if found is not None and found[0] < len(self._num_blocks) else None
 
     def _end_of(self, number: int) -> int:
-        """Return the number behind the request's first blocks that are here."""
+        """Return the number of the request's leading blocks that this view finds on disk."""
         num = int(self._num_blocks[number])
         return min(num, self._dropped.get(number, num)) if self._dropped else num
 
 
 class NodeQueues:
-    """When the NICs of nodes are done with what they were asked for."""
+    """Queues of the nodes' NICs in one direction: the time at which each becomes free."""
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -141,16 +142,16 @@ class NodeQueues:
         self._free_s: dict[tuple[str, int], float] = {}
 
     def ask(self, now_s: float, node: tuple[str, int], num_bytes: float) -> tuple[float, float]:
-        """When so many bytes begin to move, and when they are there."""
+        """Queue `num_bytes`; return begin and end of the transfer. The end includes the latency."""
         begin_s = max(now_s, self._free_s.get(node, 0.0))
         self._free_s[node] = begin_s + num_bytes / self._bytes_per_s
         return begin_s, self._free_s[node] + self._latency_s
 
 
 class WorldDisk:
-    """Reads and writes of all units. `block_bytes`: of all layers.
+    """Disk reads and writes of all units. `block_bytes`: KV bytes of a block over all layers.
 
-    `num_loaded`: (now, unit and index of its node, blocks of a read) -> blocks that the read brings.
+    `num_loaded`: (now, (unit, node index), blocks of a read) -> blocks that the read returns.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class WorldDisk:
         num_loaded: Callable[[float, tuple[str, int], int], int] = lambda now_s, node, num: num,
     ) -> None:
         self.num_blocks = num_blocks
-        """Blocks of each request."""
+        """Number of leading blocks of each request on disk."""
         self._block_bytes = block_bytes
         self._node_ranks = speed.node_ranks
         self._reads = NodeQueues(speed.read_bytes_per_s, speed.latency_s)
@@ -169,12 +170,12 @@ class WorldDisk:
         self._num_loaded = num_loaded
 
     def view(self) -> View:
-        """Make the view of one more leader."""
+        """Return a new view for one leader."""
         return View(self.num_blocks)
 
     def load(self, now_s: float, unit: str, effect: ReadBlocks) -> tuple[float, float, BlocksRead]:
-        """When a read begins and ends, and what comes of it. One that fails does so at its first
-        missing block.
+        """Queue a read. Return its begin, its end and its result; a read that fails ends at its
+        first missing block.
         """
         node = unit, effect.rank // self._node_ranks
         num = self._num_loaded(now_s, node, len(effect.into))
@@ -183,7 +184,7 @@ class WorldDisk:
         return begin_s, end_s, BlocksRead(effect.read_id, num, 0, error)
 
     def store(self, now_s: float, unit: str, effect: StoreBlocks) -> tuple[float, BlocksStored]:
-        """When a write ends, and what comes of it."""
+        """Queue a write. Return its end and its result."""
         num = len(effect.block_ids)
         _, end_s = self._writes.ask(
             now_s, (unit, effect.rank // self._node_ranks), num * self._block_bytes

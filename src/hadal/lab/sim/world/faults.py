@@ -1,8 +1,8 @@
-"""What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow, disks
-that fail, units that die or start late.
+"""Faults of a simulated world with their times: ranks and nodes that die, slow ranks, disks that
+fail, units that die or start late.
 
-Values only; lab/sim/world/world plays them. Units are named as they are on the wire ("decode-0"), times
-are the world's.
+Values only; lab/sim/world/world plays them. Units are named as on the wire ("decode-0"); times are
+simulated seconds of the world.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RanksDie:
-    """One rank, or all of a node: the unit forms without them, and again when they are back."""
+    """Death of one rank, or of all ranks of a node. The unit forms without them, and again when
+    they are back.
+    """
 
     at_s: float
     unit: str
     ranks: tuple[int, ...]
     form_s: float = 2.0
-    """Time until the unit works without them."""
+    """Seconds from the death until the unit works without these ranks."""
     back_s: float = 60.0
-    """Time from their death until they are back with empty pools; it is later than the forming."""
+    """Seconds from the death until these ranks are back with empty pools. Above `form_s`."""
 
 
 @dataclass(frozen=True)
 class RankSlow:
-    """A rank's part of each step takes `factor` times as long."""
+    """Slow rank: its part of each step takes `factor` times as long."""
 
     begin_s: float
     end_s: float
@@ -37,30 +39,30 @@ class RankSlow:
 
 @dataclass(frozen=True)
 class DiskLost:
-    """Reads of a node fail at once."""
+    """Failed disk of a node: reads by its ranks fail at once."""
 
     begin_s: float
     end_s: float
     unit: str
     node: int | None = None
-    """Index of the node among those of the unit; None: all of the unit."""
+    """Index of the node within the unit. None: all nodes of the unit."""
 
 
 @dataclass(frozen=True)
 class UnitDies:
-    """A unit dies, its leader with all ranks: the front hears of it, and it starts again."""
+    """Death of a unit: its leader and all ranks. The front is notified, and the unit restarts."""
 
     at_s: float
     unit: str
     notice_s: float = 0.1
-    """Time until the front hears of it."""
+    """Seconds from the death until the front is notified."""
     start_s: float = 60.0
-    """Time from its death until it is up again."""
+    """Seconds from the death until the unit starts again."""
 
 
 @dataclass(frozen=True)
 class UnitLate:
-    """Is not up before `start_s`."""
+    """Late start: the unit is not up before `start_s`."""
 
     unit: str
     start_s: float
@@ -68,7 +70,7 @@ class UnitLate:
 
 @dataclass(frozen=True)
 class WorldFaults:
-    """All of one world. Raises ValueError for what cannot be."""
+    """All faults of one world. Raises ValueError for impossible times, ranks or factors."""
 
     ranks: tuple[RanksDie, ...] = ()
     slow: tuple[RankSlow, ...] = ()
@@ -90,7 +92,7 @@ class WorldFaults:
                 raise ValueError(f"{dies}: the front hears of a death before the unit is up again.")
 
     def check(self, unit_to_ranks: Mapping[str, int]) -> None:
-        """Raises ValueError if one is of a unit or rank that there is not."""
+        """Raise ValueError if a fault names a unit or rank that does not exist."""
         named: list[tuple[str, Iterable[int]]] = [(one.unit, one.ranks) for one in self.ranks]
         named += [(one.unit, (one.rank,)) for one in self.slow]
         named += [(one.unit, ()) for some in (self.disks, self.units, self.late) for one in some]
@@ -103,11 +105,11 @@ class WorldFaults:
                 )
 
     def start_s(self, unit: str) -> float:
-        """When a unit may be up first."""
+        """Return the earliest time at which a unit may start, seconds."""
         return max((one.start_s for one in self.late if one.unit == unit), default=0.0)
 
     def num_loaded(self, now_s: float, node: tuple[str, int], num_blocks: int) -> int:
-        """Return how many of `num_blocks` a read of a unit's node brings now: all or none."""
+        """Return how many of `num_blocks` a read by (unit, node index) gets now: all or 0."""
         unit, index = node
         is_lost = any(
             one.unit == unit and one.node in (None, index) and one.begin_s <= now_s < one.end_s

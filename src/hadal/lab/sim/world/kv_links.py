@@ -1,7 +1,7 @@
-"""KV copies between the units of a simulated world: the time of each, and the bytes that it moved.
+"""KV transfers between the units of a simulated world: the duration of each, and the bytes moved.
 
-A rank's copies follow one another over its NIC. Knows which pools exist, and neither roles nor
-requests.
+A rank's copies run one after another over its NIC. Keeps the names of existing pools; does not
+depend on roles or requests.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hadal.lab.sim.world.warm import WARM
 
 
 class KvLinks:
-    """NICs of all ranks, and the pools from which they can copy."""
+    """NICs of all ranks, and the pools that can be copied from."""
 
     def __init__(self, clock: SimClock, hardware: Hardware, token_bytes: float) -> None:
         self.pools = {WARM}
-        """Names of all pools; units add theirs and remove them."""
+        """Names of all existing pools; units add and remove their own."""
         self._clock = clock
         self._hardware = hardware
         self._token_bytes = token_bytes
         self._nic_free_s: dict[tuple[str, int], float] = {}
-        """Time at which each rank's NIC has finished the copies that it has begun."""
+        """(unit, rank) -> time at which the rank's NIC finishes its queued copies."""
 
     def pull(self, unit: str, effect: Pull) -> tuple[float, Callable[[], KvPulled]]:
-        """Begin a copy for a rank of `unit`. Return its time, and the function that makes its
+        """Begin a copy for a rank of `unit`. Return its duration, and the function that makes its
         answer at the end.
         """
         return self._pull_s(unit, effect), partial(self._pulled, unit, effect)
@@ -40,7 +40,7 @@ class KvLinks:
         num_bytes = effect.lease.num_tokens * self._token_bytes
         now_s, key = self._clock.now(), (unit, effect.rank)
         if effect.lease.source == WARM:
-            return WIRE_S  # It was there before.
+            return WIRE_S  # Requests placed at the start already have their KV.
         free_s = (
             max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / self._hardware.nic_bytes_per_s
         )
@@ -48,7 +48,7 @@ class KvLinks:
         return free_s - now_s + WIRE_S
 
     def _pulled(self, unit: str, effect: Pull) -> KvPulled:
-        """Return the answer to a copy. It is void if its source has gone meanwhile."""
+        """Return the answer to a copy: an error if the source's pool is gone by now."""
         error, link_bytes = None, NO_LINK_BYTES
         if effect.lease.source not in self.pools:
             error = "its source is gone"
@@ -56,7 +56,7 @@ class KvLinks:
             num_bytes = round(len(effect.into) * BLOCK_TOKENS * self._token_bytes)
             source, *rest = effect.lease.source.split(".")
             node_ranks = self._hardware.nvlink_domain
-            # Units share no node.
+            # No node has ranks of two units, so only copies within a unit can use NVLink.
             is_near = source == unit and int(rest[0]) // node_ranks == effect.rank // node_ranks
             link_bytes = LinkBytes(kv=(num_bytes, 0) if is_near else (0, num_bytes))
         return KvPulled(effect.request_id, effect.attempt, error, link_bytes)

@@ -1,8 +1,7 @@
-"""A simulated process: a role with its mailbox, its timer and, for a leader, the Runner of its
-unit.
+"""Simulated process: a role with its mailbox, its timer and, for a leader, the Runner of its unit.
 
-What arrives within `look_s` of the first of it is handed to the role together, as a socket's reader
-would find it. Applies effects as the live hosts do, and decides nothing.
+Messages that arrive within `look_s` after the first are passed to the role together, as the reader
+of a socket would find them. Applies effects as live hosts do, and makes no decisions.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ HOP_S = WIRE_S + LOOK_S
 """Time from sending a message until a role acts on it."""
 
 Asked = Pull | ReadBlocks | StoreBlocks
-"""Effects that a rank carries out with others' help, and answers."""
+"""Effects that a rank carries out over the network or the disk, and answers."""
 
 
 class Role(Protocol):
-    """A role that takes events together."""
+    """Role that handles several events at once."""
 
     def start(self, now_s: float) -> list[Effect]: ...
 
@@ -48,7 +47,7 @@ class Role(Protocol):
 
 
 class UnitRunner(Protocol):
-    """What executes a unit's steps (lab/sim/runners)."""
+    """Runner of a unit's steps (lab/sim/runners)."""
 
     def run(self, plans: Any) -> StepDone: ...
 
@@ -63,8 +62,8 @@ class Outside(Protocol):
         """Take tokens for the user of a request."""
 
     def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
-        """Begin a copy, a read or a write of the process `name`. Return the time that it takes and
-        the function that makes its answer when it ends.
+        """Begin a copy, a read or a write of the process `name`. Return its duration and the
+        function that makes its answer when it ends.
         """
 
 
@@ -74,19 +73,19 @@ class StepQueue:
     def __init__(
         self, clock: SimClock, runner: UnitRunner, done: Callable[[StepDone], None]
     ) -> None:
-        """`done`: gets each result when its step is over."""
+        """`done`: called with each result when its step is over."""
         self.num_steps = 0
         self._clock = clock
         self._runner = runner
         self._done = done
         self._plans: deque[Any] = deque()
         self._num_broken = 0
-        """Number of times that steps were broken off: a step from before has no result any more."""
+        """Number of calls of `break_off`. A step begun before the latest one gives no result."""
         self._is_forming = False
 
     def execute(self, plans: Any) -> None:
-        """Queue the plans of one step. A unit that forms drops them: the next formation makes them
-        void.
+        """Queue the plans of one step. Between `break_off` and `form` they are dropped: the
+        formation makes them void.
         """
         if self._is_forming:
             return
@@ -96,7 +95,7 @@ class StepQueue:
             self._run()
 
     def break_off(self) -> None:
-        """End the steps in flight; none begins before `form`."""
+        """Abort the steps in flight; none begins before `form`."""
         self._is_forming = True
         self._num_broken += 1
         self._plans.clear()
@@ -120,7 +119,7 @@ class StepQueue:
 
 
 class Process:
-    """One role at work."""
+    """One role with its mailbox and timer."""
 
     def __init__(
         self,
@@ -143,21 +142,21 @@ class Process:
         self._wake_number = 0
         self._is_alive = True
         self._dead: set[int] = set()
-        """Ranks of the unit, whether the role knows it or not."""
+        """Dead ranks of the unit, including deaths not yet reported to the role."""
         self._num_deaths: Counter[int] = Counter()
-        """Deaths of each rank: what one began is not answered by the next."""
+        """Rank -> number of its deaths. A restarted rank does not answer requests from before."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that came to their end."""
+        """Number of finished steps."""
         return 0 if self._steps is None else self._steps.num_steps
 
     def start(self) -> None:
-        """Begin to live."""
+        """Start the role."""
         self._apply(self.role.start(self._clock.now()))
 
     def post(self, event: Event) -> None:
-        """Something arrived."""
+        """Put an event into the mailbox; the role gets it within `look_s`."""
         if not self._is_alive:
             return
         self._mail.append(event)
@@ -165,26 +164,26 @@ class Process:
             self._clock.after(self._look_s, self._look)
 
     def handle(self, *events: Event) -> None:
-        """Give the role events now."""
+        """Pass events to the role now."""
         self.num_events += len(events)
         self._apply(self.role.handle(self._clock.now(), *events))
 
-    # ---- what goes wrong ----
+    # ---- faults ----
     def end(self) -> None:
-        """The process dies: nothing reaches it any more, and nothing comes of it."""
+        """End the process: it drops all later events, and its steps in flight give no results."""
         self._is_alive = False
         self.break_off(())
 
     def break_off(self, ranks: Sequence[int]) -> None:
-        """These ranks die; steps in flight end, and none begins before the unit has formed."""
+        """Let ranks die and abort the steps in flight; none begins before the unit has formed."""
         if self._steps is not None:
             self._steps.break_off()
         self._dead.update(ranks)
         self._num_deaths.update(ranks)
 
     def form(self, reset: RankReset) -> None:
-        """The unit works again, with the ranks that the role knows of now."""
-        self._look()  # What was answered before is heard before.
+        """Let the unit work again, and pass the new membership to the role."""
+        self._look()  # Answers that arrived before the reset must be handled before it.
         if self._steps is not None:
             self._steps.form()
         self._dead.difference_update(reset.fresh)
@@ -196,7 +195,7 @@ class Process:
             self.handle(*events)
 
     def _answer(self, rank: int, delay_s: float, answer: Callable[[], Event]) -> None:
-        """A rank is asked for something: it answers, unless it dies."""
+        """Post a rank's answer after `delay_s`, unless the rank is dead or dies before."""
         life = self._num_deaths[rank]
         if rank not in self._dead:
             self._clock.after(

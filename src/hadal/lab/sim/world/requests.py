@@ -1,13 +1,13 @@
-"""What users ask of a simulated world, and how their blocks are named: by request and place, as
-there is no text.
+"""Requests of a simulated world, and the names of their KV blocks: request and index, for want of
+text.
 
     name of block i of request n = n and i in 8 bytes, n in 8 more
 
-The names of live serving are hashes of text (kv/names); nothing in the roles looks into one. So a
-disk can be asked for a block of a request (lab/sim/world/disk) without a table of all blocks there
-are: the published fleet's has billions.
+In live serving a name is a hash of text (kv/names), and no role interprets it. Here the disk
+(lab/sim/world/disk) decodes a name instead of looking it up in a table of all blocks: the published
+fleet has billions.
 
-Knows neither roles nor clocks.
+Does not depend on roles or clocks.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from hadal.core.plans import Sampling
 from hadal.lab.sim.runners import STOP_ID
 
 FINGERPRINT = "simulated"
-"""Of all KV (kv/names): of the disk cache's folder, and in the names of what decode writes there."""
+"""KV fingerprint (kv/names): folder of the disk cache, and part of the names that decode writes."""
 _INDEX_BITS = 24
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What users ask for, in the order of arrival."""
+    """Requests of all users in the order of arrival, arrays [N]. Raises ValueError if not valid."""
 
     arrival_s: Floats
     tokens_in: Ints
     tokens_out: Ints
-    """Length at which the model draws its stop id."""
+    """Output length, in tokens, at which the model draws its stop id."""
     tokens_cached: Ints = field(default_factory=lambda: _NONE)
-    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of
-    any. Those that run at the start have all of theirs there.
+    """Leading prompt tokens on disk at arrival, in full blocks. Empty: 0 for all. Requests that run
+    at the start have all their full blocks on disk.
     """
     tokens_done: Ints = field(default_factory=lambda: _NONE)
-    """Output tokens made before the start: more than 0 for those that run then. Left out: none
-    does.
+    """Output tokens generated before the start; above 0 if the request runs at the start. Empty: 0
+    for all.
     """
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class Requests:
 
     @property
     def is_running(self) -> NDArray[np.bool_]:
-        """Whether each request runs at the start."""
+        """True for each request that runs at the start."""
         return self.tokens_done > 0
 
     @property
     def blocks_cached(self) -> Ints:
-        """Each request's blocks that are on disk at the start; all full ones of a request that runs
+        """Number of leading blocks of each request on disk at the start: all full ones if it runs
         then.
         """
         full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
@@ -88,7 +88,7 @@ class Requests:
         return int(self.tokens_out[number])
 
     def generation(self, number: int, max_context: int, num_named: int) -> Generation:
-        """A request as the front takes it. `num_named`: blocks of its text that have a name."""
+        """Return a request as the front takes it. `num_named`: leading blocks that get a name."""
         num_in, num_done = int(self.tokens_in[number]), int(self.tokens_done[number])
         prompt, output = (cast("tuple[int, ...]", range(size)) for size in (num_in, num_done))
         return Generation(
@@ -106,8 +106,8 @@ class Requests:
 
 
 def chain_of(number: int, num_blocks: int) -> bytes:
-    """Names of a request's first blocks. The front's summary keeps 8 bytes of each: they differ,
-    too.
+    """Return the names of a request's first blocks. Their first 8 bytes differ too: the front's
+    summary keeps only these.
     """
     if not num_blocks:
         return b""
@@ -118,8 +118,8 @@ def chain_of(number: int, num_blocks: int) -> bytes:
 
 
 def block_of(name: bytes) -> tuple[int, int] | None:
-    """(request, which of its blocks) that a name is of; None if it is another's, as a hash of text
-    is.
+    """Return (request, block index) of a name; None if the name is of another kind, as a hash of
+    text.
     """
     first = int.from_bytes(name[:8], "little")
     number = first >> _INDEX_BITS

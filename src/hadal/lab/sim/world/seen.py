@@ -1,8 +1,8 @@
-"""What a simulated world saw, and what that comes to between two points in time.
+"""Records of a simulated world, and their sums over an interval of time.
 
-Everything is kept as it happened and added up afterwards, so that any interval can be read: a step
-counts for the part of it that lies inside. Values are plain arrays and can be pickled. Knows
-neither roles nor clocks.
+Events are recorded one by one and summed afterwards, so any interval can be read. A step that lies
+partly inside counts for that part. Values are plain arrays and can be pickled. Does not depend on
+roles or clocks.
 
 Shapes: N requests, K steps, R ranks of a unit.
 """
@@ -21,19 +21,19 @@ from hadal.lab.sim.runners import StepWork
 from hadal.lab.sim.world.requests import Requests
 
 TPOT_TOKENS = 20
-"""Fewer say little about a pace."""
+"""Fewest output tokens of a request for its TPOT to count: fewer make the mean unreliable."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of the requests, by request; NaN: it did not come to that."""
+    """Outcome of each request, arrays [N]. A time is NaN if it has not been reached."""
 
     first_token_s: Floats
-    """When each first token came; for a request that ran at the start, the first in this world."""
+    """Time of each first token. For a request that ran at the start: its first in this world."""
     end_s: Floats
     is_failed: NDArray[np.bool_]
     tokens_hit: Ints
-    """Prompt tokens that the first token cost no work for."""
+    """Cached prompt tokens: they were not computed for the first token."""
 
 
 def nothing_seen(size: int) -> Seen:
@@ -48,61 +48,55 @@ def nothing_seen(size: int) -> Seen:
 
 @dataclass
 class WorldLog:
-    """Written while a world runs."""
+    """Log that is written while a world runs."""
 
     steps: dict[str, list[tuple[str, float, float, StepWork]]] = field(
         default_factory=lambda: {PREFILL: [], DECODE: []}
     )
     """Steps of each role as they began: (unit, begin, seconds, work)."""
     prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
-    """Tokens and (token, position) pairs of each rank [R] in each of prefill's steps, in the order
-    of `steps`.
-    """
+    """(tokens [R], (token, position) pairs [R]) of each prefill step, in the order of `steps`."""
     reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
-    """Reads of the disk in the order of asking: (asked, begin, end, tokens wanted, tokens that
-    came).
-    """
+    """Disk reads in the order of asking: (asked, begin, end, tokens wanted, tokens read)."""
     writes: list[tuple[float, float, int]] = field(default_factory=list)
-    """Writes to the disk: (asked, end, tokens)."""
+    """Disk writes: (asked, end, tokens)."""
     ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
-    """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each
-    rank [R]).
-    """
+    """Samples: (time, decode unit, used share of each rank's blocks [R], requests per rank [R])."""
 
 
 @dataclass(frozen=True)
 class StepReading:
-    """Steps of one role's units. Imbalances are maximum over mean of a unit's ranks, means over
-    time at work.
+    """Steps of one role's units. An imbalance is maximum over mean of a unit's ranks, averaged over
+    the time at work.
     """
 
     num_steps: float
     tokens: float
-    """Prefill: computed. Decode: made, first tokens aside."""
+    """Prefill: tokens computed. Decode: output tokens, without first tokens."""
     positions: float
-    """Prefill: (token, position) pairs. Decode: the KV lengths of requests, summed over the tokens
-    that they got.
+    """Prefill: (token, position) pairs. Decode: KV lengths of requests, summed over their new
+    tokens.
     """
     busy_share: float
     """Share of the units' time in which they worked."""
     step_s: float
-    """Mean of steps."""
+    """Mean duration of a step, seconds."""
     token_s: float
-    """Decode: mean time from token to token, as users of the step have it."""
+    """Mean time per token of a request, weighted by tokens, seconds. Meaningful for decode only."""
     requests_per_rank: float
-    """Decode: mean over time at work. Prefill: texts of a step by ranks."""
+    """Decode: requests per rank. Prefill: chunks of a step per rank. Mean over the time at work."""
     tokens_imbalance: float
-    """Decode: of requests."""
+    """Prefill: imbalance of tokens. Decode: imbalance of requests."""
     positions_imbalance: float
     expert_imbalance: float
     two_micro_batches_share: float
     """Share of the time at work with two micro-batches."""
     seconds_K: Floats
-    """Seconds of each step that has a part in the interval, of decode's by the tokens that a request
-    got in it on average: from token to token. With
+    """Seconds of each step that lies at least partly in the interval. For decode, divided by the
+    mean tokens that a request got in the step: the time per token.
     """
     tokens_K: Floats
-    """the tokens of that part: what a distribution over tokens is made of."""
+    """Tokens of each step's part in the interval: weights of `seconds_K` for quantiles by token."""
 
     @property
     def positions_per_token(self) -> float:
@@ -112,7 +106,7 @@ class StepReading:
 
 @dataclass(frozen=True)
 class Reading:
-    """What happened in [begin_s, end_s)."""
+    """Sums and means over [begin_s, end_s)."""
 
     begin_s: float
     end_s: float
@@ -120,36 +114,36 @@ class Reading:
     decode: StepReading
     num_arrived: int
     tokens_arrived: int
-    """Tokens of the prompts of those that arrived."""
+    """Prompt tokens of the requests that arrived."""
     num_ended: int
     num_failed: int
     ttft_s: Floats
-    """Times to the first token of requests whose first token came; those that ran at the start are
-    not among them.
+    """TTFT of each request with its first token in the interval, without requests that ran at the
+    start.
     """
     tpot_s: Floats
-    """Mean time from token to token of each request that ended and had at least TPOT_TOKENS to make
-    here.
+    """Mean time per token of each request that ended in the interval without failing, if it had at
+    least TPOT_TOKENS to generate in this world.
     """
     tokens_in: int
-    """Prompt tokens of those whose first token came,"""
+    """Prompt tokens of the requests in `ttft_s`."""
     tokens_hit: int
-    """and what of them was not computed."""
+    """Cached (not computed) prompt tokens of the requests in `ttft_s`."""
     disk_tokens: int
-    """Read, by the end of the read; not for what ran at the start."""
+    """Tokens of disk reads that ended in the interval. Requests placed at the start read none."""
     disk_wait_s: float
-    """Mean time a read stood behind others."""
+    """Mean time that a read was queued behind others, seconds."""
     disk_read_s: float
-    """Mean time from asking to having."""
+    """Mean time from the request of a read to its end, seconds."""
     disk_tokens_written: int
     kv_share: Mapping[str, Floats]
-    """Decode unit -> part of each rank's blocks that was used, mean of the samples [R]."""
+    """Decode unit -> used share of each rank's blocks, mean of the samples [R]."""
     requests: Mapping[str, Floats]
     """Decode unit -> requests of each rank, mean of the samples [R]."""
     prefill_tokens: Mapping[str, Floats]
-    """Prefill unit -> tokens that each rank computed [R],"""
+    """Prefill unit -> tokens that each rank computed [R]."""
     prefill_pairs: Mapping[str, Floats]
-    """and the (token, position) pairs of its core attention [R]."""
+    """Prefill unit -> (token, position) pairs of each rank's core attention [R]."""
 
 
 def read(
@@ -161,7 +155,7 @@ def read(
     num_units: Mapping[str, int],
     num_ranks: Mapping[str, int],
 ) -> Reading:
-    """Add up [begin_s, end_s). Raises ValueError if it is empty."""
+    """Sum up the records of [begin_s, end_s). Raises ValueError if the interval is empty."""
     if not begin_s < end_s:
         raise ValueError(f"[{begin_s}, {end_s}) is empty.")
 
@@ -216,7 +210,7 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
 def part_inside(
     at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
 ) -> Floats:
-    """Return the part of each step that lies in [begin_s, end_s); steps begin at `at_s` and take
+    """Return the fraction of each step in [begin_s, end_s). Steps begin at `at_s` and last
     `seconds`.
     """
     inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
@@ -226,7 +220,9 @@ def part_inside(
 def _rank_sums(
     log: WorldLog, begin_s: float, end_s: float
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Prefill unit -> [R], tokens and pairs: of a step that lies partly inside, that part."""
+    """Return prefill unit -> tokens [R], and prefill unit -> pairs [R]. A step that lies partly
+    inside counts for that part.
+    """
     tokens: dict[str, Floats] = {}
     pairs: dict[str, Floats] = {}
     for (unit, at_s, seconds, _), of_ranks in zip(
@@ -256,7 +252,7 @@ def _read_steps(
     part = part_inside(at_s, seconds, begin_s, end_s)
     part_s = part * seconds
     made = tokens * part
-    # Ranks are compared by what of it is theirs: in decode requests, however many tokens they get.
+    # Decode balances its ranks by requests, so their imbalance does not count tokens.
     amounts, num_each = tokens, np.ones(len(tokens))
     if role == DECODE:
         amounts, num_each = texts, np.maximum(tokens, 1.0) / np.maximum(texts, 1.0)
@@ -288,8 +284,8 @@ def _read_steps(
 
 
 def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None) -> list[float]:
-    """Those of the values, each counted as often as its weight says. Raises ValueError if there are
-    none.
+    """Return the quantiles `at` (0 to 1) of the values, weighted by `weights`. Raises ValueError if
+    there are no values.
     """
     if not len(values):
         raise ValueError("nothing has no quantiles.")

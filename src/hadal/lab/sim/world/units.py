@@ -1,8 +1,8 @@
-"""The units of a simulated world: a leader of the class that serves, and a Runner that prices its
-steps.
+"""Units of a simulated world: a leader (scheduler) of the class that serves, and a Runner that
+prices its steps.
 
-Its leader is made as the live one is (roles/leaders), of a deployment whose KV pools are those of
-the hardware. Knows neither wires nor requests.
+The leader is made as a live one is (roles/leaders), from a deployment with KV pools as large as the
+hardware allows. Does not depend on wires or requests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ HBM_SHARE = 0.9
 
 
 def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
-    """Blocks of a rank's KV pool: what its memory has beside the weights, where decode makes so
-    many drafts at most. Raises ValueError if that is nothing.
+    """Return the blocks of a rank's KV pool: HBM_SHARE of its memory less the weights.
+
+    `num_drafts`: most speculative tokens of a decode step. Raises ValueError if fewer than 2 blocks
+    fit.
     """
-    # Prefill hands the module's KV over with the rest and has little of its weights, no experts.
+    # Prefill makes the MTP module's KV too, but has few of its weights and none of its experts.
     weights = model.hbm_bytes(0, num_drafts if role == DECODE else 0)
     free_bytes = HBM_SHARE * model.hardware.hbm_bytes - weights
     num_blocks = int(free_bytes // (BLOCK_TOKENS * token_bytes(model, num_drafts)))
@@ -53,24 +55,24 @@ def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
 
 
 def token_bytes(model: StepModel, num_drafts: int) -> float:
-    """KV bytes of a token, the MTP module's among them where drafts are made."""
+    """Return the KV bytes of a token, including the MTP module's if drafts are made."""
     has_module = num_drafts > 0 and model.model.num_nextn_predict_layers > 0
     return kv_bytes_per_token(model.model, model.model.num_hidden_layers + has_module)
 
 
 @dataclass(frozen=True)
 class UnitDesign:
-    """Units of a world as their leaders serve and their steps are priced."""
+    """Recipe for the units of a world: their leaders, and the models that price their steps."""
 
     config: Deployment
     models: Mapping[str, StepModel]
-    """Role -> model, with as many ranks as a unit of the deployment. Raises ValueError else."""
+    """Role -> model. Raises ValueError if its ranks are not those of a unit of the deployment."""
     max_context: int
-    """Longest prompt and output."""
+    """Longest prompt and output together, tokens."""
     mtp_accept: float
-    """Probability that a draft is right if those before it were."""
+    """Probability that a draft is accepted if all drafts before it were."""
     stores: bool
-    """Whether computed blocks, and blocks that generated text fills, are written to disk."""
+    """True if blocks of computed prompts and of generated text are written to disk."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -101,7 +103,7 @@ class UnitDesign:
         config, model = self.config, self.models[role]
         num_blocks = kv_blocks(model, num_drafts_max(config, model.model), role)
         units = msgspec.structs.replace(units_of(config, role), kv_blocks=num_blocks)
-        # Decode offers prefill nothing: a fleet is on many hosts.
+        # A decode unit offers its blocks to prefill only on one host; a fleet has many hosts.
         memory = OFF if role == DECODE else config.cache.memory
         cache = msgspec.structs.replace(
             config.cache, memory=memory, folder=FINGERPRINT if self.stores else ""
@@ -130,10 +132,10 @@ class UnitDesign:
 
 
 class SimUnit:
-    """One life of a unit: which of its ranks live, and what its leader hears of that.
+    """One life of a unit, from start to death: its living ranks, and the RankResets for its leader.
 
-    `pools`: names of all pools there are, shared with the other units; `number`: new for each life
-    of any unit.
+    `pools`: names of all pools of the world, shared with the other units. `number`: unique to each
+    life of any unit.
     """
 
     def __init__(
@@ -152,9 +154,9 @@ class SimUnit:
         self._number = number
         self._pools = pools
         self._rank_to_pool = [""] * num_ranks
-        """"": dead."""
+        """Pool name of each rank; "" if the rank is dead."""
         self._lost: set[int] = set()
-        """Dead, and the leader does not know."""
+        """Dead ranks that have not been reported to the leader yet."""
         self._num_pools = 0
         self._formation = 0
 
@@ -163,11 +165,11 @@ class SimUnit:
         return sum(map(bool, self._rank_to_pool))
 
     def begin(self) -> None:
-        """All ranks are there."""
+        """Start all ranks."""
         self.come(range(len(self._rank_to_pool)))
 
     def lose(self, ranks: Iterable[int]) -> bool:
-        """These die, and no step is done until `form`. Returns whether one of them lived."""
+        """Let ranks die; no step finishes until `form`. Return True if at least one was alive."""
         dying = [rank for rank in ranks if self._rank_to_pool[rank]]
         if not dying or not self.is_alive:
             return False
@@ -179,13 +181,13 @@ class SimUnit:
         return True
 
     def form(self) -> None:
-        """Go on without those who died."""
+        """Form the unit without the ranks that died."""
         if self.is_alive and self._lost:
             self._form(())
 
     def come(self, ranks: Iterable[int]) -> None:
-        """Ranks that are dead are back, with empty pools; what steps were in flight is done
-        again.
+        """Restart the dead ones of `ranks` with empty pools. Steps in flight are void and must be
+        planned again.
         """
         fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
         if not fresh or not self.is_alive:
@@ -198,7 +200,7 @@ class SimUnit:
         self._form(fresh)
 
     def end(self) -> None:
-        """The leader dies, and its ranks with it."""
+        """End the unit: its leader and all ranks die."""
         self.is_alive = False
         self.process.end()
         self._pools.difference_update(self._rank_to_pool)
@@ -211,7 +213,7 @@ class SimUnit:
 
 
 class LoggedRunner:
-    """A unit's Runner, and a line in the log for every step."""
+    """Runner of a unit that also logs every step."""
 
     def __init__(
         self, unit: str, role: str, runner: Runner, clock: SimClock, log: WorldLog

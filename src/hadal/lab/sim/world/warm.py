@@ -1,14 +1,13 @@
-"""How requests that ran before a simulated world began come to run in it: a unit that has prefilled
-them all.
+"""Warm start: a stand-in prefill unit for requests that ran before a simulated world began.
 
-    0 hops         decode units up, and this one instead of those of prefill
-    SUBMIT_HOPS    all of them enter through the front, which chooses their decode units
-                   this one answers at once: the next token, and a lease on KV that takes no time to pull
-    PLACED_HOPS    later this one is down, and prefill's units are up; later arrivals are prefilled by them
+    0 hops         decode units are up, and this unit instead of the prefill units
+    SUBMIT_HOPS    all of these requests enter through the front, which chooses their decode units;
+                   this unit answers at once: the next token, and a lease on KV that takes no time to pull
+    PLACED_HOPS    later this unit is down and the prefill units are up; they prefill later arrivals
 
-So front and decode leaders place them as they would place any others, together, and no step has
-only some of them. The KV of each was there before; its prefill takes no unit's time. Knows the
-messages of a prefill leader and no ranks.
+So the front and the decode leaders place these requests as any others, all together, and no step
+runs with only some of them. Their KV existed before, so their prefill takes no unit's time. Uses
+the messages of a prefill leader; has no ranks.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from hadal.lab.sim.runners import STOP_ID, WORD_ID
 from hadal.roles.unit.tokens import finish_of
 
 WARM = "prefill-warm"
-"""The unit's name, and that of its pool."""
+"""Name of the unit and of its pool."""
 SUBMIT_HOPS = 2
-"""A hop: what a message takes until somebody looks at it. This unit's word that it is up has one to
-go.
+"""Hops before requests are submitted; a hop is the time from sending a message until a role acts on
+it. The UnitUp of this unit takes one hop, so the front has it by then.
 """
 PLACED_HOPS = 6
-"""Messages until a placed request runs: to this unit, to the front, to decode, a pull, and to the
-front again.
+"""Hops, rounded up, from submission until a request runs: to this unit, to the front, to decode, a
+pull, and to the front again.
 """
 _ENDLESS = 1 << 40
 
 
 class WarmUnit:
-    """`output_tokens`: request number -> length of its output."""
+    """Role of the warm unit. `output_tokens`: request number -> length of its output."""
 
     def __init__(self, output_tokens: Callable[[int], int]) -> None:
         self._output_tokens = output_tokens
 
     def start(self, now_s: float) -> list[Effect]:
-        """Be up."""
+        """Report to the front that this unit is up, with endless capacity."""
         return [Send("front", UnitUp(WARM, PREFILL, WARM, _ENDLESS, _ENDLESS))]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Answer prompts; nothing is held, so nothing need be released."""
+        """Answer prompts at once. It owns no blocks, so it ignores Release."""
         out: list[Effect] = []
         for event in events:
             match event:

@@ -1,15 +1,15 @@
-"""A fleet at work in simulated time: one front, units of many ranks, all of them the roles that
-serve, priced steps.
+"""Fleet in simulated time: one front and units of many ranks. The roles are the ones that serve;
+their steps are priced.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
                              |  ^
-                             v  |  disk (lab/sim/world/disk): what it has of each prompt is known beforehand
+                             v  |  disk (lab/sim/world/disk): the cached part of each prompt is an input
 
-The same requests, deployment and models make the same run. What is simulated is what costs time:
-steps (lab/sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
-a range of its length, a block is named by its place (lab/sim/world/requests), and tokens are counted
-where they would be delivered. Requests that ran before are placed at the start, so that seconds of
-an hour can be looked at without the hour before.
+Equal requests, deployments and models give equal runs. Everything that costs time is simulated:
+steps (lab/sim/runners), messages, KV transfers, disk reads and writes. Text is not: a prompt is a
+range of its length, a block's name is its request and position (lab/sim/world/requests), and tokens
+are counted instead of delivered. Requests that ran before the start are placed at the start, so a
+few seconds of an hour can be simulated without the hour before them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from hadal.roles.prefill.leader import PrefillLeader
 
 
 class FleetWorld:
-    """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest
-    prompt and output.
+    """One run. `models`: role -> step model with as many ranks as the deployment's units.
+    `max_context`: longest prompt and output together, tokens.
 
-    `mtp_accept`: how often drafts are right, as many as the deployment makes (lab/sim/runners).
-    `disk`: of the cache that `Requests.tokens_cached` tells of; `stores`: what is computed and
-    generated is written to it, else it is not. `faults`: what goes wrong; a unit that dies is
-    started again, as by a supervisor.
+    `mtp_accept`: probability that a draft is accepted; the deployment sets their number
+    (lab/sim/runners). `disk`: speed of the disk cache that holds `Requests.tokens_cached`.
+    `stores`: True if computed and generated blocks are written to it. `faults`: faults to play; a
+    unit that dies is started again, as a supervisor would.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FleetWorld:
         self._start_units(DECODE)
         if requests.is_running.any():
             self._start(WARM, WarmUnit(requests.output_tokens))
-            # No more at once than decode lets wait.
+            # A batch fills at most half of the decode units' queues.
             most = max(1, config.decode.max_waiting * config.decode.units // 2)
             self.clock.at(self._arrivals.submit_running(most), self._begin)
         else:
@@ -106,11 +106,11 @@ class FleetWorld:
         self._set_faults()
 
     def run(self, until_s: float) -> None:
-        """Let time pass."""
+        """Run the simulation up to `until_s`."""
         self.clock.run(until_s)
 
     def read(self, begin_s: float, end_s: float) -> Reading:
-        """What happened in [begin_s, end_s), of what has happened so far."""
+        """Return what has happened so far in [begin_s, end_s)."""
         config = self._design.config
         return read(
             begin_s,
@@ -123,7 +123,7 @@ class FleetWorld:
         )
 
     def check(self) -> list[str]:
-        """Problems of all ledgers; empty when everything adds up."""
+        """Return the problems that the checks of the front and all leaders find; empty if none."""
         problems = self.front.check()
         for name, process in self.processes.items():
             if isinstance(process.role, PrefillLeader | DecodeLeader):
@@ -131,7 +131,7 @@ class FleetWorld:
         return problems
 
     def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
-        """Return the first unit of each role that has worked, and what its last step cost."""
+        """Return role -> (first unit with a finished step, price of its last step)."""
         found: dict[str, tuple[str, StepPrice]] = {}
         for name, unit in sorted(self._units.items()):
             if unit.runner.price is not None:
@@ -139,7 +139,7 @@ class FleetWorld:
         return found
 
     def sample_every(self, period_s: float) -> None:
-        """Log the KV use and the requests of decode units' ranks, from one period on."""
+        """Log KV use and requests of all decode ranks every `period_s`, first after one period."""
         self.clock.after(period_s, partial(self._sample, period_s))
 
     def _sample(self, period_s: float) -> None:
@@ -159,10 +159,10 @@ class FleetWorld:
         return process
 
     def _begin(self) -> None:
-        """Let requests come, and prefill's units take them, from now on."""
+        """Start the prefill units and the arrivals, and remove the warm unit."""
         if WARM in self.processes:
             del self.processes[WARM]
-            # At once, or who comes meanwhile is sent there.
+            # Without the delay of a message: until then the front would send arrivals to it.
             self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
         self._start_units(PREFILL)
         self._arrivals.begin()
@@ -221,17 +221,15 @@ class FleetWorld:
         elif unit is not None:
             unit.runner.slow.pop(fault.rank, None)
 
-    # ---- what processes ask for ----
+    # ---- effects of the processes ----
     def send(self, to: str, message: AnyMessage) -> None:
-        """Put a message on its wire. Messages to a process that is down, or to the supervisor, are
-        lost.
-        """
+        """Send a message. Messages to a process that is down, or to the supervisor, are lost."""
         process = self.processes.get(to)
         if process is not None:
             self.clock.after(WIRE_S, lambda: process.post(message))
 
     def deliver(self, effect: Deliver) -> None:
-        """Note the times of a request's first token and of its end."""
+        """Record the times of a request's first token and of its end."""
         number, now_s = int(effect.request_id), self.clock.now()
         if effect.tokens and np.isnan(self.seen.first_token_s[number]):
             self.seen.first_token_s[number] = now_s
@@ -241,7 +239,7 @@ class FleetWorld:
             self.seen.is_failed[number] = effect.error is not None
 
     def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
-        """Begin a copy, a read or a write of a unit's rank."""
+        """Begin a KV copy, a disk read or a disk write for a rank of unit `name`."""
         if isinstance(effect, Pull):
             return self._kv.pull(name, effect)
         now_s = self.clock.now()
