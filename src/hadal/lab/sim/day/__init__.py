@@ -1,1 +1,1 @@
-"""The published day: its load, its cache, its units as a fluid and in windows, and its figures."""
+"""DeepSeek's published day: its load, cache, units (as a fluid and in windows) and figures."""

@@ -3,9 +3,9 @@
     load clock   B(t) = 86,400 s x the part of a day's load that came in [0, t),  B(t + 1 day) = B(t) + 86,400 s
 
 Arrivals at a constant rate by this clock follow the shape of the day in seconds. A pause drawn by
-this clock ends when users are awake. Within an hour B is a monotone cubic (Fritsch and Carlson, SIAM
-J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is continuous and every hour
-has exactly its given share.
+this clock ends when users are awake. Within an hour B is a monotone cubic (Fritsch and Carlson,
+SIAM J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is continuous and every
+hour has exactly its given share.
 
 Second 0 is the start of the published window: 12:00 in Beijing.
 """

@@ -1,9 +1,10 @@
-"""What units do, measured in a simulated world of few of them under the leaders that serve.
+"""Throughput curves of units, measured in a simulated world of a few units under the leaders
+(schedulers) that serve.
 
-A decode unit is loaded with some requests a rank, as a window of the day has them, and its time per
-token is read off; a prefill unit is given more than it can do. So what balancers leave of imbalance
-is in these curves, and the fleet that is sized by them (lab/sim/day/fluid) knows what its balancers are
-worth. One point is one call: callers may spread them.
+A decode unit gets a number of requests per rank, as a window of the day has them, and its time per
+token is measured. A prefill unit gets more load than it can do. So the curves include the imbalance
+that balancers leave, and the fleet sized by them (lab/sim/day/fluid) depends on its balancers. One
+point is one call, so callers may compute points in parallel.
 """
 
 from __future__ import annotations
@@ -32,17 +33,14 @@ from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import DAY_S
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
-"""Loads at which a decode unit is looked at, as far as it can have so many requests; see
-`points_at`.
-"""
+"""Requests per rank at which a decode unit is measured, up to its largest batch (`points_at`)."""
 NEAR = 1.05
-"""Two points are told apart if the batch of one is so many times the other's: between nearer ones
-noise is a slope.
+"""Smallest ratio of the batches of two points; between nearer points noise would look like a slope.
 """
 OVERLOAD = 1.5
-"""Load of a prefill unit where it is looked at, over what it is priced to do."""
+"""Load of a measured prefill unit as a multiple of its priced throughput."""
 _AT_S = 0.4 * DAY_S
-"""The hour whose requests are taken: what they are depends little on it."""
+"""Time of day from which requests are drawn; their lengths depend little on it."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,23 @@ class UnitCurves:
     """Measured speeds of a study's units."""
 
     decode: tuple[tuple[float, float], ...]
-    """(requests of a rank, seconds per output token of each), by the first."""
+    """(requests per rank, seconds per output token of each), in ascending order of requests."""
     decode_ranks: int
     prefill_computed_per_s: float
-    """Tokens that a prefill unit computes in a second, always busy."""
+    """Tokens/s that a prefill unit computes when always busy."""
     hit_share: float
-    """Share of prompt tokens that is found, not computed."""
+    """Share of prompt tokens found in the cache instead of computed."""
     batch_max: float
-    """Requests of a decode rank, at most."""
+    """Most requests of a decode rank."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens of a prefill unit, those found in the cache among them."""
+        """Prompt tokens/s of a prefill unit, including tokens found in the cache."""
         return self.prefill_computed_per_s / (1.0 - self.hit_share)
 
     def tpot_s(self, batch: Floats) -> Floats:
-        """Seconds per output token with `batch` requests on a rank: straight between what was
-        measured and beyond.
+        """Return the seconds per output token with `batch` requests per rank: linear between
+        measured points and beyond them, but at least half of the first point's.
         """
         at, tpot_s = (np.array(column) for column in zip(*self.decode, strict=True))
         tpot_s = np.maximum.accumulate(tpot_s)
@@ -79,8 +77,8 @@ class UnitCurves:
         return np.asarray(np.where(batch > at[-1], above, np.where(batch < at[0], below, inside)))
 
     def decode_tokens_per_s(self, tpot_s: float) -> float:
-        """Return the tokens/s of a unit whose requests are promised a token every `tpot_s`. Raises
-        ValueError if none is so fast.
+        """Return the tokens/s of a unit at a TPOT target of `tpot_s`. Raises ValueError if no batch
+        meets it.
         """
         batches = np.arange(1.0, self.batch_max + 1.0)
         return decode_capacity(
@@ -97,8 +95,9 @@ class UnitCurves:
 
 
 def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]:
-    """Requests of a rank at which a unit that can have so many is looked at, and with which it
-    should keep its promise (`batch_within`): if these are few, there are two points for them.
+    """Return the requests per rank at which a unit with at most `batch_max` per rank is measured.
+    `promised`: largest batch expected to meet the TPOT target (`batch_within`); if it lies below
+    all other points, two points are added for it.
     """
     found = sorted({min(at, batch_max) for at in REQUESTS_PER_RANK})
     if len(found) < 3 or found[-1] < NEAR * found[-2]:
@@ -109,8 +108,8 @@ def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]
 
 
 def batch_within(study: Study, placed: float, kv_length: float) -> float:
-    """Requests of a decode rank, at most, whose step is priced within the promised TPOT; `placed`:
-    see Study.step_model. Raises ConfigError if one is too many already.
+    """Return the most requests of a decode rank with a priced TPOT within the target. `placed`: see
+    Study.step_model. Raises ConfigError if even one request is too slow.
     """
     model, promised_s = study.step_model(DECODE, placed), study.tpot_ms / 1e3
     low, high = 1.0, float(max(1, study.decode.max_requests))
@@ -139,8 +138,8 @@ def _priced_tpot_s(
 
 
 def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """What was measured, as `UnitCurves.decode` has it. Raises ConfigError if a line cannot be
-    drawn through it.
+    """Return measured points in the form of `UnitCurves.decode`. Raises ConfigError if fewer than
+    two distinct batches were measured.
     """
     found: list[tuple[float, float]] = []
     for at, tpot_s in sorted(points):
@@ -161,8 +160,8 @@ def decode_point(
     cache: CacheDay | None,
     requests_per_rank: float,
 ) -> tuple[float, float]:
-    """Measure one decode unit with about so many requests on a rank: (how many there were, seconds
-    per token).
+    """Measure one decode unit with about `requests_per_rank`. Return (measured requests per rank,
+    seconds per token). Raises ConfigError if it had nothing to do.
     """
     ranks = study.decode.ranks
     token_s = _priced_tpot_s(
@@ -182,9 +181,7 @@ def decode_point(
 def prefill_point(
     study: Study, placed: Mapping[str, float], load: DemandFigures, cache: CacheDay | None
 ) -> float:
-    """Measure one prefill unit that has always something to do: tokens that it computes in a
-    second.
-    """
+    """Measure one prefill unit under overload. Return the tokens/s that it computes when busy."""
     reading = prefill_reading(study, prefill_world(study, placed, load, cache))
     return reading.tokens / (study.window.prefill_seconds * reading.busy_share)
 
@@ -192,14 +189,14 @@ def prefill_point(
 def prefill_world(
     study: Study, placed: Mapping[str, float], load: DemandFigures, cache: CacheDay | None
 ) -> FleetWorld:
-    """Such a unit, when what is measured is over."""
+    """Return the world of one overloaded prefill unit, at the end of the measured time."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
     point = _Point(1, requests_per_s, 1e-6, study.window.prefill_seconds)
     return _world(study, placed, load, cache, point)
 
 
 def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
-    """What its steps were. Raises ConfigError if there were none."""
+    """Return the measured prefill steps of a world. Raises ConfigError if there were none."""
     settle_s = study.window.settle_s
     reading = world.read(settle_s, settle_s + study.window.prefill_seconds).prefill
     if not reading.tokens:
@@ -217,7 +214,7 @@ def _nothing_seen(role: str) -> ConfigError:
 def _prefill_requests_per_s(
     study: Study, placed: Mapping[str, float], load: DemandFigures
 ) -> float:
-    """About what a prefill unit does, as its steps are priced."""
+    """Return the approximate requests/s of a prefill unit by the prices of its steps."""
     priced = study.step_model(PREFILL, placed[PREFILL]).prefill(
         study.chunk_tokens, load.tokens_in, load.tokens_hit
     )
@@ -231,9 +228,9 @@ class _Point:
     num_prefill: int
     requests_per_s: float
     token_s: float
-    """Expected time from token to token."""
+    """Expected seconds per output token."""
     seconds: float
-    """Measured time, after the settling."""
+    """Measured seconds, after the settling."""
     stream: int = 0
     """Number of the random stream."""
 
@@ -245,7 +242,9 @@ def _world(
     cache: CacheDay | None,
     point: _Point,
 ) -> FleetWorld:
-    """Run the point's units from the start to the end of the measured time."""
+    """Run the point's units from the start to the end of the measured time. Raises InvariantError
+    if the ledgers' checks find a problem.
+    """
     settle_s, seconds = study.window.settle_s, point.seconds
     scale = load.requests_per_s[int(_AT_S // 3600.0)] / point.requests_per_s
     params = with_tokens_at(study.workload, point.token_s, study.window.first_token_s)
@@ -274,8 +273,8 @@ def _world(
 
 
 def batch_max(study: Study, load: DemandFigures) -> float:
-    """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises
-    ValueError for none.
+    """Return the most requests of a decode rank, limited by its slots or its KV blocks. Raises
+    ValueError if there is no memory for KV.
     """
     blocks = kv_blocks(study.step_model(DECODE, 1.0), study.drafts)
     return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))

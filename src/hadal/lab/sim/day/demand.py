@@ -27,8 +27,7 @@ from hadal.lab.sim.workload import Workload
 from hadal.policy.demand import DAY_S, DayShape
 
 SAMPLE = 100
-"""Sampling rate: one session in SAMPLE is drawn; a larger share if fewer than SESSIONS_MIN are left.
-"""
+"""Sampling rate: one session in SAMPLE is drawn, or more if fewer than SESSIONS_MIN are left."""
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
 """Fewest sessions for the cache's sample; with fewer, its hits are too noisy."""

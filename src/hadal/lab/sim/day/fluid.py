@@ -1,8 +1,9 @@
-"""The day as a fluid: demand flows through units that the real fleet role starts and drains.
+"""Day as a fluid: demand flows through units that the real fleet role starts and drains.
 
-Between simulated windows, in which every request is one, this says how many nodes there are at each
-minute, and what waits. The fleet is roles/fleet with policy/scaling, which hears what a front would
-say; units take time to start, fail to, die. One generator, given in, is all that is random.
+Simulated windows model every request, but only for seconds. The fluid gives the number of nodes and
+the queues at each minute of the day. The fleet is roles/fleet with policy/scaling; it receives the
+reports that a front would send. Units need time to start, may fail to start, and die. All
+randomness comes from one generator that the caller passes in.
 """
 
 from __future__ import annotations
@@ -28,27 +29,25 @@ from hadal.roles.fleet.units import UnitState
 
 @dataclass(frozen=True)
 class Faults:
-    """What may go wrong, and how long things take."""
+    """Fault rates, and durations of starts and stops."""
 
     start_s: float = 600.0
-    """Time from the fleet's decision until a unit works: nodes are freed by other work, weights are
-    read.
+    """Seconds from the fleet's decision until a unit works: other work frees the nodes, and weights
+    are read.
     """
     start_spread: float = 0.1
-    """Spread of that time: uniform, plus or minus this share."""
+    """Spread of `start_s`: uniform, plus or minus this share."""
     start_fail_share: float = 0.0
-    """Share of starts that fail; they are known to have failed when they should have been done."""
+    """Share of starts that fail. A failure is reported when the start should have been done."""
     stop_s: float = 30.0
     node_failures_per_s: float = 0.0
-    """Failures of one node a second; its unit dies with it."""
+    """Failures per second of one node; its unit dies with it."""
     noise: float = 0.02
-    """Standard deviation of a step's arrivals beside the curve, as a share."""
+    """Standard deviation of a step's arrivals around the demand curve, as a share."""
 
 
 class FluidDay:
-    """One run. `start` is a time by the clock of the day, and so is everything the fleet
-    hears.
-    """
+    """One run. `start` and all times that the fleet receives are times by the clock of the day."""
 
     def __init__(
         self,
@@ -69,16 +68,16 @@ class FluidDay:
         self._random = random
         self._step_s = step_s
         self._due: list[tuple[float, int, Event]] = []
-        """Events on their way to the fleet; the number breaks ties."""
+        """Heap of events for the fleet: (time, number that breaks ties, event)."""
         self._num_events = 0
         self._drains: dict[str, tuple[float, int]] = {}
-        """Deadline and number of each unit's drain, as a front would keep them."""
+        """Unit -> (deadline, number) of its drain, as a front would have them."""
         self._ending: set[str] = set()
-        """Units whose end is on its way: ended again, they end no sooner and no later."""
+        """Units with a scheduled UnitDown. Another stop or failure does not change its time."""
         self._apply(fleet.start(start))
 
     def run(self, num_steps: int) -> Day:
-        """Go on for so many steps and return what they brought, by the hour."""
+        """Run `num_steps` steps and return their sums by hour."""
         hours = Hours(self.engine, self.fleet)
         for _ in range(num_steps):
             self.step()
@@ -86,11 +85,11 @@ class FluidDay:
         return hours.done()
 
     def run_day(self) -> Day:
-        """Go on for a day."""
+        """Run a day."""
         return self.run(round(DAY_S / self._step_s))
 
     def step(self) -> None:
-        """One step of the fluid, then what came due, then what a front would report."""
+        """Advance the fluid one step, then pass the events due and a demand report to the fleet."""
         middle_s = self.now_s + 0.5 * self._step_s
         noise = max(0.0, 1.0 + self._faults.noise * float(self._random.standard_normal()))
         self.engine.step(self._demand.requests_per_s(middle_s) * self._step_s * noise, self._step_s)
@@ -103,7 +102,7 @@ class FluidDay:
         self._end_drains()
         self._tell(self._report())
 
-    # ---- what happens to units ----
+    # ---- events of units ----
     def _happens(self, event: Event) -> None:
         if isinstance(event, UnitUp):
             self.engine.up(event.unit, is_decode=event.role == DECODE)
@@ -114,7 +113,7 @@ class FluidDay:
         self._tell(event)
 
     def _kill(self) -> None:
-        """Every node may fail in every step, and takes its unit with it."""
+        """Draw the node failures of one step; a failed node ends its unit."""
         if not self._faults.node_failures_per_s:
             return
         rules = self.fleet.rules
@@ -151,10 +150,10 @@ class FluidDay:
                 case WakeAt(time_s):
                     self._later(max(0.0, time_s - self.now_s), Tick())
                 case _:
-                    pass  # Nodes that are offered and withdrawn are other work's.
+                    pass  # Offers and withdrawals of nodes concern only other work.
 
     def _stop(self, unit: str) -> None:
-        """A unit's process ends in a while; a start that was under way is given up."""
+        """Stop a unit: it goes down after `stop_s`, and a start in progress is cancelled."""
         if unit in self._ending:
             return
         self._due = [one for one in self._due if getattr(one[2], "unit", None) != unit]
@@ -172,7 +171,7 @@ class FluidDay:
         self._num_events += 1
         heapq.heappush(self._due, (self.now_s + delay_s, self._num_events, event))
 
-    # ---- what the fleet hears ----
+    # ---- events for the fleet ----
     def _tell(self, event: Event) -> None:
         self._apply(self.fleet.handle(self.now_s, event))
         problems = self.fleet.check()
@@ -180,8 +179,8 @@ class FluidDay:
             raise InvariantError(f"after {type(event).__name__} at {self.now_s:g} s: {problems}")
 
     def _report(self) -> Demand:
-        """Report the demand as roles/front/front would. Less than one request is none: a fluid
-        never quite runs out.
+        """Return the demand as roles/front/front would report it. Requests on a unit are rounded
+        down, because a fluid never reaches 0.
         """
         engine = self.engine
         units = tuple(

@@ -1,9 +1,8 @@
-"""A study's day as a fluid: how many units there are at every minute, under the fleet role that
-serves.
+"""Day of a study as a fluid: number of units at every minute, under the fleet role that serves.
 
-Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its
-clock is that of Beijing, as the fleet sees it; hours are counted from second 0, noon, as
-everywhere else here. Knows no single request.
+The run begins EARLY_HOURS before the day with an empty fleet, so the ramp-up is not part of the
+day. Times are Beijing's clock, as the fleet sees it; hours are counted from second 0, noon, as in
+all of lab/sim/day. Has no single requests.
 """
 
 from __future__ import annotations
@@ -31,33 +30,34 @@ STEP_S = 60.0
 
 @dataclass(frozen=True)
 class Middle:
-    """The fleet at one moment."""
+    """State of the fleet at one moment."""
 
     units: Units
-    """Units that take requests."""
+    """Units that accept new requests."""
     requests_per_rank: float
-    """Requests of a decode rank."""
+    """Mean number of requests per decode rank."""
     tokens_per_s_user: float
     prefill_use: float
-    """What comes over what could be done."""
+    """Prompt tokens/s that arrive over the tokens/s that prefill units can do."""
 
 
 @dataclass(frozen=True)
 class FluidResult:
-    """A day of 1,440 minutes from noon in Beijing."""
+    """Result of a day of 1,440 minutes from noon in Beijing."""
 
     day: Day
     prefill_nodes: Ints
-    """Prefill nodes by minute; nodes of units that start and drain are owned as well."""
+    """Prefill nodes owned by minute, including those of units that start or drain."""
     decode_nodes: Ints
+    """Decode nodes owned by minute, including those of units that start or drain."""
     middles: tuple[Middle, ...]
-    """The middle of each hour."""
+    """State of the fleet in the middle of each hour."""
     capacity: tuple[float, float]
-    """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
+    """Tokens/s of a (prefill, decode) unit within the SLO, as the fleet role counts on them."""
 
 
 def fluid_day(study: Study, curves: UnitCurves, load: DayDemand) -> FluidResult:
-    """Run it. Raises ConfigError where no batch keeps the promise."""
+    """Run the day. Raises ConfigError if no decode batch meets the TPOT target."""
     try:
         decode_tokens_per_s = curves.decode_tokens_per_s(study.tpot_ms / 1e3)
     except ValueError as error:
@@ -96,7 +96,7 @@ def fluid_day(study: Study, curves: UnitCurves, load: DayDemand) -> FluidResult:
         hours.add(fluid.now_s, STEP_S)
         owned = fleet.role_to_nodes()
         nodes.append((owned[PREFILL], owned[DECODE]))
-        if minute % 60 == 29:  # It has just ended: half past.
+        if minute % 60 == 29:  # Minute 29 has just ended, so it is half past.
             middles.append(_middle(fluid, demand.requests_per_s(fluid.now_s)))
     prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
     return FluidResult(

@@ -1,10 +1,9 @@
-"""One hour of the day at full fleet size: every request is one, and the roles that serve decide
-about all of them.
+"""Window of one hour at full fleet size: every request is simulated, under the roles that serve.
 
-    settle | measured seconds |        what runs at the start is there already, as far as it would have come
+    settle | measured seconds |        running requests start with the output that they would have by then
 
-The fleet is the one that the fluid day has at the middle of the hour. A value goes in and a value
-comes out, so that hours can be looked at in other processes. Knows no fleet and no other hour.
+The units are those that the fluid day has in the middle of the hour. Input and output are values,
+so hours can be simulated in other processes. Does not depend on the fleet role or on other hours.
 """
 
 from __future__ import annotations
@@ -30,57 +29,58 @@ from hadal.lab.sim.world.world import FleetWorld
 from hadal.policy.scaling import Units
 
 SAMPLE_S = 1.0
-"""Time between two looks at how full ranks are."""
+"""Seconds between two samples of KV use and requests of ranks."""
 
 
 @dataclass(frozen=True)
 class HourSetting:
-    """What an hour is looked at with."""
+    """Input of one hour's window."""
 
     index: int
     """Hours since second 0."""
     units: Units
     token_s: float
-    """Seconds per output token before the start: it says how far what runs has come, and how much
-    of it there is.
+    """Seconds per output token before the start. It determines how many requests run at the start,
+    and how much output they have.
     """
     first_token_s: float
+    """TTFT before the start, seconds."""
 
 
 @dataclass(frozen=True)
 class HourWindow:
-    """What was seen in it."""
+    """Result of one hour's window."""
 
     setting: HourSetting
     reading: Reading
     hit_share: float
-    """Share of the prompt tokens of those that came in the window: what was on disk, less what was
-    computed all the same.
+    """Share of prompt tokens that were cached on disk and not computed anyway, over the requests
+    that were not running at the start.
     """
     num_running: int
-    """Requests that had output at the start,"""
+    """Number of requests that had output at the start."""
     num_came: int
-    """and all others: in prefill then, or yet to come."""
+    """Number of all other requests: in prefill at the start, or later arrivals."""
     num_events: int
     num_steps: int
     steps: Mapping[str, tuple[str, StepPrice]]
-    """A unit of each role, and what its last step cost."""
+    """Role -> (a unit, price of its last step)."""
     problems: tuple[str, ...]
-    """What the ledgers' checks found at the end."""
+    """Problems that the ledgers' checks found at the end."""
 
 
 def run_hour(
     study: Study, placed: Mapping[str, float], setting: HourSetting, cache: CacheDay | None
 ) -> HourWindow:
-    """Simulate the middle of an hour. `placed`: by role, see Study.step_model."""
+    """Simulate the middle of an hour. `placed`: see Study.step_model. `cache` None: no hits."""
     with uncollected():
         return _run_hour(study, placed, setting, cache)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Let nobody look for garbage meanwhile: a fleet is millions of objects that stay and hardly a
-    cycle, and to look through them again and again took a third of the time.
+    """Disable garbage collection meanwhile. A fleet is millions of long-lived objects with hardly a
+    cycle, and collections took a third of the time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -132,8 +132,8 @@ def _run_hour(
 
 
 def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
-    """A window's requests as a world takes them: second 0 is `begin_s`, and what came before it
-    comes then.
+    """Return a window's requests for a world. Its second 0 is `begin_s`; requests that arrived
+    before get arrival time 0.
     """
     came = drawn.workload
     cached = drawn.tokens_cached if has_cache else np.zeros(len(came), np.int64)
@@ -147,8 +147,9 @@ def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
 
 
 def _hit_share(world: FleetWorld) -> float:
-    """Those that are done are more often those that had little to compute, so they alone would tell
-    too much.
+    """Return `HourWindow.hit_share`: the cached share of all requests, times the used share of the
+    cached tokens of prefilled ones. Prefilled requests alone would be biased: those with little to
+    compute finish earlier.
     """
     asked, seen = world.requests, world.seen
     came = ~asked.is_running

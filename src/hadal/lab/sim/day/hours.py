@@ -1,4 +1,4 @@
-"""What the fluid day brought, hour by hour: sums of every step, nothing sampled. Moves no requests."""
+"""Results of the fluid day by hour: sums over every step, not samples. Only reads the engine."""
 
 from __future__ import annotations
 
@@ -24,31 +24,29 @@ class Hour:
     prefill_nodes_mean: float
     decode_nodes_mean: float
     tokens_in: float
-    """Prompt tokens of the requests that came."""
+    """Prompt tokens of the requests that arrived."""
     tokens_prefilled: float
     tokens_out: float
     prefill_use: float
-    """What the prefill units that were up did over what they could do."""
+    """Tokens prefilled over the tokens that the prefill units that were up could do."""
     batch_mean: float
-    """Requests of a decode rank that was up."""
+    """Mean number of requests per decode rank that was up."""
     tokens_per_s_user: float
-    """While a request is in decode."""
+    """Output tokens/s of a request while it is in decode."""
     wait_s_max: float
-    """How long the longest queue would take the units that were up then, prefill's and decode's
-    together.
-    """
+    """Longest time, over the hour's steps, to work off both queues with the units of that step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A run, by the hour and in sum."""
+    """Results of a run, by hour and in total."""
 
     hours: tuple[Hour, ...]
     node_hours: float
     nodes_peak: int
     nodes_min: int
     num_changes: int
-    """How often the number of units that were wanted changed."""
+    """Number of changes of the fleet's wanted units."""
     nodes_by_step: tuple[int, ...] = field(repr=False, default=())
 
     @property
@@ -73,7 +71,7 @@ class Day:
 
     @property
     def tokens_per_s_user(self) -> float:
-        """Mean over output tokens: tokens over the seconds that requests were in decode."""
+        """Output tokens over the seconds that requests were in decode."""
         held_s = sum(
             hour.tokens_out / hour.tokens_per_s_user
             for hour in self.hours
@@ -87,7 +85,7 @@ class Day:
 
 
 class _FluidStep(NamedTuple):
-    """What one step added."""
+    """Increments of one step."""
 
     hour: int
     step_s: float
@@ -103,7 +101,7 @@ class _FluidStep(NamedTuple):
 
 
 class Hours:
-    """Watches an engine and its fleet, step after step."""
+    """Recorder of an engine and its fleet, step by step."""
 
     def __init__(self, engine: Engine, fleet: Fleet) -> None:
         self._engine = engine
@@ -114,7 +112,7 @@ class Hours:
         self._wanted = fleet.need.units
 
     def add(self, now_s: float, step_s: float) -> None:
-        """A step of `step_s` has just ended."""
+        """Record a step of `step_s` that has just ended."""
         engine, before = self._engine, self._before
         self._before = now = self._counters()
         num_arrived, num_prefilled, num_finished, held_s = (
@@ -145,7 +143,7 @@ class Hours:
         self._wanted = self._fleet.need.units
 
     def done(self) -> Day:
-        """The run so far. Raises ValueError for one without a step."""
+        """Return the results so far. Raises ValueError before the first step."""
         if not self._steps:
             raise ValueError("nothing ran: a day needs one step at least.")
         hours = tuple(

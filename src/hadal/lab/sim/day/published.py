@@ -1,11 +1,11 @@
-"""DeepSeek's published day: how much of it each hour asked for, and what it came to.
+"""DeepSeek's published day: hourly shares of the load, and totals.
 
 The hourly shares were read off the bars of theoretical income by hour in "One More Thing:
 DeepSeek-V3/R1 Inference System Overview" (deepseek-ai/open-infra-index, day 6 of the open-source
-week, 2025), to +-$115 of about $23,400, for a constant mix of input, hits and output. The totals
-are stated there.
+week, 2025), to +-$115 of about $23,400. A constant mix of input, hits and output is assumed. The
+totals are stated there.
 
-Knows no load clock (lab/sim/day/clock) and draws nothing.
+Does not depend on the load clock (lab/sim/day/clock); nothing is random.
 """
 
 from __future__ import annotations
@@ -43,39 +43,38 @@ HOURLY_SHARES = (
     0.05523,
     0.05298,
 )
-"""Shares of the day's tokens, by hour in Beijing from 00:00 on."""
+"""Shares of the day's tokens by hour, from 00:00 Beijing time."""
 SHAPE = DayShape(HOURLY_SHARES)
 FIRST_HOUR = 12
-"""The published day is 2025-02-27 12:00 to 02-28 12:00 in Beijing."""
+"""First hour: the published day is 2025-02-27 12:00 to 02-28 12:00 Beijing time."""
 TOKENS_IN = 608e9
 TOKENS_OUT = 168e9
 
 
 @dataclass(frozen=True)
 class DemandCurve:
-    """Tokens per second that users ask for, at any time of any day. Its hours have exactly the
-    shares of `shape`.
-    """
+    """Demand in requests/s at any time of any day. Hours have exactly the shares of `shape`."""
 
     tokens_in: float = TOKENS_IN
-    """Tokens in of a day."""
+    """Prompt tokens per day."""
     tokens_out: float = TOKENS_OUT
+    """Output tokens per day."""
     tokens_in_request: float = 3_800.0
-    """Mean of a request. Not published; 3.4 to 3.9 thousand by the published mean KV length of
-    4,989, whatever the spread of lengths (E[O (I + O/2)] / E[O] with I/O = 608/168).
+    """Mean prompt tokens per request. Not published. The published mean KV length of 4,989 implies
+    3,400 to 3,900 for any spread of lengths (E[O (I + O/2)] / E[O] with I/O = 608/168).
     """
     shape: DayShape = SHAPE
     rate: Callable[[float], Any] | None = None
-    """Seconds since noon in Beijing -> load per second, where a day's mean is 1. None: as `shape`
-    has it, which is what a fleet may know.
+    """Seconds since noon in Beijing -> load per second, with a daily mean of 1. None: as `shape`,
+    which is all that a fleet may know.
     """
 
     def requests_per_s(self, time_s: float) -> float:
-        """Return the rate at a time by the clock of the day."""
+        """Return the requests/s at a time by the clock of the day."""
         at = self.shape.at(time_s) if self.rate is None else self.rate(time_s - FIRST_HOUR * HOUR_S)
         return self.tokens_in / self.tokens_in_request / DAY_S * float(at)
 
     @property
     def tokens_out_request(self) -> float:
-        """Mean of a request."""
+        """Mean output tokens per request."""
         return self.tokens_in_request * self.tokens_out / self.tokens_in

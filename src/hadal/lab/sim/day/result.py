@@ -1,9 +1,9 @@
-"""What a simulated day came to: the fluid day and the windows joined, through the ledger, as one
-value and as JSON.
+"""Result of a simulated day: the fluid day and the windows joined, through the ledger, as one value
+and as JSON.
 
-Times per token and to the first one are the windows', where there are any, else the fluid's and
-the workload's guess. How many nodes there are, minute by minute, is the fluid's. Both say how full
-units are, and stand side by side.
+TPOT and TTFT come from the windows if there are any; otherwise TPOT comes from the fluid and TTFT
+from the workload's guess. The number of nodes by minute comes from the fluid. The load of units is
+given from both, side by side.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ PUBLISHED: dict[str, Any] = {
     "income_usd": 562_027.0,
     "margin_percent": 545.0,
 }
-"""DeepSeek-V3/R1 inference overview, 2025-02-27 12:00 to 02-28 12:00 in Beijing. Nothing is
-computed from it.
+"""Published figures (DeepSeek-V3/R1 inference overview), 2025-02-27 12:00 to 02-28 12:00 in
+Beijing. For comparison only: nothing is computed from them.
 """
 TTFT_EDGES_S = np.geomspace(0.1, 100.0, 61)
 TPOT_EDGES_S = np.arange(0.015, 0.1205, 0.0025)
@@ -67,28 +67,28 @@ FLAT = (
     "hit_percent",
     "requests",
 )
-"""Keys of a day and of an alternative to it."""
+"""Keys of the figures of a day and of each alternative to it."""
 
 
 @dataclass(frozen=True)
 class DayResult:
-    """A study's day."""
+    """Result of a study's day."""
 
     study: Study
     load: DayDemand
     experts: dict[str, ExpertRanks]
-    """What expert placement leaves of imbalance, by role."""
+    """Role -> expert loads of ranks after placement."""
     curves: UnitCurves
     fluid: FluidResult
     windows: tuple[HourWindow | None, ...]
-    """Each hour's window since second 0 [24]; None where none was looked at."""
+    """Window of each hour since second 0 [24]; None if the hour was not simulated."""
     report: Report
-    """The day's report, hour by hour."""
+    """Report of the day by hour."""
     models: Report
-    """The day's report, model by model."""
+    """Report of the day by model."""
 
     def flat(self) -> dict[str, Any]:
-        """The day's figures by their names."""
+        """Return the day's figures: FLAT and the mean numbers of nodes by role."""
         total = self.report.total.as_json()
         found = {name: total[name] for name in FLAT}
         return {
@@ -106,7 +106,7 @@ def day_result(
     fluid: FluidResult,
     windows: Sequence[HourWindow | None],
 ) -> DayResult:
-    """Put it together. `windows`: 24, or none at all."""
+    """Join the parts of a day. `windows`: 24, or empty."""
     windows = tuple(windows) or (None,) * 24
     first_token_s = _by_hour(windows, _first_token_s, _guess(study, fluid))
     fluid_s = np.array(
@@ -115,8 +115,7 @@ def day_result(
             for hour in fluid.day.hours
         ]
     )
-    # A window is a moment. What it shows beside the fluid then, the fluid is corrected by in all
-    # of the hour.
+    # A window covers only seconds: its ratio to the fluid at that moment corrects the whole hour.
     token_s = fluid_s * _by_hour(
         windows,
         lambda window: window.reading.decode.token_s / window.setting.token_s or None,
@@ -136,7 +135,7 @@ def day_result(
 
 
 def result_json(result: DayResult) -> dict[str, Any]:
-    """What result.json holds, but for the alternatives and the time it took."""
+    """Return the content of result.json, without the alternatives and the elapsed time."""
     fluid, study = result.fluid, result.study
     hours = [
         _hour_json(
@@ -213,9 +212,8 @@ def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
     reading = window.reading
     prefill, decode, seconds = reading.prefill, reading.decode, reading.end_s - reading.begin_s
     could = window.setting.units.prefill * curves.prefill_computed_per_s * seconds
-    # What came, as in the fluid, not what was computed: prompts whose first chunks would lie
-    # before the start are not there, and the longest ones are under way for longer than a window
-    # lasts.
+    # Arrived tokens, as in the fluid, not computed ones: a window lacks prompts with first chunks
+    # before its start, and the longest prompts take longer than a window.
     came = reading.tokens_arrived * (1.0 - window.hit_share)
     kv = [float(share.max() / share.mean()) for share in reading.kv_share.values() if share.any()]
     return {
@@ -250,7 +248,9 @@ def _percentiles(values: Floats, weights: Floats | None) -> dict[str, float | No
 def _distribution(
     parts: Sequence[tuple[Floats, Floats | None]], edges: Floats
 ) -> dict[str, Any] | None:
-    """All windows are equally long, so each adds as much as its hour had."""
+    """Return a histogram with percentiles over all windows; None if there is none. Windows are
+    equally long, so each hour counts by its load.
+    """
     if not parts:
         return None
     values = np.concatenate([values for values, _ in parts])
@@ -262,8 +262,8 @@ def _distribution(
 
 
 def _ranks_json(result: DayResult) -> dict[str, Any] | None:
-    """Return one unit of each role in the busiest hour: means over its window; for experts the rows
-    of one micro-batch.
+    """Return the ranks of one unit per role in the busiest hour: means over its window, and for
+    experts the rows of one micro-batch. None if no window has samples.
     """
     looked = [window for window in result.windows if window is not None and window.reading.kv_share]
     if not looked:
@@ -275,7 +275,7 @@ def _ranks_json(result: DayResult) -> dict[str, Any] | None:
         DECODE: window.reading.decode.requests_per_rank * (1 + result.study.drafts),
         PREFILL: prefill.tokens / max(prefill.num_steps, 1.0) / result.study.prefill.ranks,
     }
-    rows = {  # Of a micro-batch, half a step: each token goes to 8 experts.
+    rows = {  # Per micro-batch (half a step): each token goes to 8 experts.
         role: result.experts[role].one_micro_batch(max(1.0, 4.0 * num_tokens), rng).tolist()
         for role, num_tokens in role_to_tokens.items()
     }
@@ -291,8 +291,8 @@ def _ranks_json(result: DayResult) -> dict[str, Any] | None:
 
 
 def _prefill_ranks_json(reading: Reading) -> dict[str, Any]:
-    """Return each rank's tokens a second in the first unit that prefilled, and its core attention
-    over the ranks' mean.
+    """Return the tokens/s of each rank in the first unit that prefilled, and the core attention of
+    each rank over the mean of the ranks.
     """
     if not reading.prefill_tokens:
         return {"prefill_unit": None, "prefill_tokens": [], "prefill_attention": []}
@@ -330,7 +330,7 @@ def _notes(result: DayResult) -> list[str]:
 
 
 def _is_published(study: Study) -> bool:
-    """Whether it asks what was published, however closely it looks."""
+    """Return True if the study is the published day, apart from seed, windows and cache sample."""
     usual = Study()
     return (
         replace(
@@ -344,12 +344,12 @@ def _is_published(study: Study) -> bool:
 
 
 def _guess(study: Study, fluid: FluidResult) -> Floats:
-    """Times to the first token where no window was looked at [24]."""
+    """Return the guessed TTFT by hour [24], for a day without windows."""
     return np.array([study.workload.first_token_s + hour.wait_s_max for hour in fluid.day.hours])
 
 
 def _first_token_s(window: HourWindow) -> float | None:
-    """Mean of it; None: none came."""
+    """Return the mean TTFT of a window; None if no first token came."""
     return float(window.reading.ttft_s.mean()) if len(window.reading.ttft_s) else None
 
 
@@ -358,8 +358,8 @@ def _by_hour(
     value: Callable[[HourWindow], float | None],
     otherwise: Floats,
 ) -> Floats:
-    """Fill each hour [24]: with its window's value, between windows in a straight line, and without
-    any with what is given.
+    """Return a value per hour [24]: its window's, or interpolated linearly between windows. If no
+    window has a value, return `otherwise`.
     """
     readings = [None if window is None else value(window) for window in windows]
     known = [(index, found) for index, found in enumerate(readings) if found is not None]

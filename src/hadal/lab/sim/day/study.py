@@ -1,9 +1,9 @@
-"""What is simulated, as one frozen value: hardware, prices, load, units, balancers, cache and
+"""Input of a simulated day as one frozen value: hardware, prices, load, units, balancers, cache,
 fleet.
 
-Every field can be changed, by a TOML file or one by one; nothing that comes out is among them. The
-default is the day that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load
-and its price for a GPU.
+Every field can be changed, by a TOML file or one by one; no field is a result. The default is the
+day that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load and its price
+of a GPU.
 """
 
 from __future__ import annotations
@@ -35,102 +35,104 @@ from hadal.stats.prices import ModelPrices, micro_usd, price_list
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
 _NUM_MAX = 1_000_000
-"""Most requests at once: a day has peaks of a hundred thousand and more."""
+"""Limit of concurrent requests, never reached: a day peaks at a hundred thousand and more."""
 
 
 @dataclass(frozen=True)
 class UnitsStudy:
-    """Units of one role, and how the fleet holds them."""
+    """Units of one role: their size, and the fleet's rules for their number."""
 
     ranks: int
     redundant_experts: int
-    """Replicas beyond the experts."""
+    """Expert replicas in addition to one of each expert."""
     max_requests: int
     """Most requests of a rank."""
     bundle: int
-    """Units of a bundle; 0 for both roles: each role grows by itself."""
+    """Units of this role per bundle of the fleet. 0 for both roles: each role scales on its own."""
     extra: int
-    """Units beside the bundles, always there."""
+    """Units besides the bundles, always up."""
     units_min: int
     units_max: int
     use: float
-    """How busy a unit may be on average."""
+    """Highest mean utilization of a unit."""
     request_balance: str = AUTO
     """auto, no_moves (decode), off, or turns: each request to the next rank."""
     expert_balance: str = AUTO
-    """auto: replicas where loads ask for them. off: spread without looking."""
+    """auto: replicas for the most loaded experts. off: spread evenly, independent of the loads."""
 
 
 @dataclass(frozen=True)
 class CacheStudy:
-    """The KV cache on disk, which the whole fleet shares."""
+    """KV cache on disk, shared by the whole fleet."""
 
     disk_pb: float = BUDGET_BYTES / PB
     policy: str = "arc"
     """arc or lru."""
     sample: float = 8000.0
-    """One session in so many meets a cache that is as much smaller."""
+    """Sampling rate: one session in `sample` uses a cache smaller by this factor."""
 
 
 @dataclass(frozen=True)
 class FleetStudy:
-    """How units come and go."""
+    """Starts, stops and failures of units."""
 
     nodes_max: int = 2_000
     start_s: float = 600.0
-    """Time from a decision until a unit works: nodes are freed by other work, weights are read."""
+    """Seconds from a decision until a unit works: other work frees nodes, and weights are read."""
     start_spread: float = 0.1
-    """Spread of that time: uniform, plus or minus this share."""
+    """Spread of `start_s`: uniform, plus or minus this share."""
     start_fail_share: float = 0.0
+    """Share of starts that fail."""
     hold_s: float = 1800.0
-    """A unit is given up if it was not needed for so long, and will not be."""
+    """Seconds without need, past and expected, after which a unit is stopped."""
     hours_between_failures: float = 0.0
     """Mean hours between failures of one node; 0: nodes do not fail."""
     noise: float = 0.02
-    """Standard deviation of a minute's arrivals beside the day's shape."""
+    """Standard deviation of a minute's arrivals around the day's shape, as a share."""
 
 
 @dataclass(frozen=True)
 class WindowStudy:
-    """The part of every hour in which every request is one."""
+    """Part of every hour in which every request is simulated."""
 
     seconds: float = 4.0
-    """Measured."""
+    """Measured time of a window."""
     prefill_seconds: float = 30.0
-    """The same where a prefill unit is measured by itself: few long prompts are much of its
+    """Measured time of a single prefill unit. Longer, because few long prompts are much of its
     work.
     """
     settle_s: float = 4.0
-    """Before that: what runs already finds its place."""
+    """Simulated time before the measured time, in which running requests are placed."""
     first_token_s: float = 3.5
-    """About how long a prompt takes: so many seconds' worth of them are under way at the start."""
+    """Assumed TTFT: requests that arrived this time before the start are in prefill at the start.
+    """
     back_s: float = 3600.0
-    """Sittings that began no longer ago are there."""
+    """Sittings that began up to this time before the window are included."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """All of it. Raises ValueError at birth for what cannot be."""
+    """Input of a simulated day. The constructor raises ValueError for impossible values."""
 
     name: str = "deepseek-day"
     hardware: str = "h800"
     gpu_hour_usd: float = 2.0
     prices: str = "deepseek-reasoner-flat"
-    """A list's name, or HIT/MISS/OUT in dollars per million tokens."""
+    """Name of a price list, or HIT/MISS/OUT in dollars per million tokens."""
     tpot_ms: float = 200.0 / 3.0
-    """Promised per output token, whenever: 15 tokens/s. No promise was published, only what it
-    comes to in the mean.
+    """TPOT target at all times: 15 tokens/s. No target was published, only the mean that was
+    reached.
     """
     chunk_tokens: int = 24_576
-    """Most of a rank in a prefill step; ranks are given two thirds of it in the mean
-    (roles/prefill/prompts), which is the 16K a GPU of the published prefill profile.
+    """Most tokens of a rank in a prefill step. Ranks get two thirds of it on average
+    (roles/prefill/prompts): the 16K per GPU of the published prefill profile.
     """
     drafts: int = 1
-    """Tokens that decode drafts a step for each request, always as many (UnitsConfig.drafts). Not
-    published; DeepSeek's profile of decode shows one.
+    """Speculative tokens per request in each decode step, a constant number (UnitsConfig.drafts).
+    Not published; DeepSeek's profile of decode shows one.
     """
     mtp_accept: float = MTP_ACCEPT
-    """How often a draft is right if those before it were."""
+    """Probability that a draft is accepted if all drafts before it were."""
     seed: int = 1
     prefill: UnitsStudy = UnitsStudy(
         32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=1.0
@@ -165,13 +167,11 @@ class Study:
         self.deployment(1, 1)
 
     def units_of(self, role: str) -> UnitsStudy:
-        """The units of "prefill" or "decode"."""
+        """Return the units of "prefill" or "decode"."""
         return self.prefill if role == PREFILL else self.decode
 
     def rules(self) -> ScalingRules:
-        """Return the rules that the fleet is given. Raises ValueError for rules that no fleet can
-        keep.
-        """
+        """Return the fleet's scaling rules. Raises ValueError for rules that cannot be met."""
         gpus = hardware_named(self.hardware).gpus_per_node
 
         def role(units: UnitsStudy) -> RoleRules:
@@ -193,8 +193,8 @@ class Study:
         )
 
     def step_model(self, role: str, placed: float) -> StepModel:
-        """Return the step model of a role's unit. `placed` is what its expert balancer leaves of
-        imbalance over a run, maximum over mean.
+        """Return the step model of a role's unit. `placed`: imbalance of expert loads over a run
+        that its expert balancer leaves, maximum over mean of ranks.
         """
         units = self.units_of(role)
         return StepModel(
@@ -205,7 +205,7 @@ class Study:
         )
 
     def deployment(self, num_prefill: int, num_decode: int) -> Deployment:
-        """Return the deployment of so many units, as they would be configured to serve."""
+        """Return a deployment with these numbers of units, as it would be configured to serve."""
 
         def units(count: int, study: UnitsStudy, drafts: int = 0) -> UnitsConfig:
             return UnitsConfig(
@@ -230,12 +230,12 @@ class Study:
         )
 
     def model_prices(self) -> ModelPrices:
-        """Return the prices of what is sold."""
+        """Return the prices of the tokens sold."""
         return ModelPrices(price_list(self.prices))
 
 
 def _check_numbers(study: Study) -> None:
-    """Raise ValueError for the first number that cannot be, by its name in a study's file."""
+    """Raise ValueError for the first number out of range, with its name in a study's file."""
     cache, fleet, window = study.cache, study.fleet, study.window
     for name, value in _numbers(study, ""):
         if not math.isfinite(value):
@@ -275,7 +275,7 @@ def _check_numbers(study: Study) -> None:
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """All numbers in it, with their names."""
+    """Yield (name, number) for all numbers in a value."""
     if is_dataclass(value):
         for one in fields(value):
             yield from _numbers(

@@ -1,10 +1,10 @@
-"""A simulated day in the ledger: requests and units as facts of the kind that serving writes, and
-the report of them.
+"""Ledger of a simulated day: requests and units as facts like those that serving writes, and their
+report.
 
-Requests are the sample of the day (lab/sim/day/demand), each as long as it was drawn, with its tokens
-as fast as its hour had them; counters are then as many times as the sample is smaller. Units are
-what the fluid day owned, minute by minute. What a day came to is so counted, priced and reported
-by the code that does it for what was really served. Simulates nothing.
+Requests are the day's sample (lab/sim/day/demand) with drawn lengths and the token times of their
+hour; counters are multiplied by the sampling rate. Units are the nodes that the fluid day owned,
+minute by minute. So the code that counts, prices and reports real serving is used for a simulated
+day too. Simulates nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hadal.stats.report import HOUR, Report, report
 from hadal.stats.tally import Columns, Tally
 
 BEGIN_S = datetime(2025, 2, 27, 4, tzinfo=UTC).timestamp()
-"""When second 0 of the published day was: noon in Beijing."""
+"""Unix time of second 0 of the published day: noon in Beijing."""
 BEIJING_S = 8 * 3600
 _US = 1_000_000
 
 
 def day_tally(study: Study, load: DayDemand, first_token_s: Floats, token_s: Floats) -> Tally:
-    """What was completed in the day, priced. `first_token_s`, `token_s`: by hour [24], of requests
-    that come then.
+    """Return the priced tally of requests completed within the day. `first_token_s`, `token_s`:
+    TTFT and TPOT by hour of arrival [24], seconds.
     """
     came = load.workload
     hour = hour_index(came.arrival_s)
@@ -68,7 +68,7 @@ def day_tally(study: Study, load: DayDemand, first_token_s: Floats, token_s: Flo
 
 
 def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
-    """The day's units: the k-th of a role is up while the fleet owned nodes for k of them."""
+    """Return the day's units: the k-th unit of a role is up while the fleet owns nodes for k."""
     rules, gpus = study.rules(), hardware_named(study.hardware).gpus_per_node
     facts = []
     for role, nodes, size in (
@@ -94,7 +94,7 @@ def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
 
 
 def day_report(tally: Tally, nodes: Sequence[NodesFact], by: str = HOUR) -> Report:
-    """The published table of the day."""
+    """Return the report of the day, as the published table has it."""
     begin_us = round(BEGIN_S * _US)
     return report(
         tally, nodes, begin_us, begin_us + round(DAY_S) * _US, by=by, utc_offset_s=BEIJING_S
@@ -102,6 +102,6 @@ def day_report(tally: Tally, nodes: Sequence[NodesFact], by: str = HOUR) -> Repo
 
 
 def _runs(is_up: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """(first, end) of each stretch in which it is so."""
+    """Yield (first, end) of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_up, [False])).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""Other days: a study with one thing changed, to see what it is worth.
+"""Studies of alternatives: a study with one thing changed, to find the worth of that thing.
 
-Each is a whole study of its own, so it goes through the same stages; what it has in common with
-the first is not measured twice (`same_units`, `same_cache`). Simulates nothing.
+Each is a complete study, so it goes through the same stages. Measurements that it shares with the
+original are not repeated (`same_units`, `same_cache`). Simulates nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hadal.stats.prices import R1
 
 
 def what_ifs(study: Study) -> list[tuple[str, Study]]:
-    """(what is changed, the study), the balancers first. What is so already, or cannot be with
-    these units (they may not fit the other hardware), is left out.
+    """Return (description of the change, changed study), balancers first. Changes that change
+    nothing or are impossible are left out: units may not fit the other hardware.
     """
     other = "h800" if study.hardware.lower() == "h200" else "h200"
     wanted: list[tuple[str, dict[str, Any]]] = [
@@ -50,12 +50,12 @@ def what_ifs(study: Study) -> list[tuple[str, Study]]:
 
 
 def same_units(one: Study, other: Study) -> bool:
-    """Whether a unit does the same in both."""
+    """Return True if units perform equally in both studies."""
     return _units(one) == _units(other)
 
 
 def same_cache(one: Study, other: Study) -> bool:
-    """Whether a cache finds the same in both."""
+    """Return True if the cache has the same hits in both studies."""
     return (one.workload, one.cache, one.seed) == (other.workload, other.cache, other.seed)
 
 

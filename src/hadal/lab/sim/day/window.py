@@ -1,17 +1,17 @@
-"""Some seconds of a day at the full rate: arrivals, requests that already run, and what the cache has
-of them.
+"""Window of a day at the full rate, some seconds long: arrivals, requests that already run, and the
+cached part of their prompts.
 
-Conversations last for days, and a day has 170 million requests; drawing all that to look at a
-minute is out of the question. It is not needed either. Sittings, first and later ones alike, begin
-at a constant rate by the load clock (lab/sim/sessions), each independent of when the others of its
-session did as far as a window much shorter than a rest can tell. So sessions are drawn whole, each
-of their sittings is put anywhere in the window or shortly before it, and what comes before it is
-known without having been played: how long the prompt is, what of it was computed, and when.
+Conversations last for days, and a day has 170 million requests: too many to draw for one minute.
+That is not necessary either. Sittings, first and later ones alike, begin at a constant rate by the
+load clock (lab/sim/sessions). In a window much shorter than a rest, the start of a sitting is
+independent of the other sittings of its session. So sessions are drawn whole, and each of their
+sittings is put at a random time in the window or shortly before it. Its history is known without
+simulation: the prompt's length, its previously computed part, and the time of that.
 
     sessions that begin anywhere in the span -> their sittings 0, 1, 2 ... each put at a point of the span of its own
     expected sittings of a kind in the span   = (sessions per second) x (sittings of the kind per session) x span
 
-Knows no units and no roles.
+Does not depend on units or roles.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ from hadal.lab.sim.workload import Workload, concatenate
 from hadal.policy.demand import DAY_S
 
 CHUNK_SESSIONS = 200_000
-"""Drawn at once, so that memory stays small however long the span."""
+"""Sessions drawn at once, so that memory does not grow with the span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests that come in [t0, t1), and those that came before t0 and run still, in the order of
+    """Requests that arrive in [t0, t1), and earlier ones that still run at t0, in the order of
     arrival.
     """
 
     workload: Workload
     tokens_done: Ints
-    """Output tokens made before t0: 0 for what is still being prefilled then, and what comes
-    later.
-    """
+    """Output tokens made before t0: 0 for requests in prefill at t0, and for later arrivals."""
     tokens_cached: Ints
-    """First tokens of each prompt that the cache has when it comes: full blocks."""
+    """Leading tokens of each prompt that the cache has at its arrival, in full blocks."""
     num_running: int
-    """Requests that came before t0: the first of them all."""
+    """Number of requests that arrived before t0; they come first in `workload`."""
 
 
 def window(
@@ -59,13 +57,13 @@ def window(
     *,
     scale: float = 1.0,
 ) -> Window:
-    """The window [t0_s, t1_s) of one session in `scale`. Session numbers are unique to a sitting.
+    """Draw the window [t0_s, t1_s) of one session in `scale`. Each sitting gets a session number.
 
-    `warm_s`: sittings that began no longer ago are there; an hour has more than 99 % of them. What
-    runs at t0 has come as far as `params.first_token_s` and `params.token_s` say, and later turns
-    come when they do by these. `cache`: the day whose cache it is; None: one that forgets nothing.
-    A session's own text is found or not as a whole, a system prompt always. Raises ValueError if
-    the window is empty, warm_s is negative or scale is below 1.
+    `warm_s`: sittings that began up to this long before t0 are included; an hour includes more than
+    99 % of them. `params.first_token_s` and `params.token_s` set the output of running requests at
+    t0, and the times of later turns. `cache`: a day's cache; None: an infinite one. A session's own
+    text is found as a whole or not at all, a system prompt always. Raises ValueError if the window
+    is empty, warm_s is negative or scale is below 1.
     """
     if not t0_s < t1_s or warm_s < 0 or scale < 1:
         raise ValueError(
@@ -83,7 +81,7 @@ def window(
         )
         sittings, sitting = np.unique(turns.session, return_inverse=True)
         load_s = rng.uniform(first, last, len(sittings))[sitting]
-        # Nearly all are over by t0: they are passed over before anything else is known of them.
+        # Nearly all turns are over by t0: dropping them first saves most of the work.
         came_s = shape.at_s(load_s) - params.lead_s + turns.lag_s
         runs = np.flatnonzero(
             came_s + params.first_token_s + turns.tokens_out * params.token_s > t0_s
@@ -99,8 +97,8 @@ def window(
 
 
 def _sittings_apart(turns: Turns, first_session: int) -> Turns:
-    """The same with every sitting as a session of its own; turns and what they have seen stay as
-    they are.
+    """Return the turns with a session number per sitting; turn numbers and `tokens_seen` are
+    unchanged.
     """
     begins = np.concatenate(
         ([True], (np.diff(turns.session) != 0) | (np.diff(turns.sitting) != 0))
