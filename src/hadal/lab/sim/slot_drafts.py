@@ -60,7 +60,7 @@ class SimulatedDrafts:
             self.has_any = bool(self._num_S[is_taken_S].any())
 
     def num_checked(self, slots_K: Ints, length_S: Ints) -> Ints:
-        """Return the number of drafts that a step verifies per slot: those that fit its blocks."""
+        """Return the number of drafts that a step verifies per slot: limited by its blocks."""
         num_fitting = self._room_S[slots_K] - 1 - length_S[slots_K]
         num_checked: Ints = np.minimum(self._num_S[slots_K], num_fitting)
         return np.maximum(num_checked, 0, out=num_checked)

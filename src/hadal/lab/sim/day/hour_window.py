@@ -1,9 +1,9 @@
 """Window of one hour at full fleet size: every request is simulated, under the roles that serve.
 
-    settle | measured seconds |        running requests start with the output that they would have by then
+    settle | measured seconds |        requests that run at the start have part of their output
 
-The units are those that the fluid day has in the middle of the hour. Input and output are values,
-so hours can be simulated in other processes. Does not depend on the fleet role or on other hours.
+The fluid day's middle of the hour gives the units. Input and output are values, so hours can be
+simulated in other processes. Does not depend on the fleet role or on other hours.
 """
 
 from __future__ import annotations

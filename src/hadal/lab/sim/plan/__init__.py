@@ -1,1 +1,1 @@
-"""The planner: traffic in, the cheapest deployment out, tried in a simulated world."""
+"""Planner: finds the cheapest deployment for a traffic, and tests it in a simulated world."""

@@ -1,11 +1,10 @@
-"""How many units of a role a day takes, and their GPU-hours: what the fleet's policy comes to,
-without running it.
+"""Units and GPU-hours that a role needs over a day: an estimate of the fleet's policy without
+running it.
 
-    units(t) = whole units for the most that is needed between t - hold and t + start-up + hold, 1
-    at least
+    units(t) = whole units for the largest need between t - hold and t + start-up + hold, at least 1
 
-which is when policy/scaling gives a unit up; it starts one later than that, so this is a little
-more. `fluid_day` runs the role itself. Knows no prices.
+policy/scaling stops a unit by this rule but starts one later, so the estimate is slightly high.
+`fluid_day` runs the fleet role itself. Does not depend on prices.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from hadal.roles.fleet.fleet import Fleet
 STEP_S = 300.0
 _EPSILON = 1e-9
 _WARM_STEPS = 360
-"""Minutes before the fluid day: it begins with nothing and a queue."""
+"""Minutes simulated before the fluid day, which starts without units and builds up a queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class DayRules:
-    """How units come and go. `is_static`: as many as the peak needs, all day."""
+    """Rules for starting and stopping units. `is_static`: the peak's units all day."""
 
     is_static: bool = False
     start_s: float = 600.0
-    """Time until a unit works: nodes are freed by other work, weights are read."""
+    """Seconds until a unit works: other work frees nodes, and weights are read."""
     hold_s: float = 1800.0
+    """Seconds without need, past and expected, after which a unit is stopped."""
 
     def level(self, shape: DayShape) -> Floats:
-        """What units are kept for, over the day's mean, [steps of a day]."""
+        """Return the load for which units are up, over the day's mean [steps of a day]."""
         times = np.arange(0.0, DAY_S, STEP_S)
         rates = shape.at(times)
         if self.is_static:
@@ -54,20 +54,21 @@ class DayRules:
 
 @dataclass(frozen=True)
 class Needs:
-    """What one role's candidates need, [candidates]: units at the peak, the least over the day, and
-    GPU-hours of it.
-    """
+    """Needs of one role's candidate units over a day, arrays [candidates]."""
 
     peak: Floats
-    """Not rounded."""
+    """Units at the peak, not rounded."""
     num_peak: Ints
+    """Units at the peak."""
     num_least: Ints
+    """Least units over the day."""
     gpu_hours: Floats
+    """GPU-hours of the day."""
 
 
 def needs_of(mean: Floats, num_ranks: Ints, level: Floats) -> Needs:
-    """`mean`: units needed at the day's mean rate, not rounded [candidates]; `level` as DayRules
-    says.
+    """Return the needs of candidates. `mean`: units at the day's mean rate, not rounded
+    [candidates]; `level`: from DayRules.level.
     """
     units = np.maximum(1, np.ceil(mean[:, None] * level[None, :] - _EPSILON)).astype(np.int64)
     hours = units.mean(axis=1) * num_ranks * DAY_S / HOUR_S
@@ -77,8 +78,8 @@ def needs_of(mean: Floats, num_ranks: Ints, level: Floats) -> Needs:
 def bundled_hours(
     means: Sequence[float], num_ranks: Sequence[int], sizes: Sequence[int], level: Floats
 ) -> float:
-    """GPU-hours if roles grow together: `means`, `num_ranks` and units of a bundle, `sizes`, by
-    role.
+    """Return the GPU-hours of a day if roles scale together in bundles. `means`, `num_ranks` and
+    `sizes` (units per bundle) are by role.
     """
     each = [
         np.ceil(mean * level / size - _EPSILON) for mean, size in zip(means, sizes, strict=True)
@@ -97,7 +98,7 @@ def fluid_day(
     decode_tokens_per_s: float,
     rng: np.random.Generator,
 ) -> Day:
-    """The traffic's day under the real fleet role, as a fluid."""
+    """Run the traffic's day as a fluid under the real fleet role."""
     nodes = prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes
     scaling = ScalingRules(prefill, decode, nodes, start_s=rules.start_s, hold_s=rules.hold_s)
     fleet = Fleet(

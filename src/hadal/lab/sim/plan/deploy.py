@@ -1,6 +1,4 @@
-"""A plan as a deployment: the fields that `hadal serve` reads, and what is to be said of them in
-the file.
-"""
+"""Plan as a deployment file: the fields that `hadal serve` reads, and their comments."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ from hadal.lab.sim.plan.units import BATCH_MAX, SLOTS_OVER, decode_kv_bytes, pre
 from hadal.lab.sim.world.units import kv_blocks, token_bytes
 
 QUEUE_S = 20.0
-"""Seconds of the peak's requests that the front queues."""
+"""Length of the front's queue, in seconds of arrivals at the peak."""
 MIB = 2**20
 
 
 def deployment_of(
     plan: DeploymentPlan, *, model: str = "", num_prefill: int = 0, num_decode: int = 0
 ) -> Deployment:
-    """The whole fleet, or exactly so many units of each role if both are given. `model`: the
-    checkpoint's folder.
+    """Return the deployment of the whole fleet, or of `num_prefill` and `num_decode` units if both
+    are given. `model`: folder of the checkpoint.
     """
     is_part = bool(num_prefill and num_decode)
     prefill, decode, hardware = plan.prefill, plan.decode, plan.hardware
@@ -46,7 +44,7 @@ def deployment_of(
     drafts, decode_model = plan.decode_unit.mtp_tokens, plan.decode_unit.model
 
     def pool_bytes(model: StepModel, role: str) -> float:
-        """The pool that a simulated rank has."""
+        """Return the size of a simulated rank's KV pool."""
         return kv_blocks(model, drafts, role) * BLOCK_TOKENS * token_bytes(model, drafts)
 
     def units(
@@ -101,7 +99,7 @@ def deployment_of(
 
 
 def prompts_max(chunk_tokens: int, traffic: Traffic) -> int:
-    """Prompts that a prefill rank has at once: as many as four full steps compute."""
+    """Return the most concurrent prompts of a prefill rank: four full steps' worth, at least 16."""
     return max(16, math.ceil(4.0 * chunk_tokens / traffic.tokens_new))
 
 
@@ -122,7 +120,7 @@ def _fleet(plan: DeploymentPlan) -> FleetConfig:
 
 
 def heading_of(plan: DeploymentPlan) -> list[str]:
-    """What the file says of itself."""
+    """Return the comment lines at the top of the file."""
     traffic = plan.traffic
     lines = [
         (
@@ -161,7 +159,7 @@ def heading_of(plan: DeploymentPlan) -> list[str]:
 
 
 def notes_of(plan: DeploymentPlan) -> dict[str, str]:
-    """Return why each field is what it is."""
+    """Return field -> comment that explains its value."""
     prefill, decode, unit = plan.prefill, plan.decode, plan.decode_unit
     why = "more do not fit beside the weights" if unit.is_memory_bound else "more would be slower"
     notes = {

@@ -1,9 +1,9 @@
-"""A plan in the simulator: its units under the roles that serve, at the load of the busiest hour,
-beside its promise.
+"""Test of a plan in the simulator: its units under the roles that serve, at the load of the busiest
+hour, compared with its SLO.
 
-A part of the fleet that has its proportions runs with its part of the peak's requests. It starts as
-if it had run for hours: requests are on the decode units with what such a moment has of ages and
-lengths. Generators are passed in.
+A part of the fleet with the same proportions of roles runs with its part of the peak's requests. It
+starts as if it had run for hours: decode units already have requests, with ages and lengths of a
+random moment. The caller passes in random generators.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from hadal.policy.scaling import RoleRules
 from hadal.policy.slo import MEAN
 
 SETTLE_S, MEASURE_S = 5.0, 8.0
-"""Least seconds simulated before it is measured, and meanwhile."""
+"""Least simulated seconds: settling before the measurement, and the measurement."""
 TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
-"""The same bounds, in times that are promised for the first token: the larger ones hold."""
+"""Least settling and measurement as multiples of the TTFT target; the larger bound applies."""
 RUNNING_MAX = 16_000
+"""Most running requests on the simulated decode units; one unit is always simulated."""
 RANKS_MAX = 1024
-"""Most ranks of the part of the fleet that is simulated; one unit of each role it is at least."""
+"""Most ranks of the simulated part of the fleet; one unit of each role is always simulated."""
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
-"""Simulated at most, and requests that come meanwhile or run at the start. Where a promise of
-minutes would take longer it is looked at for less time; where more come in the least time, units
-have less than their load, which is said.
+"""Most simulated seconds, and most requests that arrive or run at the start. If a long TTFT target
+needs more seconds, the measurement is shortened. If more requests arrive in the least time, the
+load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
-"""Most units at the peak of the day that is run: it takes a second for a hundred units, and more
-than in proportion.
+"""Most units of a fluid day at its peak. A day takes 1 s per 100 units, and more than
+proportionally for more.
 """
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
-"""Least share of its planned load that tries a role at what it promises; less is said."""
+"""Smallest share of a role's planned load for a full test; the result reports a smaller one."""
 UNEVEN_MAX = 0.04
-"""How far apart the roles' loads may be in the part that is simulated, if there is such a part."""
+"""Tolerated difference of the roles' loads in the simulated part: logarithm of their ratio."""
 _STEPS = 20
-"""Steps of progress."""
+"""Number of progress reports of a simulation."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds over requests, or over tokens."""
+    """Latency in seconds, over requests or over tokens."""
 
     mean: float
     p50: float
@@ -69,31 +70,34 @@ class Latency:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the simulator saw of a plan."""
+    """Measurements of a plan in the simulator."""
 
     num_prefill: int
     num_decode: int
     requests_per_s: float
     prefill_load: float
-    """Share of what these units are planned to take at the peak; less where whole units do not have
-    the proportions.
+    """Load of the prefill units as a share of their planned load at the peak. Below 1 if whole
+    units do not have the fleet's proportions.
     """
     decode_load: float
+    """Load of the decode units as a share of their planned load at the peak."""
     seconds: float
+    """Measured time."""
     num_requests: int
-    """Requests with a first token in that time."""
+    """Requests with a first token in the measured time."""
     num_failed: int
     ttft_s: Latency
     tpot_s: Latency
-    """Time from token to token, over tokens."""
+    """Time per token, over tokens."""
     promised_ttft_s: float
-    """What was promised of, as it was measured."""
+    """Measured TTFT in the SLO's statistic (mean or quantile)."""
     promised_tpot_s: float
+    """Measured TPOT in the SLO's statistic (mean or quantile)."""
     requests_per_rank: float
     kv_length: float
 
     def problem(self, plan: DeploymentPlan) -> str:
-        """Why it misses the promise; empty if it keeps it."""
+        """Return the reason why the plan misses its SLO; empty if it meets it."""
         slo = plan.slo
         if self.promised_ttft_s > slo.ttft_s:
             return f"simulated TTFT {self.promised_ttft_s:.2f} s > {slo.ttft_s:g} s"
@@ -103,24 +107,24 @@ class Measured:
 
     @property
     def is_full(self) -> bool:
-        """Whether both roles had about the load that they are planned for."""
+        """True if both roles had at least LOAD_MIN of their planned load."""
         return min(self.prefill_load, self.decode_load) >= LOAD_MIN
 
 
 @dataclass(frozen=True)
 class FleetDay:
-    """What the fleet's role makes of a plan's day."""
+    """Result of a plan's day under the fleet role."""
 
     nodes_mean: float
     nodes_peak: int
     tokens_per_s_user: float
     wait_s_max: float
-    """The longest that a queue would have taken."""
+    """Longest time that working off the queues would have taken, seconds."""
 
 
 def part_of(plan: DeploymentPlan) -> tuple[int, int]:
-    """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its
-    proportions best.
+    """Return the (prefill, decode) units to simulate: the smallest part of the fleet that has its
+    proportions best, within the limits.
     """
     prefill, decode = plan.prefill, plan.decode
     most_decode = max(
@@ -146,16 +150,15 @@ def part_of(plan: DeploymentPlan) -> tuple[int, int]:
 def measure(
     plan: DeploymentPlan, rng: Generator, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Run a part of the plan at the peak's load. `progress` is called with the share of simulated
-    time that is done.
+    """Run a part of the plan at the peak's load. `progress`: called with the finished share of the
+    simulated time.
     """
     num_prefill, num_decode = part_of(plan)
     unit, peak_per_s = plan.decode_unit, plan.traffic.requests_per_s * plan.traffic.peak
     share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
     per_s, settle_s, measure_s = within_limits(plan, share * peak_per_s)
     share, end_s = per_s / peak_per_s, settle_s + measure_s
-    # What is found of a prompt is given beforehand and read from the disk: prefill's memory has
-    # nothing to keep.
+    # The cached part of each prompt is an input and read from disk; the memory cache is not needed.
     config = msgspec.structs.replace(
         deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode),
         cache=CacheConfig(memory=OFF),
@@ -191,8 +194,8 @@ def measure(
 
 
 def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, float]:
-    """(requests/s, seconds before and while it is measured): as wanted, or as near to it as the
-    limits allow.
+    """Return (requests/s, settling seconds, measured seconds): as wanted, or as near as the limits
+    allow.
     """
     settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
     measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
@@ -203,8 +206,8 @@ def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, flo
 
 
 def fluid_of(plan: DeploymentPlan, rng: Generator) -> FleetDay:
-    """The plan's day as a fluid, under the fleet role that serves; a large fleet's is that of its
-    equal parts.
+    """Run the plan's day as a fluid under the fleet role that serves. A large fleet is divided into
+    equal parts, and one part is run.
     """
     unit, traffic = plan.decode_unit, plan.traffic
     num_parts = math.ceil((plan.prefill.num_peak + plan.decode.num_peak) / FLUID_UNITS_MAX)
@@ -256,7 +259,7 @@ def fluid_of(plan: DeploymentPlan, rng: Generator) -> FleetDay:
 
 
 def requests_of(plan: DeploymentPlan, per_s: float, until_s: float, rng: Generator) -> Requests:
-    """Those that run at the start, then Poisson arrivals."""
+    """Draw the requests that run at the start, then Poisson arrivals."""
     num_running = round(per_s * plan.traffic.tokens_out * plan.decode_unit.tpot_s)
     running_in, running_out, done = _running(plan, num_running, rng)
     come = arrivals(plan.traffic, per_s, until_s, rng)
@@ -270,8 +273,8 @@ def requests_of(plan: DeploymentPlan, per_s: float, until_s: float, rng: Generat
 
 
 def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> Requests:
-    """Poisson arrivals of this traffic's prompts, as much of each in the cache as of the mean
-    one.
+    """Draw Poisson arrivals of this traffic. Each prompt has the traffic's cached share, in full
+    blocks.
     """
     size = int(rng.poisson(per_s * until_s))
     tokens_in, tokens_out = (_bounded(column) for column in traffic.draw(size, rng))
@@ -284,8 +287,8 @@ def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> 
 
 
 def _running(plan: DeploymentPlan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
-    """(tokens in, out, done) of requests met at a random moment: the longer one's output, the
-    likelier it is met.
+    """Draw (tokens in, out, done) of the requests that run at a random moment: the longer an
+    output, the likelier it runs.
     """
     tokens_in, tokens_out = (
         _bounded(column) for column in plan.traffic.draw(max(4 * num, 1000), rng)

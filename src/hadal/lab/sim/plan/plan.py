@@ -1,12 +1,11 @@
-"""The cheapest deployment that keeps a promise on latency: every pair of units, over a day of the
-traffic, priced.
+"""Cheapest deployment within a latency SLO: all pairs of units, priced over a day of the traffic.
 
-    units of each role within the promise (lab/sim/plan/units)
-        ->  their number over the day (lab/sim/plan/day)  ->  dollars a day
+    units of each role within the SLO (lab/sim/plan/units)
+        ->  their number over the day (lab/sim/plan/day)  ->  dollars per day
 
-Both roles run on one kind of hardware. Roles grow by themselves, so a pair costs what its parts
-cost, and all pairs of a hardware are one outer sum. Knows no files and simulates nothing:
-lab/sim/plan/search does.
+Both roles run on one kind of hardware. Roles scale on their own, so the cost of a pair is the sum
+of its parts, and all pairs of a hardware are one outer sum. Does not depend on files and simulates
+nothing: lab/sim/plan/search does.
 """
 
 from __future__ import annotations
@@ -33,27 +32,31 @@ _Unit = TypeVar("_Unit", PrefillUnit, DecodeUnit)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What may vary besides widths, redundancy, batches and sizes of steps."""
+    """Options of a search, besides widths, redundancy, batches and sizes of steps."""
 
     mtp_tokens: tuple[int, ...] = (0,)
+    """Candidates for the speculative tokens per request and step."""
     dtypes: tuple[str, ...] = (FP8,)
-    """Types of routed experts' weights."""
+    """Candidates for the data type of routed experts' weights."""
     rules: DayRules = field(default_factory=DayRules)
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """Units of one role over the day."""
+    """Number of units of one role over the day."""
 
     unit_tokens_per_s: float
-    """What a unit does: prompt tokens with cached ones, or output tokens."""
+    """Tokens/s of a unit: prompt tokens with cached ones, or output tokens."""
     use: float
-    """How busy it may be on average."""
+    """Highest mean utilization of a unit."""
     need_mean: float
     """Units at the day's mean rate, not rounded."""
     need_peak: float
+    """Units at the peak, not rounded."""
     num_peak: int
+    """Most units of the day."""
     num_least: int
+    """Least units of the day."""
     gpu_hours: float
     """GPU-hours of a day."""
     num_ranks: int
@@ -61,20 +64,20 @@ class RolePlan:
 
     @property
     def unit_nodes(self) -> float:
-        """A unit smaller than a node takes a part of one."""
+        """Nodes of a unit; below 1 if it is smaller than a node."""
         return self.num_ranks / self.gpus_per_node
 
     @property
     def rounded_share(self) -> float:
-        """GPU-hours that come of whole units, over those of the need without any fleet: 1 is
-        none.
+        """GPU-hours over those of the exact need at every moment: the overhead factor of whole
+        units and of holding them; 1 is no overhead.
         """
         return self.gpu_hours / (24.0 * self.need_mean * self.num_ranks)
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """One deployment and what a day of it costs."""
+    """One deployment, and its cost per day."""
 
     hardware: Hardware
     rent: Rent
@@ -102,7 +105,7 @@ class DeploymentPlan:
 
     @property
     def nodes_peak(self) -> float:
-        """If both roles have their most at once."""
+        """Nodes if both roles reach their most units at once."""
         return (
             self.prefill.num_peak * self.prefill.unit_nodes
             + self.decode.num_peak * self.decode.unit_nodes
@@ -110,14 +113,14 @@ class DeploymentPlan:
 
     @property
     def usd_per_million_out(self) -> float:
-        """Cost over output tokens, prefill's share in."""
+        """Cost per million output tokens, including prefill's cost."""
         return (
             self.cost_usd / (self.traffic.requests_per_s * self.traffic.tokens_out * 86_400.0) * 1e6
         )
 
     @property
     def extrapolated(self) -> tuple[str, ...]:
-        """What of it lies outside of what the step model was fitted to."""
+        """Properties outside the range that the step model was fitted to."""
         return tuple(
             dict.fromkeys(
                 (*self.prefill_unit.price.extrapolated, *self.decode_unit.price.extrapolated)
@@ -130,7 +133,7 @@ class DeploymentPlan:
 
 @dataclass(frozen=True)
 class HardwarePlans:
-    """All pairs of one hardware. Costs are [prefill units, decode units], dollars a day."""
+    """All pairs of one hardware. Costs are [prefill units, decode units], dollars per day."""
 
     pricing: Pricing
     rent: Rent
@@ -141,7 +144,7 @@ class HardwarePlans:
     decode_plans: tuple[RolePlan, ...]
     rejected: tuple[Rejected, ...]
     num_tried: int
-    """Pairs, those with a rejected unit among them."""
+    """Number of pairs, including pairs with a rejected unit."""
 
     @property
     def cost_PD(self) -> Floats:
@@ -152,7 +155,7 @@ class HardwarePlans:
         return np.asarray(self.rent.usd * (hours[0][:, None] + hours[1][None, :]))
 
     def pair(self, prefill: int, decode: int) -> DeploymentPlan:
-        """The pair of these two."""
+        """Return the plan of the pair at these indices."""
         pricing = self.pricing
         return DeploymentPlan(
             pricing.hardware,
@@ -168,8 +171,8 @@ class HardwarePlans:
         )
 
     def ranked(self) -> list[DeploymentPlan]:
-        """The cheapest pair of each two widths, cheapest first. Ties go to what was tried first:
-        the smaller one.
+        """Return the cheapest pair per prefill width and decode width, cheapest first. Ties go to
+        the earlier candidate, which is smaller.
         """
         found: dict[tuple[int, int], DeploymentPlan] = {}
         costs = self.cost_PD
@@ -204,7 +207,7 @@ def price_hardware(pricing: Pricing, rent: Rent, choice: SearchOptions) -> Hardw
 def role_plans(
     pricing: Pricing, units: Sequence[PrefillUnit | DecodeUnit], rules: DayRules
 ) -> list[RolePlan]:
-    """Each of these units as the only ones of its role."""
+    """Return the plan of a role for each unit, as if all units of the role were of this kind."""
     if not units:
         return []
     traffic = pricing.traffic
@@ -232,10 +235,10 @@ def role_plans(
 
 
 def use_of(unit: PrefillUnit | DecodeUnit, traffic: Traffic) -> float:
-    """How busy units may be on average at the peak, so that what comes unevenly still has room.
+    """Return the highest mean utilization at the peak that leaves capacity for uneven arrivals.
 
-    Of N requests at once (Little's law), N + 2 sqrt(N) are to fit: their number is Poisson's, and
-    in prefill the work of each varies as well.
+    With N concurrent requests (Little's law), N + 2 sqrt(N) must fit: their number is Poisson, and
+    in prefill the work per request varies as well.
     """
     per_s = traffic.requests_per_s * traffic.peak
     if isinstance(unit, DecodeUnit):

@@ -1,6 +1,4 @@
-"""Alternatives that were tried beside the best plan, and in a sentence why each loses. Simulates
-nothing.
-"""
+"""Alternatives to the best plan, each with a sentence why it costs more. Simulates nothing."""
 
 from __future__ import annotations
 
@@ -15,26 +13,27 @@ from hadal.lab.sim.plan.plan import DeploymentPlan, HardwarePlans, SearchOptions
 from hadal.lab.sim.plan.units import DecodeUnit, PrefillUnit, Rejected
 
 _SMALL = 0.003
-"""Differences of less are not spoken of."""
+"""Smallest relative difference that is mentioned."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of what was tried."""
+    """One line of the table of alternatives."""
 
     dimension: str
-    """What is not as in the best plan."""
+    """Property in which it differs from the best plan."""
     value: str
+    """Value of that property."""
     plan: DeploymentPlan | None
-    """None: there is none."""
+    """None: no complete plan exists for it."""
     cost_usd: float | None
-    """Cost of a day."""
+    """Cost of a day; None: the unit was rejected."""
     why: str
-    """Why it loses; or, of what could not be chosen, what it would bring."""
+    """Reason why it costs more or was rejected. For options outside the search: their effect."""
 
 
 def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:
-    """Why `plan` costs more than `best`, as a sentence without its full stop."""
+    """Return the reason why `plan` costs more than `best`, as a sentence without its full stop."""
     reasons = []
     if plan.hardware != best.hardware:
         if plan.rent.usd != best.rent.usd:
@@ -90,9 +89,7 @@ def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
 
 
 def dimension_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
-    """Yield, for each dimension of the best plan, the next best value, and what of the narrowest
-    units cannot be.
-    """
+    """Yield the next best value of each dimension of the best plan, then the rejected units."""
     prefill, decode = best.prefill_unit, best.decode_unit
     dimensions: tuple[tuple[str, Callable[[PrefillUnit, DecodeUnit], bool]], ...] = (
         ("decode width", lambda p, d: d.model.num_ranks != decode.model.num_ranks),
@@ -128,9 +125,7 @@ def dimension_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
 
 
 def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
-    """Yield, for each role and width that cannot be at all or some variant of which cannot be, the
-    one that came nearest.
-    """
+    """Yield one row per role and width with rejected units: the unit that misses the SLO least."""
     nearest: dict[tuple[str, int], Rejected] = {}
     for one in rejected:
         key = one.role, one.num_ranks
@@ -141,7 +136,9 @@ def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
 
 
 def what_if_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
-    """The same traffic with what was not to be chosen: a static fleet, bundles, drafts, FP4."""
+    """Yield the best plans for the same traffic with options outside the search: a static fleet,
+    bundles, drafts (speculative tokens), FP4.
+    """
     pricing, choice = found.pricing, found.choice
 
     def row(name: str, value: str, changed: SearchOptions, note: str) -> Iterator[Row]:

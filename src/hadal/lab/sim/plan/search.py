@@ -1,8 +1,8 @@
-"""The search as a whole: every hardware priced, the best simulated, and what missed its promise
-planned anew.
+"""Search for the cheapest plan: price all hardware, simulate the best plans, and re-plan if one
+misses its SLO.
 
-price all  ->  cheapest  ->  simulate  -- keeps it -->  a plan
-                  ^             | misses it by r: of this hardware, less is believed of that role
+price all  ->  cheapest  ->  simulate  -- meets the SLO -->  a plan
+                  ^             | misses it by r: lower the role's share of the SLO on this hardware
                   |_____________|
 """
 
@@ -18,22 +18,20 @@ from hadal.lab.sim.plan.measure import Measured, measure
 from hadal.lab.sim.plan.plan import DeploymentPlan, HardwarePlans, price_hardware
 
 TRIES = 4
-"""Plans of one search that are simulated for each that is to be verified, at most."""
+"""Most simulated plans of a search, per plan to verify."""
 NODES_MAX = 10_000
-"""Most nodes at the peak: more is a mistake in a file, and a fleet of equal parts costs what its
-parts cost.
+"""Most nodes at the peak. More is usually a mistake in a file; a larger traffic can be planned in
+equal parts, because costs add up.
 """
 _SAFETY = 0.98
-"""Share that is believed of what would just have kept the promise, so that a re-plan does not miss
-it by a hair again.
-"""
+"""Factor on a corrected share of the SLO, so that a re-plan does not miss it narrowly again."""
 _SHARE_MIN = 0.3
-"""A promise is never planned for with less than this of it."""
+"""Smallest factor, before _SAFETY, by which one simulation lowers a share of the SLO."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A plan that the simulator refuted."""
+    """Plan that missed its SLO in the simulator."""
 
     plan: DeploymentPlan
     measured: Measured
@@ -42,22 +40,22 @@ class Rejection:
 
 @dataclass
 class Search:
-    """The hardware's pairs and what was simulated of them."""
+    """Priced pairs of each hardware, and the simulations so far."""
 
     found: list[HardwarePlans]
     verified: list[tuple[DeploymentPlan, Measured]] = field(default_factory=list)
-    """Plans that kept their promise in the simulator, cheapest first."""
+    """Plans that met their SLO in the simulator, cheapest first."""
     refuted: list[Rejection] = field(default_factory=list)
 
     def ranked(self) -> list[DeploymentPlan]:
-        """The cheapest pair of each two widths of each hardware, cheapest first."""
+        """Return the cheapest pair per hardware, prefill width and decode width, cheapest first."""
         return sorted(
             (plan for found in self.found for plan in found.ranked()),
             key=lambda plan: plan.cost_usd,
         )
 
     def of(self, plan: DeploymentPlan) -> HardwarePlans:
-        """The pairs of this plan's hardware."""
+        """Return the pairs of this plan's hardware."""
         return next(found for found in self.found if found.pricing.hardware == plan.hardware)
 
     def is_verified(self, plan: DeploymentPlan) -> bool:
@@ -66,11 +64,10 @@ class Search:
     def verify(
         self, num: int, rng: Generator, progress: Callable[[DeploymentPlan, float], None]
     ) -> None:
-        """Simulate the cheapest plans until `num` of them, the very cheapest among them, keep their
-        promise.
+        """Simulate plans until the `num` cheapest all meet their SLO.
 
-        What misses it changes what is believed of its hardware, and so the order. After TRIES x
-        `num` it is left at what there is.
+        A plan that misses it lowers the share of the SLO that its hardware is priced for, and so
+        changes the order. After TRIES x `num` simulations `verified` may hold fewer plans.
         """
         seen: dict[tuple[object, ...], Measured] = {}
         for _ in range(TRIES * num):
@@ -108,7 +105,7 @@ class Search:
 
 
 def too_large(plan: DeploymentPlan) -> str:
-    """Why nobody plans for so many nodes; empty if one does."""
+    """Return an error text if a plan needs more than NODES_MAX nodes; else ""."""
     if plan.nodes_peak <= NODES_MAX:
         return ""
     return (
@@ -119,7 +116,7 @@ def too_large(plan: DeploymentPlan) -> str:
 
 
 def impossible(found: Sequence[HardwarePlans]) -> str:
-    """Why no plan came out of any hardware: what came nearest, role by role."""
+    """Return the reason why no hardware has a plan: the nearest units, role by role."""
     lines = []
     for one in found:
         for role, units in (("prefill", one.prefill), ("decode", one.decode)):
@@ -137,6 +134,6 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
 
 
 def _key(plan: DeploymentPlan) -> tuple[object, ...]:
-    """What tells plans apart: a re-plan with another batch or use is another plan."""
+    """Return the identity of a plan. A re-plan with another batch or use is another plan."""
     prefill, decode = plan.prefill_unit, plan.decode_unit
     return str(plan), decode.batch, round(plan.prefill.use, 6), prefill.chunk_tokens

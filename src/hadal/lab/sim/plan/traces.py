@@ -1,7 +1,7 @@
 """Published traces as workloads.
 
-Missing facts are not invented: without numbers of parts no text is a prefix of another, and every
-request is a session by itself. Knows no plans.
+Missing facts are not invented. Without numbers of prompt parts, no text is a prefix of another, and
+every request is its own session. Does not depend on plans.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _NEVER = (0, 0, 1 << 62)
 
 
 def mooncake(lines: Iterable[str]) -> Workload:
-    """A Mooncake trace. The first request that begins with all full parts of an earlier one and is
-    longer than that and its answer is that session's next turn; what else of its text was there
-    before counts as seen all the same. `idle_s`: since its deepest known part was used.
+    """Return a Mooncake trace as a workload.
+
+    A request is the next turn of a session if it is the first one to begin with all full parts of
+    the session's last prompt, and is longer than that prompt and its answer. Other known parts of
+    its prompt count as seen, too. `idle_s`: time since the last use of its deepest known part.
     """
     rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
     end_to_turn: dict[int, tuple[int, int, int]] = {}
-    """Session, turn and tokens with the answer, by the last full part of a prompt that nobody went
-    on from.
-    """
+    """Last full part of a prompt without a next turn -> (session, turn, tokens with the answer)."""
     part_to_use: dict[int, tuple[int, float]] = {}
-    """Tokens of it that were computed, 512 but where a prompt ends, and when last."""
+    """Part -> (its computed tokens: 512, fewer at the end of a prompt; time of its last use)."""
     sessions, turns, seen, idle_s = [], [], [], []
     for number, row in enumerate(rows):
         full = row.parts[: row.tokens_in // MOONCAKE_PART_TOKENS]
@@ -69,8 +69,8 @@ def mooncake(lines: Iterable[str]) -> Workload:
 
 
 def azure(lines: Iterable[str]) -> Workload:
-    """Return one of Azure's LLM inference traces as a workload. Second 0 is the first arrival. Raises
-    ConfigError.
+    """Return one of Azure's LLM inference traces as a workload. Second 0 is the first arrival.
+    Raises ConfigError for a malformed trace.
     """
     rows = azure_rows(lines)
     return _workload(

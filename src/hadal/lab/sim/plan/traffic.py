@@ -1,8 +1,8 @@
-"""What a deployment is planned for: how many requests, how long, how much of them cached, and at
-which hours.
+"""Traffic that a deployment is planned for: rate, lengths and cached share of requests, and the
+shape of the day.
 
-From a table of figures (a TOML file's), or from a trace's requests. Lengths are log-normal with a
-given mean and spread where only those are known; a trace's own are drawn from where there is one.
+Read from a table of figures (a TOML file's) or from a trace. Lengths are drawn from the trace if
+there is one, else from log-normal distributions with a given mean and spread.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hadal.lab.sim.workload import Workload
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
 
 DEEPSEEK_HIT_SHARE = 342e9 / 608e9
-"""Share of input tokens that the cache on disk had (DeepSeek-V3/R1 inference system overview)."""
+"""Share of input tokens found in the disk cache (DeepSeek-V3/R1 inference system overview)."""
 SHAPES: dict[str, DayShape] = {"flat": FLAT, "deepseek": SHAPE}
 NUM_QUANTILES = 256
-"""Quantiles that stand for a distribution of lengths, wherever a mean over it is taken."""
+"""Number of quantiles that represent a distribution of lengths when a mean over it is taken."""
 _SHAPE_MAX = 1e9
-"""Of variations and lengths: far beyond any, and no square of it is infinite."""
+"""Limit of variations and lengths: far above realistic values, and its square is finite."""
 REQUESTS_PER_S_MAX = 1e6
-"""Some 500 of DeepSeek's published days at once: more is a mistake in a file."""
+"""Limit of the rate, about 500x DeepSeek's published day: more is a mistake in a file."""
 _FIELDS = (
     "requests_per_s",
     "tokens_in_day",
@@ -60,24 +60,26 @@ shape = "deepseek"        # of the day: "flat", "deepseek", or 24 numbers, one p
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of a day, by their means. Raises ValueError for what nobody could ask."""
+    """Requests of a day, described by means. Raises ValueError for impossible values."""
 
     requests_per_s: float = TOKENS_IN / DemandCurve.tokens_in_request / DAY_S
-    """Mean over the day."""
+    """Mean rate over the day."""
     tokens_in: float = DemandCurve.tokens_in_request
-    """Mean tokens of a prompt, those in a cache among them."""
+    """Mean tokens of a prompt, cached ones included."""
     tokens_out: float = DemandCurve.tokens_in_request * TOKENS_OUT / TOKENS_IN
+    """Mean output tokens of a request."""
     cached_share: float = DEEPSEEK_HIT_SHARE
-    """Share of prompt tokens that is found in a cache, not computed."""
+    """Share of prompt tokens found in a cache instead of computed."""
     variation_in: float = 1.0
-    """Standard deviation over mean."""
+    """Standard deviation of prompt lengths over their mean."""
     variation_out: float = 1.0
+    """Standard deviation of output lengths over their mean."""
     kv_length: float = 0.0
-    """Context of an output token, mean over output tokens. 0: `kv_length_mean` from the lengths."""
+    """Mean context of an output token. 0: computed from the lengths (`kv_length_mean`)."""
     shape: DayShape = SHAPE
     name: str = "DeepSeek's published day"
     lengths: tuple[Ints, Ints] | None = field(default=None, repr=False, compare=False)
-    """(tokens in, tokens out) of requests to draw from; None: log-normal ones."""
+    """(tokens in, tokens out) of requests to draw from. None: log-normal lengths."""
 
     def __post_init__(self) -> None:
         for name in ("requests_per_s", "tokens_in", "tokens_out"):
@@ -103,12 +105,14 @@ class Traffic:
 
     @property
     def tokens_new(self) -> float:
-        """Mean tokens of a prompt that are computed."""
+        """Mean number of computed tokens per prompt."""
         return self.tokens_in * (1.0 - self.cached_share)
 
     @property
     def kv_length_mean(self) -> float:
-        """E[O (I + O / 2)] / E[O] for lengths that do not depend on each other, or as given."""
+        """Mean context of an output token: `kv_length` if given, else E[O (I + O / 2)] / E[O] for
+        independent lengths.
+        """
         return self.kv_length or self.tokens_in + 0.5 * self.tokens_out * (
             1.0 + self.variation_out**2
         )
@@ -119,7 +123,7 @@ class Traffic:
         return float(self.shape.at(np.arange(0.0, DAY_S, 300.0)).max())
 
     def new_quantiles(self) -> Floats:
-        """Computed tokens of prompts, [NUM_QUANTILES], equally many requests each."""
+        """Return quantiles of the computed tokens of prompts [NUM_QUANTILES], equally weighted."""
         middles = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
         if self.lengths is not None:
             return np.asarray(np.quantile(self.lengths[0], middles) * (1.0 - self.cached_share))
@@ -128,12 +132,12 @@ class Traffic:
         )
 
     def draw(self, size: int, rng: Generator) -> tuple[Ints, Ints]:
-        """(tokens in, tokens out) of so many requests."""
+        """Draw (tokens in, tokens out) of `size` requests."""
         if self.lengths is not None:
             rows = rng.integers(0, len(self.lengths[0]), size)
             return self.lengths[0][rows], self.lengths[1][rows]
         normal = rng.standard_normal((2, size))
-        # As spread as the mean context says, where that is known.
+        # Choose the spread of outputs so that the mean context is `kv_length_mean`.
         spread2 = 2.0 * (self.kv_length_mean - self.tokens_in) / self.tokens_out - 1.0
         return (
             _log_normal(self.tokens_in, self.variation_in, normal[0]),
@@ -141,7 +145,7 @@ class Traffic:
         )
 
     def curve(self) -> DemandCurve:
-        """The day as the fluid takes it (lab/sim/day/fluid)."""
+        """Return the day's demand for the fluid (lab/sim/day/fluid)."""
         in_day = self.requests_per_s * DAY_S * self.tokens_in
         return DemandCurve(
             in_day, in_day * self.tokens_out / self.tokens_in, self.tokens_in, self.shape
@@ -149,8 +153,8 @@ class Traffic:
 
 
 def traffic_of(table: Mapping[str, Any]) -> Traffic:
-    """Read a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that
-    is wrong.
+    """Read a TOML file's table (EXAMPLE has every field). Raises ValueError that names the wrong
+    field.
     """
     for name in table:
         if name not in _FIELDS:
@@ -177,8 +181,8 @@ def traffic_of(table: Mapping[str, Any]) -> Traffic:
 
 
 def shape_of(value: object) -> DayShape:
-    """A shape by name, or of 24 hours from midnight on; hours too steep for a shape are smoothed.
-    Raises ValueError.
+    """Return a shape by its name, or from 24 hourly values starting at midnight. Changes too steep
+    for a shape are smoothed. Raises ValueError for any other value.
     """
     if isinstance(value, str) and value in SHAPES:
         return SHAPES[value]
@@ -193,11 +197,11 @@ def shape_of(value: object) -> DayShape:
 
 
 def traffic_from(workload: Workload, name: str) -> Traffic:
-    """What a trace asks for: its rate, lengths and what a cache would have of it, over the time
-    that it covers.
+    """Return the traffic of a trace: its rate, its lengths, and the cached share of an infinite
+    cache.
 
-    The shape is that of its hours if it covers a day; less is taken as a flat day. Raises
-    ValueError for a trace of fewer than two requests, or of no time.
+    The shape is that of its hours if it covers a day, else flat. Raises ValueError for a trace with
+    fewer than two requests or without duration.
     """
     size = len(workload)
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) if size > 1 else 0.0

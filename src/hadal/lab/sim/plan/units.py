@@ -1,10 +1,10 @@
-"""Every unit that could be: what it does within a promise on latency, by the step model, or why it
-cannot.
+"""All candidate units: the throughput of each within a latency SLO by the step model, or the reason
+why it is rejected.
 
-A decode unit's batch is the largest that keeps TPOT and fits in memory; TPOT rises with the batch,
-so it is found by bisection. A prefill unit takes what waits into its next step, so its steps are as
-long as the load makes them: a prompt waits for half a step, for the one that was planned meanwhile,
-and for its own, which bounds how long steps may be.
+A decode unit's batch is the largest that meets TPOT and fits in memory; TPOT rises with the batch,
+so it is found by bisection. A prefill unit puts all queued prompts into its next step, so the load
+determines the length of its steps. A prompt waits for half a step, for the step planned meanwhile,
+and for its own step; so the TTFT target bounds the length of steps.
 """
 
 from __future__ import annotations
@@ -57,65 +57,66 @@ DECODE_UNITS = (
     (288, 32),
     (320, 64),
 )
-"""(ranks, redundant experts) that are tried. Where some redundancy makes ranks even, more of it
-only takes memory.
+"""(ranks, redundant experts) of candidates. Redundancy beyond the amount that balances the ranks
+only costs memory.
 """
 PREFILL_UNITS = ((4, 0), (8, 0), (16, 0), (32, 0), (32, 32), (64, 64), (72, 32))
-"""The same; 72 where all of them are in one NVLink domain."""
+"""(ranks, redundant experts) of candidates; 72 ranks only if one NVLink domain has them all."""
 CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
-"""Tokens of a rank in a prefill step, at most."""
+"""Candidates for the most tokens of a rank in a prefill step."""
 BATCH_MAX = 1024
-"""Requests of a decode rank: nobody plans for more."""
+"""Most requests of a decode rank."""
 HBM_FULL = 0.98
-"""Share of memory that is in use when everything is in it."""
+"""Share of memory in use with weights, KV and all buffers."""
 KV_USE = 0.9
-"""Share of a KV pool that is in use as planned: the rest is for requests that are longer than the
-mean.
-"""
+"""Planned share of a KV pool in use; the rest is for requests longer than the mean."""
 SLOTS_OVER = 1.1
-"""Slots of a decode rank over its planned batch: what comes unevenly gets a slot, a little slower,
-and does not wait.
+"""Slots of a decode rank over its planned batch. In a burst, requests get a slot at slightly higher
+TPOT instead of waiting.
 """
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
 TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
-"""How far the busiest prefill rank's tokens, and its (token, position) pairs, are above the mean,
+"""Excess of the busiest prefill rank's tokens, and of its (token, position) pairs, over the mean,
 in units of expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / (prompts of a rank's step) ^
-power. Fitted by `python -m bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, at 0.3
-to 2.5 prompts a rank, of log-normal lengths. A step of as many tokens is then priced 1 % too short
-on average, 27 % too short to 33 % too long: at one rate, two seeds' steps are up to twice apart. A
-larger power fits as well, and prices heavy steps too short.
+power.
+
+Fitted by `python -m bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, with 0.3 to
+2.5 prompts per rank of log-normal lengths. A step of equal tokens is then priced 1 % too short on
+average, 27 % too short to 33 % too long; at one rate, the steps of two seeds differ by up to 2x. A
+larger power fits equally well, but prices heavy steps too short.
 """
 STEPS_BEFORE = 3.4
-"""Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are
-in flight), and what is put off so that ranks take equal time. Of the same simulated units: 2.7 to
-4.7, 3.35 on average.
+"""Steps before a prompt's own: half of the running one, the one planned while it ran (two are in
+flight), and postponements that balance the time of ranks. The simulated units of the fit above have
+2.7 to 4.7, 3.35 on average.
 """
 TTFT_TAIL = 0.6
-"""A quantile q of TTFT is taken to be so many times ln(1 / (1 - q)) of the mean: 1.38 for p90, 2.76
-for p99. The same units had p90 at 1.17 to 1.78 times the mean, p99 at 1.9 to 4.1 times; 0.58 fits
-them best.
+"""Factor of the tail of TTFT: quantile q is TTFT_TAIL x ln(1 / (1 - q)) x mean, so p90 is 1.38x and
+p99 2.76x the mean. The simulated units of the fit above have p90 at 1.17x to 1.78x the mean, p99 at
+1.9x to 4.1x; 0.58 fits them best.
 """
 _IDLE = 16.0
-"""A unit is looked at down to so many times less than a prompt in each step."""
+"""Range of steps that are priced: the smallest computes 1/_IDLE of a prompt per unit."""
 SPARE_SIGMAS = 2.0
-"""Room for requests that come unevenly: standard deviations of their number, which is Poisson's."""
+"""Spare capacity for uneven arrivals, in standard deviations of the Poisson number of requests."""
 
 
 @dataclass(frozen=True)
 class DecodeUnit:
-    """A decode unit within the promise."""
+    """Decode unit that meets the SLO."""
 
     model: StepModel
     mtp_tokens: int
+    """Speculative tokens per request and step."""
     batch: int
     """Requests of a rank."""
     tpot_s: float
-    """Time per token at that batch."""
+    """Seconds per output token with `batch` requests per rank."""
     tokens_per_s: float
-    """Tokens/s of the unit at that batch."""
+    """Tokens/s of the unit with `batch` requests per rank."""
     is_memory_bound: bool
-    """A larger batch would keep the promise, and does not fit."""
+    """True if a larger batch would meet the SLO but does not fit in memory."""
     price: StepPrice
 
     @property
@@ -133,24 +134,24 @@ class DecodeUnit:
 
 @dataclass(frozen=True)
 class PrefillUnit:
-    """A prefill unit within the promise."""
+    """Prefill unit that meets the SLO."""
 
     model: StepModel
     chunk_tokens: int
     """Most tokens of a rank in a step."""
     tokens_per_s: float
-    """Prompt tokens, cached ones among them, in full steps."""
+    """Prompt tokens/s in full steps, cached tokens included."""
     use: float
-    """Up to which share of that it keeps the promise."""
+    """Highest share of `tokens_per_s` at which the unit still meets the SLO."""
     step_s: float
-    """Time of a step at that use."""
+    """Duration of a step at utilization `use`."""
     ttft_s: float
-    """What is then expected of what is promised."""
+    """Expected TTFT at utilization `use`, in the SLO's statistic (mean or quantile)."""
     price: StepPrice
 
     @property
     def tokens_per_s_kept(self) -> float:
-        """Within the promise."""
+        """Prompt tokens/s within the SLO, cached tokens included."""
         return self.tokens_per_s * self.use
 
     @property
@@ -167,25 +168,24 @@ class PrefillUnit:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A unit that cannot keep the promise, or cannot be at all."""
+    """Candidate unit that misses the SLO or does not fit in memory."""
 
     role: str
     hardware: str
     num_ranks: int
     num_redundant: int
     what: str
-    """The unit, as __str__ of one that is."""
+    """Name of the unit, in the format of DecodeUnit and PrefillUnit."""
     why: str
-    """A sentence without its full stop."""
+    """Reason, as a sentence without its full stop."""
     shortfall: float = math.inf
-    """How many times over the promise it is: the least of them is the next best. inf: it does not
-    fit.
+    """Best latency over its limit; the smallest value is the next best unit. inf: it does not fit.
     """
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What units of one hardware are priced for."""
+    """Pricing of all units of one hardware for a model, a traffic and an SLO."""
 
     hardware: Hardware
     model: ModelConfig
@@ -193,10 +193,11 @@ class Pricing:
     slo: Slo
     mtp_accept: float = MTP_ACCEPT
     decode_share: float = 1.0
-    """Share of what the step model promises that is believed: a simulation that took longer than
-    planned lowers it.
+    """Share of the TPOT target that priced steps may use. Lowered if a simulation misses the target
+    although the price met it.
     """
     prefill_share: float = 1.0
+    """Share of the TTFT target that priced prompts may use; lowered like `decode_share`."""
     tokens_uneven: float = TOKENS_UNEVEN
     pairs_uneven: float = PAIRS_UNEVEN
     uneven_power: float = UNEVEN_POWER
@@ -209,7 +210,7 @@ class Pricing:
     def decode_units(
         self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)
     ) -> Iterator[DecodeUnit | Rejected]:
-        """All of them."""
+        """Yield all candidates of DECODE_UNITS that are possible on this hardware."""
         for dtype in dtypes:
             for num_ranks, num_redundant in DECODE_UNITS:
                 model = self.step_model(DECODE, num_ranks, num_redundant, dtype)
@@ -217,7 +218,7 @@ class Pricing:
                     yield self.decode(model, mtp_tokens)
 
     def decode(self, model: StepModel, mtp_tokens: int) -> DecodeUnit | Rejected:
-        """The largest batch of this unit."""
+        """Return the unit with its largest batch within the SLO, or its rejection."""
         draft = f", {mtp_tokens} draft{'s' if mtp_tokens > 1 else ''}" if mtp_tokens else ""
         no = partial(self._rejected, DECODE, model, draft)
         most = self._batch_in_memory(model, mtp_tokens)
@@ -277,7 +278,7 @@ class Pricing:
 
     # ---- prefill ----
     def prefill_units(self, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[PrefillUnit | Rejected]:
-        """All of them, with every size of a step."""
+        """Yield all candidates of PREFILL_UNITS that are possible, with every size of CHUNKS."""
         for dtype in dtypes:
             for num_ranks, num_redundant in PREFILL_UNITS:
                 if num_ranks > 64 and num_ranks > self.hardware.nvlink_domain:
@@ -289,7 +290,7 @@ class Pricing:
     def prefill_sizes(
         self, model: StepModel, chunks: tuple[int, ...] = CHUNKS
     ) -> list[PrefillUnit | Rejected]:
-        """This unit with steps of so many tokens a rank at most, each."""
+        """Return this unit once per value of `chunks`, the most tokens of a rank in a step."""
 
         @cache
         def at(tokens: float) -> StepPrice:
@@ -302,8 +303,8 @@ class Pricing:
     ) -> PrefillUnit | Rejected:
         traffic, slo = self.traffic, self.slo
         no = partial(self._rejected, PREFILL, model, f", steps of {chunk_tokens // 1024}K")
-        # Three steps' prompts at once: computed, planned, and computed but not yet pulled by
-        # decode.
+        # The pool must hold the prompts of three steps: one in computation, one planned, and one
+        # computed but not yet pulled by decode.
         needed = max(
             3.0 * chunk_tokens / (1.0 - traffic.cached_share),
             3.0 * traffic.tokens_in,
@@ -319,8 +320,8 @@ class Pricing:
         tail = 1.0 if slo.ttft_quantile == MEAN else tail_of(slo.ttft_quantile)
         limit_s = slo.ttft_s * self.prefill_share / tail
 
-        # With less than one prompt in a unit's step the unit is idle between: less waits, and a
-        # step is one prompt's.
+        # With less than one prompt per step the unit idles between steps: fewer prompts wait, and a
+        # step computes one prompt.
         one_tokens = min(float(chunk_tokens), traffic.tokens_new / model.num_ranks)
         own_steps = self.own_steps(chunk_tokens)
 
@@ -341,7 +342,7 @@ class Pricing:
         full_s, expected_s = ttft_s(sizes[-1])
         tokens_per_s = whole.tokens_per_s_gpu * model.num_ranks / (1.0 - traffic.cached_share)
         if expected_s < limit_s:
-            # Steps are full before the promise is broken: what comes beyond waits in a queue.
+            # Full steps still meet the SLO, so a queue of prompts is what bounds the load.
             servers = max(1, round(model.num_ranks * chunk_tokens / traffic.tokens_new))
             use = prefill_use(expected_s, limit_s, servers, traffic.variation_in)
             step_s = full_s
@@ -353,14 +354,14 @@ class Pricing:
         return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s * tail, whole)
 
     def own_steps(self, chunk_tokens: int) -> float:
-        """Steps that compute a prompt, mean over prompts, if a rank takes no more than so many
-        tokens in one.
+        """Return the number of steps that compute a prompt, mean over prompts, if a rank computes
+        at most `chunk_tokens` in one.
         """
         return float(np.maximum(1.0, self._new / chunk_tokens).mean())
 
     def prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
-        """A step of so many tokens a rank, attention as the busiest rank has it, under the cheapest
-        schedule.
+        """Price a step of `tokens` per rank, with the attention of the busiest rank, under the
+        cheapest schedule.
         """
         traffic = self.traffic
         cached = traffic.tokens_in * traffic.cached_share
@@ -397,15 +398,13 @@ class Pricing:
     # ---- both ----
     @property
     def _context_tokens(self) -> int:
-        """A pool holds the longest context at least (runtime/pool_sizes), and a spare block or two."""
+        """Smallest KV pool in tokens: the longest context (runtime/pool_sizes) and 4 spare blocks."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
     def step_model(
         self, role: str, num_ranks: int, num_redundant: int, dtype: str = FP8
     ) -> StepModel | None:
-        """How steps of such a unit are priced. None: there is no such unit of this hardware, or of
-        this model.
-        """
+        """Return the step model of a unit; None if this hardware or model cannot form the unit."""
         per_node = self.hardware.gpus_per_node
         if (self.model.n_routed_experts + num_redundant) % num_ranks or (
             num_ranks > per_node and num_ranks % per_node
@@ -434,27 +433,26 @@ class Pricing:
 
 
 def tail_of(quantile: float) -> float:
-    """A quantile of TTFT over its mean."""
+    """Return a quantile of TTFT over its mean, at least 1."""
     return max(1.0, TTFT_TAIL * -math.log1p(-quantile))
 
 
 @cache
 def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks: int) -> float:
-    """Maximum over mean of what ranks receive over a whole run, as the expert balancer leaves
-    it.
+    """Return the imbalance of expert loads over a whole run after balancing: maximum over mean of
+    the ranks.
     """
-    rng = np.random.default_rng(1)  # The same loads for all, so that units differ by what they are.
+    rng = np.random.default_rng(1)  # Equal loads for all, so that only the units' shapes differ.
     return expert_share(
         AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks
     ).imbalance
 
 
 def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
-    """Return the bytes of a prefill rank's pool: what weights leave, and the buffers that its
-    tokens and their results travel through.
+    """Return the bytes of a prefill rank's KV pool: memory less weights and communication buffers.
 
-    Each of a step's tokens takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes a
-    channel (runtime/memory).
+    Each token of a step takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes per channel
+    (runtime/memory).
     """
     hbm_bytes, weights = model.hardware.hbm_bytes, model.hbm_bytes(0)
     buffers = 10.1 * chunk_tokens * model.model.num_experts_per_tok * model.model.hidden_size
@@ -462,16 +460,16 @@ def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
 
 
 def decode_buffer_bytes(model: StepModel) -> float:
-    """Bytes of DeepEP's low-latency buffer for each token that a decode rank may have in a step:
-    every replica could be sent all of them, in BF16, twice out and twice in (comm/layout).
+    """Return the bytes of DeepEP's low-latency buffer per token of a decode rank's step. Every
+    replica could get all tokens, in BF16, twice out and twice in (comm/layout).
     """
     num_replicas = model.num_expert_slots * model.num_ranks
     return 8.2 * num_replicas * model.model.hidden_size if model.num_ranks > 1 else 0.0
 
 
 def decode_kv_bytes(model: StepModel, num_tokens: int, mtp_tokens: int) -> float:
-    """Return the bytes of a decode rank's pool: what weights leave, and the buffers for so many
-    tokens of a step, drafts among them.
+    """Return the bytes of a decode rank's KV pool: memory less weights and communication buffers.
+    `num_tokens`: most tokens of a step, drafts included.
     """
     hbm_bytes, buffers = model.hardware.hbm_bytes, num_tokens * decode_buffer_bytes(model)
     room = min(HBM_SHARE * hbm_bytes, HBM_FULL * hbm_bytes - buffers)
@@ -481,7 +479,7 @@ def decode_kv_bytes(model: StepModel, num_tokens: int, mtp_tokens: int) -> float
 def _longest(
     ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float
 ) -> float:
-    """Tokens of a step with which the promise is just kept: by `low`, not by `high`."""
+    """Return the most tokens of a step within the TTFT limit. `low` must meet it and `high` not."""
     for _ in range(12):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if ttft_s(middle)[1] <= limit_s else (low, middle)
