@@ -1,1 +1,1 @@
-"""`hadal plan`: its files and tables."""
+"""`hadal plan`: its run, files and tables."""

@@ -1,6 +1,4 @@
-"""Files and options that `hadal plan` reads and writes: traffic, prices, deployments, plan.json.
-Plans nothing.
-"""
+"""Inputs and outputs of `hadal plan`: traffic, prices, deployments, plan.json. Plans nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from hadal.lab.sim.plan.traffic import Traffic, traffic_from, traffic_of
 
 
 def read_traffic(path: Path | None) -> Traffic:
-    """A table (.toml) or a trace: Mooncake's JSON lines (.jsonl, .jsonl.gz) or Azure's CSV. None:
-    DeepSeek's day.
+    """Read a table (.toml) or a trace: Mooncake's JSON lines (.jsonl, .jsonl.gz) or Azure's CSV
+    (.csv, .csv.gz). Return DeepSeek's day for None.
 
-    Raises ValueError that says what is wrong with the file.
+    Raises ValueError that names the problem in the file.
     """
     if path is None:
         return Traffic(kv_length=4989.0)
@@ -47,7 +45,7 @@ def read_traffic(path: Path | None) -> Traffic:
 
 
 def read_prices(given: Sequence[str]) -> dict[str, float]:
-    """`h20=1.2` each. Raises ValueError."""
+    """Parse prices such as `h20=1.2` to hardware -> dollars per GPU-hour. Raises ValueError."""
     found = {}
     for part in (part for text in given for part in text.split(",")):
         name, _, usd = part.partition("=")
@@ -63,8 +61,8 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
 def write_plans(
     folder: Path, plans: Sequence[DeploymentPlan], report: dict[str, Any], model: str
 ) -> list[Path]:
-    """A deployment for each plan, best first, and plan.json. Raises ValueError if the folder cannot
-    be written.
+    """Write a deployment file per plan, best first, and plan.json. Return the paths. Raises
+    ValueError if the folder cannot be written.
     """
     paths = []
     try:
@@ -86,7 +84,7 @@ def write_plans(
 
 
 def plan_object(plan: DeploymentPlan) -> dict[str, Any]:
-    """A plan for programs: units last in every name."""
+    """Return a plan as a JSON object. Names end with their unit of measure."""
     decode, prefill = plan.decode_unit, plan.prefill_unit
     return {
         "hardware": plan.hardware.name,
@@ -137,7 +135,7 @@ def row_object(row: Row) -> dict[str, Any]:
 
 
 def measured_object(plan: DeploymentPlan, measured: Measured) -> dict[str, Any]:
-    """What the simulator saw, beside the plan that it saw."""
+    """Return the simulator's measurements of a plan as a JSON object."""
     ttft, tpot = measured.ttft_s, measured.tpot_s
     return {
         "plan": str(plan),

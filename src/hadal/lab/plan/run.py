@@ -1,4 +1,4 @@
-"""The search of `hadal plan`, from what was asked to what is printed and written."""
+"""Run of `hadal plan`: reads the options, searches, prints and writes the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hadal.results.folder import check_folder
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `hadal plan`, as they were given."""
+    """Options of `hadal plan`, as given by the user."""
 
     traffic: Path | None
     slo: str
@@ -58,7 +58,7 @@ class PlanOptions:
 
 
 def run(asked: PlanOptions) -> None:
-    """Search, print, write. Raises ValueError, one line that says what to change."""
+    """Search, print, write. Raises ValueError: one line that tells the user what to change."""
     if asked.out is not None:
         check_folder(asked.out)
     with Bar("hadal plan", 1.0) as bar:
@@ -97,7 +97,9 @@ def run(asked: PlanOptions) -> None:
 
 
 def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:
-    """All pairs of all hardware that has a price, and what is to be said of the rest."""
+    """Return the priced pairs of all wanted hardware with a known rent, and notes on the hardware
+    left out. Raises ValueError if no pair meets the SLO or an option is impossible.
+    """
     promise, traffic, choice = parse_slo(asked.slo), read_traffic(asked.traffic), _choice(asked)
     rent_of = rents(read_prices(asked.prices))
     names = [name.strip() for name in asked.hardware.split(",") if name.strip()]
@@ -147,15 +149,15 @@ def _choice(asked: PlanOptions) -> SearchOptions:
 
 
 def _best(search: Search) -> DeploymentPlan:
-    """The cheapest that kept its promise; where none was simulated, or none kept it, the cheapest
-    by price.
+    """Return the cheapest plan that met its SLO in the simulator; the cheapest priced plan if none
+    did.
     """
     return search.verified[0][0] if search.verified else search.ranked()[0]
 
 
 def _rows(search: Search, best: DeploymentPlan) -> Iterator[Row]:
-    """What was tried, beside the best: other hardware, every dimension, what could not be
-    chosen.
+    """Yield the alternatives to the best plan: other hardware, plans that failed in the simulator,
+    every dimension, and options outside the search.
     """
     for one in search.found:
         plans = one.ranked()

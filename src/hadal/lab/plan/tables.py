@@ -1,5 +1,5 @@
-"""What `hadal plan` found, for a terminal: the best plans, what the simulator says of them, why
-others lose. Plans nothing.
+"""Terminal output of `hadal plan`: the best plans, their simulation, and why alternatives cost
+more. Plans nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def show(
     day: FleetDay,
     num_verify: int,
 ) -> None:
-    """Print everything."""
+    """Print the whole result of a search."""
     best = plans[0]
     traffic, num_tried = best.traffic, sum(found.num_tried for found in search.found)
     console.print(Text(f"{traffic.name}: {best.slo}", style="bold"))
@@ -91,7 +91,9 @@ def _plans(search: Search, plans: Sequence[DeploymentPlan]) -> Table:
 
 
 def _promise(search: Search, best: DeploymentPlan, num_verify: int) -> Table | Text:
-    """The promise, what the step model says, and what the simulator saw."""
+    """Return a table of the SLO, the priced and the simulated latencies; a sentence if the best
+    plan was not simulated or no plan met the SLO.
+    """
     if not num_verify:
         return Text(
             "Not simulated (--verify 1 does): the step model alone says that it keeps the promise.",

@@ -1,1 +1,1 @@
-"""`hadal simulate`: stages of a day, its tables, pages and frames."""
+"""`hadal simulate`: stages of a day; its tables, pages and frames."""

@@ -1,11 +1,11 @@
-"""The charts of a day's report as plotly's figures, each from the part of `result.json` it shows;
-None where there is nothing to show.
+"""Charts of a day's report as plotly figures, each from a part of `result.json`; None if that part
+has no data.
 
     {"label": "...", "data": [traces], "layout": {...}}      plain values, made without plotly
 
-Nothing is computed here but sums, means and shares. A colour is the name of one of the template's
-CSS variables, so that light, dark and paper need no other figures. What a result calls things is
-escaped, because plotly reads tags in texts.
+Computes only sums, means and shares. A colour is the name of a CSS variable of the template, so the
+same figures serve light, dark and paper. Names from a result are escaped, because plotly interprets
+tags in texts.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Row = Mapping[str, Any]
 Values = Sequence[float | None]
 
 LOG_SPAN = 30.0
-"""An axis from `low` to more than so many times that is shown by orders of magnitude."""
+"""Ratio of an axis's ends above which it is logarithmic."""
 NUM_BARS = 200
-"""Ranks shown one by one; of more, means of neighbours."""
+"""Most bars of a chart by rank; with more ranks, a bar is the mean of neighbours."""
 MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
-"""Key of a quantile in the result, and its name in a chart."""
+"""(key of a quantile in the result, its name in a chart)."""
 _NAME_CHARS_MAX = 44
 _HOUR_MS = 3_600_000
 _MIDNIGHT = datetime(2000, 1, 1)
-"""Midnight of some day: hours of a result have no date."""
+"""Midnight of an arbitrary day, because hours of a result have no date."""
 
 
 def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
-    """Demand above, nodes by role below, on one time axis in Beijing time."""
+    """Return a chart of demand above and nodes by role below, on one time axis in Beijing time."""
     roles = [(role, _filled(numbers(minutes, f"{role}_nodes"))) for role in ("decode", "prefill")]
     size = max(len(values) for _, values in roles)
     roles = [(role, values + [0.0] * (size - len(values))) for role, values in roles if values]
@@ -85,7 +85,7 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
 
 
 def income_and_cost(hours: Sequence[Row]) -> Figure | None:
-    """Two bars for each hour."""
+    """Return a chart with two bars per hour: income and cost."""
     series = [
         (name, [number(hour, f"{name}_usd") for hour in hours]) for name in ("income", "cost")
     ]
@@ -105,7 +105,9 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
 
 
 def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
-    """Share of each hour's input tokens that came from the cache; what a window found as a dot."""
+    """Return a chart of each hour's share of input tokens from the cache: the cache day as a line,
+    windows as dots.
+    """
     return _lines(
         hours,
         "Hit rate by hour, percent of input tokens.",
@@ -117,13 +119,13 @@ def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
 
 
 def hit_percents(hours: Sequence[Row]) -> list[float | None]:
-    """Percent of each hour's input tokens that came from the cache."""
+    """Return the percent of each hour's input tokens that came from the cache."""
     shares = [ratio(number(hour, "tokens_hit"), number(hour, "tokens_in")) for hour in hours]
     return [None if share is None else as_number(100.0 * share) for share in shares]
 
 
 def users_speed(hours: Sequence[Row], mean: float | None) -> Figure | None:
-    """Tokens per second of a user by hour: the fluid day as a line, windows as dots."""
+    """Return a chart of a user's tokens/s by hour: the fluid day as a line, windows as dots."""
     return _lines(
         hours,
         "Output tokens per second of a user, by hour.",
@@ -146,7 +148,7 @@ def _lines(
     found = present([*values, *windows])
     if not found:
         return None
-    # The line has marks as well, for a point between two gaps has no line.
+    # The line has markers as well, because a point between two gaps would be invisible without.
     looks = (
         (name, values, {"mode": "lines+markers", "marker": {"size": 3, "color": "--ink"}}),
         ("windows", windows, {"mode": "markers", "marker": {"size": 8, "color": "--window"}}),
@@ -162,7 +164,7 @@ def _lines(
     ]
     if mean is not None:
         found.append(mean)
-    # Noise is to look like noise: a fifth of the highest value is spanned at least.
+    # The axis spans at least a fifth of the highest value, so that noise does not look large.
     low, high = min(found), max(found)
     spare = max(0.2 * max(abs(low), abs(high)) - (high - low), 0.1 * (high - low)) / 2 or 0.5
     return figure(
@@ -177,8 +179,8 @@ def _lines(
 
 
 def distribution(histogram: Row, name: str) -> Figure | None:
-    """Shares of requests by time, with quantiles as marks. Bins of unequal width are shown by their
-    density: a bin as wide as the mean one has its share as its height.
+    """Return a chart of shares of requests by time, with quantiles as marks. The height of a bar is
+    its density: a bin of mean width has its share as its height.
     """
     bins = filled_bins(histogram)
     total = math.fsum(count for _, _, count in bins)
@@ -205,7 +207,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
         height=270,
         xaxis=axis(
             type="log" if is_log else "linear",
-            # The edges need not be round; plotly takes a logarithmic range as powers of ten.
+            # Plotly takes a logarithmic range as powers of ten; the edges need not be round.
             range=[math.log10(at) if is_log else at for at in (bins[0][0], bins[-1][1])],
             tickformat="~s",
             ticksuffix="s",
@@ -218,7 +220,9 @@ def distribution(histogram: Row, name: str) -> Figure | None:
 
 
 def _log_ticks(low: float, high: float) -> Figure:
-    """Round times within the axis. Plotly's own would have a unit at powers of ten only."""
+    """Return ticks at round times within the axis. Plotly's own ticks would have a unit of measure
+    only at powers of ten.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high) - math.log10(low) < 2.5 else (1,)
     ticks = [step * 10.0**power for power in powers for step in steps]
@@ -229,8 +233,8 @@ def _log_ticks(low: float, high: float) -> Figure:
 def _quantile_marks(
     histogram: Row, low: float, high: float, top: float, scale: Callable[[float], float]
 ) -> list[Figure]:
-    """Upright lines with labels to the right, or to the left near the right edge. Heights are such
-    that no line runs through the label of another.
+    """Return vertical lines with labels to the right, or to the left near the right edge. Heights
+    are chosen so that no line crosses the label of another.
     """
     marks = []
     num_left = 0
@@ -258,7 +262,7 @@ def _quantile_marks(
 
 
 def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
-    """(low, high, count), from the first bin with something in it to the last."""
+    """Return (low, high, count) of the bins from the first to the last that is not empty."""
     edges, counts = numbers(histogram, "edges"), numbers(histogram, "counts")
     bins = [
         (low, high, max(count or 0.0, 0.0))
@@ -270,8 +274,8 @@ def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
 
 
 def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | None:
-    """Bars sorted by height, with the mean as a line; how far the highest stands above it is
-    said.
+    """Return a chart of bars sorted by height, with the mean as a line; its label states the
+    maximum over the mean.
     """
     ranked = sorted(
         ((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True
@@ -298,7 +302,7 @@ def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | No
 
 
 def balance_words(values: Values, unit: str = "") -> str:
-    """The maximum over the mean, and both."""
+    """Return a text with the maximum, the mean, and their ratio."""
     found = present(values)
     if not found:
         return "nothing"
@@ -310,7 +314,9 @@ def balance_words(values: Values, unit: str = "") -> str:
 
 
 def what_ifs(cases: Sequence[Row]) -> Figure | None:
-    """Cost of each case as a bar with its name above it; the first one's as an upright line."""
+    """Return a chart of each case's cost as a bar with its name above, and the first case's cost as
+    a vertical line.
+    """
     costs = [(str(case.get("name", "")), number(case, "cost_usd")) for case in cases]
     amounts = present([usd for _, usd in costs])
     if len(cases) < 2 or not amounts or min(amounts) < 0.0:
@@ -351,7 +357,7 @@ def _hour_axis() -> Figure:
 def _bars(
     name: str, colour: str | list[str], values: Values, labels: list[str], **more: Any
 ) -> Figure:
-    """A trace of bars; `labels` is what is said of each where one points at it."""
+    """Return a trace of bars. `labels`: hover text of each bar."""
     looks = {"type": "bar", "marker": {"color": colour}, "hoverinfo": "text"}
     return {**looks, "name": name, "y": values, "hovertext": labels, **more}
 
@@ -366,8 +372,8 @@ def _labels(
 
 
 def _times(hours: Sequence[Row]) -> Figure:
-    """Each hour as a time of a day, drawn in its middle; what comes after midnight is on the next
-    day. An hour that does not say which it is follows the one before it.
+    """Return the hours as points of a time axis, drawn in the middle of each hour. Hours after
+    midnight are on the next day. An hour without `hour_beijing` follows the previous one.
     """
     at, found = 0, []
     for index, hour in enumerate(hours):
@@ -381,7 +387,7 @@ def _times(hours: Sequence[Row]) -> Figure:
 
 
 def _level(axis: str, value: float, name: str = "") -> Figure:
-    """A dashed line across the whole chart: what the rest is measured against."""
+    """Return a dashed reference line across the whole chart."""
     other = "y" if axis == "x" else "x"
     return {
         "type": "line",
@@ -397,13 +403,13 @@ def _level(axis: str, value: float, name: str = "") -> Figure:
 
 
 def _said(name: str) -> str:
-    """What a result calls something, as text for plotly."""
+    """Return a name from a result, shortened and escaped for plotly."""
     short = name if len(name) <= _NAME_CHARS_MAX else f"{name[: _NAME_CHARS_MAX - 1]}…"
     return escape(short, quote=False)
 
 
 def _filled(values: Values) -> list[float]:
-    """Gaps keep the value before them; nodes are never fewer than none."""
+    """Return the values with gaps filled by the previous value, and negative values set to 0."""
     found: list[float] = []
     for value in values:
         found.append(max(value, 0.0) if value is not None else found[-1] if found else 0.0)

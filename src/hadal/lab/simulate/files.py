@@ -1,7 +1,7 @@
 """Files that `hadal simulate` reads and writes: a study as TOML, the result as JSON, HTML and a
 trace.
 
-This file does not know how a day is simulated.
+Does not depend on the simulation of a day.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
 
 
 def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> Study:
-    """The preset, what the file says, then `changes`: by field, such as "cache.disk_pb"; None is
-    none.
+    """Return the preset, overridden by the file, then by `changes`: field such as "cache.disk_pb"
+    -> value, None for no change.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown preset or field, or an impossible value.
     """
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
@@ -50,8 +50,8 @@ def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> 
 
 
 def _put(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
-    """Change fields of a table, and of the tables in it. Raises ConfigError for a name that it has
-    not.
+    """Change fields of a table and its inner tables. Raises ConfigError for an unknown name, or for
+    a value where a table is needed.
     """
     for name, value in changes.items():
         if name not in table:
@@ -66,13 +66,15 @@ def _put(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
 
 
 def study_toml(study: Study) -> str:
-    """All of a study, as --config reads it."""
+    """Return all fields of a study as TOML that --config reads."""
     heading = "A study for `hadal simulate --config`. What is left out stays as it is here."
     return to_toml(study, [heading], is_whole=True)
 
 
 def hours_of(text: str) -> tuple[int, ...]:
-    """ "0-5,14" in Beijing as hours since second 0, noon; "": none. Raises ConfigError."""
+    """Parse hours in Beijing such as "0-5,14" to hours since second 0 (noon). "" gives none. Raises
+    ConfigError.
+    """
     found: set[int] = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
         first, _, last = part.partition("-")
@@ -89,10 +91,10 @@ def hours_of(text: str) -> tuple[int, ...]:
 
 
 def write_result(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:
-    """Write result, report and, if a window ran, the trace of a step of the busiest one. Return the
-    paths. Raises ConfigError.
+    """Write result, report and, if a window ran, the trace of a step of the busiest window. Return
+    the paths. Raises ConfigError if a file cannot be written.
     """
-    # Not at the top: reading a study, and refusing one, draws nothing.
+    # Imported here, because reading and rejecting a study needs no charts.
     from hadal.lab.simulate.page import report_html
 
     texts = {RESULT: json.dumps(found, indent=1), REPORT: report_html(found)}
@@ -118,7 +120,7 @@ def write_result(folder: Path, found: dict[str, Any], simulated: Simulated) -> l
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinite numbers: null."""
+    """Replace numbers that are not finite by None, because JSON has none."""
     if isinstance(value, dict):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

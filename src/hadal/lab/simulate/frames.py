@@ -1,9 +1,9 @@
-"""`hadal simulate --frames`: seconds of the published fleet at its peak, 278 nodes, as the console shows
-them.
+"""Console frames of `hadal simulate --frames`: a few seconds of the published fleet at its peak of
+278 nodes.
 
-The roles are those that serve, in simulated time (lab/sim/world): requests one by one, a rank that dies
-and comes back. The fleet's decisions are those of the hours before, by the day's demand; money is a
-ledger's report of what was answered in those seconds.
+The serving roles run in simulated time (lab/sim/world): single requests, and a rank that dies and
+returns. The fleet's decisions are those of the hours before, by the day's demand. Income and cost
+are a ledger's report of the requests answered in these seconds.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _BOUNDS_S = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FLEET_HOURS = 6
 _BEIJING_S = 8 * 3600
 PEAK_UNIX_S = 1_740_636_000.0
-"""27 February 2025, 14:00 in Beijing: a busy hour of the day that was published."""
+"""27 February 2025, 14:00 in Beijing: a busy hour of the published day."""
 _DEMAND_S = 60.0
 
 
 def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
-    """The frames, as if the first were at `unix_s`."""
+    """Yield the frames of a simulation that begins at `unix_s`."""
     config = study.deployment(NUM_PREFILL, NUM_DECODE)
     placed = {role: ranks.imbalance for role, ranks in expert_ranks(study).items()}
     rng = np.random.default_rng(study.seed)
@@ -107,7 +107,9 @@ def world_frames(study: Study, unix_s: float) -> Iterator[ConsoleFrame]:
 
 
 def _requests(rng: np.random.Generator) -> Requests:
-    """Lengths as published: 3.8 thousand tokens in, a thousand out, of which some end soon."""
+    """Draw requests with 3,800 tokens in on average, as published. Outputs are short (120 tokens on
+    average, published 1,050), so that requests end within the simulated seconds.
+    """
     num = int(_REQUESTS_PER_S * 0.8 * _SECONDS)
     return Requests(
         np.sort(rng.uniform(0.0, 0.8 * _SECONDS, num)),
@@ -136,7 +138,9 @@ def _latency(world: FleetWorld, now_s: float) -> dict[str, Buckets]:
 
 
 def _experts(config: Deployment, rng: np.random.Generator) -> UnitExperts:
-    """A decode unit's experts where its balancer puts them, and what loads drawn anew make of it."""
+    """Return a decode unit's experts as its balancer places them, with loads that vary around those
+    that the placement was made for.
+    """
     loads_LE = draw_loads(DECODE, rng)
     units = config.decode
     num_layers, num_experts = loads_LE.shape
@@ -156,7 +160,9 @@ def _experts(config: Deployment, rng: np.random.Generator) -> UnitExperts:
 
 
 def _fleet(study: Study, unix_s: float) -> FleetSeen:
-    """What the fleet role decides over the hours before, hearing what was asked of the day."""
+    """Run the fleet role over the hours before `unix_s` on the published day's demand, and return
+    its state.
+    """
     curve, model = DemandCurve(), study.rules()
     peak = max(curve.requests_per_s(hour * 3600.0) for hour in range(24))
     tokens_in = peak * curve.tokens_in_request / (NUM_PREFILL * model.prefill.use)

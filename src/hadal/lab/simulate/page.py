@@ -1,11 +1,10 @@
-"""The report of a simulated day as one HTML file: from the object that `result.json` holds, and
-from nothing else.
+"""Report of a simulated day as one HTML file, made only from the object in `result.json`.
 
-    report_html(result) -> text       with plotly's script in it: it opens from disk, offline
+    report_html(result) -> text       includes plotly's script, so it opens from disk, offline
 
-The words and the look of the page are in `templates/day.html`, its charts in `day_figures`, its
-tables here. Every chart has its figures in a table beside it. What is missing in the result is left
-out or shown as a dash.
+The page's text and style are in results/templates/day.html, its charts in lab/simulate/figures, its
+tables here. Every chart has a table with its figures beside it. Missing parts of the result are
+left out or shown as a dash.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ from hadal.results.values import (
 Row = Mapping[str, Any]
 Shown = Callable[[float | None], str]
 Column = tuple[str, Callable[[Row], str]]
-"""The head of a column, and what it says of a row."""
+"""(heading of a column, function that writes its cell of a row)."""
 
 _STUDY_ROWS_MAX, _VALUE_CHARS_MAX, _RANK_ROWS_MAX = 400, 240, 400
 
 
 def report_html(result: Row) -> str:
-    """The page. `result` is what `hadal simulate` writes as result.json; any part of it may be
-    missing.
+    """Return the page. `result`: content of result.json as `hadal simulate` writes it; any part may
+    be missing.
     """
     hours, cases = rows(result, "hours"), rows(result, "what_ifs")
     configuration, notes = mapping(result, "study"), result.get("notes")
@@ -120,11 +119,11 @@ _RANKS: tuple[tuple[str, str, str, str, float], ...] = (
     ("prefill_tokens", "Tokens a second, prefill", "prefill", "", 1.0),
     ("prefill_experts", "Expert rows received, prefill", "prefill", "", 1.0),
 )
-"""Key in `ranks`, name, role, unit, factor."""
+"""(key in `ranks`, name, role, unit of measure, factor) of each chart by rank."""
 
 
 def _by_rank(ranks: Row) -> Iterator[tuple[str, str, str, Figure | None]]:
-    """Key, name, words and chart of what was seen of the ranks."""
+    """Yield (key, name, words, chart) of each series by rank."""
     for key, name, role, unit, factor in _RANKS:
         values = _scaled(numbers(ranks, key), factor)
         figure = by_rank(values, name, role, unit)
@@ -137,7 +136,7 @@ def _scaled(values: Values, factor: float) -> list[float | None]:
 
 
 def columns(described: Sequence[Column], found: Sequence[Row], caption: str = "") -> Table:
-    """A row for each of those found."""
+    """Return a table with these columns and one row per object in `found`."""
     return Table(
         [head for head, _ in described],
         [[shown(row) for _, shown in described] for row in found],
@@ -146,7 +145,7 @@ def columns(described: Sequence[Column], found: Sequence[Row], caption: str = ""
 
 
 def _of(shown: Shown, *path: str) -> Callable[[Row], str]:
-    """How a cell is written from the number at a path of keys."""
+    """Return a function that writes a cell from the number at a path of keys."""
     return lambda row: shown(number(row, *path))
 
 
@@ -220,12 +219,12 @@ HEADLINE: tuple[tuple[str, str, Shown], ...] = (
     ("income_usd", "Income", dollars),
     ("margin_percent", "Margin, income less cost over cost", partial(percent, decimals=0)),
 )
-"""Key, words, how it is written."""
+"""(key, words, function that formats the value) of each figure of the day."""
 _IN_POINTS = {"hit_percent"}
 
 
 def headline(result: Row) -> Table:
-    """Every figure of the day; beside it what was published, where something was."""
+    """Return all figures of the day, beside the published ones if there are any."""
     published = mapping(result, "published")
     found = []
     for key, words, shown in HEADLINE:
@@ -242,7 +241,7 @@ def headline(result: Row) -> Table:
 
 
 def _bounds(published: Row, key: str) -> tuple[float | None, float | None]:
-    """A figure that was published, or the ends of a range."""
+    """Return the ends of a published range; a single figure gives two equal ends."""
     ends = numbers(published, key)
     if len(ends) == 2 and ends[0] is not None and ends[1] is not None:
         return min(ends[0], ends[1]), max(ends[0], ends[1])
@@ -267,7 +266,7 @@ def _difference(
 
 
 def fluid_and_windows(hours: Sequence[Row]) -> Table:
-    """The same figures by both ways, with the window's difference from the fluid day."""
+    """Return figures of the fluid day and of windows, with the window's relative difference."""
     pairs: tuple[tuple[str, str, Shown], ...] = (
         ("tokens_per_s_user", "output tokens/s of a user", plain),
         ("requests_per_rank", "requests per decode rank", plain),
@@ -292,7 +291,7 @@ def _units(prefill: float | None, decode: float | None) -> str:
 
 
 def windows(hours: Sequence[Row]) -> Table:
-    """What each hour's window measured: latencies, and maximum over mean of the ranks."""
+    """Return the measurements of each hour's window: latencies, and maximum over mean of ranks."""
     return columns(
         WINDOW,
         [hour for hour in hours if mapping(hour, "window")],
@@ -302,7 +301,7 @@ def windows(hours: Sequence[Row]) -> Table:
 
 
 def what_if_table(cases: Sequence[Row]) -> Table:
-    """Each case's figures, with the change of its cost against the first."""
+    """Return the figures of each case, with the change of its cost relative to the first case."""
     asked = cases[0] if cases else {}
 
     def change(case: Row) -> str:
@@ -326,7 +325,7 @@ def what_if_table(cases: Sequence[Row]) -> Table:
 
 
 def bins(histogram: Row) -> Table:
-    """The distribution in figures; only bins with something in them."""
+    """Return the distribution as a table of its bins that are not empty."""
     found = [one for one in filled_bins(histogram) if one[2]]
     total = sum(count for _, _, count in found)
     return Table(
@@ -339,7 +338,7 @@ def bins(histogram: Row) -> Table:
 
 
 def of_ranks(ranks: Row) -> Table:
-    """Ranks below each other, one column for each figure; of very many the first ones."""
+    """Return a row per rank and a column per figure, for the first _RANK_ROWS_MAX ranks."""
     series = [
         (name + (" (%)" if unit else ""), _scaled(numbers(ranks, key), factor))
         for key, name, _, unit, factor in _RANKS
@@ -360,7 +359,7 @@ def of_ranks(ranks: Row) -> Table:
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Each value of the configuration with the path of keys that leads to it."""
+    """Yield (path of keys, value as text) of each value of the configuration."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))

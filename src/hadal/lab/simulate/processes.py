@@ -1,12 +1,12 @@
-"""Parts of a simulation, each in a fresh process, so that its memory is given back. Ctrl-C ends all
-of them at any moment.
+"""Executor that runs each part of a simulation in a fresh process, so that its memory is released.
+Ctrl-C ends all parts at any moment.
 
     submit -> a thread -> pebble: a process with a pipe of its own
 
-pebble's ProcessPool shares its pipes and locks among processes, and so does the pool of the
-standard library. A process that is killed while it sends a result leaves them unusable.
+pebble's ProcessPool shares pipes and locks among its processes, and so does the pool of the
+standard library. A process that is killed while it sends a result leaves these unusable.
 
-This file does not know what the parts compute.
+Does not depend on the work of the parts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hadal.runtime.process.entry import die_with
 
 NAME = "part of a simulation"
 KILL_S = 0.02
-"""Time between two looks for processes that were started in the meantime."""
+"""Seconds between two searches for processes that were started in the meantime."""
 
 
 @contextmanager
 def processes(num_jobs: int) -> Iterator[Executor]:
-    """Return an executor of at most `num_jobs` parts at once. An error or Ctrl-C ends running
-    parts, and none outlives the block.
+    """Yield an executor of at most `num_jobs` parts at once. An error or Ctrl-C ends running parts,
+    and none outlives the block.
 
     Only the first Ctrl-C counts, so that the clean-up is not interrupted.
     """
-    # It may be ignored: a shell starts what is to run in the background so.
+    # SIGINT may be ignored already: a shell starts background jobs that way.
     is_heard = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -76,11 +76,11 @@ class Processes(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; running ones go on."""
+        """Reject new calls; running ones go on."""
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
     def end(self) -> None:
-        """Kill running processes and start no other."""
+        """Kill running processes and start no others."""
         self.shutdown(wait=False, cancel_futures=True)
         while not all(future.done() for future in self._submitted):
             for child in active_children():
@@ -93,14 +93,15 @@ class Processes(Executor):
 def _block_interrupts() -> None:
     """Block Ctrl-C in this thread and in the processes that it starts.
 
-    A terminal sends Ctrl-C to every process; one that still imports would print a traceback.
+    A terminal sends Ctrl-C to every process; a process that is still importing would print a
+    traceback.
     """
-    # The first process would start the tracker, which unblocks the signal again.
+    # Otherwise the first process would start the tracker, and that unblocks the signal again.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-# pebble's overloads do not name the context as its code does.
+# pebble's type stubs lack the `context` argument that its code has.
 @process(name=NAME, context=get_context("spawn"))  # type: ignore[call-overload, untyped-decorator]
 def _part(
     parent: int,
@@ -108,7 +109,7 @@ def _part(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """Run one part; called in a process of its own. The call returns pebble's future of it."""
+    """Run one part in a process of its own. The decorated call returns pebble's future."""
     die_with(parent)
     return function(*arguments, **options)
 

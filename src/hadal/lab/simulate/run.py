@@ -1,6 +1,6 @@
-"""`hadal simulate`: a study goes through the stages, its result is printed and written.
+"""Run of `hadal simulate`: passes a study through the stages, prints and writes the result.
 
-This file does not know how a day is simulated, nor what a table or a report shows.
+Does not depend on the simulation of a day, or on the content of tables and reports.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from hadal.progress import Bar
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """The options of `hadal simulate`."""
+    """Options of `hadal simulate`."""
 
     study: Study
     out: Path
     hours: str
-    """Hours in Beijing whose windows are simulated; empty: none."""
+    """Hours in Beijing with a simulated window; empty: none."""
     has_what_ifs: bool
     num_jobs: int
-    """0: as many as there are cores."""
+    """Number of processes. 0: one per core."""
     as_json: bool
 
 
 def run(asked: SimulateOptions) -> None:
-    """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
+    """Simulate, print, write. Raises ConfigError or HadalError: one line that tells the user what
+    to do.
+    """
     plan = SimulationPlan(
         asked.study,
         hours_of(asked.hours),

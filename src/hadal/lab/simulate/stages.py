@@ -1,10 +1,9 @@
-"""The stages of `hadal simulate`, spread over processes: what can be measured apart is measured at
-once.
+"""Stages of `hadal simulate`, spread over processes: independent measurements run in parallel.
 
     cache day -> load -> unit curves -> fluid day -> 24 windows
                               and the same for every alternative, without windows
 
-This file does not know options, files and terminals.
+Does not depend on options, files or terminals.
 """
 
 from __future__ import annotations
@@ -39,24 +38,26 @@ from hadal.lab.sim.expert_loads import ExpertRanks, expert_share
 from hadal.lab.simulate.processes import processes
 
 Advance = Callable[[str, float], None]
-"""(what is being done now, seconds' worth of work that was done)"""
+"""Progress callback: (current work in words, finished work in estimated seconds)."""
 CACHE_S, LOAD_S, POINT_S, WINDOW_S = 30.0, 6.0, 8.0, 35.0
-"""About what a part takes on a core: for the progress bar alone."""
+"""Estimated seconds of each part on one core, used only by the progress bar."""
 
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """What to simulate."""
+    """Study to simulate, with its windows and alternatives."""
 
     study: Study
     hours: tuple[int, ...]
-    """Hours since second 0 of which a window is simulated."""
+    """Hours with a simulated window, counted since second 0."""
     alternatives: tuple[tuple[str, Study], ...]
+    """(description, study) of each alternative."""
     num_jobs: int
+    """Most processes at once."""
 
     @property
     def work_s(self) -> float:
-        """About what it takes on a core."""
+        """Estimated seconds of all parts on one core."""
         num_points = len(REQUESTS_PER_RANK) + 1
         others = [study for _, study in self.alternatives]
         points = num_points * (1 + sum(not same_units(self.study, other) for other in others))
@@ -66,15 +67,15 @@ class SimulationPlan:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What came of it."""
+    """Result of a simulation."""
 
     result: DayResult
     json: dict[str, Any]
-    """What result.json holds, but for the time it took."""
+    """Content of result.json, without the elapsed time."""
 
 
 class Stages:
-    """One simulation at work."""
+    """One running simulation."""
 
     def __init__(self, plan: SimulationPlan, pool: Executor, advance: Advance) -> None:
         self._plan = plan
@@ -82,7 +83,7 @@ class Stages:
         self._advance = advance
 
     def run(self) -> Simulated:
-        """All stages. Raises ConfigError for a study that cannot be."""
+        """Run all stages. Raises ConfigError for an impossible study."""
         plan, study = self._plan, self._plan.study
         self._advance("the cache's day", 0.0)
         caches = self._caches()
@@ -117,7 +118,7 @@ class Stages:
         return Simulated(result, found)
 
     def _caches(self) -> list[CacheDay | None]:
-        """The cache days: the study's, then that of each alternative that has another."""
+        """Run the cache days of the study, then of each alternative with another cache."""
         study = self._plan.study
         studies = [
             study,
@@ -133,8 +134,8 @@ class Stages:
     def _points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """A prefill unit's point, then a decode unit's. Raises ConfigError if no batch of it keeps
-        the promise.
+        """Submit the measurement of a prefill unit, then those of decode points. Raises ConfigError
+        if no decode batch meets the TPOT target.
         """
         figures = load.figures()
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
@@ -149,7 +150,9 @@ class Stages:
     def _other_points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """Submit an alternative; what cannot be is said where its points are asked for."""
+        """Submit the points of an alternative. If it is impossible, its future raises the
+        ConfigError.
+        """
         try:
             return self._points(study, experts, load, cache)
         except ConfigError as error:
@@ -182,7 +185,7 @@ class Stages:
             )
             for index in plan.hours
         ]
-        # The largest first: none of them is the last that all wait for.
+        # Largest first, so that no long window is left to run alone at the end.
         settings.sort(key=lambda setting: -setting.units.decode)
         pending = {
             self._pool.submit(run_hour, plan.study, placed, setting, cache): setting
@@ -221,7 +224,9 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """What each role's expert balancer leaves; the same loads whatever the study's policy."""
+    """Return role -> expert loads of ranks after balancing. Studies with equal seeds draw equal
+    loads under every policy.
+    """
     return {
         role: expert_share(
             study.units_of(role).expert_balance,
@@ -235,14 +240,14 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
 
 
 def check_promise(study: Study) -> None:
-    """Raise ConfigError for a TPOT that no decode unit keeps as its steps are priced: in a second,
-    before minutes of measuring would say so.
+    """Raise ConfigError if no decode batch meets the TPOT target by the price of its steps. Takes a
+    second, where measurements would need minutes to fail.
     """
     batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))
 
 
 def simulate(plan: SimulationPlan, advance: Advance) -> Simulated:
-    """Run it all. Raises ConfigError for a study that cannot be, HadalError if a process died."""
+    """Run a plan. Raises ConfigError for an impossible study, HadalError if a process died."""
     try:
         with processes(plan.num_jobs) as pool:
             return Stages(plan, pool, advance).run()

@@ -1,7 +1,6 @@
-"""The tables that `hadal simulate` prints: the published figures beside ours, the hours, the
-alternatives.
+"""Tables that `hadal simulate` prints: published figures beside ours, the hours, the alternatives.
 
-This file knows a result as result.json has it, and not how it was computed.
+Uses only the content of result.json, not the code that computed it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ROWS = (
     ("income, $", "income_usd", 1.0, ",.0f"),
     ("margin on cost, %", "margin_percent", 1.0, ",.0f"),
 )
-"""Label, key, divisor, format."""
+"""(label, key, divisor, format) of each row."""
 HOURS = (
     "hour",
     "nodes",
@@ -43,7 +42,7 @@ HOURS = (
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    """Print all of them."""
+    """Print all tables and notes."""
     console.print(day_table(result))
     for part in hours_tables(result, console.width):
         console.print(part)
@@ -54,7 +53,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def day_table(result: dict[str, Any]) -> Table:
-    """What was published, where something was, beside what came out."""
+    """Return the day's figures beside the published ones; without these if none were published."""
     published = result["published"]
     table = _table(f"{result['study']['name']} on {result['study']['hardware'].upper()}")
     table.add_column("")
@@ -80,8 +79,10 @@ def day_table(result: dict[str, Any]) -> Table:
 
 
 def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
-    """Hour by hour: the fleet as a fluid, and beside it what a window of single requests showed.
-    In as many parts as a terminal of `width` columns needs, each with the hours; None: in one.
+    """Return the hours: the fluid beside the window of single requests.
+
+    The table is split into parts for a terminal of `width` columns, each with the hours. None: one
+    table.
     """
     rows = [_hour_cells(hour) for hour in result["hours"]]
     wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]
@@ -106,7 +107,7 @@ def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
 
 
 def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
-    """The cells of an hour's row, in the order of HOURS."""
+    """Return the cells of an hour's row, in the order of HOURS."""
     fluid, window = hour["fluid"], hour["window"]
 
     def both(key: str, form: str) -> str:
@@ -136,7 +137,7 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 
 
 def alternatives_table(result: dict[str, Any]) -> Table:
-    """One thing changed at a time."""
+    """Return the figures of the alternatives, each with one thing changed."""
     table = _table("What if (the fleet as a fluid)")
     table.add_column("", min_width=14, max_width=44)
     for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):
@@ -159,7 +160,7 @@ def alternatives_table(result: dict[str, Any]) -> Table:
 
 
 def _percent(hour: dict[str, Any]) -> str:
-    """Percent of an hour's prompt tokens that the cache had."""
+    """Return the percent of an hour's prompt tokens found in the cache."""
     return f"{100 * hour['tokens_hit'] / hour['tokens_in']:.1f} %" if hour["tokens_in"] else "-"
 
 
