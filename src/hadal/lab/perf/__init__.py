@@ -1,1 +1,1 @@
-"""The step model of GPUs: rooflines, links and layers, fitted to measured tables."""
+"""Step model of GPUs: rooflines, links and layers, fitted to measured tables."""

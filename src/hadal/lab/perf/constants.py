@@ -1,8 +1,7 @@
-"""The free constants of the step model: all of them, each with its unit, its physical bounds and how
-it was set.
+"""All free constants of the step model, each with its unit, its physical bounds and its source.
 
-Everything else in perf/ is a dimension of the model, a row of the hardware table, or a curve fitted
-to a published kernel table and named with its residual beside it (lab/perf/roofline, lab/perf/links).
+All other numbers in lab/perf are dimensions of the model, rows of the hardware table, or curves
+fitted to a published kernel table, with their residual (lab/perf/roofline, lab/perf/links).
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ MAX_CONSTANTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a constant can be at all, and where its value comes from."""
+    """Physical bounds of a constant, and the source of its value."""
 
     low: float
     high: float
     unit: str
     how: str
+    """Meaning of the constant, and how its value was set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Values of one run of the model. Raises ValueError where one is outside its physical
-    bounds.
-    """
+    """Values of all constants. Raises ValueError if one is outside its physical bounds."""
 
     step_overhead_s: float = 1.0e-3
     row_overhead_s: float = 23e-6

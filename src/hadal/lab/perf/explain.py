@@ -1,5 +1,5 @@
-"""A step's price, and what it is made of: stages with their share, bounds and exposure; one step as a
-trace (lab/perf/trace has successive ones).
+"""Price of a step and its breakdown: stages with their share, bounds and exposed time; one step as
+a trace (lab/perf/trace has successive steps).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DENSE_LAYERS = "dense layers"
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What of a step lies outside its MoE layers."""
+    """Part of a step outside its MoE layers."""
 
     name: str
     seconds: float
@@ -32,38 +32,42 @@ class StepPart:
 
 
 def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> StepPart:
-    """These kernels `num` times over; what bounds the longest of them bounds the part."""
+    """Return `num` repetitions of these kernels as a part. The part's bound is that of its longest
+    kernel.
+    """
     longest = max(kernels, key=attrgetter("seconds"))
     return StepPart(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of
+    """Row of the table of stages: a kernel or an exchange of every MoE layer, or a part outside
     them.
     """
 
     op: str
-    """The schedule's op; `step` for parts outside of MoE layers."""
+    """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving."""
     name: str
     micro_batch_s: float
     """Seconds in one layer, for the first micro-batch."""
     seconds: float
     """Seconds in the whole step."""
     bound: str
-    """compute, memory, link, launch or host: what its time is spent on."""
+    """Resource that bounds it: compute, memory, link, launch or host."""
     exposed_s: float
-    """What it adds to the step: all of a kernel, of an exchange what nothing hides."""
+    """Time that it adds to the step: all of a kernel, and the part of an exchange that no
+    computation hides.
+    """
 
 
 @dataclass(frozen=True)
 class StepPrice:
-    """A priced step. `stages`' exposed times add up to `seconds`."""
+    """Price of a step. The exposed times of `stages` add up to `seconds`."""
 
     phase: str
     schedule: Schedule
     num_layers: int
-    """MoE layers, the draft's included."""
+    """Number of MoE layers, draft layers included."""
     walked: Price
     parts: tuple[StepPart, ...]
     micro_batches: tuple[MicroBatchLoad, ...]
@@ -72,9 +76,9 @@ class StepPrice:
     ops: tuple[OpSeconds, ...]
     tokens_per_s_gpu: float = 0.0
     tokens_per_s_user: float | None = None
-    """None for prefill: what a user waits for there is a queue's matter."""
+    """Output tokens/s of a request. None for prefill, where queueing determines a user's wait."""
     extrapolated: tuple[str, ...] = ()
-    """Inputs outside of what the curves were fitted to, in words."""
+    """Inputs outside the range that the curves were fitted to, as text."""
     hbm_bytes: float = 0.0
 
     @cached_property
@@ -83,8 +87,8 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Seconds of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's
-        figures show.
+        """Seconds per micro-batch and MoE layer, as in DeepSeek's figures: the time of the layers
+        is divided between the micro-batches.
         """
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
@@ -96,7 +100,7 @@ class StepPrice:
         extrapolated: tuple[str, ...],
         hbm_bytes: float,
     ) -> StepPrice:
-        """The same price with what follows from it."""
+        """Return a copy with the figures that are derived from the price."""
         return replace(
             self,
             tokens_per_s_gpu=tokens_per_s_gpu,
@@ -107,7 +111,7 @@ class StepPrice:
 
     @cached_property
     def stages(self) -> tuple[StageRow, ...]:
-        """The table, in the order of a layer."""
+        """Table of stages, in the order of a layer."""
         waits = self._waits()
         rows = []
         for index, kernel in enumerate(self.kernels[0]):
@@ -130,7 +134,7 @@ class StepPrice:
         return tuple(rows)
 
     def _waits(self) -> dict[str, float]:
-        """Exposed time by exchange, over all layers."""
+        """Return the exposed time of each exchange over all layers."""
         exchanges = (DISPATCH, COMBINE)
 
         def of(num_layers: int) -> tuple[float, ...]:
@@ -145,8 +149,8 @@ class StepPrice:
         return dict(zip(exchanges, extended(self.schedule, self.num_layers, of), strict=True))
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers'
-        time counts with the ops that run in every layer, by their shares.
+        """Return the time of each op in the whole step, as a rank reports it (perf/costs). The time
+        of dense layers is divided among the ops that run in every layer, by their shares.
         """
         seconds = {
             op: self.num_layers * sum(getattr(times, op) for times in self.ops) for op in OPS
@@ -161,7 +165,7 @@ class StepPrice:
         )
 
     def traced(self, num_layers: int | None = None) -> TracedStep:
-        """The MoE layers (or the first `num_layers`) as a step that was traced live, for
+        """Return the MoE layers (or the first `num_layers`) in the form of a step traced live, for
         overlap/trace.
         """
         events: list[TraceEvent] = []

@@ -1,5 +1,5 @@
-"""Inputs of a step that lie outside of the tables that the curves were fitted to, in words for
-people. Knows no times.
+"""Warnings, as text for users, about inputs of a step outside the tables that the curves were
+fitted to. Does not depend on times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NORMAL_RANKS = (8, 64)
 
 
 class PricedUnit(Protocol):
-    """What is asked of a StepModel."""
+    """Attributes of a StepModel that the flags need."""
 
     model: ModelConfig
     hardware: Hardware
@@ -36,7 +36,7 @@ class PricedUnit(Protocol):
 def decode_flags(
     unit: PricedUnit, batch: MicroBatchLoad, kv_tokens: float, queries: int
 ) -> tuple[str, ...]:
-    """Return what is extrapolated for a decode micro-batch with `queries` tokens of each request."""
+    """Return the extrapolated inputs of a decode micro-batch with `queries` tokens per request."""
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside("rows of an expert (masked grouped GEMM)", _expert_rows(unit, batch), MASKED_ROWS),
@@ -58,7 +58,7 @@ def decode_flags(
 
 
 def prefill_flags(unit: PricedUnit, batch: MicroBatchLoad, prompt_tokens: float) -> tuple[str, ...]:
-    """Return what is extrapolated for a prefill micro-batch."""
+    """Return the extrapolated inputs of a prefill micro-batch."""
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside(

@@ -1,5 +1,5 @@
-"""What a GPU and its links can do at most, by name; every figure has its source in its row. No
-efficiencies here.
+"""Peak rates of GPUs and their links, by name; every row states its sources. Contains no
+efficiencies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TFLOPS = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of GPU as it is deployed. FLOP/s are dense, links are one way, per GPU."""
+    """Kind of GPU as deployed. FLOP/s are dense; rates of links are per GPU and one way."""
 
     name: str
     hbm_bytes: float
@@ -21,16 +21,18 @@ class Hardware:
     bf16_flops: float
     fp8_flops: float
     fp4_flops: float
-    """0.0: no FP4 tensor cores."""
+    """Peak FP4 FLOP/s; 0.0 without FP4 tensor cores."""
     num_sms: int
     nvlink_bytes_per_s: float
     nvlink_domain: int
-    """GPUs that reach each other over NVLink."""
+    """Number of GPUs that reach each other over NVLink."""
     nic_bytes_per_s: float
     gpus_per_node: int
     source: str
     is_power_limited: bool = True
-    """Its tensor cores draw more power than it may: clocks fall under sustained computation."""
+    """True if tensor cores would exceed the power limit, so that the clock falls under sustained
+    computation.
+    """
 
     def __post_init__(self) -> None:
         for field in (

@@ -1,8 +1,7 @@
-"""Ratio of the busiest rank's load to the mean: measured from loads and a placement, or expected from
-chance.
+"""Expected imbalance of ranks by chance: ratio of the busiest rank's load to the mean.
 
-All ranks wait for the busiest one in every layer, so what counts is the mean over layers of
-(maximum over mean), at the size of one micro-batch. Knows no times.
+All ranks wait for the busiest one in every layer. So the relevant figure is the mean over layers of
+(maximum over mean), at the size of one micro-batch. Does not depend on times.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ def expected_imbalance(
     expert_slots_per_rank: float = 1.0,
     affinity: float = 0.0,
 ) -> float:
-    """Expected maximum over mean of the rows that ranks receive in one layer of one micro-batch.
+    """Return the expected maximum over mean of the rows per rank, in one layer of one micro-batch.
 
-    `mean_rows` (token, expert) pairs a rank are thrown at random: their share has variance 1/rows.
-    Tokens of one text like the same experts: `num_texts` texts in the micro-batch of the whole
-    unit, each with relative deviation `affinity` over experts, spread over a rank's expert slots.
-    `placed` is what the placement leaves over a whole run (1 is perfect). Never more than all rows
-    on one rank.
+    `mean_rows`: (token, expert) pairs per rank; they fall at random, so their share has variance
+    1/rows. Tokens of one text prefer the same experts. The unit's micro-batch has `num_texts`, each
+    with a relative deviation `affinity` over experts, averaged over a rank's expert slots.
+    `placed`: imbalance that the placement leaves over a whole run (1 is perfect). The result is at
+    most `num_ranks`: all rows on one rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:
         return 1.0

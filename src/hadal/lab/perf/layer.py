@@ -1,9 +1,10 @@
-"""One layer of DeepSeek-V3 on one micro-batch, kernel by kernel: the times behind a schedule's ops.
+"""Kernels of one DeepSeek-V3 layer on one micro-batch, with their times: the basis of a schedule's
+ops.
 
-Decode is MLA's absorbed form over the latent cache, masked grouped GEMM and low-latency links;
-prefill expands keys and values, multiplies contiguous groups and uses normal links. Kernels and
-their order follow DeepSeek's published decode and training profiles. Knows no schedules beyond
-which op a kernel belongs to.
+Decode uses MLA's absorbed form over the latent cache, masked grouped GEMM and low-latency links.
+Prefill expands keys and values, multiplies contiguous groups and uses normal links. Kernels and
+their order follow DeepSeek's published decode and training profiles. Of schedules, only the op of
+each kernel is used.
 """
 
 from __future__ import annotations
@@ -29,32 +30,33 @@ from hadal.perf.shapes import (
 )
 
 TOP_K_S = 34e-9
-"""Seconds that choosing experts takes for a token: 141 us for 4,096 tokens in DeepSeek's training
-profile.
+"""Seconds per token to choose its experts: 141 us for 4,096 tokens in DeepSeek's training profile.
 """
 MAP_S = 59e-9
-"""Seconds per received row's token of computing where it goes among its experts' rows: 241 us for
-4,096 tokens there.
+"""Seconds per token to compute its positions among the rows of its experts: 241 us for 4,096 tokens
+in DeepSeek's training profile.
 """
 DENSE = "dense"
-"""Op name of a dense layer's network, which no schedule has."""
+"""Op name of a dense layer's network; no schedule has this op."""
 _KNOWN_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoad:
-    """Part of a step: attention as the slowest rank has it, experts and links as the unit's mean
-    times imbalance.
+    """Load of one micro-batch: attention of the slowest rank, and the unit's mean times imbalance
+    for experts and links.
     """
 
     num_tokens: float
+    """Tokens of the slowest rank."""
     num_pairs: float
-    """(query token, position it attends to)."""
+    """Number of (query token, position it attends to) pairs."""
     context_tokens: float
-    """Tokens whose KV is read, each once a request: for prefill new and cached ones."""
+    """Tokens with their KV read, once per request; for prefill new and cached ones."""
     mean_tokens: float
-    """Tokens a rank dispatches, mean over the unit."""
+    """Tokens that a rank dispatches, mean over the unit."""
     expert_imbalance: float = 1.0
+    """Expert rows of the busiest rank over the mean."""
 
     def scaled(self, by: float) -> MicroBatchLoad:
         return MicroBatchLoad(
@@ -77,7 +79,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Shapes that all layers of a unit share."""
+    """Shapes shared by all layers of a unit."""
 
     model: ModelConfig
     num_expert_slots: int
@@ -86,14 +88,14 @@ class Layer:
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """What depends on the number of tokens alone, by it: a simulated unit has the same few numbers
-    all the time.
+    """Cache: (roofline, name, number of tokens) -> kernels that depend on nothing else. A simulated
+    unit repeats a few numbers of tokens.
     """
 
     def decode(
         self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float]
     ) -> tuple[Kernel, ...]:
-        """Kernels of an MoE layer."""
+        """Return an MoE layer's kernels in decode. `links_s`: seconds of (dispatch, combine)."""
         before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
         return (
             *before,
@@ -107,7 +109,9 @@ class Layer:
         )
 
     def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
-        """Before core attention, from it to dispatch, and the shared expert."""
+        """Return the kernels before core attention, from there to dispatch, and of the shared
+        expert.
+        """
         model = self.model
         heads, rank = model.num_attention_heads, model.kv_lora_rank
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
@@ -142,7 +146,9 @@ class Layer:
     def prefill(
         self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float], ranks: float
     ) -> tuple[Kernel, ...]:
-        """Kernels of an MoE layer; a token is received by `ranks` distinct ranks."""
+        """Return the kernels of an MoE layer in prefill. `links_s`: seconds of (dispatch, combine).
+        `ranks`: mean number of distinct ranks that receive a token.
+        """
         rows, hidden = self._rows(batch), self.model.hidden_size
         tokens = batch.mean_tokens * batch.expert_imbalance
         copies = min(tokens * ranks, rows)
@@ -162,7 +168,7 @@ class Layer:
         )
 
     def dense(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
-        """The network of a dense layer; its attention is that of the others."""
+        """Return the kernels of a dense layer's network; its attention is that of an MoE layer."""
         return self._once(line, DENSE, batch.num_tokens, self._dense_mlp)[0]
 
     def _dense_mlp(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
@@ -193,9 +199,11 @@ class Layer:
         )
 
     def _index(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
-        """The indexer, where tokens see more than they attend to: scores of all pairs, for which the
-        index keys of the whole context are read once a request, and the selection, which reads the
-        scores. In BF16 on MLA's curve: DeepSeek's own kernel is FP8, and no table of it is known.
+        """Return the indexer's kernels if tokens do not attend to all positions; else none.
+
+        They are the scores of all pairs, which read the index keys of the whole context once per
+        request, and the selection, which reads the scores. Priced in BF16 on MLA's curve:
+        DeepSeek's own kernel is FP8, and no table of it is known.
         """
         model = self.model
         if not left_out(model, batch.num_tokens, batch.num_pairs):
@@ -213,8 +221,8 @@ class Layer:
         )
 
     def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
-        """Of pairs that are not left out. A request's latents are read once; of selected ones each
-        token reads its own.
+        """Return core attention over the pairs that are not left out. A request's latents are read
+        once; with an indexer each token reads its selected ones.
         """
         model = self.model
         pairs = batch.num_pairs * (1.0 - left_out(model, batch.num_tokens, batch.num_pairs))
@@ -229,9 +237,11 @@ class Layer:
         return _kernel(ATTN_CORE, "core attention", attention)
 
     def _expanded(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
-        """Prefill's attention. With an indexer the share of pairs that is left out is taken for the
-        share of tokens that attend in absorbed form, to what is selected for each; for the others
-        keys and values are expanded.
+        """Return the kernels of prefill's attention.
+
+        With an indexer, the share of pairs that are left out is taken as the share of tokens in
+        absorbed form, which attend to their selected positions. For the other tokens keys and
+        values are expanded.
         """
         model, tokens = self.model, batch.num_tokens
         sparse = left_out(model, tokens, batch.num_pairs)
@@ -320,14 +330,12 @@ class Layer:
         )
 
     def _norm(self, line: Roofline, tokens: float) -> Timed:
-        """Add to the residual stream, normalise, write BF16 and FP8."""
+        """Price a kernel that adds to the residual stream, normalises, and writes BF16 and FP8."""
         return line.elementwise(tokens * self.model.hidden_size * (4 * BF16_BYTES + FP8_BYTES))
 
 
 def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
-    """Sum kernels by op; `post_s` is what issuing or receiving an exchange takes of the compute
-    lane.
-    """
+    """Sum kernels by op. `post_s`: seconds of the compute lane to issue or receive an exchange."""
     sums = dict.fromkeys((ATTN_IN, ATTN_CORE, GATE, DISPATCH, SHARED, EXPERTS, COMBINE), 0.0)
     for kernel in kernels:
         sums[kernel.op] += kernel.seconds
@@ -344,7 +352,7 @@ def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
 
 
 def kernels_of(kernels: Sequence[Kernel], *ops: str) -> list[Kernel]:
-    """Those of these ops."""
+    """Return the kernels of these ops."""
     return [kernel for kernel in kernels if kernel.op in ops]
 
 

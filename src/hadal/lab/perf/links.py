@@ -1,13 +1,14 @@
-"""What dispatch and combine move and how long it takes: DeepEP's two ways, over NVLink and RDMA.
+"""Bytes and times of dispatch and combine in DeepEP's two modes, over NVLink and RDMA.
 
-*Normal* (prefill): a token goes once to each node that has experts of it, there over NVLink to its
-ranks; the gate's limit on groups keeps the nodes few. *Low latency* (decode): one message per token
-and expert, straight to its rank; those inside the NVLink domain go over NVLink, beside those that
-go over RDMA. Either takes
+*Normal* (prefill): a token goes once to each node with some of its experts, and from there over
+NVLink to its ranks; the gate's limit on groups bounds the number of nodes. *Low latency* (decode):
+one message per token and expert, directly to the expert's rank. Messages within the NVLink domain
+use NVLink, in parallel to messages over RDMA. Both modes take
 
     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
 
-Rates are shares of the hardware's, from DeepEP's tables on H800. Knows no schedules.
+Rates are shares of the hardware's rates, from DeepEP's tables on H800. Does not depend on
+schedules.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from hadal.perf.shapes import combine_bytes, low_latency_dispatch_bytes, normal_
 
 @dataclass(frozen=True, slots=True)
 class LinkCurve:
-    """Fitted to one direction of one mode."""
+    """Fitted parameters of one direction (dispatch or combine) of one mode."""
 
     fixed_s: float
+    """Fixed latency."""
     nic_share: float
     """Share of the NIC's rate that is reached."""
     nvlink_share: float
+    """Share of NVLink's rate that is reached."""
     source: str
     residual: float
     """Median of |log(ours / table)|."""
 
 
 NVLINK_SHARE = 0.79
-"""153 and 158 of 200 GB/s on H800 (DeepEP README, EP8), 726 of 900 on SM100 (DeepEP V2's
-README).
+"""Reached share of NVLink's rate: 153 and 158 of 200 GB/s on H800 (DeepEP README, EP8), 726 of 900
+on SM100 (DeepEP V2's README).
 """
 LOW_LATENCY_DISPATCH = LinkCurve(
     29.7e-6,
@@ -57,19 +60,19 @@ NORMAL = LinkCurve(
     0.03,
 )
 COMM_SMS = 24
-"""SMs that normal kernels take from computation (DeepSeek's prefill figure: 24 of 132). Low latency
-takes none.
+"""SMs that normal kernels take from computation (DeepSeek's prefill figure: 24 of 132). Low-latency
+kernels take none.
 """
 
 
 def expected_holders(model: ModelConfig, num_holders: float) -> float:
-    """Distinct holders of a token's experts, of `num_holders` equal ones (nodes, or ranks) that
-    hold whole groups.
+    """Return the expected number of distinct holders of a token's experts, among `num_holders`
+    equal holders (nodes or ranks) of whole groups.
 
-    A token reaches `topk_group` of `n_group` groups, chosen at random, and every one of them. With
-    fewer holders than groups, several groups share one; with more, a group's experts of a token
-    fall at random on the holders it has. Source: V3 report 2.1.2; 4 holders give 22/7 = 3.14 for
-    V3.
+    A token uses `topk_group` of `n_group` groups, chosen at random, and at least one expert of
+    each. With fewer holders than groups, several groups share a holder. With more, a token's
+    experts in a group fall at random on the holders of the group. Source: V3 report 2.1.2; 4
+    holders give 22/7 = 3.14 for V3.
     """
     if num_holders <= 1.0:
         return 1.0
@@ -86,7 +89,9 @@ def expected_holders(model: ModelConfig, num_holders: float) -> float:
 
 
 def remote_holders(model: ModelConfig, num_holders: float) -> float:
-    """The same, without the one that the token is on: 2.36 of 4 nodes."""
+    """Return the expected number of distinct holders of a token's experts except for the token's
+    own holder: 2.36 of 4 nodes.
+    """
     return (
         expected_holders(model, num_holders) * (1.0 - 1.0 / num_holders)
         if num_holders > 1.0
@@ -95,7 +100,7 @@ def remote_holders(model: ModelConfig, num_holders: float) -> float:
 
 
 class Links:
-    """The links of one rank in a unit of `num_ranks`."""
+    """Links of one rank in a unit of `num_ranks`."""
 
     def __init__(
         self,
@@ -113,14 +118,14 @@ class Links:
         self._remote_ranks = remote_holders(model, float(num_ranks))
 
     def link_bytes(self, phase: str, num_tokens: float) -> LinkBytes:
-        """Return what one MoE layer sends between all ranks of the unit for `num_tokens` tokens of
-        theirs, a rank's own left out, on average.
+        """Return the mean bytes that one MoE layer sends between the unit's ranks for `num_tokens`
+        tokens, without what a rank sends to itself.
         """
         model = self._model
         if self._num_ranks == 1 or num_tokens <= 0.0:
             return NO_LINK_BYTES
         if phase == PREFILL:
-            # Over NVLink goes what the own node's ranks get, and what came from other nodes.
+            # NVLink carries tokens for ranks of the own node, and forwards tokens of other nodes.
             within, between = self._remote_ranks, self._remote_nodes
             sizes = normal_dispatch_bytes(model), combine_bytes(model)
         else:
@@ -137,8 +142,8 @@ class Links:
     def low_latency_s(
         self, num_tokens: float, imbalance: float, *, is_overlapped: bool
     ) -> tuple[float, float]:
-        """Return (dispatch, combine) of `num_tokens` tokens a rank, `imbalance` times that for the
-        busiest one.
+        """Return the seconds of (dispatch, combine) with `num_tokens` tokens per rank, and
+        `imbalance` times as many rows on the busiest one.
         """
         if self._num_ranks == 1:
             return 0.0, 0.0
@@ -167,7 +172,9 @@ class Links:
     def normal_s(
         self, num_tokens: float, imbalance: float, *, is_overlapped: bool
     ) -> tuple[float, float]:
-        """Return (dispatch, combine) of `num_tokens` tokens a rank."""
+        """Return the seconds of (dispatch, combine) with `num_tokens` tokens per rank, and
+        `imbalance` times as many on the busiest one.
+        """
         if self._num_ranks == 1:
             return 0.0, 0.0
         share = self._constants.prefill_link_share if is_overlapped else 1.0
@@ -189,5 +196,5 @@ class Links:
 
     @property
     def received_ranks(self) -> float:
-        """Distinct ranks a token goes to."""
+        """Mean number of distinct ranks that receive a token."""
         return expected_holders(self._model, float(self._num_ranks))

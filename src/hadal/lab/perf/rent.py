@@ -1,5 +1,5 @@
-"""Prices of a GPU-hour of each kind, where a source states one; without one the user names it.
-Knows no speeds.
+"""Prices of a GPU-hour by kind of GPU, if a source states one; otherwise the user gives it. Does
+not depend on speeds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hadal.lab.perf.hardware import hardware_named
 
 @dataclass(frozen=True, slots=True)
 class Rent:
-    """Dollars per GPU-hour, and who says it."""
+    """Dollars per GPU-hour, with their source."""
 
     usd: float
     source: str
     as_of: str
-    """Year and month of the source; empty for a price that was given."""
+    """Year and month of the source; empty for a price that the user gave."""
 
 
 RENTS: dict[str, Rent] = {
@@ -27,13 +27,13 @@ RENTS: dict[str, Rent] = {
     "h200": Rent(2.50, "the low end of $2.5 to $7 on offer", "2026-03"),
     "gb200": Rent(2.21, "total cost of owning it, no rent: SemiAnalysis", "2026-03"),
 }
-"""H20 and B200 are missing on purpose: no trustworthy price of them was found."""
+"""Price by hardware name. H20 and B200 are missing on purpose: no trustworthy price was found."""
 GIVEN = "given"
 
 
 def rents(given: Mapping[str, float]) -> dict[str, Rent]:
-    """The table with prices that a user gave, which go first. Raises ValueError for what is no
-    hardware or no price.
+    """Return RENTS with the prices in `given` added or replaced. Raises ValueError for unknown
+    hardware or a price that is not positive and finite.
     """
     for name, usd in given.items():
         hardware_named(name)

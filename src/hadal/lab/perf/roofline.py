@@ -1,14 +1,14 @@
-"""Seconds of a kernel from its FLOPs and bytes, as smooth functions: no table is looked up, nothing
-has a cliff.
+"""Seconds of a kernel from its FLOPs and bytes, as smooth functions without table look-ups or
+jumps.
 
     seconds = launch + (compute^s + memory^s)^(1/s)
 
-compute = FLOPs of padded shapes over the rate tensor cores reach, plus a floor that the loop over k
-needs by itself; memory = bytes over the bandwidth that is reached. Each curve's few parameters are
-fitted to published H800 tables and named with their residual. On other hardware two parts scale
-apart: tensor cores (up to TENSOR_SHARE of their peak) with FLOP/s, what CUDA cores add (scaling,
-softmax, epilogues) with the number of SMs. Everything grows with rows, lengths and experts, so a
-bigger step is never cheaper.
+compute = FLOPs of padded shapes over the reached rate of tensor cores, plus a floor for the loop
+over k; memory = bytes over the reached bandwidth. Each curve has few parameters, fitted to
+published H800 tables, with their residual. On other hardware two parts scale separately: tensor
+cores (up to TENSOR_SHARE of their peak) with FLOP/s, and the work of CUDA cores (scaling, softmax,
+epilogues) with the number of SMs. Times grow with rows, lengths and experts, so a larger step is
+never cheaper.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hadal.perf.shapes import BF16_BYTES, FP8_BYTES
 COMPUTE, MEMORY, LINK, LAUNCH = "compute", "memory", "link", "launch"
 FP4, FP8, BF16 = "fp4", "fp8", "bf16"
 DTYPE_BYTES = {FP4: 0.5 + 1 / 16, FP8: float(FP8_BYTES), BF16: float(BF16_BYTES)}
-"""Bytes of a weight. NVFP4 has an FP8 scale per 16 values."""
+"""Bytes per weight. NVFP4 has an FP8 scale per 16 values."""
 TENSOR_SHARE = 0.875
-"""Share of peak FLOP/s that tensor cores hold under load: 865 of 989 TFLOPS on a throttled H800
+"""Share of peak FLOP/s that tensor cores sustain under load: 865 of 989 TFLOPS on a throttled H800
 (FlashMLA deep-dive).
 """
 COOL_TENSOR_SHARE = 0.95
-"""The share where power is no limit (H20)."""
+"""Share of peak FLOP/s that tensor cores sustain if power is no limit (H20)."""
 TILE_ROWS = 32.0
-"""Rows of a group's padding that tiles of 64 rows waste on average; the rest is tiles waiting for
-their weights.
+"""Rows per group that tiles of 64 rows waste on average. Fitted padding above this is time that
+tiles wait for their weights.
 """
 
 
 class Timed(NamedTuple):
-    """A kernel's time and what bounds it."""
+    """Time of a kernel, and the resource that bounds it."""
 
     seconds: float
     bound: str
@@ -46,26 +46,27 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A kernel family's fitted parameters on H800. Efficiencies are of peak FLOP/s and of peak HBM
-    bandwidth.
-    """
+    """Fitted parameters of a family of kernels on H800."""
 
     efficiency: float
+    """Share of peak FLOP/s."""
     bandwidth: float
+    """Share of peak HBM bandwidth."""
     launch_s: float
     sharpness: float
     """Exponent of the soft maximum."""
     pad_rows: float = 0.0
-    """What a group costs by itself, as rows on H800: beyond TILE_ROWS it scales with HBM, not with
-    FLOP/s.
+    """Fixed cost of a group, in rows on H800. The part above TILE_ROWS scales with HBM bandwidth,
+    not with FLOP/s.
     """
     pad_k: float = 0.0
-    """What prologue and epilogue of a tile cost, as channels of k (FP8)."""
+    """Cost of a tile's prologue and epilogue, in channels of k (FP8)."""
     floor_s_per_k: float = 0.0
-    """The loop over k of one tile."""
+    """Least time of a tile's loop over k, seconds per channel."""
     pad_pairs: float = 0.0
     """Positions that tiles add to each row's context."""
     source: str = ""
+    """Tables that the parameters were fitted to."""
     residual: float = 0.0
     """Median of |log(ours / table)|."""
 
@@ -131,9 +132,10 @@ CURVES = {
 
 
 class Roofline:
-    """The curves on one hardware, on a share of its SMs (the rest belong to communication).
+    """Curves on one hardware, with a share of its SMs; communication has the other SMs.
 
-    `is_sustained`: tensor cores are busy for so long that a power-limited GPU lowers its clock.
+    `is_sustained`: True if tensor cores are busy long enough for a power-limited GPU to lower its
+    clock.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Roofline:
         }
 
     def _seconds_per_flop(self, curve: Curve, dtype: str) -> float:
-        # FP4 has no H800 table: CUDA cores are taken to do what they do for FP8.
+        # FP4 has no H800 table: the work of CUDA cores is assumed to be that of FP8.
         peak = {
             FP4: self.hardware.fp4_flops or self.hardware.fp8_flops,
             FP8: self.hardware.fp8_flops,
@@ -182,11 +184,13 @@ class Roofline:
         return (1.0 / (tensor_share * peak) + cuda_cores_s) / self._speed
 
     def gemm(self, rows: float, n: int, k: int, dtype: str = FP8) -> Timed:
-        """[rows, k] times [k, n]: activations as the weights but never below FP8, BF16 out."""
+        """Price [rows, k] times [k, n]: activations in the type of the weights but at least FP8,
+        output in BF16.
+        """
         return self._gemms(DENSE, rows, 1.0, 1.0, n, k, dtype)
 
     def batched(self, rows: float, groups: int, n: int, k: int) -> Timed:
-        """`groups` BF16 products of `rows` rows each (the absorbed key and value projections, a
+        """Price `groups` BF16 products of `rows` rows each (absorbed key and value projections, one
         group per head).
         """
         return self._gemms(DENSE, rows * groups, float(groups), float(groups), n, k, BF16)
@@ -194,7 +198,9 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """`rows` rows over `num_experts` experts at random; weights of those that are hit are read."""
+        """Price a grouped GEMM of `rows` spread at random over `num_experts`. Only the weights of
+        experts with rows are read.
+        """
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1
@@ -202,14 +208,14 @@ class Roofline:
         )
         hit = min(
             hit, rows
-        )  # Half a row, on average over steps, hits half an expert: the power above would say more.
+        )  # Below 1 row (a mean over steps), the formula above would exceed the rows.
         return self._gemms(curve, rows, hit, hit, n, k, dtype)
 
     def _gemms(
         self, curve: Curve, rows: float, padded: float, read: float, n: int, k: int, dtype: str
     ) -> Timed:
-        # The epilogue stores BF16 whatever was multiplied: in BF16's slower FLOPs it weighs half,
-        # in FP4's double.
+        # The epilogue stores BF16 for every type, so its time does not depend on the type: it is
+        # half as many of BF16's slower channels, and twice as many of FP4's.
         pad_k = curve.pad_k * {FP4: 2.0, FP8: 1.0, BF16: 0.5}[dtype]
         row_flops = 2.0 * (k + pad_k) * n
         tiles = padded * min(curve.pad_rows, TILE_ROWS)
@@ -226,8 +232,8 @@ class Roofline:
     def mla_decode(
         self, rows: float, pairs: float, kv_bytes: float, flops_per_pair: int, row_bytes: int
     ) -> Timed:
-        """Core attention on the latent cache: `pairs` of (query token, position), `kv_bytes` read
-        once a request.
+        """Price core attention on the latent cache. `pairs`: number of (query token, position)
+        pairs; `kv_bytes`: bytes of KV read, once per request.
         """
         flops = flops_per_pair * (pairs + rows * MLA_DECODE.pad_pairs)
         return self._soft(
@@ -237,12 +243,12 @@ class Roofline:
     def mha_prefill(
         self, rows: float, pairs: float, flops_per_pair: int, moved_bytes: float
     ) -> Timed:
-        """Causal attention per head."""
+        """Price causal attention with expanded keys and values."""
         flops = flops_per_pair * (pairs + rows * MHA_PREFILL.pad_pairs)
         return self._soft(MHA_PREFILL, flops * self._s_per_flop[id(MHA_PREFILL), BF16], moved_bytes)
 
     def elementwise(self, moved_bytes: float, extra_s: float = 0.0) -> Timed:
-        """A kernel that only reads and writes."""
+        """Price a kernel that is bound by its reads and writes, plus `extra_s`."""
         moving_s = moved_bytes * self._elementwise + extra_s
         return Timed(self._small_s + moving_s, MEMORY if moving_s > self._small_s else LAUNCH)
 

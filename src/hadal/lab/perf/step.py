@@ -1,13 +1,13 @@
-"""One step of a deployment unit of DeepSeek-V3/R1: seconds from first principles, over the
-schedules that really run.
+"""Price of one step of a DeepSeek-V3/R1 unit in seconds, from first principles, under the schedules
+that serve.
 
     model = StepModel(num_ranks=144, hardware=HARDWARE["h800"])
     model.decode(88, 4989, mtp_tokens=1).seconds
 
-A step is what its host does, dense layers, MoE layers walked by perf/price in the order that
-executes, draft layers and the output head. `auto` takes the cheapest of all schedules. Inputs are
-sizes; a mean over ranks need not be whole, and what is less than two is not cut into micro-batches.
-No request and no clock is known here.
+A step consists of host work, dense layers, MoE layers walked by perf/price in the order of
+execution, draft layers and the output head. `auto` takes the cheapest of all schedules. Inputs are
+sizes. A mean over ranks may be fractional; a batch below 2 is not cut into micro-batches. Does not
+depend on requests or clocks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ from hadal.perf.shapes import (
 
 AUTO = "auto"
 MTP_ACCEPT = 0.8
-"""Share of verified drafts that is accepted: 80-90 % for the second token (arXiv 2505.09343)."""
+"""Share of verified drafts (speculative tokens) that are accepted: 80-90 % for the second token
+(arXiv 2505.09343).
+"""
 REDUNDANT = 32
-"""Replicas beyond the experts, in DeepSeek's units (inference overview)."""
+"""Expert replicas in addition to one of each expert, in DeepSeek's units (inference overview)."""
 PLACED_BY_NODES = 1.16
-"""What EPLB leaves of imbalance over a whole run, mean over layers, where groups are kept on nodes:
-our balancer on SGLang's published loads of five prefill workloads (1.12-1.23, EP32). Placed freely
-it leaves 1.00 (three decode workloads, EP72); with two expert slots a rank (EP144) it leaves 1.15,
-which a caller gives as `placed`.
+"""Imbalance over a whole run, mean over layers, if expert groups are kept on nodes: our balancer on
+SGLang's published loads of five prefill workloads (1.12-1.23, EP32). Free placement leaves 1.00
+(three decode workloads, EP72). With two expert slots per rank (EP144) it leaves 1.15, which a
+caller passes as `placed`.
 """
 
 
 def redundant_default(model: ModelConfig, num_ranks: int) -> int:
-    """DeepSeek's 32 where expert slots then divide evenly over the ranks, else the fewest replicas
-    that do.
+    """Return DeepSeek's 32 redundant experts if the slots then divide evenly over the ranks; else
+    the fewest that do; 0 for one rank.
     """
     if num_ranks == 1:
         return 0
@@ -61,17 +63,19 @@ def redundant_default(model: ModelConfig, num_ranks: int) -> int:
 
 
 def tokens_per_step(mtp_tokens: int, mtp_accept: float) -> float:
-    """Expected tokens of a request's step: a draft counts if all before it were accepted."""
+    """Return the expected tokens of a request per step: a draft counts if all before it were
+    accepted.
+    """
     return sum(mtp_accept**i for i in range(mtp_tokens + 1))
 
 
 class StepModel:
-    """Prices steps of a unit of `num_ranks` ranks. Raises ValueError for a unit that cannot be.
+    """Prices of steps of a unit with `num_ranks` ranks. Raises ValueError for an impossible unit.
 
-    `num_redundant`: expert replicas beyond one of each; None: `redundant_default`. `placed`:
-    maximum over mean that the expert placement leaves over a whole run (1 is perfect; None:
-    PLACED_BY_NODES for prefill on several nodes, else 1). `expert_dtype`: weights of routed
-    experts, fp8 or fp4.
+    `num_redundant`: expert replicas in addition to one of each; None: `redundant_default`.
+    `placed`: imbalance (maximum over mean) that the expert placement leaves over a whole run. 1 is
+    perfect; None: PLACED_BY_NODES for prefill across NVLink domains, else 1. `expert_dtype`: data
+    type of routed experts' weights, fp8 or fp4.
     """
 
     def __init__(
@@ -129,13 +133,13 @@ class StepModel:
         expert_imbalance: float | None = None,
         attention_imbalance: float = 1.0,
     ) -> StepPrice:
-        """Price a step in which each rank holds `requests_per_rank` requests of mean context
-        `kv_tokens`.
+        """Price a decode step in which each rank has `requests_per_rank` requests with a mean
+        context of `kv_tokens`.
 
-        `mtp_tokens` drafts of each request are verified in the step and as many drawn anew; each is
-        accepted with `mtp_accept` if those before it were. `expert_imbalance`: busiest rank over
-        mean of received rows, None: `expected_imbalance` of a micro-batch. `attention_imbalance`:
-        the same of core attention's work.
+        Per request, the step verifies `mtp_tokens` drafts and makes as many new ones. Each draft is
+        accepted with probability `mtp_accept` if all before it were. `expert_imbalance`: received
+        rows of the busiest rank over the mean; None: `expected_imbalance` of a micro-batch.
+        `attention_imbalance`: core attention of the busiest rank over the mean.
         """
         _check_positive("requests of a rank", requests_per_rank)
         _check_positive("KV tokens of a request", kv_tokens)
@@ -173,11 +177,11 @@ class StepModel:
         expert_imbalance: float | None = None,
         attention_imbalance: float = 1.0,
     ) -> StepPrice:
-        """Price a step in which each rank computes `tokens_per_rank` tokens of prompts of
+        """Price a prefill step in which each rank computes `tokens_per_rank` tokens of prompts with
         `prompt_tokens` tokens.
 
-        The first `cached_tokens` of each prompt are in the cache: attended to, not computed. A
-        prompt longer than the step counts as the mean of its chunks. Imbalances as for `decode`.
+        The first `cached_tokens` of each prompt are cached: attended to, but not computed. A prompt
+        longer than the step counts as the mean of its chunks. Imbalances as for `decode`.
         """
         _check_positive("tokens of a rank", tokens_per_rank)
         _check_positive("tokens of a prompt", prompt_tokens)
@@ -216,17 +220,17 @@ class StepModel:
         mtp_tokens: int = 0,
         num_draft_rows: float | None = None,
     ) -> StepPrice:
-        """Price a step of given micro-batches: a simulator's way in. `num_rows` rows go to the
-        head, and then `num_draft_rows` for each of `mtp_tokens` drafts that are made; None: the
-        step checks as many as it makes.
+        """Price a step of given micro-batches, as simulators use it. `num_rows` rows go through the
+        output head, then `num_draft_rows` for each of `mtp_tokens` new drafts. None: the step
+        verifies as many drafts as it makes.
         """
         return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows, num_draft_rows)
 
     def expected_imbalance(
         self, phase: str, tokens_per_rank: float, text_tokens: float = 1.0
     ) -> float:
-        """Return the price of one micro-batch of `tokens_per_rank` tokens a rank, in texts of
-        `text_tokens` tokens each.
+        """Return the expected imbalance of expert rows in one micro-batch of `tokens_per_rank`, in
+        texts of `text_tokens` tokens each.
         """
         by_nodes = phase == PREFILL and self.num_ranks > self.hardware.nvlink_domain
         placed = self.placed or (PLACED_BY_NODES if by_nodes else 1.0)
@@ -241,15 +245,15 @@ class StepModel:
         )
 
     def link_bytes(self, phase: str, num_tokens: float, mtp_tokens: int = 0) -> LinkBytes:
-        """Return what a step sends between the unit's ranks for `num_tokens` tokens of theirs."""
+        """Return the bytes that a step with `num_tokens` tokens sends between the unit's ranks."""
         layers = self.num_moe_layers + mtp_tokens
         return self._links.link_bytes(phase, layers * num_tokens)
 
     def hbm_bytes(self, kv_tokens: float, mtp_tokens: int = 0) -> float:
-        """Weights and KV of a rank, draft layers in where it drafts; activations and buffers are
-        not in it.
+        """Return the bytes of weights and KV of a rank, without activations and buffers. Draft
+        layers are included if `mtp_tokens` is above 0.
         """
-        # Drafts beyond the model's draft layers come from those again.
+        # Additional drafts reuse the model's draft layers.
         num_draft_layers = min(mtp_tokens, self.model.num_nextn_predict_layers)
         kv_bytes = kv_bytes_per_token(self.model, self.model.num_hidden_layers + num_draft_layers)
         weights = weight_bytes(
@@ -260,7 +264,7 @@ class StepModel:
     def kernels(
         self, phase: str, batch: MicroBatchLoad, *, is_overlapped: bool
     ) -> tuple[Kernel, ...]:
-        """An MoE layer's kernels on one micro-batch."""
+        """Return the kernels of an MoE layer on one micro-batch."""
         tokens, imbalance = batch.mean_tokens, batch.expert_imbalance
         if phase == DECODE:
             links_s = self._links.low_latency_s(tokens, imbalance, is_overlapped=is_overlapped)
@@ -334,7 +338,7 @@ class StepModel:
                 line.gemm(batch.num_tokens, hidden, 2 * hidden) for batch in micro_batches
             ]
             parts.append(part_of("draft projection", projections, mtp_tokens))
-        # Every row is verified by the one head; each draft then goes through it once more.
+        # The output head verifies every row; each new draft then needs it once more.
         if num_draft_rows is None:
             num_draft_rows = num_rows / (1 + mtp_tokens)
         drafts = [num_draft_rows] * mtp_tokens

@@ -6,9 +6,9 @@
     compute mb1                ......aaacccg>......EEE>.                 its exchanges, and exposed waits
     requests, KV positions, expert imbalance: counters
 
-What a step does outside of its MoE layers stands in the track of the step itself; drafts' layers
-are drawn with the MoE layers, and their projection after them. A price is of the slowest rank, and
-so is what is counted here.
+Parts outside the MoE layers are in the step's own track. Layers of drafts are drawn with the MoE
+layers, and the drafts' projection after them. A price is that of the slowest rank, and so are the
+counters.
 
 Prices nothing.
 """
@@ -28,16 +28,16 @@ from hadal.lab.perf.explain import DENSE_LAYERS, StepPrice
 from hadal.overlap.trace import chrome_trace
 
 STEP = "step"
-"""The lane of a step's own track."""
+"""Lane of a step's own track."""
 _SLACK_S = 1e-9
 
 
 def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str, Any]:
-    """A Trace Event Format object of (begin in seconds, price) of successive steps; times in us
-    from the first's begin.
+    """Return a Trace Event Format object of successive steps, given as (begin in seconds, price).
+    Its times are in us from the first begin.
 
-    A step that begins before the one before it is over is not drawn, only counted. Raises ValueError
-    for times that are not finite or go back.
+    A step that begins before the end of the previous one only adds to the counters and is not
+    drawn. Raises ValueError for begins that are not finite or not in order.
     """
     begins = [begin_s for begin_s, _ in steps]
     if not all(map(math.isfinite, begins)) or begins != sorted(begins):
@@ -59,7 +59,7 @@ def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str
 
 
 def traced_step(number: int, begin_s: float, priced: StepPrice) -> TracedStep:
-    """The whole step from `begin_s` on: dense layers, MoE layers, then the other parts in turn."""
+    """Return a step that begins at `begin_s`: dense layers, MoE layers, then the other parts."""
     before = [part for part in priced.parts if part.name == DENSE_LAYERS]
     after = [part for part in priced.parts if part.name != DENSE_LAYERS]
     moe_s = begin_s + sum(part.seconds for part in before)
@@ -82,14 +82,14 @@ def traced_step(number: int, begin_s: float, priced: StepPrice) -> TracedStep:
 
 
 def _counted(priced: StepPrice) -> Iterator[tuple[str, float]]:
-    """(name, value) of what the step had on its slowest rank."""
+    """Yield (name, value) of each counter, for the slowest rank."""
     batches = priced.micro_batches
     tokens, context = (
         sum(batch.num_tokens for batch in batches),
         sum(batch.context_tokens for batch in batches),
     )
     if priced.phase == DECODE:
-        # Each request's row attends to its whole context once for itself and once for each draft.
+        # pairs = context x (1 + drafts) and tokens = requests x (1 + drafts).
         pairs = sum(batch.num_pairs for batch in batches)
         yield "requests", round(tokens * context / pairs, 3) if pairs else 0.0
     else:
