@@ -32,18 +32,14 @@ class StepPart:
 
 
 def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> StepPart:
-    """Return `num` repetitions of these kernels as a part. The part's bound is that of its longest
-    kernel.
-    """
+    """Return `num` repetitions of these kernels as a part, with the bound of the longest."""
     longest = max(kernels, key=attrgetter("seconds"))
     return StepPart(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """Row of the table of stages: a kernel or an exchange of every MoE layer, or a part outside
-    them.
-    """
+    """Row of the table of stages: a kernel or exchange of every MoE layer, or a part outside."""
 
     op: str
     """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving."""
@@ -55,9 +51,7 @@ class StageRow:
     bound: str
     """Resource that bounds it: compute, memory, link, launch or host."""
     exposed_s: float
-    """Time that it adds to the step: all of a kernel, and the part of an exchange that no
-    computation hides.
-    """
+    """Time that it adds to the step: all of a kernel, and the unhidden part of an exchange."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +159,7 @@ class StepPrice:
         )
 
     def traced(self, num_layers: int | None = None) -> TracedStep:
-        """Return the MoE layers (or the first `num_layers`) in the form of a step traced live, for
-        overlap/trace.
-        """
+        """Return the MoE layers (or the first `num_layers`) as a traced step, for overlap/trace."""
         events: list[TraceEvent] = []
         price(self.schedule, self.ops, num_layers or self.num_layers, events)
         num_tokens = round(sum(batch.num_tokens for batch in self.micro_batches))

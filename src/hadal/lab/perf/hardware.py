@@ -1,6 +1,4 @@
-"""Peak rates of GPUs and their links, by name; every row states its sources. Contains no
-efficiencies.
-"""
+"""Peak rates of GPUs and their links, by name and with sources. Contains no efficiencies."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ class Hardware:
     gpus_per_node: int
     source: str
     is_power_limited: bool = True
-    """True if tensor cores would exceed the power limit, so that the clock falls under sustained
-    computation.
-    """
+    """True if power limits tensor cores, so that the clock falls under sustained computation."""
 
     def __post_init__(self) -> None:
         for field in (

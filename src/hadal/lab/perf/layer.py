@@ -109,9 +109,7 @@ class Layer:
         )
 
     def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
-        """Return the kernels before core attention, from there to dispatch, and of the shared
-        expert.
-        """
+        """Return kernels before core attention, from it to dispatch, and of the shared expert."""
         model = self.model
         heads, rank = model.num_attention_heads, model.kv_lora_rank
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES

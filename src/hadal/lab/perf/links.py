@@ -60,9 +60,7 @@ NORMAL = LinkCurve(
     0.03,
 )
 COMM_SMS = 24
-"""SMs that normal kernels take from computation (DeepSeek's prefill figure: 24 of 132). Low-latency
-kernels take none.
-"""
+"""SMs that normal kernels take (DeepSeek's prefill figure: 24 of 132); low latency takes none."""
 
 
 def expected_holders(model: ModelConfig, num_holders: float) -> float:

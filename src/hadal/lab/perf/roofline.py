@@ -56,9 +56,7 @@ class Curve:
     sharpness: float
     """Exponent of the soft maximum."""
     pad_rows: float = 0.0
-    """Fixed cost of a group, in rows on H800. The part above TILE_ROWS scales with HBM bandwidth,
-    not with FLOP/s.
-    """
+    """Fixed cost of a group, in rows on H800; above TILE_ROWS it scales with HBM, not FLOP/s."""
     pad_k: float = 0.0
     """Cost of a tile's prologue and epilogue, in channels of k (FP8)."""
     floor_s_per_k: float = 0.0
@@ -184,15 +182,11 @@ class Roofline:
         return (1.0 / (tensor_share * peak) + cuda_cores_s) / self._speed
 
     def gemm(self, rows: float, n: int, k: int, dtype: str = FP8) -> Timed:
-        """Price [rows, k] times [k, n]: activations in the type of the weights but at least FP8,
-        output in BF16.
-        """
+        """Price [rows, k] times [k, n]: activations like weights, but at least FP8; output BF16."""
         return self._gemms(DENSE, rows, 1.0, 1.0, n, k, dtype)
 
     def batched(self, rows: float, groups: int, n: int, k: int) -> Timed:
-        """Price `groups` BF16 products of `rows` rows each (absorbed key and value projections, one
-        group per head).
-        """
+        """Price `groups` BF16 products of `rows` rows each (absorbed projections, one per head)."""
         return self._gemms(DENSE, rows * groups, float(groups), float(groups), n, k, BF16)
 
     def grouped(

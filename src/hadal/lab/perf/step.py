@@ -63,9 +63,7 @@ def redundant_default(model: ModelConfig, num_ranks: int) -> int:
 
 
 def tokens_per_step(mtp_tokens: int, mtp_accept: float) -> float:
-    """Return the expected tokens of a request per step: a draft counts if all before it were
-    accepted.
-    """
+    """Return the expected tokens of a request per step; a draft needs all earlier ones accepted."""
     return sum(mtp_accept**i for i in range(mtp_tokens + 1))
 
 

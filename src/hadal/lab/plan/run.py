@@ -149,9 +149,7 @@ def _choice(asked: PlanOptions) -> SearchOptions:
 
 
 def _best(search: Search) -> DeploymentPlan:
-    """Return the cheapest plan that met its SLO in the simulator; the cheapest priced plan if none
-    did.
-    """
+    """Return the cheapest plan that met its SLO in the simulator; if none, the cheapest priced."""
     return search.verified[0][0] if search.verified else search.ranked()[0]
 
 

@@ -1,6 +1,4 @@
-"""Terminal output of `hadal plan`: the best plans, their simulation, and why alternatives cost
-more. Plans nothing.
-"""
+"""Terminal output of `hadal plan`: the best plans, their simulation, and alternatives."""
 
 from __future__ import annotations
 

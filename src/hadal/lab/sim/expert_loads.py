@@ -3,7 +3,7 @@ loads that are as skewed as measured ones.
 
     shares = expert_share("auto", "decode", 144, 32, rng)       policy/experts/balance on drawn loads
     StepModel(144, placed=shares.imbalance)                     lab/perf/step's `placed`
-    shares.one_micro_batch(mean_rows, rng)                      rows by rank, chance included
+    shares.one_micro_batch(mean_rows, rng)                      rows by rank, with chance
 
 An expert's load is log-normal: in each layer the sum of a deviate of its gate group and one of its
 own, both stretched by a factor of the layer. The deviations are fitted to SGLang's
@@ -70,9 +70,7 @@ class ExpertRanks:
 
     @cached_property
     def imbalance(self) -> float:
-        """Mean over layers of maximum over mean, at least 1: every layer waits for its busiest
-        rank.
-        """
+        """Mean over layers of maximum over mean, at least 1: layers wait for the busiest rank."""
         return max(1.0, float(self.share_LR.max(axis=1).mean()))
 
     @property

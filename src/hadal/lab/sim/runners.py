@@ -43,9 +43,7 @@ class StepWork(NamedTuple):
     """Figures of one step, for lab/sim/world/seen."""
 
     tokens: int
-    """Prefill: prompt tokens computed. Decode: output tokens, one per request and its accepted
-    drafts.
-    """
+    """Prefill: prompt tokens computed. Decode: a token per request and its accepted drafts."""
     positions: int
     """Prefill: (token, position that it attends to) pairs. Decode: cached positions, including the
     first new one, summed over the requests.

@@ -37,9 +37,7 @@ class SimulateOptions:
 
 
 def run(asked: SimulateOptions) -> None:
-    """Simulate, print, write. Raises ConfigError or HadalError: one line that tells the user what
-    to do.
-    """
+    """Simulate, print, write. Raises ConfigError or HadalError: one line with the remedy."""
     plan = SimulationPlan(
         asked.study,
         hours_of(asked.hours),

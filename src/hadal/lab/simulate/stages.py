@@ -150,9 +150,7 @@ class Stages:
     def _other_points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayDemand, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """Submit the points of an alternative. If it is impossible, its future raises the
-        ConfigError.
-        """
+        """Submit an alternative's points; if it is impossible, a future raises ConfigError."""
         try:
             return self._points(study, experts, load, cache)
         except ConfigError as error:

@@ -100,9 +100,7 @@ class CacheDay:
         }
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
-        """Return by interval of IDLE_EDGES_S: findable tokens of a prompt's own session, and the
-        share found.
-        """
+        """Return findable own-session tokens, and the share found, by interval of IDLE_EDGES_S."""
         return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
 
     def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:

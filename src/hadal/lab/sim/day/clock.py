@@ -53,7 +53,7 @@ class DemandClock:
         return np.asarray(day * DAY_S + np.interp(load, self._loads, self._seconds))
 
     def rate(self, at_s: Floats | float) -> Floats:
-        """Load per second, where a day's mean is 1: constant for STEP_S."""
+        """Return the load per second, with a daily mean of 1; constant for STEP_S."""
         step = (np.asarray(at_s, dtype=np.float64) % DAY_S // STEP_S).astype(np.int64)
         return np.asarray(np.diff(self._loads)[step] / STEP_S)
 

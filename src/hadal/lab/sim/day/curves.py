@@ -77,9 +77,7 @@ class UnitCurves:
         return np.asarray(np.where(batch > at[-1], above, np.where(batch < at[0], below, inside)))
 
     def decode_tokens_per_s(self, tpot_s: float) -> float:
-        """Return the tokens/s of a unit at a TPOT target of `tpot_s`. Raises ValueError if no batch
-        meets it.
-        """
+        """Return a unit's tokens/s at TPOT `tpot_s`. Raises ValueError if no batch meets it."""
         batches = np.arange(1.0, self.batch_max + 1.0)
         return decode_capacity(
             [

@@ -186,7 +186,5 @@ _STREAMS = ("cache", "load", "fluid", "window", "curve", "experts", "ranks")
 
 
 def generator(study: Study, what: str, *numbers: int) -> Generator:
-    """Return the random generator of one part of the study. The draws of different parts are
-    independent.
-    """
+    """Return the random generator of one part of the study, independent of other parts."""
     return np.random.default_rng((study.seed, _STREAMS.index(what), *numbers))

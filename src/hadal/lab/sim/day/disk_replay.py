@@ -63,9 +63,7 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Return problems; empty if the disk slots are consistent and the index holds exactly their
-        blocks.
-        """
+        """Return problems: inconsistent disk slots, or an index with other blocks than these."""
         problems = self.disk_slots.check()
         if len(self.disk_slots) != len(self.index):
             problems.append(

@@ -66,7 +66,7 @@ class DemandCurve:
     shape: DayShape = SHAPE
     rate: Callable[[float], Any] | None = None
     """Seconds since noon in Beijing -> load per second, with a daily mean of 1. None: as `shape`,
-    which is all that a fleet may know.
+    the only demand that a fleet may use.
     """
 
     def requests_per_s(self, time_s: float) -> float:

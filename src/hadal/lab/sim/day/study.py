@@ -98,9 +98,7 @@ class WindowStudy:
     seconds: float = 4.0
     """Measured time of a window."""
     prefill_seconds: float = 30.0
-    """Measured time of a single prefill unit. Longer, because few long prompts are much of its
-    work.
-    """
+    """Measured time of a single prefill unit; long, because few long prompts dominate its work."""
     settle_s: float = 4.0
     """Simulated time before the measured time, in which running requests are placed."""
     first_token_s: float = 3.5
@@ -120,9 +118,7 @@ class Study:
     prices: str = "deepseek-reasoner-flat"
     """Name of a price list, or HIT/MISS/OUT in dollars per million tokens."""
     tpot_ms: float = 200.0 / 3.0
-    """TPOT target at all times: 15 tokens/s. No target was published, only the mean that was
-    reached.
-    """
+    """TPOT target at all times: 15 tokens/s. Only the reached mean was published, no target."""
     chunk_tokens: int = 24_576
     """Most tokens of a rank in a prefill step. Ranks get two thirds of it on average
     (roles/prefill/prompts): the 16K per GPU of the published prefill profile.

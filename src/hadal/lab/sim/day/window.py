@@ -34,9 +34,7 @@ CHUNK_SESSIONS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests that arrive in [t0, t1), and earlier ones that still run at t0, in the order of
-    arrival.
-    """
+    """Requests that arrive in [t0, t1), and earlier ones that still run at t0, by arrival."""
 
     workload: Workload
     tokens_done: Ints
@@ -97,9 +95,7 @@ def window(
 
 
 def _sittings_apart(turns: Turns, first_session: int) -> Turns:
-    """Return the turns with a session number per sitting; turn numbers and `tokens_seen` are
-    unchanged.
-    """
+    """Return the turns with a session per sitting; `turn` and `tokens_seen` are unchanged."""
     begins = np.concatenate(
         ([True], (np.diff(turns.session) != 0) | (np.diff(turns.sitting) != 0))
     )[: len(turns.turn)]

@@ -194,9 +194,7 @@ def measure(
 
 
 def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, float]:
-    """Return (requests/s, settling seconds, measured seconds): as wanted, or as near as the limits
-    allow.
-    """
+    """Return (requests/s, settling seconds, measured seconds), as near as limits allow."""
     settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
     measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
     least_s, running_s = SETTLE_S + MEASURE_S, plan.traffic.tokens_out * plan.decode_unit.tpot_s
@@ -273,9 +271,7 @@ def requests_of(plan: DeploymentPlan, per_s: float, until_s: float, rng: Generat
 
 
 def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> Requests:
-    """Draw Poisson arrivals of this traffic. Each prompt has the traffic's cached share, in full
-    blocks.
-    """
+    """Draw Poisson arrivals of this traffic, each with its cached share in full blocks."""
     size = int(rng.poisson(per_s * until_s))
     tokens_in, tokens_out = (_bounded(column) for column in traffic.draw(size, rng))
     cached = np.minimum(

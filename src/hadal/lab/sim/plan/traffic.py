@@ -153,9 +153,7 @@ class Traffic:
 
 
 def traffic_of(table: Mapping[str, Any]) -> Traffic:
-    """Read a TOML file's table (EXAMPLE has every field). Raises ValueError that names the wrong
-    field.
-    """
+    """Read a TOML file's table (see EXAMPLE). Raises ValueError that names the wrong field."""
     for name in table:
         if name not in _FIELDS:
             raise ValueError(f"traffic: unknown field {shown(name)}. Known: {', '.join(_FIELDS)}.")

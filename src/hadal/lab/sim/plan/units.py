@@ -398,7 +398,7 @@ class Pricing:
     # ---- both ----
     @property
     def _context_tokens(self) -> int:
-        """Smallest KV pool in tokens: the longest context (runtime/pool_sizes) and 4 spare blocks."""
+        """Smallest KV pool in tokens: longest context (runtime/pool_sizes) and 4 spare blocks."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
     def step_model(
@@ -439,9 +439,7 @@ def tail_of(quantile: float) -> float:
 
 @cache
 def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks: int) -> float:
-    """Return the imbalance of expert loads over a whole run after balancing: maximum over mean of
-    the ranks.
-    """
+    """Return the imbalance of expert loads over a run after balancing: maximum over mean."""
     rng = np.random.default_rng(1)  # Equal loads for all, so that only the units' shapes differ.
     return expert_share(
         AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks

@@ -77,9 +77,7 @@ class Requests:
 
     @property
     def blocks_cached(self) -> Ints:
-        """Number of leading blocks of each request on disk at the start: all full ones if it runs
-        then.
-        """
+        """Leading blocks of each request on disk at the start; all full ones if it runs then."""
         full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
         return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
 
@@ -118,9 +116,7 @@ def chain_of(number: int, num_blocks: int) -> bytes:
 
 
 def block_of(name: bytes) -> tuple[int, int] | None:
-    """Return (request, block index) of a name; None if the name is of another kind, as a hash of
-    text.
-    """
+    """Return (request, block index) of a name; None if it is not of this form."""
     first = int.from_bytes(name[:8], "little")
     number = first >> _INDEX_BITS
     if len(name) != NAME_BYTES or number != int.from_bytes(name[8:], "little"):

@@ -74,9 +74,7 @@ class StepReading:
     tokens: float
     """Prefill: tokens computed. Decode: output tokens, without first tokens."""
     positions: float
-    """Prefill: (token, position) pairs. Decode: KV lengths of requests, summed over their new
-    tokens.
-    """
+    """Prefill: (token, position) pairs. Decode: sum of KV lengths over new tokens."""
     busy_share: float
     """Share of the units' time in which they worked."""
     step_s: float
@@ -118,9 +116,7 @@ class Reading:
     num_ended: int
     num_failed: int
     ttft_s: Floats
-    """TTFT of each request with its first token in the interval, without requests that ran at the
-    start.
-    """
+    """TTFT of requests with their first token in the interval, if not running at the start."""
     tpot_s: Floats
     """Mean time per token of each request that ended in the interval without failing, if it had at
     least TPOT_TOKENS to generate in this world.
@@ -210,9 +206,7 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
 def part_inside(
     at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
 ) -> Floats:
-    """Return the fraction of each step in [begin_s, end_s). Steps begin at `at_s` and last
-    `seconds`.
-    """
+    """Return each step's share within [begin_s, end_s); steps begin at `at_s`."""
     inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
     return np.asarray(np.maximum(inside_s, 0.0) / seconds)
 
