@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite.language import Count, budget, count, counts
-from tests.suite.unchanged import first_difference
+from tests.suite.unchanged import first_difference, messages
 
 SAMPLE = '''"""Queue of requests."""
 
@@ -56,3 +56,16 @@ def test_only_docstrings_and_comments_differ(after: str) -> None:
 def test_code_that_differs_is_found() -> None:
     assert first_difference(SAMPLE, SAMPLE.replace("3.0", "4.0")) is not None
     assert first_difference(SAMPLE, SAMPLE + "pop()\n") is not None
+
+
+def test_messages_may_differ_and_are_listed() -> None:
+    old = "def f(x): raise ValueError('no such key', f'{x} is what it is not')\n"
+    new = "def f(x): raise ValueError('unknown key', f'not allowed: {x}')\n"
+    assert first_difference(old, new) is not None
+    assert first_difference(old, new, may_differ_in_messages=True) is None
+    assert list(messages(old, new)) == [
+        ("no such key", "unknown key"),
+        ("f'{x} is what it is not'", "f'not allowed: {x}'"),
+    ]
+    other = old.replace("{x}", "{x!r}")
+    assert first_difference(old, other, may_differ_in_messages=True) is not None
