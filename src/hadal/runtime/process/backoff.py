@@ -1,6 +1,6 @@
 """The time at which a process may start again, and the point at which it is given up.
 
-Counts exits and failed starts. Knows no process, and starts and ends none.
+Counts exits and failed starts. Independent of processes: starts and ends none.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from collections import deque
 
 EXITS_MAX = 20
 EXITS_WINDOW_S = 60.0
-"""More exits than this in the window, and starting it again is no help."""
+"""More than EXITS_MAX exits in this window mean that starting the process again does not help."""
 FAILED_STARTS_MAX = 3
-"""Exits in a row before it was ever ready."""
+"""Number of starts in a row without readiness at which a process is given up."""
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
-"""A process that lived this long starts its back-off anew."""
+"""After a life longer than this, the back-off of a process begins anew."""
 PUT_OFF_S = 15.0
-"""How long a process that should be given up rests while the others serve, before it is tried
-again. Each time that it was not ready in between it rests twice as long, up to PUT_OFF_MAX_S.
+"""Rest of a process that should be given up while the others serve, before it is started again.
+Each further rest without readiness in between takes twice as long, up to PUT_OFF_MAX_S.
 """
 PUT_OFF_MAX_S = 240.0
 
 
 class Backoff:
-    """Exits of one process, and its next start."""
+    """Exits of one process, and the time of its next start."""
 
     def __init__(self, name: str) -> None:
         self.start_at_s = 0.0
         """Earliest time of the next start."""
         self.num_failed_starts = 0
-        """Starts in a row of which none got ready."""
+        """Number of starts in a row that did not become ready."""
         self._name = name
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._num_steps = 0
@@ -66,8 +66,8 @@ class Backoff:
         self.num_failed_starts = self._num_steps = 0
 
     def delay(self, now_s: float) -> float:
-        """Plan the next try of a process that could not be started now, for want of memory or
-        descriptors. Returns in how long.
+        """Plan the next try of a process that could not be started for lack of memory or
+        descriptors. Return the delay in seconds.
         """
         self._num_steps += 1
         wait_s = _BACKOFF_S[min(self._num_steps, len(_BACKOFF_S) - 1)]
@@ -75,8 +75,8 @@ class Backoff:
         return wait_s
 
     def put_off(self, now_s: float) -> float:
-        """Let the process rest instead of giving it up, and count its exits anew. Returns for how
-        long.
+        """Let the process rest instead of giving it up, and count its exits anew. Return the rest
+        in seconds.
         """
         rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
         self.start_at_s = now_s + rest_s

@@ -1,8 +1,7 @@
-"""One process of a run as its supervisor sees it: how it starts, how far its start is, and how it
-ends.
+"""One process of a run as its supervisor sees it: its starts, their progress, and its ends.
 
-When it may start again is in backoff, where its output goes in relay. Knows no role, no message and
-no other process.
+process/backoff decides when it may start again, process/relay moves its output. Does not depend on
+roles, messages or other processes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from hadal.runtime.process.relay import OutputRelay
 from hadal.runtime.process.status import ProcessStatus
 
 START_TIMEOUT_S = 600.0
-"""A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
+"""Longest first start without progress. Generous: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
-"""Time that one which was ready before has at least, and at least RESTART_FACTOR times what it took
-then.
+"""Smallest timeout of a process that was ready before. It also gets at least RESTART_FACTOR times
+its longest start.
 """
 RESTART_FACTOR = 4.0
 
@@ -39,17 +38,17 @@ class ProcessPhase(StrEnum):
 
 
 class StartProgress:
-    """Progress of a process's present start, measured by its longest one."""
+    """Progress of a process's present start, and its longest start so far."""
 
     def __init__(self) -> None:
         self.started_s = 0.0
         self.ready_s = 0.0
         self.moved_s = 0.0
-        """When the present start was last heard to come nearer to its end."""
+        """Time at which the present start last reported progress."""
         self.doing: Doing | None = None
-        """What it said it does; None since it was started."""
+        """Activity that the present start last reported; None before its first report."""
         self._took_s = 0.0
-        """The longest start that ended well; 0 before there was one."""
+        """Duration of the longest start that became ready; 0 before the first one."""
 
     def begin(self, now_s: float) -> None:
         """Begin another start."""
@@ -57,7 +56,7 @@ class StartProgress:
         self.doing = None
 
     def report(self, doing: Doing) -> None:
-        """Take in what the start does now. From any thread."""
+        """Note the present activity of the start. From any thread."""
         self.doing, self.moved_s = doing, time.monotonic()
 
     def ready(self, now_s: float) -> None:
@@ -67,8 +66,8 @@ class StartProgress:
 
     @property
     def timeout_s(self) -> float:
-        """How long the present start may take, on a processor, without a word of how far it is. One
-        that freezes must not be waited for as for a first, cold one.
+        """Longest time that the present start may take without progress, not counting time in which
+        it had no processor. A restart that freezes gets less time than a first, cold start.
         """
         if not self._took_s:
             return START_TIMEOUT_S
@@ -88,24 +87,24 @@ class Child:
         relay: OutputRelay,
         first_epoch_number: int = 1,
     ) -> None:
-        """`arguments`: a module and what it is given. `first_epoch_number`: number of its first start; the
-        following count on.
+        """`arguments`: a module and its arguments. `first_epoch_number`: epoch number of the first
+        start; later starts count up from it.
         """
         self.name = name
         self.role = role
         self.phase = ProcessPhase.WAITING
         self.progress = StartProgress()
         self.backoff = Backoff(name)
-        """When it may start again, while WAITING."""
+        """Plan of the next start, while WAITING."""
         self.num_starts = 0
         self.epoch_number = first_epoch_number - 1
-        """Of its last start."""
+        """Number of its last start."""
         self.is_adopted = False
-        """Another supervisor started what runs now."""
+        """True if another supervisor started the process that runs now."""
         self.last_end = ""
-        """How it ended last, as its supervisor says it."""
+        """Description of its last end, written by its supervisor; empty before the first one."""
         self.more_arguments: tuple[str, ...] = ()
-        """What it is given beside its arguments from its next start on."""
+        """Arguments added to the fixed ones from its next start on."""
         self._arguments = tuple(arguments)
         self._relay = relay
         self._process: Started | None = None
@@ -117,12 +116,12 @@ class Child:
         now_s: float,
         start: Callable[[tuple[str, ...], int], Started],
     ) -> None:
-        """Start the process by `start`, which is given its arguments and its epoch number."""
+        """Start the process by calling `start` with its arguments and its epoch number."""
         self.epoch_number += 1
         self._begin(now_s, start((*self._arguments, *self.more_arguments), self.epoch_number))
 
     def adopt(self, now_s: float, process: Started) -> None:
-        """Take over a process that another supervisor started. Whether it works it says again."""
+        """Take over a process that another supervisor started. It has to report readiness again."""
         self._begin(now_s, process)
         self.is_adopted = True
 
@@ -138,11 +137,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """0 while it does not run."""
+        """Process id; 0 while it does not run."""
         return self._process.pid if self._process else 0
 
     def is_ready(self, now_s: float) -> None:
-        """The process works: from now on its end is a crash, not a failed start."""
+        """Mark the process as ready: from now on its end is a crash, not a failed start."""
         if self.phase is ProcessPhase.STARTING:
             self.phase = ProcessPhase.READY
             self.progress.ready(now_s)
@@ -154,8 +153,8 @@ class Child:
         )
 
     def poll(self, now_s: float) -> int | None:
-        """Return the exit code if it has just ended (negative: by that signal), else None. Plans
-        the next start.
+        """Return the exit code if the process has just ended (negative: by that signal), and plan
+        the next start. None if it has not.
         """
         if self._process is None:
             return None
@@ -180,37 +179,37 @@ class Child:
             self._process.send_signal(number)
 
     def replace(self) -> None:
-        """Kill it so that another starts at once: not its own fault, so it does not count as a
-        crash.
+        """Kill the process so that its successor starts at once. That is not the process's own
+        fault and does not count as a crash.
         """
         if self._process is not None:
             self.excuse()
             self._process.kill()
 
     def excuse(self) -> None:
-        """What ends it now is not its own fault."""
+        """Do not count the process's next end as its own fault."""
         self._is_replaced = True
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is to be started again when it ends."""
+        """True if the process is started again when it ends."""
         return self._is_wanted
 
     def dismiss(self) -> None:
-        """The process need not run. If it does, it runs until it ends, and is not started again."""
+        """Do not start the process again. If it runs, it goes on until it ends by itself."""
         self._is_wanted = False
         if self.phase is ProcessPhase.WAITING:
             self.phase = ProcessPhase.RESTING
 
     def want(self, now_s: float) -> None:
-        """The process is to run: at once if it does not, else again when it has ended."""
+        """Have the process run: start it now if it rests, and again whenever it has ended."""
         self._is_wanted = True
         if self.phase is ProcessPhase.RESTING:
             self.phase = ProcessPhase.WAITING
             self.backoff.not_before(now_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end. False if it still runs after `timeout_s`."""
+        """Wait for its end. Return False if it still runs after `timeout_s`."""
         if self._process is None:
             return True
         try:

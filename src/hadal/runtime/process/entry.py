@@ -1,11 +1,11 @@
-"""The first lines of every process that `hadal serve` starts: end with the one that started it,
-then be the module.
+"""First code of every process that `hadal serve` starts without a fork: make it end with its
+parent, then run the module.
 
-    python -P .../runtime/entry.py PARENT_PID MODULE [ARGUMENT ...]
+    python -P .../runtime/process/entry.py PARENT_PID MODULE [ARGUMENT ...]
 
 A module's own imports take seconds, and minutes on a busy machine. A supervisor that is killed
-meanwhile must not leave the process behind, so this file is run by its path and imports nothing of
-ours.
+meanwhile must not leave the process behind, so this file is run by its path and imports no module
+of Hadal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent_pid: int) -> None:
-    """Be killed by the kernel the moment the parent ends, however it ends. Linux; elsewhere only
-    the check is made.
+    """Have the kernel kill this process the moment its parent ends, for any reason. On Linux;
+    elsewhere only check that the parent still runs.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # It ended before the call above.
+    if os.getppid() != parent_pid:  # The parent ended before the call above.
         sys.exit(f"process {parent_pid}, which started this one, is gone.")
 
 

@@ -1,20 +1,21 @@
-"""The process that units are forked from: it has imported torch and all that they need, and has
-started no thread.
+"""The fork server: units are forked from this process. It has imported torch and all other modules
+that they need, and has started no thread.
 
-An import of torch takes a second or two of a core; a fork of a process that has it takes some
-milliseconds and shares its pages. The supervisor starts this process first, and then asks it for
-others over a socket. Where none can be had (no Linux, a library that starts threads when it is
-imported, this process killed), the supervisor starts processes the plain way (`entry.py`).
+An import of torch takes one or two seconds of a core; a fork of a process that has imported it
+takes some milliseconds and shares its pages. The supervisor starts the fork server first, and then
+requests processes from it over a socket. If it cannot fork (no Linux, a library that starts threads
+when it is imported, the fork server killed), the supervisor starts processes the plain way
+(`entry.py`).
 
     supervisor                     fork server              forked process
-        |-- Job, its output, fds ------>|-- fork, fork ---------->|   twice: its parent shall be the
+        |-- Job, its output, fds ------>|-- fork, fork ---------->|   twice, to make its parent the
         |                               |                         |   supervisor, a subreaper
         |<----------------------- its pid ------------------------|
         |------------------------- go --------------------------->|   becomes the module
         X                               |   the supervisor was killed: its folder and shared memory
                                         |   are removed
 
-Nothing runs in the forked process before `go`, so one that the supervisor gave up waiting for ends.
+A forked process does nothing before `go`. If the supervisor has stopped waiting for it, it ends.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ UNIT_MODULES = ("hadal.runtime.rank.host", "hadal.runtime.unit")
 MODULES = (*UNIT_MODULES, "hadal.gateway.process")
 """Modules that forked processes need, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"
-"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
-let in.
+"""Environment variable: API keys that the gateway accepts, separated by commas. Without any key,
+there or in API_KEYS_FILE, requests need none.
 """
 API_KEYS_FILE = "HADAL_API_KEYS_FILE"
-"""Environment variable: the file with more of them, which the gateway with the front follows. Empty:
-there is none.
+"""Environment variable: a file with more API keys. The gateway process with the front watches it
+for changes. Empty: there is none.
 """
 _WARM_S = 300.0
-"""Imports that take longer hang: torch out of a cold network folder takes a minute."""
+"""Imports that take longer are hung: torch from a cold network folder takes a minute."""
 PATIENCE_S = 30.0
-"""How long a fork may take, before processes are started the plain way from then on."""
+"""Longest wait for a fork. After a timeout all later processes are started the plain way."""
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _GO = b"g"
@@ -67,21 +68,21 @@ _MAX_FDS = 8
 _MAX_PID_BYTES = 32
 _ENTRY = str(Path(__file__).with_name("entry.py"))
 _QUIET_S = 3.0
-"""If no fork is asked for in so long, nobody waits for one."""
+"""After this time without a job, the fork server imports its last module: no fork is urgent."""
 
 log = logging.getLogger(__name__)
 
 
 class Left(msgspec.Struct, tag=True):
-    """What to remove should the supervisor be killed: files by patterns, then folders."""
+    """Files (by patterns) and then folders to remove if the supervisor is killed."""
 
     patterns: list[str]
     folders: list[str]
 
 
 class Job(msgspec.Struct, tag=True):
-    """What a forked process shall be. With the job come descriptors: its output, its line to the
-    supervisor, and those that it finds under the numbers `fds`.
+    """Description of a process to fork. Descriptors travel with it: the process's output, its
+    socket to the supervisor, and descriptors that the process gets under the numbers `fds`.
     """
 
     name: str
@@ -91,8 +92,8 @@ class Job(msgspec.Struct, tag=True):
 
 
 def environment() -> dict[str, str]:
-    """Environment of the fork server and of every process. The API keys are not in it: gateways
-    alone need them.
+    """Return the environment of the fork server and of every process. It has no API keys: only
+    gateways need them.
     """
     source = str(Path(__file__).resolve().parents[3])
     inherited = {
@@ -102,23 +103,22 @@ def environment() -> dict[str, str]:
         **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
         "PYTHONUNBUFFERED": "1",
-        # Units share the cores: a thread that spins for work takes them from the unit that has
-        # some.
+        # Units share the cores: a thread that spins while it has no work slows the other units.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Deciding code multiplies nothing large, and a process with threads cannot be forked.
+        # Decision code multiplies no large matrices, and a process with threads cannot be forked.
         "OPENBLAS_NUM_THREADS": "1",
     }
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:
-    """Wait for that, for so long. Unlike select(2), of any descriptor: a supervisor has many."""
+    """Wait up to `timeout_s` until `fd` is readable. Unlike select(2), poll(2) takes any number."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000.0 * max(0.0, timeout_s)))
 
 
 class Output(Protocol):
-    """What a process prints, line by line, until the block around it ends."""
+    """Output of a process: a context manager that yields its lines and closes it at the end."""
 
     def __enter__(self) -> Iterable[bytes]: ...
 
@@ -132,23 +132,23 @@ class Output(Protocol):
 
 
 class Started(Protocol):
-    """A process that was started, here or on another host: as much of `subprocess.Popen` as its
-    supervisor asks for.
+    """A started process, on this host or another: the part of `subprocess.Popen` that its
+    supervisor uses.
     """
 
     @property
     def pid(self) -> int:
-        """On its host."""
+        """Process id on its host."""
 
     @property
     def stdout(self) -> Output | None:
-        """What it prints; None only where nobody asked for it."""
+        """Output of the process; None only if its output was not requested."""
 
     def poll(self) -> int | None:
-        """The exit code (negative: by that signal), None while it runs."""
+        """Return the exit code (negative: by that signal), None while it runs."""
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
@@ -158,7 +158,7 @@ class Started(Protocol):
 
 
 class Forked:
-    """A forked process, with as much of `subprocess.Popen` as a Child asks for."""
+    """A forked process, with the part of `subprocess.Popen` that a Child uses."""
 
     def __init__(self, pid: int, output_fd: int) -> None:
         self.pid = pid
@@ -167,7 +167,7 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code (negative: by that signal), None while it runs."""
+        """Return the exit code (negative: by that signal), None while it runs."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -176,7 +176,7 @@ class Forked:
         return self._code
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired."""
         if self.poll() is None:
             _is_readable(self._pidfd, timeout)
         code = self.poll()
@@ -195,7 +195,7 @@ class Forked:
 def start(
     fd: int, environment: Mapping[str, str], modules: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start a fork server that takes its jobs from descriptor `fd`."""
+    """Start a fork server that receives its jobs from descriptor `fd`."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, str(fd), *modules],
         stdin=subprocess.DEVNULL,
@@ -207,11 +207,11 @@ def start(
 
 
 class Forks:
-    """The supervisor's side. It waits for the fork server in `fork` alone, and not for long."""
+    """Supervisor's side of the fork server. Only `fork` waits for an answer, for a bounded time."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
-        """Start the fork server, which is not waited for. `modules` are what it imports before it
-        forks; the last of them is imported once nobody waits for a fork.
+        """Start the fork server without waiting for it. `modules`: the modules that it imports
+        before it forks. It imports the last one only after _QUIET_S without a job.
         """
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -229,7 +229,7 @@ class Forks:
             log.warning("processes are started without a fork server: %s", error)
 
     def clear_after(self, left: Left) -> None:
-        """Have this removed if this process is killed."""
+        """Register files and folders that the fork server removes if this process is killed."""
         if self._socket is not None:
             try:
                 self._socket.send(msgspec.json.encode(left))
@@ -238,12 +238,12 @@ class Forks:
 
     @property
     def is_warming(self) -> bool:
-        """Whether the fork server is to be able to fork, and is not yet."""
+        """True if the fork server is expected to fork, but is not ready yet."""
         if self._socket is None or self._is_ready:
             return False
         if _is_readable(self._socket.fileno(), 0.0):
             said = b""
-            with contextlib.suppress(OSError):  # It ended before it heard all that it was told.
+            with contextlib.suppress(OSError):  # It ended with unread messages in its queue.
                 said = self._socket.recv(1)
             self._is_ready = said == _READY
             if not self._is_ready:
@@ -255,7 +255,7 @@ class Forks:
 
     @property
     def pid(self) -> int:
-        """The server's; 0: there is none."""
+        """Process id of the fork server; 0 if there is none."""
         return self._process.pid if self._process else 0
 
     def fork(
@@ -265,7 +265,7 @@ class Forks:
         environment: Mapping[str, str],
         fds: Sequence[int] = (),
     ) -> Forked | None:
-        """A new process; None where it has to be started the plain way."""
+        """Fork a process and return it; None if it has to be started the plain way."""
         if self._socket is None or not self._is_ready:
             return None
         job = Job(name, list(arguments), dict(environment), list(fds))
@@ -290,10 +290,10 @@ class Forks:
                 os.close(its_output)
 
     def close(self) -> None:
-        """No process is to be forked any more, and nothing need be cleared. Idempotent."""
+        """Kill the fork server: it forks no process any more and clears nothing. Idempotent."""
         if self._socket is None or self._process is None:
             return
-        self._process.kill()  # Before it hears that nobody asks any more: it would clear.
+        self._process.kill()  # Kill it before the socket closes: else it would clear.
         self._process.wait()
         self._socket.close()
         self._socket = None
@@ -306,8 +306,8 @@ def start_here(
     pass_fds: tuple[int, ...] = (),
     forks: Forks | None = None,
 ) -> Started:
-    """Start a process of this host, a module and what it is given, in a session of its own, so that
-    Ctrl-C reaches its supervisor alone. `forks`: what it may be forked from.
+    """Start a module with its arguments as a process of this host, in a session of its own, so that
+    Ctrl-C reaches its supervisor alone. `forks`: the fork server to use if it is ready.
     """
     forked = forks.fork(name, arguments, environment, pass_fds) if forks else None
     return forked or subprocess.Popen(
@@ -322,8 +322,8 @@ def start_here(
 
 
 def reap_others(own: Collection[int]) -> None:
-    """Take note of the ends of processes that a child left to this one, a subreaper; not of `own`,
-    whose exit codes somebody asks for.
+    """Reap ended processes that a child left to this one, their subreaper. Stop at an ended process
+    of `own`: its exit code is read elsewhere.
     """
     while True:
         try:
@@ -336,30 +336,30 @@ def reap_others(own: Collection[int]) -> None:
 
 
 def main() -> int:
-    """Import everything, then fork what is asked for until the supervisor is gone. Returns the exit
-    code.
+    """Import the modules, then fork the requested processes until the supervisor is gone. Return
+    the exit code.
     """
     supervisor_pid = os.getppid()
     line = socket.socket(fileno=int(sys.argv[1]))
     left = Left([], [])
     waiting = sys.argv[2:]
-    gc.disable()  # Nothing that a module makes while it is imported is garbage: .3 s of torch's 1.6.
+    gc.disable()  # Imports leave no garbage, and collecting takes 0.3 s of torch's 1.6 s.
     for module in waiting[:-1]:
         importlib.import_module(module)
-    gc.freeze()  # The pages of what is there now stay shared.
+    gc.freeze()  # Forked processes share the pages of all objects made so far.
     gc.enable()
     if len(os.listdir("/proc/self/task")) > 1:
-        return 1  # A thread that holds a lock would hold it for ever in a forked process.
-    with contextlib.suppress(BrokenPipeError):  # It is gone; the next line sees it.
+        return 1  # A lock held by another thread would stay locked for ever in a forked process.
+    with contextlib.suppress(BrokenPipeError):  # The supervisor is gone; recv_fds reports that.
         line.send(_READY)
     del waiting[:-1]
     while True:
         if waiting and not _is_readable(line.fileno(), _QUIET_S):
-            importlib.import_module(waiting.pop())  # Nobody waits: for the gateway's next life.
+            importlib.import_module(waiting.pop())  # No fork is urgent: prepare gateway restarts.
             continue
         try:
             data, fds, _, _ = socket.recv_fds(line, _MAX_BYTES, _MAX_FDS)
-        except ConnectionResetError:  # It went without having heard that this is ready.
+        except ConnectionResetError:  # The supervisor ended before it read _READY.
             data, fds = b"", []
         if not data:
             _clear(left)
@@ -381,11 +381,11 @@ def main() -> int:
 
 
 def _become(job: Job, fds: list[int], supervisor_pid: int) -> NoReturn:
-    """Be the module, in a session of its own, and end with its exit code."""
+    """Run the job's module in a session of its own, and end with its exit code."""
     output, its_line = fds[0], socket.socket(fileno=fds[1])
     until_s = time.monotonic() + PATIENCE_S
     while os.getppid() != supervisor_pid and time.monotonic() < until_s:
-        time.sleep(0.0005)  # The process between has not ended yet.
+        time.sleep(0.0005)  # The intermediate process of the two forks has not ended yet.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor_pid:
@@ -399,7 +399,7 @@ def _become(job: Job, fds: list[int], supervisor_pid: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    above = max(job.fds, default=0) + 1  # None of the copies lies where another has to be.
+    above = max(job.fds, default=0) + 1  # No copy may take a number that a job's descriptor needs.
     taken = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds[2:]]
     for fd in fds[2:]:
         os.close(fd)
@@ -410,15 +410,15 @@ def _become(job: Job, fds: list[int], supervisor_pid: int) -> NoReturn:
     os.environ.update(job.environment)
     sys.argv = list(job.arguments)
     code = int(importlib.import_module(job.arguments[0]).main())
-    # Taking the interpreter down frees one by one what the kernel frees at once: a quarter of a
-    # second of a core in a process that has torch. All that is ours was closed by the module.
+    # The interpreter's shutdown frees objects one by one, the kernel frees them at once: 0.25 s of a
+    # core in a process that has torch. The module has closed all of Hadal's own objects.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _clear(left: Left) -> None:
-    """Remove what a supervisor that was killed leaves. Its processes die with it."""
+    """Remove the files and folders of a killed supervisor. Its processes die with it."""
     for pattern in left.patterns:
         for name in glob.glob(pattern):
             Path(name).unlink(missing_ok=True)

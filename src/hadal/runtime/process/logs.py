@@ -1,11 +1,10 @@
-"""How a line of the log reads in every process of `hadal serve`: as text for people, as JSON for
-programs.
+"""Log lines of every process of `hadal serve`: as text for people, as JSON for programs.
 
     2026-11-23T08:33:12.123Z decode-0.2   WARNING rank 1 is gone: its connection ended
     {"time":"2026-11-23T08:33:12.123Z","level":"warning","process":"decode-0.2","message":"rank 1 ...","rank":2}
 
-What is known besides the message (`fields`) is logged in JSON alone, all but the id of the request
-that a line is about.
+Fields besides the message (`fields`) are logged only in JSON, except for the id of the request that
+a line is about: text lines have it too.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from hadal.runtime.topology import unit_and_rank
 TEXT, JSON = "text", "json"
 FORMS = (TEXT, JSON)
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the HTTP request that this task works on. Every line that is logged meanwhile has it."""
+"""Id of the HTTP request that this task works on. Every line logged meanwhile has it."""
 _OUR_LINE = re.compile(rb'\{"time":"|\d{4}-\d\d-\d\dT[\d:.]+Z ')
 _INDENT = "    "
-"""Begin of each line that belongs to the line of text before it, as a traceback's do."""
+"""Prefix of each line that continues the log line before it, such as those of a traceback."""
 _FIELDS = "fields"
 _MARK = b"\x1e"  # RS, the record separator: no line of text begins with it.
 _TELL_S = 0.2
 
 
 def start_log(process: str, level: str, form: str) -> None:
-    """Write what this process logs to its stderr, under its name. Raises ConfigError for no such
+    """Write this process's log to its stderr, under its name. Raises ConfigError for an unknown
     level or form.
     """
     check_log(level, form)
@@ -54,7 +53,7 @@ def start_log(process: str, level: str, form: str) -> None:
 
 
 def check_log(level: str, form: str) -> None:
-    """Raise ConfigError for no such level or form."""
+    """Raise ConfigError for an unknown level or form."""
     if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
         raise ConfigError(f"--log-level is {level!r}; debug, info, warning or error are known.")
     if form not in FORMS:
@@ -62,12 +61,12 @@ def check_log(level: str, form: str) -> None:
 
 
 def fields(**known: object) -> dict[str, object]:
-    """What a logger's `extra` takes: what is known of this line by itself."""
+    """Return the `extra` of a log call that adds these fields to its line."""
     return {_FIELDS: known}
 
 
 def about(process: str) -> dict[str, object]:
-    """What a logger's `extra` takes to say that the line is about that process, whoever writes it."""
+    """Return the `extra` of a log call for a line about `process`, which another one may log."""
     return {_FIELDS: _whereabouts(process)}
 
 
@@ -75,13 +74,13 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             write_line(f"{self.format(record)}\n".encode())
-        except Exception:  # A line that cannot be made is reported on stderr and stops no work.
+        except Exception:  # A line that cannot be formatted is reported on stderr; work goes on.
             self.handleError(record)
 
 
 def write_line(line: bytes) -> None:
-    """Write it to stderr, whole, from any thread."""
-    with contextlib.suppress(OSError):  # Nobody reads, or the disk is full: the process goes on.
+    """Write a whole line to stderr, from any thread."""
+    with contextlib.suppress(OSError):  # No reader, or the disk is full: the process goes on.
         _write(line)
 
 
@@ -94,7 +93,7 @@ _write: Callable[[bytes], None] = _to_stderr
 
 @contextlib.contextmanager
 def written_by(write: Callable[[bytes], None]) -> Iterator[None]:
-    """Meanwhile `write` is given the lines: it knows what else stands on the terminal."""
+    """Pass lines to `write` instead of stderr within the block, so that a bar prints above itself."""
     global _write
     _write = write
     try:
@@ -104,7 +103,7 @@ def written_by(write: Callable[[bytes], None]) -> Iterator[None]:
 
 
 class LineFormatter(logging.Formatter):
-    """Lines of one process."""
+    """Formatter of the log lines of one process."""
 
     def __init__(self, process: str, form: str) -> None:
         super().__init__()
@@ -129,7 +128,7 @@ READING = "reads the model's weights"
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """What a process that starts is busy with. `total` 0: nobody knows how much of it there is."""
+    """Present activity of a process that starts. `total` 0: the amount of work is unknown."""
 
     what: str
     done: float = 0.0
@@ -140,13 +139,13 @@ class Doing(msgspec.Struct, frozen=True):
 
 
 def tell_doing(what: str, done: float = 0.0, total: float = 0.0) -> None:
-    """Tell the supervisor, which reads what this process prints: a line that is none of the log."""
+    """Report the activity to the supervisor, by a marked line of output that the log leaves out."""
     with contextlib.suppress(OSError):
         os.write(2, _MARK + msgspec.json.encode(Doing(what, done, total)) + b"\n")
 
 
 class Teller:
-    """Tells of one thing as it goes on, a few times a second."""
+    """Reporter of the progress of one activity, a few times per second."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -159,7 +158,7 @@ class Teller:
 
 
 def doing_of(printed: bytes) -> Doing | None:
-    """What a line tells of its process; None if it is not such a line."""
+    """Return the activity that a line of output reports; None if it reports none."""
     if not printed.startswith(_MARK):
         return None
     with contextlib.suppress(msgspec.MsgspecError):
@@ -168,8 +167,8 @@ def doing_of(printed: bytes) -> Doing | None:
 
 
 def as_line(process: str, form: str, printed: bytes, unix_s: float) -> bytes:
-    """A line that a process printed: its log's as it is, any other (a library's, a crash's) as one
-    of its log.
+    """Return a printed line as a log line: one of the process's log unchanged, any other (a
+    library's, a crash's) as a warning of that process.
     """
     if _OUR_LINE.match(printed) or (form == TEXT and printed.startswith(_INDENT.encode())):
         return printed
@@ -183,15 +182,15 @@ def as_line(process: str, form: str, printed: bytes, unix_s: float) -> bytes:
 
 
 LOGS_FOLDER = "logs"
-"""In the run folder: the last lines of every process, for `hadal logs`."""
+"""Folder in the run folder with the last lines of every process, for `hadal logs`."""
 KEPT_BYTES = 1 << 20
-"""Of a process, at least: as much again is kept until that is full."""
+"""Size of a full file of kept lines. A process has one full file and one that fills up."""
 
 
 class KeptLines:
     """The last lines of one process, in a file and the one before it. Writing never raises: a
-    process goes on whatever the disk does. From any thread: what a process leaves in its pipe may
-    be read while the next one starts.
+    failing disk must not stop a process. From any thread: the rest of a process's output may be
+    read while its successor starts.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -201,7 +200,7 @@ class KeptLines:
         self._num_bytes = 0
 
     def write(self, line: bytes) -> None:
-        """Keep a line; the oldest go when there are too many."""
+        """Append a line. A full file replaces the older one."""
         with self._lock, contextlib.suppress(OSError):
             if self._file is not None and self._num_bytes > KEPT_BYTES:
                 self._close()
@@ -213,7 +212,7 @@ class KeptLines:
             self._num_bytes += len(line)
 
     def close(self) -> None:
-        """Close the file; what is kept stays."""
+        """Close the file; the kept lines stay."""
         with self._lock:
             self._close()
 
@@ -224,17 +223,17 @@ class KeptLines:
 
 
 class KeptReader:
-    """Reads what is kept of one process, from another."""
+    """Reader of the kept lines of one process, used in another process."""
 
     def __init__(self, folder: Path, process: str) -> None:
         self._paths = _kept_paths(folder, process)
         self._inode = 0
-        """The file that was read last, and ..."""
+        """Inode of the file that was read last; 0 before the first read."""
         self._at = 0
-        """... up to where."""
+        """Number of bytes read from the file `_inode`."""
 
     def read(self) -> list[bytes]:
-        """Whole lines that were not read yet, all that are kept at first."""
+        """Return the whole lines that were not read yet: at first, all kept lines."""
         lines: list[bytes] = []
         with contextlib.ExitStack() as stack:
             files = []
@@ -255,12 +254,12 @@ class KeptReader:
 
 
 def _kept_paths(folder: Path, process: str) -> tuple[Path, Path]:
-    """The older file and the newer one."""
+    """Return the older file and the newer one."""
     return folder / f"{process}.old", folder / process
 
 
 class KeptHandler(logging.Handler):
-    """Keeps what this process logs itself, as the supervisor does."""
+    """Log handler that keeps this process's own lines; the supervisor uses it."""
 
     def __init__(self, kept: KeptLines, process: str, form: str) -> None:
         super().__init__()
@@ -296,12 +295,12 @@ def _json(
 
 
 def _sound(text: str) -> str:
-    """A name of a file may hold bytes that are no text."""
+    """Escape bytes that are not text: names of files may hold them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _time(unix_s: float) -> str:
-    """ISO 8601, UTC. Milliseconds: what processes notice is compared by them."""
+    """Return the time in ISO 8601, UTC. Milliseconds order the lines of several processes."""
     return (
         datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.")
         + f"{int(unix_s * 1e3) % 1000:03d}Z"
@@ -309,7 +308,7 @@ def _time(unix_s: float) -> str:
 
 
 def _whereabouts(process: str) -> dict[str, object]:
-    """The unit and the rank that a process is, or leads."""
+    """Return the unit and the rank of a process as fields; a unit's leader has no rank."""
     unit, rank = unit_and_rank(process)
     if rank is not None:
         return {"unit": unit, "rank": rank}

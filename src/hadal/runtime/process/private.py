@@ -1,8 +1,8 @@
 """Folders and files that are for their owner alone: secrets, keys, sockets.
 
-A process of root may have to write in a folder of another account, whose owner can put links there.
-So a name in such a folder is opened relative to the folder's descriptor and never followed, and on the
-way to the folder root follows no link of another account.
+A process of root may have to write in a folder of another account, and that account can put links
+there. So a name in such a folder is opened relative to the folder's descriptor, and a link there is
+not followed. On the way to the folder, root follows no link of another account.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ def replace_private(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
-    """Open a folder and yield its descriptor. Raises OSError; for root also if a link of another account
-    is on the way. `is_ours`: and if another account owns a folder on the way, and could replace the rest.
+    """Open a folder and yield its descriptor. Raises OSError; for root also if a link of another
+    account is on the way. `is_ours`: for root also if another account owns a folder on the way,
+    because it could replace the rest.
     """
     is_root, trusted = os.geteuid() == 0, {0, _unmapped()}
     at, num_links = os.open("/", _PATH | os.O_DIRECTORY), 0
@@ -205,7 +206,7 @@ def read_private(path: Path, what: str) -> bytes:
     for permissions that `is_private` refuses.
     """
     try:
-        # Without O_NONBLOCK, a pipe without a writer is never open.
+        # Without O_NONBLOCK, opening a pipe without a writer would block for ever.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             found = file.read(MAX_PRIVATE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""

@@ -1,6 +1,6 @@
-"""What every child process of `hadal serve` does first: read the run folder, log under its name.
+"""First steps of every child process of `hadal serve`: read the run folder, log under its name.
 
-Knows no role and loads no torch.
+Does not depend on any role's code, and does not load torch.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ EXIT_FATAL = 71
 """A bug: the leader or an effect raised."""
 
 EXIT_LEASE = 72
-"""An agent heard nothing of its supervisor for its lease."""
+"""An agent received nothing from its supervisor for the length of its lease."""
 
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
 FOLDER_PREFIX = "hadal-"
-"""What the names of run folders that nobody named begin with."""
+"""Prefix of the names of run folders for which the user named no folder."""
 _YOUNG_S = 60.0
-"""A run folder that is younger may be of one who does not listen yet."""
+"""A younger run folder is not stale: its process may not listen yet."""
 _PROBE_S = 1.0
-"""How long a supervisor may take to answer whether it is there."""
+"""Timeout of the connection that tests if a process still listens."""
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it
 outlives the gateway.
 """
 HAS_SERVED = "--has-served"
-"""Argument of a gateway that follows another: requests wait for what is missing, as they did
-before.
+"""Argument of a gateway that replaces an earlier one: requests wait for missing processes, as they
+did before.
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the supervisor tells every process, as `run.json` in the run folder."""
+    """Facts that the supervisor passes to every process, as `run.json` in the run folder."""
 
     run_id: str
     deployment: Deployment
@@ -71,36 +71,36 @@ class Run:
     log_level: str = "info"
     log_format: str = TEXT
     fingerprint: str = ""
-    """What KV depends on besides its text (runtime/fingerprint)."""
+    """Digest of everything besides the text that KV depends on (runtime/fingerprint)."""
     model_digest: str = ""
-    """Of config.json and the weights that the server was started with (runtime/fingerprint)."""
+    """Digest of config.json and weights that the server was started with (runtime/fingerprint)."""
     address: str = "127.0.0.1"
-    """Of this node, where processes of other hosts reach those of this one."""
+    """Address of this node as processes of other hosts reach it."""
     secret: bytes = field(default=b"", repr=False)
-    """What its processes prove themselves by (core/handshake). It stands in `run.json` and, of a
-    cluster, in what Ray keeps of the agents (docs/cluster.md): in no name, argument of a process,
-    environment, log or recording.
+    """Secret by which the run's processes prove that they belong to it (core/handshake). It is
+    stored in `run.json` and, for a cluster, in Ray's record of the agents (docs/cluster.md): in no
+    name, argument of a process, environment, log or recording.
     """
     term: int = 1
-    """Number of its supervisor among all that served under the cluster's name."""
+    """Number of the run's supervisor among all that served under the cluster's name."""
     rollout: Rollout | None = None
-    """One that is not over."""
+    """The rollout in progress; None if there is none."""
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a
-    password.
+    """Write `run.json`, readable by this user alone: it holds the secret, and the ledger's URL may
+    hold a password.
     """
     path, written_ns = folder / RUN_FILE, 0
     with contextlib.suppress(FileNotFoundError):
         written_ns = path.stat().st_mtime_ns
     replace_private(path, msgspec.json.format(msgspec.json.encode(run)))
-    if written_ns:  # Its time is when the server was started.
+    if written_ns:  # Keep its modification time: the time at which the server was started.
         os.utime(path, ns=(written_ns, written_ns))
 
 
 def read_run(folder: Path) -> Run:
-    """Read `run.json`. Raises ConfigError if it is not there or not ours."""
+    """Read `run.json`. Raises ConfigError if it is missing or not valid."""
     path = folder / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Run)
@@ -109,21 +109,21 @@ def read_run(folder: Path) -> Run:
 
 
 def is_heard(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket; a killed process leaves its file behind."""
+    """Return True if a process listens on a Unix socket; a killed one leaves its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_S)
         try:
             probe.connect(str(path))
         except TimeoutError:
-            return True  # Its queue is full: it may be stopped.
+            return True  # Its queue is full: the process may be stopped, but it exists.
         except OSError:
             return False
         return True
 
 
 def remove_stale_folders() -> None:
-    """Remove the run folders, and with them the secrets, of supervisors and agents that were
-    killed: those in which nobody listens any more.
+    """Remove the run folders, and with them the secrets, of killed supervisors and agents: folders
+    in which no process listens on a socket any more.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         try:
@@ -131,12 +131,12 @@ def remove_stale_folders() -> None:
             is_ours = folder.stat().st_uid == os.geteuid()
             if is_old and is_ours and not any(map(is_heard, folder.glob("*.sock"))):
                 shutil.rmtree(folder)
-        except OSError as error:  # None of a run's, or gone already.
+        except OSError as error:  # Not a run folder, or already gone.
             log.debug("%s stays: %s", folder, error)
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on, by name."""
+    """Return the versions of Hadal, Python and torch in this process, by name."""
     return {
         "hadal": __version__,
         "python": platform.python_version(),
@@ -145,13 +145,13 @@ def versions() -> dict[str, str]:
 
 
 def new_epoch() -> str:
-    """What tells this process from any other there was, on whatever host."""
+    """Return an id that no other process has or had, on any host."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def unit_arguments(description: str | None) -> argparse.Namespace:
-    """The command line of a unit's process: unit, role, folder and, where there are several, rank
-    and GPU.
+    """Parse the command line of a unit's process: unit, role, folder, the arguments of a rollout
+    and, in a unit of several ranks, rank and GPU.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -171,7 +171,7 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
 
 
 def rollout_arguments(rollout: Rollout, messages: str) -> tuple[str, ...]:
-    """What a unit's process is told that was started for a rollout."""
+    """Return the additional arguments of a unit's process that is started for a rollout."""
     words = {
         "--model": rollout.model,
         "--model-digest": rollout.model_digest,
@@ -182,14 +182,15 @@ def rollout_arguments(rollout: Rollout, messages: str) -> tuple[str, ...]:
 
 
 def messages_digest() -> str:
-    """Of the fields of all messages. Processes that differ in it would misread each other."""
+    """Return a digest of all messages' fields. Processes that differ in it misread each other."""
     schema = msgspec.json.encode(msgspec.json.schema(AnyMessage))
     return blake2b(schema, digest_size=16).hexdigest()
 
 
 def enter_unit(name: str, asked: argparse.Namespace) -> Run:
-    """First call of a unit's process: the run, with what it serves instead of what the server was
-    started with. Raises ConfigError if this code cannot talk to the server's.
+    """Read the run and set up the log: the first call of a unit's process. Return the run with the
+    model that this process serves, which a rollout may have changed since the server's start.
+    Raises ConfigError if the installed code and the running server have different messages.
     """
     run = enter_child(name, asked.folder)
     if asked.messages and asked.messages != messages_digest():
@@ -208,7 +209,7 @@ def enter_unit(name: str, asked: argparse.Namespace) -> Run:
 
 
 def add_epoch_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every process is told by whoever starts it."""
+    """Add the arguments that every process gets from its starter."""
     parser.add_argument("--folder", type=Path, required=True, help="run folder of this host")
     parser.add_argument(
         "--epoch-number", type=int, default=0, help="how often a process of this name was started"
@@ -216,12 +217,12 @@ def add_epoch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def epoch_arguments(folder: Path, epoch_number: int) -> list[str]:
-    """The same as words of a command line."""
+    """Return the arguments of `add_epoch_arguments` as words of a command line."""
     return ["--folder", str(folder), "--epoch-number", str(epoch_number)]
 
 
 def enter_child(name: str, folder: Path) -> Run:
-    """First call of a child process: read the run, set up its log."""
+    """Read the run, raise the limit of open files and set up the log: a child's first call."""
     faulthandler.enable()
     run = read_run(folder)
     raise_descriptor_limit()
@@ -230,9 +231,9 @@ def enter_child(name: str, folder: Path) -> Run:
 
 
 def raise_descriptor_limit() -> None:
-    """Be allowed MAX_DESCRIPTORS open files, or as many as may be had: a leader holds every segment
-    of the disk cache open, and where the soft limit is the usual 1,024 it would run out at sixteen
-    writers.
+    """Raise the limit of open files to MAX_DESCRIPTORS, or to the hard limit if that is lower. A
+    leader holds every segment of the disk cache open; with the usual soft limit of 1,024 it would
+    run out at sixteen writers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)

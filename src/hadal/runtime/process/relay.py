@@ -1,7 +1,7 @@
-"""The output of a process on its way: into its log file or to the supervisor's stderr, and into the
-lines that are kept for people who ask.
+"""Relay of a process's output: to its log file or the supervisor's stderr, and to the lines that
+are kept for `hadal logs`.
 
-A line that reports what a start does goes to `on_doing` instead. Knows no process.
+A line that reports the progress of a start goes to `on_doing` instead. Independent of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class OutputRelay:
-    """Copies the output of one process after another of the same name."""
+    """Copier of the output of successive processes with the same name."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class OutputRelay:
         log_format: str = TEXT,
         kept: KeptLines | None = None,
     ) -> None:
-        """`log_path` None: the supervisor's stderr. `kept` gets all lines as well."""
+        """`log_path`: None for the supervisor's stderr. `kept`: receives all lines as well."""
         self._name = name
         self._log_path = log_path
         self._log_format = log_format
         self._kept = kept
 
     def start(self, output: Output, on_doing: Callable[[Doing], None]) -> None:
-        """Copy a process's output from now on. In a thread, so that a slow terminal never stops the
+        """Copy a process's output from now on, in a thread: a slow terminal must never stop the
         supervisor.
         """
         threading.Thread(
@@ -50,7 +50,7 @@ class OutputRelay:
             try:
                 file = append_private(self._log_path)
             except OSError as error:
-                # It is read all the same: a process whose output is not read stands still.
+                # The output is read nevertheless: a process blocks if its output is not read.
                 log.warning(
                     "%s: what %s says is not kept there (%s)", self._log_path, self._name, error
                 )

@@ -1,6 +1,6 @@
-"""Signals as bytes on a descriptor, so that one sleep waits for everything.
+"""Signals as bytes on a descriptor, so that one sleep waits for signals and all else.
 
-Knows neither processes nor what a signal brings about.
+Does not depend on processes or on the effects of a signal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """A descriptor that can be read when one of these signals came. As before when the block
-    ends.
+    """Yield a descriptor that is readable once one of these signals arrives. At the end of the
+    block, restore the former handlers.
     """
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
     old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # What is ignored stays so: `nohup` and a shell's background mean it.
+    # Ignored signals stay ignored: `nohup` and a shell's background jobs rely on it.
     heard = [n for n in numbers if n == signal.SIGCHLD or signal.getsignal(n) is not signal.SIG_IGN]
     old = {number: signal.signal(number, lambda *_: None) for number in heard}
     try:
@@ -36,7 +36,7 @@ def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
 
 
 def read_signals(fd: int) -> bytes:
-    """The numbers of those that came since, one a byte."""
+    """Return the numbers of the signals that arrived since the last call, one per byte."""
     with contextlib.suppress(BlockingIOError):
         return os.read(fd, 4096)
     return b""

@@ -1,7 +1,7 @@
-"""The progress of a start: the number of ready processes, and what the others do.
+"""The progress of a start: the number of ready processes, and the activities of the others.
 
-At the first start a bar at the foot of the terminal, where there is one; else, and whenever a
-process starts again, a line of the log every 10 s. Changes no process.
+At the first start it is a bar at the foot of the terminal, if there is a terminal. Otherwise, and
+at restarts, it is a line of the log every 10 s. Changes no process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 _MOST_NAMED = 4
 _OF_A_START = 0.9
-"""Share of a process's start that is over when it has done all that it tells of."""
+"""Share of a process's start that is over when all its reported work is done."""
 
 
 class Starting:
-    """Looks at the supervisor's children."""
+    """Display of the progress of the supervisor's children."""
 
     def __init__(self, children: Collection[Child], *, has_bar: bool) -> None:
         self._children = children
@@ -30,10 +30,10 @@ class Starting:
         self._has_bar = has_bar
         self._bar: Bar | None = None
         self._logged_s: float | None = None
-        """When that was last logged; None while nobody starts."""
+        """Time of the last log line, at first of the first look; None while no process starts."""
 
     def look(self, now_s: float) -> None:
-        """Show how far they are. Called a few times a second."""
+        """Show the progress of all starts. Called a few times per second."""
         starting = [child for child in self._children if child.phase is ProcessPhase.STARTING]
         if self._has_bar:
             if self._bar is None:
@@ -49,7 +49,7 @@ class Starting:
             log.info("%s", self._text(starting))
 
     def close(self) -> None:
-        """The bar is not needed any more."""
+        """Remove the bar: it is not needed any more."""
         self._has_bar = False
         self._stack.close()
 

@@ -1,7 +1,7 @@
 """`status.json` and `fleet.json` in the run folder: a run as operators, scripts and tests read it.
 
-Written by the supervisor alone. Knows what a node's phase is, and nothing of how processes are
-started and watched.
+Written by the supervisor alone. Depends on the phases of nodes, but not on the code that starts and
+watches processes.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from hadal.roles.nodes import NodePhase
 
 STATUS_FILE = "status.json"
 FLEET_FILE = "fleet.json"
-"""Beside it, where there is a fleet: what it decides, and what for."""
+"""File beside STATUS_FILE if there is a fleet: its decisions and their reasons."""
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One child. `pid` 0: it does not run."""
+    """Status of one child process. `pid` is 0 while it does not run."""
 
     role: str
     phase: str
     pid: int
     num_starts: int
     last_end: str = ""
-    """How it ended last; empty if it never did."""
+    """Description of its last end; empty if it never ended."""
     host: str = ""
-    """Where it was started last; empty: on the supervisor's own host."""
+    """Host of its last start; empty for the supervisor's own host."""
     cores: tuple[int, ...] = ()
-    """Logical cores that its computing threads take, one each, while nobody else wants them; empty:
-    none.
+    """Logical cores for its computing threads, one each, used while no other process wants them;
+    empty: none.
     """
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """One end of a process, and why."""
+    """One end of a process, with its reason."""
 
     unix_s: float
     name: str
     reason: str
     is_asked: bool
-    """It was told to end: nothing is wrong."""
+    """True if the process was asked to end: nothing is wrong."""
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node of a cluster. `host` is empty before an agent spoke there."""
+    """One node of a cluster. `host` is empty until the node's agent has reported."""
 
     number: int
     phase: str
@@ -59,23 +59,23 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """How far the last rollout is."""
+    """Progress of the last rollout."""
 
     number: int
-    """Of this run, from 1."""
+    """Number of the rollout within this run, from 1."""
     model: str
-    """Folder of what the new units serve."""
+    """Folder of the model that the new units serve."""
     num_units: int
-    """All that were to be replaced."""
+    """Number of units to replace in all."""
     num_left: int
-    """Those that are not replaced yet, by ones that are up."""
+    """Number of units without a replacement that is up."""
     num_failed: int = 0
-    """Starts in a row that came to nothing: while there are any, no other unit is replaced."""
+    """Number of failed starts in a row: while it is above 0, no other unit is replaced."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `ready`: every process is."""
+    """Status of one run. `ready`: every process is ready."""
 
     url: str
     run_id: str
@@ -83,24 +83,24 @@ class Status:
     ready: bool
     draining: bool
     elapsed_s: float
-    """Time since the supervisor began."""
+    """Time since the supervisor started."""
     processes: dict[str, ProcessStatus]
     nodes: tuple[NodeStatus, ...] = ()
-    """Of the cluster, if there is one."""
+    """Nodes of the cluster; empty without one."""
     nodes_wrong: str = ""
-    """Why nodes that are wanted are not there, or none could be had now; empty if all is well."""
+    """Reason why wanted nodes are missing or cannot be had now; empty if all is well."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of what it runs on."""
+    """Versions of Hadal, Python and torch, by name."""
     rollout: RolloutStatus | None = None
-    """None: there was none."""
+    """The last rollout; None if there was none."""
     console_url: str = ""
-    """Of the pages; empty: there are none."""
+    """URL of the console's pages; empty if there are none."""
     ends: tuple[ProcessEnd, ...] = ()
-    """The last ends of processes, the latest last."""
+    """The last ends of processes, newest last."""
 
 
 def wrong_nodes(status: Status) -> list[str]:
-    """What is wrong with the nodes of a cluster, a sentence each."""
+    """Return the problems of a cluster's nodes, one sentence each."""
     said = [
         f"node {node.number} ({node.host}) is lost."
         for node in status.nodes
@@ -110,21 +110,21 @@ def wrong_nodes(status: Status) -> list[str]:
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
+    """Replace `status.json` atomically: a reader never sees half a file."""
     path = folder / f"{STATUS_FILE}.new"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
     path.rename(folder / STATUS_FILE)
 
 
 def write_fleet(folder: Path, seen: FleetSeen) -> None:
-    """The same for what the fleet decides."""
+    """Replace `fleet.json`, the fleet's decisions, atomically."""
     path = folder / f"{FLEET_FILE}.new"
     path.write_bytes(msgspec.json.encode(seen))
     path.rename(folder / FLEET_FILE)
 
 
 def read_fleet(folder: Path) -> FleetSeen | None:
-    """Return what the fleet was last, None if there is none."""
+    """Return the last written state of the fleet, None if there is no fleet."""
     try:
         return msgspec.json.decode((folder / FLEET_FILE).read_bytes(), type=FleetSeen)
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""The supervisor's watch over processes that report again and again that they work: which of them
-are frozen?
+"""The supervisor's failure detector for processes that report periodically: it finds frozen ones.
 
-It is the judge and the host in one, so it looks itself, in /proc, at what it suspects: whether the
-process could run. Elsewhere than on Linux nothing is seen. Knows a Sighting, and no other message.
+The supervisor runs on their host, so it reads /proc itself to see if a suspected process could run.
+Only Linux has that data. Does not depend on any message but Sighting.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ _STOPPED = ("T", "t")
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Scheduling of one process. Seconds count from its start, over all threads that it has now."""
+    """Scheduling of one process. Seconds count from its start, summed over its present threads."""
 
     waited_s: float
-    """A thread was ready to run and had no processor (proc(5), schedstat)."""
+    """Time in which threads were ready to run and had no processor (proc(5), schedstat)."""
     is_stopped: bool
 
 
 def look_at(pid: int) -> ProcessState:
-    """See how a process fares. One that is gone has waited for nothing."""
+    """Read a process's state from /proc. One that is gone has waited 0 s and is not stopped."""
     waited_ns = 0
     try:
         is_stopped = _kernel_state(_PROC / str(pid) / "stat") in _STOPPED
@@ -41,7 +40,7 @@ def look_at(pid: int) -> ProcessState:
 
 
 def _kernel_state(path: Path) -> str:
-    """The letter behind the command, which stands in brackets and may hold any character."""
+    """Return the state letter after the command, which has brackets and may hold any character."""
     return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
 
 
@@ -57,14 +56,14 @@ def _waited_ns(path: Path) -> int:
 
 
 class Watch:
-    """Times are of whatever clock the caller reads, in seconds."""
+    """Detector of frozen processes. Times are in seconds of any clock that the caller chooses."""
 
     def __init__(
         self, timeout_s: float, period_s: float, state_of: Callable[[str], ProcessState]
     ) -> None:
-        """A process may be silent for `timeout_s` in which it could run; `frozen` is called every
-        `period_s` at least, unless this process stands still itself. `state_of`: how one fares, by
-        its name.
+        """`timeout_s`: longest silence of a process, counted over time in which it could run.
+        `period_s`: longest time between two calls of `frozen`, unless this process itself stands
+        still. `state_of`: returns a process's state by its name.
         """
         self._absence = Absence(period_s)
         self._state_of = state_of
@@ -72,12 +71,12 @@ class Watch:
         self._name_to_heard_s: dict[str, float] = {}
 
     def heard(self, now_s: float, name: str) -> None:
-        """The process of this name spoke."""
+        """Note that the process of this name has reported."""
         self._name_to_heard_s[name] = now_s
 
     def frozen(self, now_s: float, names: Collection[str]) -> list[str]:
-        """Which of these, each heard once at least, are frozen. To be called after all that they
-        said was heard.
+        """Return the frozen processes among `names`; each must have reported at least once. Call it
+        after all received reports were noted.
         """
         missed_s = self._absence.called(now_s)
         for name, heard_s in self._name_to_heard_s.items():
@@ -91,5 +90,5 @@ class Watch:
         return frozen
 
     def why(self, name: str) -> str:
-        """What was seen of one that is frozen, for the log; empty if nothing is to be said."""
+        """Return what was seen of a frozen process, for the log; empty if that is nothing."""
         return self._suspects.why(name)
