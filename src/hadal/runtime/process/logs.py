@@ -93,7 +93,7 @@ _write: Callable[[bytes], None] = _to_stderr
 
 @contextlib.contextmanager
 def written_by(write: Callable[[bytes], None]) -> Iterator[None]:
-    """Pass lines to `write` instead of stderr within the block, so that a bar prints above itself."""
+    """Pass lines to `write` instead of stderr within the block: a bar prints them above itself."""
     global _write
     _write = write
     try:

@@ -1,9 +1,9 @@
-"""Pulls of KV: small ones on this host at once, all others in threads, so that no copy delays any
+"""Pulls of KV: small ones from this host run at once, all others in threads, so that no copy delays
 tokens.
 
-A pull never overtakes an earlier one of its request, and a source is pulled from by one thread at
-a time: a source that is dead holds up one thread, and pulls from the others go on. Knows leases
-and own block ids, nothing of requests.
+A pull never overtakes an earlier one of its request. One thread at a time pulls from a source, so a
+dead source blocks one thread, and pulls from other sources go on. Depends on leases and own block
+ids, not on requests.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.worker import Worker
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Up to this a copy takes less than a millisecond: what handing it to a thread and back costs on
-busy cores.
+"""Largest copy that runs at once. It takes less than a millisecond, the cost of handing it to a
+thread and back on busy cores.
 """
 NUM_THREADS = 4
-"""They wait for sockets or copy; several sources that die together hold up the others no longer
-than one does.
+"""Number of threads, which wait for sockets or copy. With several of them, sources that die
+together delay other pulls no longer than one does.
 """
 
 
 class Copier:
-    """Runs Pull effects. All methods are called from the host's thread."""
+    """Runner of Pull effects. All methods are called from the host's thread."""
 
     def __init__(self, wire: KvWire, block_bytes: int, wake: Callable[[], None]) -> None:
         self._wire = wire
         self._block_bytes = block_bytes
         self._num_pending: Counter[str] = Counter()
-        """Request -> pulls that were submitted and not taken."""
+        """Request -> number of its pulls that were submitted and not yet taken."""
         self._worker = Worker("copy", self._pull, wake, pick=_next_pull, num_threads=NUM_THREADS)
         self._worker.start()
 
     def submit(self, pull: Pull) -> None:
-        """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
+        """Begin a pull; `take` returns its outcome. A pull never overtakes an earlier one of its
         request.
         """
         is_inline = (
@@ -53,9 +53,7 @@ class Copier:
             self._worker.submit(pull)
 
     def take(self) -> list[KvPulled]:
-        """Return the outcomes that are ready. Raises what broke a copying thread, if anything
-        did.
-        """
+        """Return the outcomes that are ready. Raises the exception of a copying thread, if any."""
         self._wire.let_go()
         done = self._worker.take()
         for result in done:
@@ -65,7 +63,7 @@ class Copier:
         return done
 
     def stop(self, timeout_s: float) -> None:
-        """Let what is being pulled finish; what waits is not begun."""
+        """Finish the running pulls, and begin no queued one."""
         self._worker.stop(timeout_s)
 
     def _pull(self, pull: Pull) -> KvPulled:
@@ -79,7 +77,7 @@ class Copier:
 
 
 def _next_pull(waiting: deque[Pull], running: list[Pull]) -> Pull | None:
-    """The first pull that may begin."""
+    """Take the first queued pull that has a free source and overtakes no pull of its request."""
     held = {one for pull in running for one in (pull.request_id, pull.lease.source)}
     for index, pull in enumerate(waiting):
         if held.isdisjoint((pull.request_id, pull.lease.source)):

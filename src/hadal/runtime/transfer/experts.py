@@ -1,16 +1,17 @@
-"""Weights of experts from one rank's memory to another's, over TCP: every rank serves what it holds
-to whoever of the run asks (runtime/transfer/peers moves the frames).
+"""Transfer of expert weights from one rank's memory to another's, over TCP. Every rank serves its
+experts to the other processes of the run (runtime/transfer/peers moves the frames).
 
     AskExpert  ->
-               <-  ExpertHead, the bytes of its tensors; None where it is not held
+               <-  ExpertHead, the bytes of its tensors; None if the expert is not held
 
-The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever
-formation it or the asker belongs to, so neither side knows formations, placements or plans. A
-port that was used again by another deployment's rank answers nobody here.
+The weights of (layer, expert) are constants of the model. The bytes of any holder are right, in any
+formation of either side, so both sides are independent of formations, placements and plans. If a
+rank of another deployment reuses a port, the handshake fails.
 
-One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says
-how many bytes it takes, so no answer is too big; it fills its tensors in place and trusts them once
-the sum is right. Device memory goes over the host's.
+Each expert takes a connection of its own: none stays open, and a failure leaves nothing behind. The
+client accepts only the types and shapes that it expects, so no answer is too big. It fills its
+tensors in place and trusts them once the checksum is right. Device memory is copied through the
+host's memory.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ log = logging.getLogger(__name__)
 PURPOSE = "experts 4"
 """Purpose of the key (core/handshake.key_of)."""
 PIECE_BYTES = 1 << 20
-"""Sent or received between two looks at the clock."""
+"""Bytes sent or received between two checks of the clock."""
 _MAX_LINKS = 1024
-"""Peers that are remembered as failed, at most."""
+"""Most peers with a remembered link. A link holds the time of its peer's last failure."""
 
 
 class Weights(Protocol):
@@ -47,38 +48,38 @@ class Weights(Protocol):
 
 
 Held = Callable[[int, int], Weights | None]
-"""(MoE layer, expert) -> its weights, None if it is not held here. From any thread."""
+"""(MoE layer, expert) -> its weights, None if this rank does not hold it. From any thread."""
 
 
 class AskExpert(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What are the weights of this expert?"""
+    """Request for the weights of one expert."""
 
     layer: int
     expert: int
 
 
 class ExpertHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes of the expert's tensors follow, each in pieces of PIECE_BYTES."""
+    """Header of an answer. The bytes of the expert's tensors follow, in pieces of PIECE_BYTES."""
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-    """Type and shape of each: values and scales of gate, up and down."""
+    """Type and shape of each tensor: values and scales of gate, up and down."""
     digest: int
     """XXH3 of the bytes."""
 
 
 _ASKS = msgspec.msgpack.Decoder(AskExpert)
 _ANSWERS: msgspec.msgpack.Decoder[ExpertHead | None] = msgspec.msgpack.Decoder(ExpertHead | None)
-"""None: it is not held here."""
+"""Decoder of answers; None: the peer does not hold the expert."""
 
 
 class ExpertServer:
-    """Sends experts to other ranks, from threads of its own, until closed. `port` is where."""
+    """Server that sends experts to other ranks, in its own threads, until closed, on `port`."""
 
     def __init__(self, host: str, key: bytes, held: Held, share: float = SHARE) -> None:
-        """`share` of a core, at most, for all connections together."""
+        """`share`: largest share of a core for all connections together."""
         self._held = held
         self._digests: dict[tuple[int, int], int] = {}
-        """(layer, expert) -> XXH3 of its bytes, which are constants, once they were sent."""
+        """(layer, expert) -> XXH3 of its bytes, computed once: the bytes are constants."""
         self._pace = Pace(share)
         self._peers = PeerServer(
             host, key, "experts", "a rank's experts", _ASKS, self._answer, in_background=True
@@ -88,7 +89,7 @@ class ExpertServer:
         self._peers.start()
 
     def _answer(self, channel: Channel, ask: AskExpert) -> None:
-        self._rest()  # What this thread works counts from here.
+        self._rest()  # The work of this thread counts against the share from here on.
         found = self._held(ask.layer, ask.expert)
         if found is None:
             channel.send_frame(None)
@@ -120,7 +121,7 @@ class ExpertServer:
 
 
 class ExpertClient:
-    """Fetches experts from other ranks' servers, one at a time. One thread may use it."""
+    """Client that fetches experts from other ranks' servers, one at a time, in one thread."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -133,8 +134,8 @@ class ExpertClient:
         into: Weights,
         rest: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Fill `into` with the expert. False: it could not be had there, and what the tensors hold
-        is void. `rest` is called between pieces; what it raises is raised.
+        """Fill `into` with the expert. Return False if the source does not deliver it; then the
+        tensors' content is void. `rest` is called between pieces; its exceptions are passed on.
         """
         link = self._link(source.host, source.port) if source.port else None
         if link is None or link.is_shunned:
@@ -156,7 +157,7 @@ class ExpertClient:
                 source.port,
                 str(error) or type(error).__name__,
             )
-            link.shun()  # A layer's experts may all be due from it, and the files have them.
+            link.shun()  # All experts of a layer may be due from it, and the files have them too.
             return False
         finally:
             link.close()
@@ -199,7 +200,7 @@ def _receive(
 
 
 class ExpertTransfer:
-    """A rank's server and its client: what its stager needs of other ranks, and they of it."""
+    """Expert server and client of one rank: for its own stager and those of other ranks."""
 
     def __init__(self, host: str, key: bytes, held: Held) -> None:
         self._server = ExpertServer(host, key, held)
@@ -224,7 +225,7 @@ def _head(weights: Weights, digest: int) -> ExpertHead:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, shared with it."""
+    """Return the bytes of a contiguous tensor in host memory, shared with it."""
     array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array.data
 
@@ -243,12 +244,12 @@ def _from_host(host: Tensor, into: Tensor) -> None:
     stream = _beside(into.device)
     with torch.cuda.stream(stream):
         into.copy_(host)
-    stream.synchronize()  # Whoever computes with it next does so on another stream.
+    stream.synchronize()  # The next computation with it runs on another stream.
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream after what is queued to compute so far (it may be writing, or still read what lay
-    there before), and which what is queued from now on does not wait for.
+    """Return a stream that waits for all work queued on the default stream so far: that may still
+    write or read the same memory. Work queued later does not wait for the returned stream.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(device))

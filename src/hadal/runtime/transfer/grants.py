@@ -1,14 +1,15 @@
-"""A grant proves that a lease is a certain reader's. It travels beside the message that hands the
-lease to that reader.
+"""Grants: proofs that a lease belongs to a certain reader. A grant travels beside the message that
+gives the lease to that reader.
 
-Whoever hands on a lease is of the deployment, decided that this reader shall copy these blocks, and
-says so in a form that only a holder of the secret can make: an HMAC over the pool, the reader, the
-blocks and the versions they had. The pool's server serves nothing else. So a reader gets what it
-was given, and nothing by naming other blocks; and a block that was freed since has another
-version, so that what a later tenant writes into it is not under an old grant.
+The sender of the lease belongs to the deployment and has decided that this reader shall copy these
+blocks. Its grant is an HMAC over the pool, the reader, the blocks and their versions, which only a
+holder of the secret can make. The pool's server sends only granted blocks, so a reader gets no
+others by naming them. A block that was freed since has another version, so an old grant does not
+cover the data that a later tenant writes into it.
 
-Roles know nothing of it: the wire adds a grant on the way out and keeps it on the way in, and the
-transport looks it up by the lease. Decisions can be replayed without a secret.
+Roles are independent of grants: the wire adds a grant to an outgoing message and keeps that of an
+incoming one, and the transport looks it up by the lease. Decisions can be replayed without a
+secret.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from hadal.core.messages.ranks import RankDo
 from hadal.core.messages.units import Decode, Filled, KvLease
 
 MAX_KEPT = 8192
-"""Grants held for leases that may still be pulled: more than a rank has requests."""
+"""Most grants kept for leases that may still be pulled: more than a rank has requests."""
 MAX_KEPT_BLOCKS = 1 << 20
-"""Blocks of all kept leases together, more than a pool has: 75 MB. So many leases on long prompts
-would be 1.3 GB.
+"""Most blocks of all kept leases together: more than a pool has, in 75 MB. Without this limit,
+MAX_KEPT leases on long prompts would take 1.3 GB.
 """
 PURPOSE = "lease 1"
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks that were leased, and the HMAC that says so."""
+    """The leased blocks with their versions, and the HMAC that proves the lease."""
 
     block_ids: tuple[int, ...] = ()
     versions: tuple[int, ...] = ()
@@ -43,8 +44,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grants:
-    """Makes, keeps and checks the grants of one process, called `name` on the wire. From any
-    thread.
+    """Grants of one process: makes, keeps and checks them. `name`: the process's name on the wire.
+    From any thread.
     """
 
     def __init__(self, secret: bytes, name: str) -> None:
@@ -55,19 +56,19 @@ class Grants:
         """Blocks of all leases in `_kept`."""
 
     def to(self, reader: str, message: AnyMessage) -> bytes:
-        """The tag that goes with a message to `reader`; empty where the message hands it no
-        lease. The front hands leases on and copies nothing.
+        """Return the tag for a message to `reader`; empty if the message gives it no lease. The
+        front gets no tag: it passes leases on and copies nothing.
         """
         lease = None if reader == FRONT else _lease_of(message)
         return b"" if lease is None else self.grant(reader, lease).tag
 
     def grant(self, reader: str, lease: KvLease) -> Grant:
-        """What lets `reader` copy the blocks of `lease`."""
+        """Return the grant that lets `reader` copy the blocks of `lease`."""
         tag = self._tag(reader, lease.source, lease.block_ids, lease.versions)
         return Grant(lease.block_ids, lease.versions, tag)
 
     def keep(self, message: AnyMessage, tag: bytes) -> None:
-        """Remember what came with a message."""
+        """Keep the tag that arrived with a message, by the message's lease; drop the oldest."""
         lease = _lease_of(message)
         if lease is None or not tag:
             return
@@ -82,16 +83,16 @@ class Grants:
             self._num_blocks -= len(oldest.block_ids)
 
     def of(self, lease: KvLease) -> Grant:
-        """The grant under which this process may copy the blocks of `lease`: it was handed that
-        lease, or one that these blocks are a part of, as when prefill has the first of them itself.
-        Empty if it was not.
+        """Return the grant under which this process may copy the blocks of `lease`: that of the
+        lease itself, or of a larger lease with these blocks, as when prefill has the first of them
+        itself. Empty if there is none.
         """
         tag = self._kept.get(lease)
         if tag is not None:
             return Grant(lease.block_ids, lease.versions, tag)
         wanted = _pairs(lease)
         for kept, kept_tag in reversed(list(self._kept.items())):
-            # One block first: to make a set of each that is kept would take half a second.
+            # Test one block first: making a set of every kept lease would take half a second.
             has_last = all(block_id in kept.block_ids for block_id in lease.block_ids[-1:])
             if kept.source == lease.source and has_last and wanted <= _pairs(kept):
                 return Grant(kept.block_ids, kept.versions, kept_tag)
@@ -105,11 +106,11 @@ class Grants:
         block_ids: tuple[int, ...],
         versions: tuple[int, ...],
     ) -> bool:
-        """Whether `reader` may copy these blocks of the pool at `source`."""
+        """Return True if the grant lets `reader` copy these blocks of the pool at `source`."""
         is_whole = (block_ids, versions) == (
             grant.block_ids,
             grant.versions,
-        )  # As nearly always.
+        )  # The usual case.
         granted = () if is_whole else zip(grant.block_ids, grant.versions, strict=False)
         is_part = is_whole or set(granted).issuperset(zip(block_ids, versions, strict=False))
         return is_part and hmac.compare_digest(

@@ -1,18 +1,18 @@
-"""The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
-whichever transport both ends can do.
+"""The Wire seam's bytes, live: pulls of leased blocks out of another process's KV pool, over a
+transport that both ends support.
 
     shm   the shared-memory file is on this host: mapped once, copied from   (runtime/transfer/shared_memory)
     nixl  both ends have NIXL: one-sided reads over UCX                      (runtime/transfer/nixl)
     tcp   anything else: the owner's server sends                            (runtime/transfer/tcp)
 
-Each is a KvTransfer (runtime/transfer/transport), and `transfers_to` picks.
+Each transport is a KvTransfer (runtime/transfer/transport), and `transfers_to` chooses.
 
-Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
-them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
-transport, by the versions the owner holds. A source that was silent once is not asked for
-SHUN_S, so that what else is due from it fails at once.
+The reader always copies into its own blocks. After `pull` has returned, nothing more is written to
+them: no late write can land in a block that another request uses by then. With every transport, a
+freed block voids the pull, by the versions in the owner's pool. A source that timed out once is not
+asked for SHUN_S, so that other pulls from it fail at once.
 
-Knows nothing of requests.
+Independent of requests.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class OwnEnd:
-    """This process's end of every transfer: the transports it may use, and what they need."""
+    """Own end of every transfer: the transports it may use, and their key, grants and agent."""
 
     handover: str
     key: bytes
-    """Key that TCP connections are proven with."""
+    """Key of the handshake on TCP connections."""
     grants: Grants | None
     """None: the process has no secret, so it can ask no other process for blocks."""
     nixl: NixlAgent | None
@@ -53,8 +53,8 @@ class OwnEnd:
 
 
 class KvWire:
-    """Pulls into this process's pool from any other, and serves it to others. `pull` may be called
-    from any thread.
+    """Transfers of this process's pool: pulls into it from other pools, and a server for others'
+    pulls. `pull` may be called from any thread.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class KvWire:
         grants: Grants | None = None,
         lease_s: float = 30.0,
     ) -> None:
-        """`host` is what the server listens on, and where others find it. `lease_s`: no pull takes
-        longer. `secret` and `grants` are needed for anything but shared memory, which the system
-        itself keeps from other users.
+        """`host`: address that the server listens on and that other hosts use. `lease_s`: longest
+        time of a pull. `secret` and `grants`: needed for all transports but shared memory, which
+        the system itself protects from other users.
 
-        Raises ConfigError if `handover` is "nixl" and it is not installed.
+        Raises ConfigError if `handover` is "nixl" and NIXL is not installed.
         """
         if handover == NIXL:
             require_nixl()
@@ -86,7 +86,7 @@ class KvWire:
         self.address = pool.name
         """Address of the pool, as leases name it."""
         if nixl is not None and handover == NIXL:
-            nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
+            nixl.about(pool)  # Make it now, not in the middle of the first pull.
         if handover != SHM:
             if grants is None:
                 raise ValueError(
@@ -99,13 +99,13 @@ class KvWire:
             self.address = self._server.address
         self._lock = threading.Lock()
         self._sources: dict[str, _SourcePool] = {}
-        """Unit -> its source: a restarted unit's pool has another name and takes its predecessor's
-        place.
+        """Unit -> its source. The pool of a restarted unit has another name and replaces its
+        predecessor.
         """
         self._looked_s = time.monotonic()
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Copy and verify leased blocks. Returns None, or what went wrong."""
+        """Copy and verify leased blocks. Return None, or what went wrong."""
         try:
             return self._source(lease.source).pull(
                 self._pool, lease, into, time.monotonic() + self._lease_s
@@ -114,31 +114,29 @@ class KvWire:
             return str(error)
 
     def is_near(self, source: str) -> bool:
-        """Whether pulls from there wait for nobody: they are copies in memory. Takes no longer than
-        opening a file.
+        """Return True if pulls from `source` are copies in memory, which wait for no process. Takes
+        no longer than opening a file.
         """
         try:
             return self._source(source).is_near
         except PoolError:
-            return True  # And fail at once.
+            return True  # Pulls fail at once.
 
     def is_on_node(self, source: str) -> bool:
-        """Whether the pool is on this node, whichever way its KV comes."""
+        """Return True if the pool is on this node, over any transport."""
         try:
             known = self._source(source)
         except PoolError:
-            return True  # Nothing comes from there.
+            return True  # No bytes come from there.
         return known.is_near or known.address.host == self._host
 
     def transport_of(self, source: str) -> str:
-        """Which transport the pulls from there take, as far as is known; "" before the first over a
-        network.
-        """
+        """Return the transport of pulls from `source`; "" before the first pull over a network."""
         return self._source(source).transport
 
     def let_go(self) -> None:
-        """Unmap pools whose units are gone: else they hold the memory that the next ones need. Looks
-        once a second at most.
+        """Unmap the pools of ended units: a mapped pool occupies memory that later units need.
+        Looks once per second at most.
         """
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
@@ -180,18 +178,18 @@ class _SourcePool:
         self.address = address
         self.transport = ""
         self.transfers = transfers_to(address, own)
-        """Those that did not fail, the best first. The last one is always usable."""
+        """Transfers over transports that have not failed, best first. The last is always usable."""
         self._may_fall_back = own.handover == AUTO
         self._peer = self.transfers[0].peer
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        """Held while something is pulled over a network."""
+        """Held during a pull over a network."""
         if self.is_near:
             self._note_transport(self.transfers[0])
 
     @property
     def is_near(self) -> bool:
-        """Whether pulls are copies in memory."""
+        """True if pulls are copies in memory."""
         return self._peer is None
 
     def pull(
@@ -219,13 +217,11 @@ class _SourcePool:
 
     @property
     def is_gone(self) -> bool:
-        """Its pool is mapped here and removed there."""
+        """True if the pool is mapped here and its file was removed."""
         return not any(transfer.is_usable for transfer in self.transfers)
 
     def close(self) -> None:
-        """Let nothing be pulled from it any more. A pull under way fails soon, and lets go by
-        itself.
-        """
+        """Close the transfers. A pull under way fails soon, and then closes them itself."""
         self._closing.set()
         if self._peer is not None:
             self._peer.interrupt()
@@ -248,7 +244,7 @@ class _SourcePool:
                 transfer.close()
                 if not self._may_fall_back:
                     raise
-                # If its owner is gone, the next one fails at once too.
+                # If the pool's owner is gone, the next transport fails at once too.
                 self.transfers = tuple(one for one in self.transfers if one is not transfer)
                 log.warning(
                     "%s is pulled from over %s from now on: %s",
@@ -268,8 +264,8 @@ class _SourcePool:
 
 
 def transfers_to(address: PoolAddress, own: OwnEnd) -> tuple[KvTransfer, ...]:
-    """Pick the transports to a pool by what this end can do, the best first; they ask what the other
-    end can do when they are opened. Raises PoolError if there is none.
+    """Choose the transports to a pool by the abilities of this end, best first. Each asks for the
+    other end's abilities when it is opened. Raises PoolError if there is none.
     """
     if own.handover in (SHM, AUTO):
         mapped = map_pool(address, is_asked=own.handover == SHM)
@@ -284,11 +280,13 @@ def transfers_to(address: PoolAddress, own: OwnEnd) -> tuple[KvTransfer, ...]:
 
 
 def open_kv_wire(pool: KvPool, run: Run, grants: Grants) -> KvWire:
-    """Make what a process of a run pulls with, and others pull from. Raises ConfigError."""
+    """Make the KvWire of a run's process, for its pulls and for others' pulls from it. Raises
+    ConfigError.
+    """
     deployment = run.deployment
     handover = deployment.handover
     if handover == AUTO and is_near(run.address):
-        handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
+        handover = SHM  # All pullers are on this host, so no server is needed.
     return KvWire(
         pool,
         handover,

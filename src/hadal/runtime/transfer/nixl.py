@@ -1,13 +1,13 @@
-"""Pulls with NIXL (UCX): one-sided reads of the owner's pool, which lies registered in its process.
+"""Pulls with NIXL (UCX): one-sided reads of the owner's pool, which the owner has registered.
 
-A read that was given up may still write: over TCP, a frozen owner that goes on sends into the
-reader's memory after its handle was released and its agent removed. So reads land in a buffer of
-the reader's own, from where they are copied into the pool once they are complete; a buffer with an
-unfinished read is never used again. The versions are read from the owner after the data: the
-same as leased, the data is what was leased.
+A read that was given up may still write: over TCP, a frozen owner that resumes sends into the
+reader's memory, even after the reader released the handle and removed the agent. So reads go into a
+buffer of the reader, and complete reads are copied from there into the pool. A buffer with an
+unfinished read is never used again. After the data, the versions are read from the owner: if they
+equal those of the lease, the data is what was leased.
 
-The agents are made when first needed, which takes a while. Their threads sleep in poll(2) up to
-POLL_US; the library's own Python wrapper leaves that at 0, which takes a whole core as long as the
+An agent is made when first needed, which takes a while. Its threads sleep in poll(2) up to POLL_US;
+the library's own Python wrapper leaves that at 0, which occupies a whole core as long as the
 process lives.
 """
 
@@ -36,13 +36,12 @@ from hadal.runtime.transfer.transport import NIXL, CannotPull
 log = logging.getLogger(__name__)
 
 POLL_US = 100_000
-"""Time between two looks of the progress thread without an event."""
+"""Longest sleep of the progress thread without an event, microseconds."""
 HALF_BYTES = 4 << 20
-"""Size of half a buffer: one half is being read into while the other is copied out. One block at
-least.
+"""Size of half a buffer, but one block at least. Reads fill one half while the other is copied out.
 """
 MAX_RETIRED = 16
-"""Buffers that unfinished reads took along, at most; then this process pulls over TCP."""
+"""Most buffers set aside because of unfinished reads; then this process pulls over TCP."""
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _SPINS = 50
 _NAP_S, _NAP_MAX_S = 20e-6, 1e-3
@@ -54,11 +53,11 @@ INSTALL = (
 
 
 class NixlError(CannotPull):
-    """NIXL cannot do it; TCP may."""
+    """Failure of NIXL; a pull over TCP may still succeed."""
 
 
 def package() -> str | None:
-    """Which build of NIXL is installed; None: none."""
+    """Return the name of the installed NIXL build; None if there is none."""
     return next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
 
 
@@ -69,23 +68,23 @@ def require_nixl() -> None:
 
 
 class NixlAgent:
-    """This process's NIXL: what others read its pool through, and what it reads theirs with. From
+    """NIXL agent of this process: others read its pool through it, and it reads their pools. From
     any thread.
     """
 
     def __init__(self, name: str) -> None:
-        """`name`: of no other agent that it meets."""
+        """`name`: unique among the agents that it meets."""
         self._name = name
         self._lock = threading.Lock()
         self._agent: Any = None
         self._about: AboutNixl | None = None
         self._pool: KvPool | None = None
-        """Registered: its memory has to stay as long as the agent."""
+        """The registered pool: its memory has to stay as long as the agent."""
         self._retired: list[Buffer] = []
         self.library: Any = None
 
     def about(self, pool: KvPool) -> AboutNixl:
-        """The pool registered, and what a reader must know of it."""
+        """Register the pool at the first call, and return the data that a reader needs."""
         with self._lock:
             if self._about is None:
                 self._pool = pool
@@ -93,7 +92,7 @@ class NixlAgent:
                     agent = self._open()
                     self.register(pool.versions.ctypes.data, pool.versions.nbytes)
                     self.register(pool.blocks.ctypes.data, pool.blocks.nbytes)
-                    # Only now: what is told before memory is registered does not say where it is.
+                    # Only now: before the registration, the metadata lacks the memory's address.
                     self._about = AboutNixl(
                         agent.getLocalMD(), pool.blocks.ctypes.data, pool.versions.ctypes.data
                     )
@@ -103,7 +102,7 @@ class NixlAgent:
             return self._about
 
     def reader(self, about: AboutNixl, block_bytes: int, num_blocks: int) -> NixlReader:
-        """What reads the pool that `about` describes. Raises NixlError."""
+        """Make a reader of the pool that `about` describes. Raises NixlError."""
         with self._lock:
             agent = self._open()
             half_bytes = max(HALF_BYTES // block_bytes, 1) * block_bytes
@@ -117,23 +116,23 @@ class NixlAgent:
         except self.errors() as error:
             self.forget(
                 agent, buffer
-            )  # Memory that goes while it is registered is read into elsewhere later.
+            )  # If memory is freed while it is registered, later reads land elsewhere.
             raise NixlError(f"{type(error).__name__}: {error}") from error
         return NixlReader(self, agent, peer, about, buffer)
 
     @property
     def is_full(self) -> bool:
-        """Too many buffers are set aside: nothing more is to be read."""
+        """True if too many buffers are set aside: no read may start any more."""
         return len(self._retired) >= MAX_RETIRED
 
     def retire(self, buffer: Buffer) -> None:
-        """Keep a buffer, registered, that something may still write to."""
+        """Set aside a buffer, still registered, to which an unfinished read may still write."""
         with self._lock:
             self._retired.append(buffer)
         log.warning("a NIXL read did not end; %d buffers are set aside", len(self._retired))
 
     def forget(self, agent: Any, buffer: Buffer) -> None:
-        """Unregister a buffer that nothing writes to."""
+        """Unregister a buffer to which no read can write."""
         try:
             agent.deregisterMem(_regions(self.library, buffer.address, buffer.size))
         except self.errors() as error:
@@ -145,7 +144,7 @@ class NixlAgent:
         self._agent.registerMem(_regions(self.library, address, num_bytes))
 
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the library raises; its exceptions have no base of their own."""
+        """Return the library's exceptions; they have no common base."""
         names = [name for name in dir(self.library) if name.endswith("Error")]
         return (NixlError, *(getattr(self.library, name) for name in names))
 
@@ -172,7 +171,7 @@ class NixlAgent:
 
 
 class Buffer:
-    """Memory that reads land in: two halves, and room for the versions of a whole pool."""
+    """Memory for reads: two halves, and space for the versions of a whole pool."""
 
     def __init__(self, size: int, half_bytes: int) -> None:
         self.size = size
@@ -184,8 +183,8 @@ class Buffer:
 
 
 class NixlReader:
-    """Reads one pool of another process. One thread at a time may use it; after an error it is to
-    be closed.
+    """Reader of one pool of another process. One thread at a time may use it. After an error it has
+    to be closed.
     """
 
     def __init__(
@@ -197,15 +196,15 @@ class NixlReader:
         self._about = about
         self._buffer = buffer
         self._under_way: list[int] = []
-        """Handles of reads that have not been seen to end."""
+        """Handles of reads that are not known to have ended."""
         self._is_closed = False
 
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Copy leased blocks and verify their versions. Returns None, or why the copy is void.
+        """Copy leased blocks and verify their versions. Return None, or why the copy is void.
 
-        Raises NixlError, TimeoutError: the reader is of no more use.
+        Raises NixlError and TimeoutError; the reader is unusable afterwards.
         """
         try:
             return self._pull(own, lease, into, deadline_s)
@@ -215,7 +214,7 @@ class NixlReader:
             raise NixlError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Let go of the owner, and of the buffer if nothing can write to it."""
+        """Release the owner's agent, and the buffer if no read can still write to it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -268,7 +267,7 @@ class NixlReader:
             start += view.nbytes
 
     def _holds(self, lease: KvLease, deadline_s: float) -> bool:
-        """Whether the owner freed none of the blocks, as its memory says now."""
+        """Return True if the owner freed none of the blocks, by the versions in its memory now."""
         first, last = min(lease.block_ids), max(lease.block_ids)
         count = last - first + 1
         there = (self._about.versions + 8 * first, 8 * count)
@@ -280,7 +279,9 @@ class NixlReader:
     def _descriptors(
         self, block_bytes: int, ids: Sequence[int], half: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(address, bytes) of where blocks are read to and from; neighbours in one piece."""
+        """Return (address, bytes) of all pieces to read into, and to read from. Adjacent blocks are
+        one piece.
+        """
         begin = self._buffer.address + half * self._buffer.half_bytes
         here, there = [], []
         for at, count in runs(ids):
@@ -319,8 +320,8 @@ class NixlReader:
 
 
 class NixlTransfer:
-    """A transfer out of a pool that its owner has registered, as its server describes it over TCP.
-    One thread at a time may use it.
+    """A transfer out of a pool that its owner has registered; the owner's server describes it over
+    TCP. One thread at a time may use it.
     """
 
     name = NIXL
@@ -338,7 +339,7 @@ class NixlTransfer:
     def open(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Check that the blocks fit, and make the reader. Returns None, or why they do not fit.
+        """Check that the blocks fit, and make the reader. Return None, or why they do not fit.
         Raises OSError, BadPeer, PoolError, NixlError.
         """
         about = self._tcp.about(deadline_s)
@@ -360,7 +361,7 @@ class NixlTransfer:
         return self._reader.pull(own, lease, into, deadline_s)
 
     def close(self) -> None:
-        """Close the reader, whose buffer may be set aside; the connection is its TcpTransfer's."""
+        """Close the reader. Its TcpTransfer owns the connection and closes it."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -1,15 +1,15 @@
-"""Direct TCP connections between processes of a run, which KV and weights of experts travel over:
-one protocol, one server, one client, and the limits of all of them.
+"""Direct TCP connections between processes of a run, for KV and expert weights: one protocol, one
+server, one client, and their limits.
 
     connector  magic, nonce ->
-               <- magic, nonce, proof       (silence where the other is not of this deployment)
+               <- magic, nonce, proof       (no answer to a wrong magic)
     its name, proof ->
     ask ->
                <- answer, and the bytes that it announces
 
-Asks and answers are frames: msgpack behind its length. A connection carries one ask after another.
-Knows neither what is asked nor what is answered (runtime/transfer/tcp, runtime/transfer/experts).
-Why a proof is one: core/handshake.
+Asks (requests) and answers are frames: a length, then msgpack. A connection carries one ask after
+another. Independent of the content of asks and answers (runtime/transfer/tcp,
+runtime/transfer/experts). core/handshake explains the proofs.
 """
 
 from __future__ import annotations
@@ -33,29 +33,28 @@ from hadal.runtime.worker import lower_priority
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
-"""A peer that says nothing, or takes nothing, for this long is dead or frozen."""
+"""A peer that sends nothing, or accepts nothing, for this long is dead or frozen."""
 MIN_BYTES_PER_S = 10e6
-"""A peer that trickles is given up: to bring bytes may take SILENCE_S and this rate. A disk is
-faster.
+"""Slowest rate of a peer: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S, then it is given up. A
+disk is faster.
 """
 SHUN_S = 2.0
-"""A peer that failed is not asked for this long, so that what else is due from it fails at once. So
-nobody waits for silent peers more than half of the time.
+"""Time for which a failed peer is not asked, so that other asks to it fail at once. So a process
+waits for silent peers at most half of the time.
 """
 IDLE_S = 120.0
-"""A connection without asks is closed; whoever made it makes another when it needs one."""
+"""Connections without asks for this long are closed; a client makes a new one when it needs one."""
 TRIES = 3
-"""Connections that an ask is tried over: one that was idle may have been closed, and the next may
-break.
+"""Connections over which an ask is tried: an idle one may have been closed, and the next may break.
 """
 NIXL_START_S = 6.0
-"""Silence before the answer to how NIXL reads a pool: its owner makes its agent when first asked
-for it, which takes long where cores are short.
+"""Longest silence before the answer to AskNixl: the owner makes its agent at the first such ask,
+which takes long on busy cores.
 """
 MAX_CONNECTIONS = 128
-"""Connections that a server serves at once; more wait. One for every rank that pulls."""
+"""Most connections that a server serves at once; more wait. Every rank that pulls has one."""
 MAX_UNPROVEN = 64
-"""Accepted connections that have not proven themselves yet; one more ends the oldest of them."""
+"""Most accepted connections before their handshake is done; one more ends the oldest."""
 MAX_FRAME_BYTES = 4 << 20
 """Longest frame. The lease of a million tokens takes a twentieth of it."""
 MAX_PIECES = 512
@@ -70,15 +69,15 @@ T = TypeVar("T")
 
 
 class NotProven(ConnectionError):
-    """The other side is not of this deployment, or something on the way changed what it said."""
+    """Failed proof: the other side is not of this deployment, or data was changed on the way."""
 
 
 class BadPeer(HadalError):
-    """What came is not what this protocol says."""
+    """Violation of the protocol by the other side."""
 
 
 class Channel:
-    """A socket whose other end proved itself; `name` is what it calls itself. Every record is
+    """A socket after the handshake. `name`: the name that the connecting side gave. Every record is
     tagged if the other end is on another host. Raises OSError: silence, the deadline, an end in the
     middle, NotProven.
     """
@@ -90,9 +89,7 @@ class Channel:
         self._in = handshake.seal(is_outgoing=False)
 
     def send(self, *records: Sequence[memoryview | bytes], deadline_s: float | None = None) -> None:
-        """Send records, straight from where they lie. `deadline_s`: SILENCE_S from now, unless it
-        is given.
-        """
+        """Send records without copying them. `deadline_s`: SILENCE_S from now, unless given."""
         deadline_s = time.monotonic() + SILENCE_S if deadline_s is None else deadline_s
         left: list[memoryview] = []
         for record in records:
@@ -104,7 +101,7 @@ class Channel:
             left = after(left, self.connection.sendmsg(left[:MAX_PIECES]))
 
     def fill(self, *views: memoryview, deadline_s: float, silence_s: float | None = None) -> None:
-        """Receive one record into `views`, in order. `silence_s`: SILENCE_S, unless it is given."""
+        """Receive one record into `views`, in order. `silence_s`: SILENCE_S, unless given."""
         silence_s = SILENCE_S if silence_s is None else silence_s
         if self._in is None and len(views) == 1:
             fill(self.connection, views[0], deadline_s, silence_s)
@@ -134,8 +131,8 @@ class Channel:
         deadline_s: float,
         silence_s: float | None = None,
     ) -> F:
-        """Receive a frame of those that `decoder` knows. `silence_s` before its first byte. Raises
-        BadPeer, too.
+        """Receive a frame that `decoder` can read. `silence_s`: longest silence before its first
+        byte. Raises BadPeer, too.
         """
         head = bytearray(U32.size)
         self.fill(memoryview(head), deadline_s=deadline_s, silence_s=silence_s)
@@ -156,7 +153,7 @@ class Channel:
 def _handshake(
     connection: socket.socket, key: bytes, *, is_connector: bool
 ) -> tuple[Handshake, bytes]:
-    """One side of a new connection's handshake, and its challenge."""
+    """Return one side of a new connection's handshake, and its challenge."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host, port = connection.getpeername()[:2]
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -171,7 +168,7 @@ def _handshake(
 
 
 def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float) -> Channel:
-    """Connect, as `name`, and prove to each other who is who. Raises OSError."""
+    """Connect as `name`, and do the handshake as the connecting side. Raises OSError."""
     timeout_s = min(SILENCE_S, max(0.001, deadline_s - time.monotonic()))
     connection = socket.create_connection((host, port), timeout=timeout_s)
     try:
@@ -189,8 +186,8 @@ def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float)
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Prove to each other who is who, as the side that accepted, within SILENCE_S. Raises OSError;
-    the caller closes the connection.
+    """Do the handshake as the accepting side, within SILENCE_S. Raises OSError; the caller closes
+    the connection.
     """
     deadline_s = time.monotonic() + SILENCE_S
     handshake, challenge = _handshake(connection, key, is_connector=False)
@@ -203,11 +200,10 @@ def accept_channel(connection: socket.socket, key: bytes) -> Channel:
 
 
 class PeerServer(Generic[F]):
-    """Answers peers that proved themselves, from `start` until closed. `port` is where.
+    """Server that answers peers after their handshake, from `start` until closed, on `port`.
 
-    A thread accepts, and each connection has one of its own that ends with it: when the other
-    closes or dies, says what cannot be read, is silent for IDLE_S between asks, or for SILENCE_S in
-    the middle of one.
+    One thread accepts. Each connection has its own thread, which ends with it: when the peer closes
+    or dies, sends unreadable data, is silent for IDLE_S between asks, or for SILENCE_S within one.
     """
 
     def __init__(
@@ -222,13 +218,13 @@ class PeerServer(Generic[F]):
         greet: Callable[[Channel], None] = lambda channel: None,
         in_background: bool = False,
     ) -> None:
-        """`kind` and `what` say what is served, as Refusals has it. `answer` is called with every
-        ask, and `greet` before the first one, both from the connection's thread. `in_background`:
-        the threads give way to all others.
+        """`kind` and `what`: names of the served data, as in Refusals. `answer` is called with
+        every ask, and `greet` before the first one, both from the connection's thread.
+        `in_background`: the threads run with a lower priority.
         """
         self.refusals = Refusals(kind, what)
         self.closing = threading.Event()
-        """Set once what is being sent is to be broken off."""
+        """Set once running answers have to be broken off."""
         self._key = key
         self._kind = kind
         self._asks = asks
@@ -241,7 +237,7 @@ class PeerServer(Generic[F]):
         self._lock = threading.Lock()
         self._connection_to_thread: dict[socket.socket, threading.Thread] = {}
         self._unproven: dict[socket.socket, None] = {}
-        """Connections that have not proven themselves yet, the oldest first."""
+        """Connections before the end of their handshake, oldest first."""
         self._thread = threading.Thread(target=self._accept, name=f"{kind}-server", daemon=True)
 
     @property
@@ -254,8 +250,8 @@ class PeerServer(Generic[F]):
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Break off what is being sent and free the port. False if a thread has not ended within
-        `timeout_s`.
+        """Break off running answers and free the port. Return False if a thread has not ended
+        within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
@@ -273,11 +269,11 @@ class PeerServer(Generic[F]):
     # ---- in the thread that accepts ----
     def _accept(self) -> None:
         if self._in_background:
-            lower_priority()  # And so are the threads that it starts.
+            lower_priority()  # The threads that it starts inherit the priority.
         while not self.closing.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:  # Gone again, or no descriptor left, or it is over.
+            except OSError as error:  # The peer is gone, no descriptor is left, or this closes.
                 if not self.closing.is_set():
                     log.warning("a connection for %s was refused: %s", self._kind, error)
                     self.closing.wait(SILENCE_S)
@@ -294,7 +290,7 @@ class PeerServer(Generic[F]):
                 return
             try:
                 thread.start()
-            except RuntimeError as error:  # No more threads: the next one may be served again.
+            except RuntimeError as error:  # No more threads now: a later connection may get one.
                 log.warning("a connection for %s was refused: %s", self._kind, error)
                 connection.close()
                 return
@@ -302,7 +298,7 @@ class PeerServer(Generic[F]):
             self._unproven[connection] = None
             oldest = next(iter(self._unproven)) if len(self._unproven) > MAX_UNPROVEN else None
         if oldest is not None:
-            shut(oldest)  # Whoever only connects keeps nobody out.
+            shut(oldest)  # Connections without a handshake must not keep others out.
 
     # ---- in a connection's thread ----
     def _talk(self, connection: socket.socket) -> None:
@@ -311,12 +307,12 @@ class PeerServer(Generic[F]):
                 channel = self._prove(connection)
                 if channel is not None:
                     self._serve(channel)
-        except NotProven as error:  # What came later was changed on its way.
+        except NotProven as error:  # Data after the handshake was changed on its way.
             self.refusals.count(error)
-        except (OSError, BadPeer) as error:  # A deadline's TimeoutError is one.
+        except (OSError, BadPeer) as error:  # Includes the TimeoutError of a deadline.
             log.debug("a peer that asked for %s is gone: %r", self._kind, error)
         except Exception:
-            log.exception("%s could not be sent", self._kind)  # Its peer does without.
+            log.exception("%s could not be sent", self._kind)  # The peer gets no answer.
         finally:
             with self._lock:
                 self._connection_to_thread.pop(connection)
@@ -325,7 +321,7 @@ class PeerServer(Generic[F]):
         try:
             return accept_channel(connection, self._key)
         except OSError as error:
-            # Silence counts as well: it kept a connection from others.
+            # Silence counts as well: it occupied a connection.
             if not self.closing.is_set():
                 self.refusals.count(str(error) or type(error).__name__)
             return None
@@ -334,7 +330,7 @@ class PeerServer(Generic[F]):
                 self._unproven.pop(connection)
 
     def _serve(self, channel: Channel) -> None:
-        # The limit is of connections that proved themselves.
+        # The limit counts only connections after their handshake.
         if not self._serving_limit.acquire(timeout=SILENCE_S):
             log.warning(
                 "a connection for %s was refused: %d are served", self._kind, MAX_CONNECTIONS
@@ -350,8 +346,8 @@ class PeerServer(Generic[F]):
 
 
 class PeerLink:
-    """Connection to one server, made when something is asked and kept until closed. One thread at a
-    time may use it.
+    """Connection to one server, made at the first ask and kept until closed. One thread at a time
+    may use it.
     """
 
     def __init__(
@@ -362,7 +358,7 @@ class PeerLink:
         name: str = "",
         greeted: Callable[[Channel, float], None] = lambda channel, deadline_s: None,
     ) -> None:
-        """`name`: who asks. `greeted` is called with a new channel and the deadline."""
+        """`name`: name of this process. `greeted` is called with a new channel and the deadline."""
         self._host = host
         self._port = port
         self._key = key
@@ -376,12 +372,13 @@ class PeerLink:
         return time.monotonic() < self._shunned_until_s
 
     def shun(self) -> None:
-        """The peer failed: leave it alone for SHUN_S."""
+        """Note that the peer failed: it is not to be asked for SHUN_S."""
         self._shunned_until_s = time.monotonic() + SHUN_S
 
     def ask(self, use: Callable[[Channel], T], deadline_s: float, tries: int = TRIES) -> T:
-        """Return what `use` makes of the channel, and try again over a new one if that breaks. When
-        it raises, the link is closed. Raises OSError, and what `use` and `greeted` raise.
+        """Return the result of `use` with the channel; try again over a new channel if the
+        connection breaks. Any exception closes the link. Raises OSError, and what `use` and
+        `greeted` raise.
         """
         for number in range(tries):
             try:
@@ -392,7 +389,7 @@ class PeerLink:
                     raise
                 log.debug("%s:%d: %s", self._host, self._port, error)
             except BaseException:
-                self.close()  # It is in the middle of something.
+                self.close()  # An exchange is half done.
                 raise
         raise AssertionError("unreachable")
 
@@ -420,13 +417,13 @@ class PeerLink:
 
 
 def deadline_of(num_bytes: int) -> float:
-    """When, by time.monotonic, a peer has to be done that begins to bring so many bytes now."""
+    """Return the time.monotonic by which a peer must have sent `num_bytes`, beginning now."""
     return time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S
 
 
 def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence_s: float) -> None:
-    """Receive exactly these bytes. Raises OSError: silence for `silence_s`, the deadline, or an end
-    in the middle.
+    """Receive bytes until `view` is full. Raises OSError: silence for `silence_s`, the deadline, or
+    an end in the middle.
     """
     while view:
         wait(connection, deadline_s, silence_s)
@@ -437,8 +434,8 @@ def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence
 
 
 def wait(connection: socket.socket, deadline_s: float, silence_s: float) -> None:
-    """Let the next call on the connection wait for `silence_s`, and not beyond the deadline. Raises
-    TimeoutError.
+    """Set the timeout of the next call on the connection: `silence_s`, but not beyond the deadline.
+    Raises TimeoutError if the deadline is over.
     """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
@@ -447,7 +444,7 @@ def wait(connection: socket.socket, deadline_s: float, silence_s: float) -> None
 
 
 def after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` once the first `count` bytes are done."""
+    """Return the rest of `views` after the first `count` bytes."""
     done = 0
     while done < len(views) and count >= views[done].nbytes:
         count -= views[done].nbytes
@@ -459,7 +456,7 @@ def after(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def shut(connection: socket.socket) -> None:
-    """Make every call on the connection, in whatever thread, end now."""
+    """Make every call on the connection, in any thread, end now."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
@@ -467,7 +464,7 @@ def shut(connection: socket.socket) -> None:
 
 
 def _take(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    """Receive so many bytes, within SILENCE_S."""
+    """Receive `num_bytes` bytes by the deadline, with silences of at most SILENCE_S."""
     data = bytearray(num_bytes)
     fill(connection, memoryview(data), deadline_s, SILENCE_S)
     return bytes(data)

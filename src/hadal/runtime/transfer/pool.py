@@ -1,19 +1,19 @@
-"""A rank's KV pool in POSIX shared memory: its file, its versions, and the copy out of one
-that is on this host.
+"""A rank's KV pool in POSIX shared memory: its file, the versions of its blocks, and copies out of
+another pool on this host.
 
 A pool is a file in /dev/shm:
 
-    header (one page)  magic, lengths, dtype, shape [P, L, S, D], a number drawn at its birth
+    header (one page)  magic, lengths, dtype, shape [P, L, S, D], a random birth number
     versions        int64 [P], raised by the owner whenever a block is freed
     cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
 
-The owner holds a lock on the file while it lives, so a file nobody locks is a dead process's and
-may be unlinked by anyone. A puller reads the versions before and after the copy: a block that
-was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's own locks, taken
-between the copy and the second look.)
+The owner holds a lock on the file while it lives. A file without a lock belongs to a dead process,
+and any process may unlink it. A puller reads the versions before and after the copy: a block that
+was freed meanwhile makes the copy void. (The interpreter's own locks, taken between the copy and
+the second read, order the loads.)
 
-Knows nothing of which block holds what, and of no other host (runtime/transfer/kv). P blocks, L
-layers, S tokens of a block, D values of an entry.
+Does not depend on the content of blocks or on other hosts (runtime/transfer/kv). P: blocks, L:
+layers, S: tokens per block, D: values per entry.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _MAGIC = b"HADALKV2"
 _HEADER = struct.Struct("<8sQQ16s4Q8s")
 """magic, offset of the cache, bytes of a block, dtype, shape, birth"""
 POOL_DTYPE = "float32"
-"""Type of the values in pools that are served from."""
+"""Type of the values in the pools of serving processes."""
 _MADV_POPULATE_WRITE = 23  # madvise(2); Python has no name for it.
 _TOUCHED_BYTES = 4 << 20
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvPool:
-    """One shared-memory file, created by its owner or opened by a puller. `cache` is its blocks'
-    bytes, where a KvCache lies.
+    """One shared-memory file, created by its owner or opened by a puller. `cache`: the bytes of its
+    blocks, which a KvCache uses as its memory.
     """
 
     def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
@@ -65,7 +65,7 @@ class KvPool:
         self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=protection)
         _, offset, self.block_bytes, dtype, *shape, birth = _HEADER.unpack_from(self._map)
         self.birth: str = birth.hex()
-        """Tells it from any other shared-memory file, of the same name on another host as well."""
+        """Random id that no other shared-memory file has, not even one of this name elsewhere."""
         self.dtype = dtype.rstrip(b"\0").decode("ascii")
         self.num_blocks, num_layers, block_tokens, latent = shape
         self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
@@ -79,17 +79,19 @@ class KvPool:
         )
         """[P, bytes of a block]"""
         self._toucher: threading.Thread | None = None
-        """Refers to the pool, so whoever only reads has none: the memory goes with the last view."""
+        """Owner's thread in `_touch`. It refers to the pool, so a reader has none: the reader's
+        mapping goes with the last view.
+        """
         if is_owner:
             self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)
             self._toucher.start()
 
     def _touch(self) -> None:
-        """Have the page tables filled in, from the first block, which is used first: a first touch
-        costs two microseconds a page in the middle of a step, and all of them at the start as many
-        seconds as there are GB. Without the interpreter's lock.
+        """Fill the page tables, beginning with the first block, which is used first. A first touch
+        in the middle of a step costs 2 us per page; touching all pages at the start takes about 1 s
+        per GB. Runs without the interpreter's lock.
         """
-        # Older kernels do not know the advice: nothing happens.
+        # Older kernels lack the advice: nothing happens.
         madvise = ctypes.CDLL(None).madvise
         for offset in range(0, len(self._map), _TOUCHED_BYTES):
             if self._fd < 0:
@@ -102,15 +104,15 @@ class KvPool:
     def create(cls, name: str, shape: Shape, dtype: str = POOL_DTYPE) -> KvPool:
         """Make and lock a zeroed shared-memory file with all of its memory reserved.
 
-        Raises ConfigError, saying what to do, if shared memory has no room for it.
+        Raises ConfigError, with advice, if /dev/shm has too little free memory.
         """
         if dtype not in _DTYPES or min(shape) < 1 or shape[2] != BLOCK_TOKENS:
             raise ValueError(f"a pool of {dtype} {shape} cannot be")
         block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
         offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
         size = offset + shape[0] * block_bytes
-        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves
-        # nothing.
+        # The file gets its name once it is whole and locked: no process sees half a pool, and a
+        # crash before that leaves no file.
         fd = os.open(SHM_FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -133,7 +135,7 @@ class KvPool:
 
     @classmethod
     def open(cls, name: str) -> KvPool:
-        """Map another process's shared-memory file, to be read. Raises PoolError if it is not there
+        """Map another process's shared-memory file for reading. Raises PoolError if it is missing
         or not a pool.
         """
         if "/" in name or not name.startswith(PREFIX):
@@ -150,13 +152,11 @@ class KvPool:
             raise
 
     def free(self, block_ids: tuple[int, ...]) -> None:
-        """Raise the blocks' versions: copies of them that are under way are void. Owner only."""
+        """Raise the blocks' versions, which voids all copies of them under way. Owner only."""
         np.add.at(self.versions, list(block_ids), 1)
 
     def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is
-        void.
-        """
+        """Copy leased blocks of `source` into own blocks. Return None, or why the copy is void."""
         wrong = self.mismatch(source.name, source.shape, source.dtype, lease, into)
         if wrong is not None:
             return wrong
@@ -164,20 +164,20 @@ class KvPool:
             return FREED_BEFORE
         for at, count in runs(lease.block_ids, into):
             theirs, ours = lease.block_ids[at], into[at]
-            # numpy lets go of the interpreter's lock while it copies.
+            # numpy releases the interpreter's lock while it copies.
             np.copyto(self.blocks[ours : ours + count], source.blocks[theirs : theirs + count])
         if not source.holds(lease.block_ids, lease.versions):
             return FREED_DURING
         return None
 
     def holds(self, block_ids: Sequence[int], versions: Sequence[int]) -> bool:
-        """Whether none of the blocks was freed since it had this version."""
+        """Return True if none of the blocks was freed since it had the given version."""
         return np.array_equal(
             self.versions[np.array(block_ids, np.int64)], np.array(versions, np.int64)
         )
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """The blocks' bytes in order, shared with the pool; neighbours in one piece."""
+        """Return the blocks' bytes in order, shared with the pool; adjacent blocks are one view."""
         return [
             self.cache[
                 block_ids[at] * self.block_bytes : (block_ids[at] + count) * self.block_bytes
@@ -188,9 +188,7 @@ class KvPool:
     def mismatch(
         self, name: str, shape: Shape, dtype: str, lease: KvLease, into: tuple[int, ...]
     ) -> str | None:
-        """Why the leased blocks of pool `name` cannot be copied into own blocks; None if they
-        can.
-        """
+        """Return why the leased blocks of pool `name` do not fit into own blocks, or None."""
         ids = lease.block_ids
         if self.shape[1:] != shape[1:] or self.dtype != dtype:
             return f"{name} holds blocks of {dtype} {shape[1:]}, not {self.dtype} {self.shape[1:]}"
@@ -207,12 +205,12 @@ class KvPool:
 
     @property
     def is_gone(self) -> bool:
-        """Its owner has removed it, or another did after its end."""
+        """True if the file was removed, by its owner or after its owner's end."""
         return not (SHM_FOLDER / self.name).exists()
 
     def close(self) -> None:
-        """Owner: remove the shared-memory file. The memory itself goes with the last array that
-        looks at it.
+        """Close the file; the owner removes it as well. The memory is freed with the last array
+        that refers to it.
         """
         if self._fd < 0:
             return
@@ -221,7 +219,7 @@ class KvPool:
         os.close(self._fd)
         self._fd = -1
         if self._toucher is not None:
-            self._toucher.join()  # At most the milliseconds of a piece.
+            self._toucher.join()  # Waits for one piece at most: some milliseconds.
 
 
 FREED_BEFORE = "the leased blocks were freed before the copy"
@@ -229,33 +227,33 @@ FREED_DURING = "the leased blocks were freed during the copy"
 
 
 class PoolError(HadalError):
-    """A pool is gone or is not one. The pull has failed; its request is retried."""
+    """Failure of a pull: the pool is gone, or is not a pool. The pull's request is retried."""
 
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where a pool is, as leases name it: NAME of the shared-memory file, or NAME#BIRTH@HOST:PORT
-    of one that is served.
+    """Address of a pool in leases: NAME of the shared-memory file, or NAME#BIRTH@HOST:PORT if the
+    pool has a server.
     """
 
     name: str
     birth: str = ""
-    """Empty: whichever shared-memory file has the name on this host."""
+    """Birth number; empty: any shared-memory file of the name on this host."""
     host: str = ""
     port: int = 0
-    """0: it can be had on its own host alone."""
+    """Port of its server; 0: only its own host can read the pool."""
 
     def __str__(self) -> str:
         return f"{self.name}#{self.birth}@{self.host}:{self.port}" if self.port else self.name
 
     @property
     def unit(self) -> str:
-        """What its successor's address shares with it (see `pool_name`)."""
+        """Part of the name that the pool shares with its unit's later pools (see `pool_name`)."""
         return self.name.rpartition(".")[0]
 
     @classmethod
     def parse(cls, text: str) -> PoolAddress:
-        """Raises PoolError."""
+        """Parse the text of an address. Raises PoolError."""
         name, has_more, more = text.partition("#")
         birth, _, where = more.partition("@")
         host, _, port = where.rpartition(":")
@@ -269,15 +267,15 @@ class PoolAddress:
 
 
 def pool_name(run_id: str, unit: str, epoch: str) -> str:
-    """Name of a unit's shared-memory file, new at every start. Run and unit come first, so that
-    what a dead one left is found.
+    """Return the name of a unit's shared-memory file, new at every start. Run and unit come first,
+    so that the files of a dead unit are found by their prefix.
     """
     return f"{PREFIX}{run_id}.{unit}.{epoch}"
 
 
 def remove_shared_memory(run_id: str, unit: str | None = None) -> list[str]:
-    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is
-    known to be gone.
+    """Unlink the files of a dead unit (None: any unit) of this run, and return their names. Call
+    only when its process is known to be gone.
     """
     prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
     names = [name for name in _pool_names() if name.startswith(prefix)]
@@ -287,8 +285,8 @@ def remove_shared_memory(run_id: str, unit: str | None = None) -> list[str]:
 
 
 def remove_stale_shared_memory() -> list[str]:
-    """Unlink the shared-memory files of any run whose owner no longer lives: nobody holds their
-    lock.
+    """Unlink the shared-memory files of all runs that no process locks: their owners are dead.
+    Return their names.
     """
     removed = []
     for name in _pool_names():
@@ -314,7 +312,7 @@ def free_shm_bytes() -> int:
 
 
 def no_room(size: int) -> str:
-    """What to tell someone whose /dev/shm cannot hold `size` more bytes."""
+    """Return the error text for a /dev/shm that cannot hold `size` more bytes."""
     return (
         f"/dev/shm has {free_shm_bytes() >> 20} MiB free; the KV needs {size >> 20} MiB more. Give"
         " the container more (--shm-size), or lower kv_memory_mb (below a whole context: kv_blocks)"

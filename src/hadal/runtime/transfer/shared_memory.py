@@ -1,6 +1,6 @@
 """KV over shared memory: the source's file is on this host, is mapped once, and is copied from.
 
-Knows nothing of other hosts.
+Independent of other hosts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the
-steps that run.
+"""Thread that prepares layers for a flip (a change of the placement), beside the running steps:
+StagePlans in, Staged out, in order.
 
     host thread     submit(plan) ........................ take() -> Staged
     stage thread              fetch rest fetch rest ... |
 
-It is slow on purpose (runtime/worker): nothing waits for a better placement, everything waits for a
-late step. Knows neither weights nor placements: the store (model/experts) builds the layer, and
-is given a way to fetch experts.
+It is slow on purpose (runtime/worker): a better placement is not urgent, while a late step delays
+the whole unit. Independent of weights and placements: the store (model/experts) builds the layer,
+and gets a function that fetches experts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hadal.runtime.transfer.experts import Weights
 from hadal.runtime.worker import Pace, Worker
 
 MAX_WAITING = 8
-"""A leader installs one layer at a time, so this many wait only if it gave the ones before up."""
+"""Most queued plans. A leader installs one layer at a time; more queue only if it gave some up."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
-"""(plan, fetch, rest) -> what came of it: model/experts.ExpertStore.stage."""
+"""(plan, fetch, rest) -> its outcome: model/experts.ExpertStore.stage."""
 
 
 class WeightTransfer(Protocol):
-    """What a stager needs of ExpertTransfer."""
+    """The part of ExpertTransfer that a stager uses."""
 
     def fetch(
         self, layer: int, source: Source, into: Weights, rest: Callable[[], None]
@@ -37,29 +37,26 @@ class WeightTransfer(Protocol):
 
 
 class Stager:
-    """Runs StagePlans one at a time. All methods are called from the host's thread.
+    """Runner of StagePlans, one at a time. All methods are called from the host's thread.
 
-    Every plan is answered, except those that a newer formation voids.
+    Every plan is answered, except for plans that a newer formation voids.
     """
 
     def __init__(self, stage: Stage, transfer: WeightTransfer, wake: Callable[[], None]) -> None:
-        """`transfer` is the stager's from now on. `wake` is called, from the thread, when there is
-        something to take.
+        """The stager owns `transfer` from now on. `wake` is called, from any thread, when `take`
+        has a result.
         """
         self._stage = stage
         self._transfer = transfer
         self._wake = wake
         self._formation = 0
-        """Number of the newest plan, or the newest FormPlan: what belongs to an older one is void.
-        """
+        """Newest formation of any plan or FormPlan: plans and outcomes of older ones are void."""
         self._pace = Pace()
         self._worker = Worker("stage", self._run, wake, in_background=True)
         self._worker.start()
 
     def submit(self, plan: StagePlan) -> None:
-        """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is
-        replaced by it.
-        """
+        """Queue a plan; `take` returns its outcome. It replaces a queued plan of its layer."""
         self.void(plan.formation)
         worker = self._worker
         with worker.changed:
@@ -74,8 +71,8 @@ class Stager:
                 worker.submit(plan)
 
     def void(self, formation: int) -> None:
-        """This formation begins: drop what waits for older ones, and break off what is being
-        staged for one.
+        """Begin a formation: drop the queued plans of older ones, and break off a running plan of
+        an older one.
         """
         with self._worker.changed:
             if formation > self._formation:
@@ -84,11 +81,11 @@ class Stager:
                 self._worker.changed.notify_all()
 
     def take(self) -> list[Staged]:
-        """Return the outcomes that are ready. Raises what broke the thread, if anything did."""
+        """Return the outcomes that are ready. Raises the exception of the thread, if any."""
         return self._worker.take()
 
     def stop(self, timeout_s: float) -> bool:
-        """Break off what is being staged, end the thread and close the transfer. False if either
+        """Break off the running plan, end the thread and close the transfer. Return False if either
         took longer than `timeout_s`.
         """
         is_ended = self._worker.stop(timeout_s)

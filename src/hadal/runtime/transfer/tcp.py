@@ -1,21 +1,21 @@
-"""KV over TCP: a pool's server sends leased blocks to whoever of the run asks, and a puller takes
-them straight into its own (runtime/transfer/peers moves the frames).
+"""KV over TCP: a pool's server sends leased blocks to other processes of the run, and a puller
+receives them straight into its own blocks (runtime/transfer/peers moves the frames).
 
-             <-  AboutPool                             once, when both have proven themselves
+             <-  AboutPool                             once, after the handshake
     PullChunks  ->
-             <-  ChunkHead, bytes                      for every chunk that is asked for
-             <-  ChunksEnd                             after all versions were looked at once more
+             <-  ChunkHead, bytes                      for every requested chunk
+             <-  ChunksEnd                             after a last check of all versions
     AskNixl  ->
              <-  AboutNixl
 
-Chunk i is blocks [i*n, (i+1)*n) of the lease, n = blocks_per_chunk. Its checksum is taken before it
-is sent, and counts if no block of it was freed until then, so bytes that change on their way are
-void by themselves. A chunk counts once its checksum is right. A connection that breaks is made anew
-and asked for the chunks that are missing; a silent owner is given up. When `pull` returns, the
+Chunk i is blocks [i*n, (i+1)*n) of the lease, n = blocks_per_chunk. The server computes its
+checksum, then checks that none of its blocks was freed, then sends it. So bytes that change after
+the checksum void the chunk, and a chunk counts once its checksum is right. If a connection breaks,
+a new one asks for the missing chunks; a silent owner is given up. When `pull` returns, the
 connection is idle or closed: nothing more can arrive.
 
-Whoever asks shows that the blocks are leased to it (runtime/transfer/grants). Knows leases' blocks
-and versions, nothing of requests.
+A reader proves by a grant that the blocks are leased to it (runtime/transfer/grants). Depends on
+the blocks and versions of leases, not on requests.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 PURPOSE = "kv 3"
 """Purpose of the key (core/handshake.key_of)."""
 CHUNK_BYTES = 1 << 20
-"""Most bytes of a chunk, which has one checksum and is sent again by itself; one block at least."""
+"""Most bytes of a chunk; one block at least. A chunk has one checksum and is resent by itself."""
 
 
 class AboutPool(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A pool, as its owner's server describes it."""
+    """Description of a pool by its owner's server."""
 
     name: str
     birth: str
@@ -54,17 +54,17 @@ class AboutPool(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PullChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send these chunks of the leased blocks."""
+    """Request for these chunks of the leased blocks."""
 
     block_ids: tuple[int, ...]
     versions: tuple[int, ...]
     chunks: tuple[int, ...]
     grant: Grant
-    """Proof that this lease is this reader's (runtime/transfer/grants)."""
+    """Proof that the lease belongs to this reader (runtime/transfer/grants)."""
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A chunk's bytes follow."""
+    """Header of a chunk; the chunk's bytes follow."""
 
     chunk: int
     num_bytes: int
@@ -73,17 +73,17 @@ class ChunkHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ChunksEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No more chunks follow: all were sent, a block was freed, or none may be had."""
+    """End of an answer: all chunks were sent, a block was freed, or the lease was refused."""
 
     outcome: Literal["sent", "freed", "refused"]
 
 
 class AskNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How can the pool be read with NIXL?"""
+    """Request for the data that a reader with NIXL needs."""
 
 
 class AboutNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The owner's agent, and where its pool lies in its memory; `error`: why there is none."""
+    """The owner's NIXL agent and the addresses of its pool; `error`: why there is no agent."""
 
     agent: bytes = b""
     cache: int = 0
@@ -104,7 +104,7 @@ def blocks_per_chunk(block_bytes: int) -> int:
 
 
 def checksum(views: Sequence[memoryview]) -> int:
-    """XXH3 of the bytes in order."""
+    """Return the XXH3 of the bytes in order."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
     digest = xxhash.xxh3_64()
@@ -114,7 +114,7 @@ def checksum(views: Sequence[memoryview]) -> int:
 
 
 class KvServer:
-    """Serves one pool until closed. `address` is where, as leases name it."""
+    """Server of one pool, until closed. `address`: the pool's address in leases."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class KvServer:
         lease_s: float,
         about_nixl: Callable[[KvPool], AboutNixl] | None = None,
     ) -> None:
-        """`lease_s`: no answer takes longer. `about_nixl` describes the pool to readers with NIXL;
-        None where NIXL cannot be had or is not wanted.
+        """`lease_s`: longest time of an answer. `about_nixl` describes the pool to readers with
+        NIXL; None if NIXL is not installed or not wanted.
         """
         self._pool = pool
         self._grants = grants
@@ -203,13 +203,13 @@ class TcpTransfer:
         self._about: AboutPool | None = None
 
     def about(self, deadline_s: float) -> AboutPool:
-        """The pool, connecting first if that was not done yet. Raises OSError, BadPeer,
+        """Return the pool's description, connecting first if need be. Raises OSError, BadPeer,
         PoolError.
         """
         return self.peer.ask(lambda channel: self._found(), deadline_s)
 
     def ask_nixl(self, deadline_s: float) -> AboutNixl:
-        """How NIXL can read the pool. Raises OSError, BadPeer, PoolError."""
+        """Return the data that NIXL needs to read the pool. Raises OSError, BadPeer, PoolError."""
 
         def ask(channel: Channel) -> AboutNixl:
             channel.send_frame(AskNixl())
@@ -220,13 +220,13 @@ class TcpTransfer:
     def open(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Do nothing: `pull` connects, and looks whether the blocks can be copied."""
+        """Do nothing: `pull` connects, and checks that the blocks fit."""
         return None
 
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Copy and verify leased blocks. Returns None, or why the copy is void. Raises OSError,
+        """Copy and verify leased blocks. Return None, or why the copy is void. Raises OSError,
         BadPeer, PoolError.
         """
         missing = set(range(-(-len(into) // blocks_per_chunk(own.block_bytes))))
@@ -237,7 +237,7 @@ class TcpTransfer:
             wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
             if wrong is not None:
                 return wrong
-            for _ in tries:  # Those over an earlier connection count as well.
+            for _ in tries:  # Tries over an earlier connection count as well.
                 channel.send_frame(
                     PullChunks(
                         lease.block_ids,
@@ -258,7 +258,7 @@ class TcpTransfer:
         self.peer.close()
 
     def _greeted(self, channel: Channel, deadline_s: float) -> None:
-        """Raises PoolError if the address is another pool's by now."""
+        """Read the greeting. Raises PoolError if another pool has the address by now."""
         about, address = channel.receive_frame(_GREETING, deadline_s), self._address
         if (about.name, about.birth) != (address.name, address.birth):
             raise PoolError(f"KV pool {address.name} is gone; {about.name} is served in its place")
@@ -276,8 +276,8 @@ class TcpTransfer:
         missing: set[int],
         deadline_s: float,
     ) -> bool:
-        """Fill what comes into own blocks and take the sound chunks out of `missing`. True: blocks
-        were freed.
+        """Receive chunks into own blocks, and remove the sound ones from `missing`. Return True if
+        blocks were freed.
         """
         per_chunk, asked = blocks_per_chunk(own.block_bytes), set(missing)
         while True:

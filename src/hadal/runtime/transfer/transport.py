@@ -1,8 +1,8 @@
 """The Protocol of a transport that brings leased blocks out of one pool of another process.
 
-A new transport is a file beside this one, its name here, its end and its place in runtime/transfer/kv,
-and, where both ends have to agree first, a question in runtime/transfer/tcp; core/config and
-runtime/resolve let a deployment ask for it. Knows no single transport.
+A new transport is a file beside this one, its name here, its end and its place in
+runtime/transfer/kv, and, where both ends have to agree first, a question in runtime/transfer/tcp;
+core/config and runtime/resolve let a deployment ask for it. Independent of any single transport.
 """
 
 from __future__ import annotations
