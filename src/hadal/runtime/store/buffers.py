@@ -14,20 +14,21 @@ HUGE_PAGE = 2 * 1024 * 1024
 
 
 def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
-    """Memory for adjacent slots, [slots, slot_bytes]: as many as `most_bytes` allows, one at least.
+    """Return memory for adjacent slots, [slots, slot_bytes]: as many as `most_bytes` allows, at
+    least 1.
 
-    In huge pages where the kernel gives them: a request to a disk has so many stretches of memory
-    at most, and made of small pages it is a small request.
+    It has huge pages if the kernel provides them: a request to a disk may have a limited number of
+    separate memory ranges, so with small pages the requests are small.
     """
     slot_bytes = slot_bytes_of(block_bytes)
     num_slots = max(1, most_bytes // slot_bytes)
     memory = mmap.mmap(
         -1, num_slots * slot_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    with contextlib.suppress(OSError):  # A kernel without them.
+    with contextlib.suppress(OSError):  # A kernel without huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     every: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
-    # The kernel looks for huge pages now, which takes long where memory is full, and not in a load.
+    # Touch the memory now, not in a load: finding huge pages takes long when memory is full.
     every.fill(0)
     begin = -every.ctypes.data % HUGE_PAGE
     return every[begin : begin + num_slots * slot_bytes].reshape(num_slots, slot_bytes)

@@ -1,9 +1,9 @@
-"""The Disk seam, live, of a process with a KV pool: ReadBlocks and StoreBlocks effects, run beside
+"""The Disk seam, live, for a process with a KV pool: runs ReadBlocks and StoreBlocks effects beside
 the steps.
 
-Loads and stores have threads of their own, so a prompt never waits for what others write. They copy
-and verify; the roles decide what is worth keeping and loading, and learn from runtime/store/view
-what is on disk, whoever wrote it.
+Loads and stores have separate threads, so a prompt never waits for writes. They copy and verify.
+The roles decide which blocks to store and to load; runtime/store/view reports to them all blocks on
+disk, from any writer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.store.writer import DiskWriter, WriteLimits
 
 PREFILL_PART = 0.6
-"""Part of the budget that all prefill ranks have together. In DeepSeek's day prompts left 266 of
-434 billion new tokens behind, generated text the others (608 billion in, of which 56.3 % were hit,
-and 168 billion out; the inference overview).
+"""Share of the disk budget for all prefill ranks together. In DeepSeek's figures of one day,
+prompts made 266 of 434 billion new tokens, generated text the others (608 billion tokens in, 56.3 %
+of them cache hits, and 168 billion out; the inference overview).
 """
 
 
 class DiskStore:
-    """Blocks of one pool to and from one folder. All methods are called from the host's thread."""
+    """Disk store of one pool, in one folder. All methods are called from the host's thread."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class DiskStore:
         read_deadline_s: float = READ_DEADLINE_S,
         limits: WriteLimits | None = None,
     ) -> None:
-        """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer
-        keeps on disk; `total_bytes`: most that all writers of its deployment keep together.
+        """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most bytes that this
+        writer keeps on disk. `total_bytes`: most bytes that all writers of its deployment keep
+        together.
         """
         self.troubles = Troubles(folder)
         total_bytes = share_bytes if total_bytes is None else total_bytes
@@ -58,28 +59,28 @@ class DiskStore:
         self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, read_deadline_s)
 
     def submit(self, effect: ReadBlocks | StoreBlocks) -> None:
-        """Begin a load or a store; its outcome is among `take`'s."""
+        """Begin a load or a store; `take` returns its outcome."""
         if isinstance(effect, ReadBlocks):
             self._loader.submit(effect)
         else:
             self._writer.submit(effect)
 
     def take(self) -> list[BlocksRead | BlocksStored]:
-        """Return the outcomes that are ready. It is to be called now and then even if nothing woke
-        the host, for deadlines are looked at here.
+        """Return the outcomes that are ready. Call it now and then even if nothing woke the host:
+        it checks the deadlines.
         """
         return [*self._loader.take(), *self._writer.take()]
 
     def stop(self, timeout_s: float) -> None:
-        """Write what waits, and end; what is not written in time is left out."""
+        """Write the queued stores, and end; stores that are not written in time are left out."""
         deadline_s = time.monotonic() + timeout_s
         self._writer.stop(deadline_s)
         self._loader.stop(deadline_s)
 
 
 def make_store(run: Run, role: str, blocks: Bytes, wake: Callable[[], None]) -> DiskStore | None:
-    """The store of a pool of one of the run's units, with its share of the budget; None where
-    nothing is kept.
+    """Make the store for a pool of one of the run's units, with its share of the budget; None if
+    the deployment has no disk cache.
     """
     cache = run.deployment.cache
     if not cache.folder:
@@ -92,7 +93,7 @@ def make_store(run: Run, role: str, blocks: Bytes, wake: Callable[[], None]) -> 
 
 
 def share_of(deployment: Deployment, role: str) -> int:
-    """Bytes on disk of one process with a pool, in units of this role."""
+    """Return the bytes on disk for one process with a pool, in units of this role."""
     part = PREFILL_PART if role == PREFILL else 1.0 - PREFILL_PART
     units = units_of(deployment, role)
     return int(part * deployment.cache.disk_mb * 1024 * 1024) // (

@@ -1,13 +1,13 @@
-"""Reading blocks of the disk cache into a KV pool: each is verified before a byte of it gets there.
+"""Loads from the disk cache into a KV pool. A block is verified before any byte reaches the pool.
 
     disk -> private buffer -> name and sum agree? -> pool
 
-A load is cut into pieces that several threads read side by side. A disk may hang: a load that has
-not moved for a while is answered with what it has. The thread stays where it is, with its own
-buffer, and what it reads late goes nowhere, so the blocks of the pool are free with the answer.
-While all threads hang, loads fail at once.
+A load is cut into pieces, which several threads read in parallel. A disk may hang: a load without
+progress for a while is answered with the blocks read so far. Its thread stays blocked, with its own
+buffer, and late data is dropped, so the blocks of the pool are free after the answer. While all
+threads hang, loads fail at once.
 
-Knows no names but those of its loads: a block that is not where it is sought is gone.
+Uses only the names and locations of its loads: a block that is not at its location is gone.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.worker import Worker
 
 NUM_THREADS = 3
-"""One copies and verifies while the others' reads are with the disk."""
+"""Number of threads: one copies and verifies while the others wait for the disk."""
 PIECE_BYTES = 2 * 1024 * 1024
-"""Size of a thread's buffer: large reads, and small enough that what was read is verified while it
-is in the cache.
+"""Size of a thread's buffer: large enough for fast reads, small enough that data is verified while
+it is in the CPU's cache.
 """
 READ_DEADLINE_S = 10.0
-"""A load that did not move for so long is given up."""
+"""Longest time of a load without progress; then it is given up."""
 READ_TOTAL_S = 60.0
-"""A load that moves is given up after so long, too."""
+"""Longest time of a load, even with progress; then it is given up."""
 _MAX_OPEN = 64
 
 
@@ -61,11 +61,11 @@ class _Load:
     """Outcome of each piece; None: not done."""
     is_running: bool = False
     num_copying: int = 0
-    """Pieces whose bytes go into the pool right now: the load is not given up meanwhile."""
+    """Number of pieces being copied into the pool now: the load is not given up meanwhile."""
     is_over: bool = False
 
     def outcome(self) -> _ProvedSlots:
-        """What is known of the whole load: up to the first piece that failed or is not done."""
+        """Return the outcome of the load up to the first piece that failed or is not done."""
         num_good = 0
         for piece in self.outcomes:
             if piece is None:
@@ -78,8 +78,8 @@ class _Load:
 
 @dataclass
 class _ProvedSlots:
-    """What adjacent disk slots proved to hold: so many good blocks from the first one on, and what
-    ended them.
+    """Result of verifying adjacent disk slots: the number of good blocks from the first one on, and
+    the reason for their end.
     """
 
     num_good: int
@@ -99,17 +99,17 @@ class _LoadPiece:
 
 @dataclass
 class _PieceReader:
-    """What a thread reads with, while it reads a piece."""
+    """Buffer and open segments of a thread that reads a piece."""
 
     buffer: Bytes
     load: _Load | None = None
-    """Load that it reads for."""
+    """Load that the thread reads for; None while it reads nothing."""
     segments: OrderedDict[int, Segment] = field(default_factory=OrderedDict)
-    """Open ones, least recently used first."""
+    """Open segments, least recently used first."""
 
 
 class Loader:
-    """Runs ReadBlocks effects in threads. submit, take and stop are called from the host's
+    """Runner of ReadBlocks effects in threads. submit, take and stop are called from the host's
     thread.
     """
 
@@ -130,7 +130,7 @@ class Loader:
         self._wake = wake
         self._deadline_s = deadline_s
         self._loads: deque[_Load] = deque()
-        """Loads that are not answered, in order of arrival."""
+        """Unanswered loads, in order of arrival."""
         self._readers = [
             _PieceReader(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
         ]
@@ -139,11 +139,11 @@ class Loader:
             "disk-load", self._run, wake, num_threads=NUM_THREADS
         )
         self._lock = self._worker.changed
-        """Guards the loads, too: none is given up while one of its pieces is copied."""
+        """Guards the loads, too: a load is not given up while one of its pieces is copied."""
         self._worker.start()
 
     def submit(self, effect: ReadBlocks) -> None:
-        """Begin a load; its outcome is among `take`'s."""
+        """Begin a load; `take` returns its outcome."""
         now_s = time.monotonic()
         pieces = _pieces(effect, len(self._readers[0].buffer))
         load = _Load(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
@@ -162,8 +162,8 @@ class Loader:
             self._wake()
 
     def take(self) -> list[BlocksRead]:
-        """Return the outcomes that are ready, and give up the loads that the disk keeps waiting.
-        Raises what broke a thread, if anything did.
+        """Return the outcomes that are ready, and give up loads that wait too long for the disk.
+        Raises the exception of a thread, if any.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -185,10 +185,10 @@ class Loader:
             return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
-        """Let the threads end, by `deadline_s` of time.monotonic; one that hangs is left to the
-        process's end.
+        """End the threads, by `deadline_s` of time.monotonic. A thread that hangs is left until the
+        process ends.
         """
-        # A block that is being copied is copied to its end, and no other is begun.
+        # A running copy is finished, and no other copy begins.
         self._worker.stop(deadline_s - time.monotonic())
         for reader in self._free:
             for segment in reader.segments.values():
@@ -231,9 +231,7 @@ class Loader:
             self._wake()
 
     def _may_copy(self, reader: _PieceReader, load: _Load) -> bool:
-        """Whether the load's blocks are still its own. If so, they stay that until the copy is
-        done.
-        """
+        """Return True if the load still owns its blocks; then it owns them until the copy ends."""
         with self._lock:
             reader.load = None
             if load.is_over or self._worker.is_stopping:
@@ -271,7 +269,7 @@ class Loader:
         for index, name in enumerate(names):
             slot, record = first + index, records[index]
             if not is_good[index]:
-                # Perhaps it was being written when it was read.
+                # It may have been read in the middle of a write.
                 again = segment.table(slot, 1)
                 if not again.any() or segment.is_good(again, slot)[0]:
                     return _ProvedSlots(index, 0, "it made room for another")
@@ -289,7 +287,7 @@ class Loader:
         return _ProvedSlots(len(names))
 
     def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
-        """Mark a disk slot, so that nobody looks there again. Returns `what`."""
+        """Mark a disk slot as damaged, so that it is not read again. Return `what`."""
         text = f"slot {slot} of {segment.path.name}: {what}"
         self._troubles.note(
             "damaged", f"{text}; it is not used, and written anew when it is computed"
@@ -301,8 +299,8 @@ class Loader:
         return what
 
     def _open(self, reader: _PieceReader, number: int) -> Segment:
-        """Return a segment, which stays open, so that its file is looked up once. One that was
-        removed is let go of, so that its space on disk is free.
+        """Return a segment, which stays open, so that its file is looked up once. Close segments
+        that were removed, so that their space on disk becomes free.
         """
         known = reader.segments.get(number)
         if known is not None and known.is_whole():
@@ -341,8 +339,8 @@ class Loader:
 
 
 def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
-    """Cut the locations into pieces of adjacent disk slots, `most` in each at most: (first index,
-    end).
+    """Cut the locations into pieces of at most `most` adjacent disk slots. Return (first index,
+    end) of each.
     """
     return [
         (begin, min(begin + most, at + count))

@@ -1,8 +1,8 @@
-"""The blocks that one writer of the disk cache keeps. kv/disk_slots says in which slot they lie and
-runtime/store/segments in which file; this puts the bytes there, in the order that survives
-`kill -9`, and reads the records back after it.
+"""Blocks of one writer of the disk cache. kv/disk_slots chooses a block's slot, and
+runtime/store/segments has the slots in files. This module writes the bytes in the order that
+survives `kill -9`, and reads the records back afterwards.
 
-Knows nothing of pools, queues or deadlines.
+Independent of pools, queues and deadlines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hadal.runtime.store.segments import POSITION, SEQUENCE, Bytes, Segment, Seg
 from hadal.runtime.store.troubles import Troubles
 
 GROW_PAUSE_S = 30.0
-"""After there was no room for a segment, none is tried for so long."""
+"""Pause after a segment could not be adopted or created."""
 _SEQUENCE_MAX = 1 << 62
-"""None gets there by counting: a damaged record's may."""
+"""Limit that counting never reaches, but the sequence of a damaged record may."""
 POLL_S = 2.0
-"""What readers mark in the segments is looked at this often, while blocks are written."""
+"""Time between two looks at readers' marks in the segments, while blocks are written."""
 
 
 @dataclass
@@ -37,15 +37,15 @@ class Block:
     sum: bytes
     row: int
     location: DiskLocation | None = None
-    """Where it is, once it is written; it may be lost until it is synced as well."""
+    """Its place on disk, from `place`; None if it has none. Until it is synced it may be lost."""
     is_new: bool = False
-    """Whether it is to be written; else it was there before."""
+    """True if the block has to be written, False if it was on disk before."""
     sequence: int = 0
     is_durable: bool = False
 
 
 class OwnBlocks:
-    """The blocks that this writer keeps. Called from the writer's thread alone."""
+    """Blocks that this writer keeps. Called from the writer's thread alone, except for `write`."""
 
     def __init__(self, segments: OwnSegments, troubles: Troubles) -> None:
         self._segments = segments
@@ -58,26 +58,26 @@ class OwnBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that have a slot."""
+        """Number of blocks with a slot."""
         return len(self._slots)
 
     def enter(self) -> None:
-        """Adopt what the dead left. Raises OSError."""
+        """Adopt dead writers' segments. Raises OSError."""
         for segment in self._segments.enter():
             self._take_up(segment)
 
     def place(self, blocks: list[Block]) -> bytes:
-        """Give blocks their slots. Returns the names that made room; blocks without a location
-        found none, and those that are somewhere already are not `is_new`. Raises OSError or
-        SegmentError if there are no segments to be had.
+        """Assign slots to blocks. Return the names of the evicted blocks. A block without a
+        location got no slot; a block that is on disk already is not `is_new`. Raises OSError or
+        SegmentError if no segment is available.
         """
-        if self._segments.make_folder():  # It was deleted, and the segments in it with it.
+        if self._segments.make_folder():  # It was deleted, together with its segments.
             self._troubles.note_gone()
             self._drop_lost()
             self._grow_at_s = 0.0
         self._poll_if_due()
         self._grow(len(self._new(blocks)))
-        new = self._new(blocks)  # Again: what was taken up from the dead may hold some of them.
+        new = self._new(blocks)  # Again: adopted segments may contain some of the blocks.
         locations, dropped = self._slots.take(
             [one.name for one in new], [one.position for one in new]
         )
@@ -99,9 +99,9 @@ class OwnBlocks:
         )
 
     def write(self, blocks: list[Block], buffer: Bytes) -> None:
-        """Write new blocks, out of their rows of the buffer, and their records. From any thread,
-        for it touches nothing but files; then `fail` or `sync`, from the writer's. Raises OSError
-        or SegmentError.
+        """Write new blocks, from their rows of the buffer, and their records. Any thread may call
+        it, because it touches only files; afterwards the writer's thread calls `fail` or `sync`.
+        Raises OSError or SegmentError.
         """
         for run in _runs([one for one in blocks if one.is_new]):
             assert run[0].location is not None
@@ -118,8 +118,8 @@ class OwnBlocks:
             segment.write_records(first, records)
 
     def fail(self, blocks: list[Block]) -> None:
-        """The disk did not take these blocks: their slots are free, and their records, if they got
-        there, void.
+        """Free the slots of blocks that the disk failed to store, and clear their records, which
+        may have been written.
         """
         for block in blocks:
             if (
@@ -127,7 +127,7 @@ class OwnBlocks:
                 or block.location is None
                 or self._slots.find(block.name) != block.location
             ):
-                continue  # What was there before is there still.
+                continue  # Blocks that were on disk before are still there.
             self._slots.drop([block.name])
             segment = self._segments.segments.get(block.location.segment)
             try:
@@ -136,12 +136,12 @@ class OwnBlocks:
             except (OSError, SegmentError) as error:
                 self._troubles.note_error(
                     "clear", error
-                )  # Its sum is of these bytes or it is not used.
+                )  # Harmless: a block is used only if its sum matches.
             block.location = None
 
     def sync(self, blocks: list[Block]) -> None:
-        """Make written blocks durable and let readers know. Raises OSError or SegmentError if some
-        of them are not.
+        """Make written blocks durable and publish them to readers. Raises OSError or SegmentError
+        if some of them are not durable.
         """
         trouble: OSError | SegmentError | None = None
         number_to_blocks: dict[int, list[Block]] = {}
@@ -163,7 +163,7 @@ class OwnBlocks:
             raise trouble
 
     def sweep(self) -> None:
-        """Delete what is beyond the budget and nobody's. Raises OSError."""
+        """Delete unowned segments beyond the budget. Raises OSError."""
         self._segments.sweep()
 
     def close(self) -> None:
@@ -179,8 +179,8 @@ class OwnBlocks:
         segment.tell_change()
 
     def _drop_lost(self) -> None:
-        """Let go of segments that are gone from the folder, or were cut off: nobody finds what is
-        in them.
+        """Close segments that were removed from the folder or cut off: no reader finds their blocks
+        any more.
         """
         for number, segment in list(self._segments.segments.items()):
             try:
@@ -193,8 +193,8 @@ class OwnBlocks:
                 self._segments.lose(number)
 
     def _grow(self, num_blocks: int) -> None:
-        """Have room for so many, as far as the share goes: dead writers' segments first, they hold
-        something.
+        """Get free slots for `num_blocks` blocks, as far as the share allows. Dead writers'
+        segments come first, because they contain blocks.
         """
         now_s = time.monotonic()
         while self._slots.num_free < num_blocks and now_s >= self._grow_at_s:
@@ -214,8 +214,8 @@ class OwnBlocks:
                     raise
 
     def _take_up(self, segment: Segment) -> None:
-        """Go on with an adopted segment. One whose index cannot be read is no reason to do without
-        the others.
+        """Restore an adopted segment. If its index cannot be read, refuse it: the other segments
+        stay in use.
         """
         try:
             self._restore(segment)
@@ -224,12 +224,12 @@ class OwnBlocks:
             self._segments.refuse(segment.number)
 
     def _restore(self, segment: Segment) -> None:
-        """Recovery: the records that are whole are the index."""
+        """Rebuild the index from the whole records (recovery)."""
         records, uses, damaged = segment.table(), segment.uses(), segment.damaged()
         is_whole = segment.is_good(records)
         (slots,) = np.nonzero(is_whole & (damaged != records[:, SEQUENCE]))
         good = records[slots]
-        segment.tell_change()  # Its last writer may have died before it could.
+        segment.tell_change()  # Its last writer may have died before it did that.
         is_empty = ~records.any(axis=1)
         num_damaged = len(records) - int(is_empty.sum()) - len(slots)
         if num_damaged:
@@ -244,14 +244,14 @@ class OwnBlocks:
             good[:, POSITION].tolist(),
             uses[slots].tolist(),
         )
-        # Beyond every one that may be known as damaged, or a new record in such a slot would not be
-        # believed.
+        # Start above every sequence marked damaged; otherwise readers would reject a new record in
+        # that slot.
         used = *records[is_whole, SEQUENCE].tolist(), *damaged[damaged < _SEQUENCE_MAX].tolist()
         self._sequence = max(self._sequence, max(used, default=0) + 1)
         self._segment_to_uses[segment.number] = uses
 
     def _poll_if_due(self) -> None:
-        """Take in what readers marked: uses, and blocks that proved to be damaged."""
+        """Read the marks of readers, if that is due: uses, and blocks that proved damaged."""
         now_s = time.monotonic()
         if now_s < self._poll_at_s:
             return
@@ -281,7 +281,7 @@ class OwnBlocks:
 
 
 def _runs(blocks: list[Block]) -> list[list[Block]]:
-    """Blocks that lie side by side on disk and in the buffer, to be written at once."""
+    """Group blocks that are adjacent both on disk and in the buffer: each group is one write."""
     ordered = sorted(blocks, key=_location_number)
     cut = runs([_location_number(block) for block in ordered], [block.row for block in ordered])
     return [ordered[at : at + count] for at, count in cut]

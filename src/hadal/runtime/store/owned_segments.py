@@ -1,9 +1,8 @@
-"""The segments one writer of the disk cache owns: adopted from the dead or made, never beyond its
-share.
+"""Segments that one writer of the disk cache owns: adopted from dead writers or created, never
+beyond its share.
 
-Deletes nothing but dead writers' segments of its own model, and those only while all of that
-model's together exceed the deployment's budget; then oldest first. Knows nothing of which block
-lies where.
+Deletes only dead writers' segments of its own model, and only while all segments of that model
+together exceed the deployment's budget; the oldest first. Does not depend on the places of blocks.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from hadal.runtime.store.segments import (
 from hadal.runtime.store.troubles import Troubles
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""Size of a new segment, if the share is cut into PARTS by that: small enough that siblings can
-share what a dead writer left, large enough that there are few, for every leader holds all of them
-open.
+"""Size of a new segment, if that cuts the share into a number of segments within PARTS. Small
+enough that siblings can share a dead writer's segments; large enough that there are few, because
+every leader holds all of them open.
 """
 PARTS = 8, 64
-"""A share is cut into so many segments at least, at most."""
+"""Least and greatest number of segments that a share is cut into."""
 ORPHAN_S = 60.0
-"""Time for which a dead writer's segments are left to its successor."""
+"""Time for which a dead writer's segments are reserved for its successor."""
 
 
 class OwnSegments:
-    """The segments that this writer owns. Called from the writer's thread alone. Methods raise
-    OSError where the folder fails.
+    """Segments that this writer owns. Called from the writer's thread alone. Methods raise OSError
+    if the folder fails.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class OwnSegments:
         self._troubles = troubles
         self._orphan_to_seen_s: dict[int, float] = {}
         self._foreign: set[int] = set()
-        """Segments that are damaged, cut off or another model's: looked at once."""
+        """Segments that are damaged, cut off or another model's: each is opened only once."""
         self.segments: dict[int, Segment] = {}
         """Number -> segment."""
 
@@ -72,33 +71,33 @@ class OwnSegments:
         return sum(segment.total_bytes for segment in self.segments.values())
 
     def enter(self) -> list[Segment]:
-        """Make the folder if need be, and adopt what the dead left, the newest first, up to the
-        share.
+        """Create the folder if need be, and adopt dead writers' segments, the newest first, up to
+        the share.
         """
         self.make_folder()
-        # A folder with other things in it, a home perhaps, is let be: segments are 0600 wherever
-        # they lie.
+        # A folder with other files in it, a home perhaps, keeps its mode: segments themselves are
+        # 0600.
         if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
             with contextlib.suppress(
                 PermissionError
-            ):  # Another user's, which the start has said (runtime/cache_folder).
+            ):  # Another user's; the start has reported that (runtime/cache_folder).
                 take_from_others(self._folder)
         remove_unfinished(self._folder)
         return self.adopt()
 
     def make_folder(self) -> bool:
-        """Make the folder where it is not, at first or because somebody deleted it; True if it was
-        not there.
+        """Create the folder if it is missing, at first or after it was deleted. Return True if it
+        was missing.
         """
         if self._folder.is_dir():
             return False
-        # As the segments, for their owner alone: in whole, KV tells the prompts it is of.
+        # For its owner alone, like the segments: complete KV reveals its prompts.
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return True
 
     def adopt(self, most: int | None = None) -> list[Segment]:
-        """Lock dead writers' segments as far as the share allows, `most` of them at most. Returns
-        the new ones.
+        """Lock dead writers' segments as far as the share allows, `most` of them at most. Return
+        the adopted ones.
         """
         adopted: list[Segment] = []
         for number in self._others(newest_first=True):
@@ -117,11 +116,11 @@ class OwnSegments:
         return adopted
 
     def create(self) -> Segment | None:
-        """Make an empty segment, as large as the share still allows; None if it allows none."""
+        """Create an empty segment, as large as the share still allows; None if it allows none."""
         left_bytes = self._share_bytes - self.num_bytes
         slot_bytes = slot_bytes_of(self._block_bytes)
-        # Of a share that is more than the disk, parts could be too: then there would be room and
-        # nothing kept.
+        # If the share exceeds the disk, a part of it could, too: then no segment would fit, despite
+        # free space.
         share_bytes = min(self._share_bytes, _disk_bytes(self._folder) or self._share_bytes)
         wanted_bytes = max(min(SEGMENT_BYTES, share_bytes // PARTS[0]), share_bytes // PARTS[1])
         num_slots = min(MAX_SEGMENT_SLOTS, max(1, wanted_bytes // slot_bytes))
@@ -134,17 +133,17 @@ class OwnSegments:
         return segment
 
     def lose(self, number: int) -> None:
-        """Let go of a segment that is gone or does not work."""
+        """Close a segment that is gone or does not work."""
         self.segments.pop(number).close()
 
     def refuse(self, number: int) -> None:
-        """Let go of a segment that cannot be read, for good."""
+        """Close a segment that cannot be read, and do not adopt it again."""
         self._foreign.add(number)
         self.lose(number)
 
     def sweep(self) -> None:
-        """Delete what the dead left and nobody took up, while there is more of this model than the
-        budget.
+        """Delete dead writers' segments that no writer adopted, while this model's segments exceed
+        the budget.
         """
         now_s = time.monotonic()
         sizes: dict[int, int] = {}
@@ -152,7 +151,7 @@ class OwnSegments:
             try:
                 segment = Segment.open(self._folder, number)
             except (OSError, SegmentError):
-                continue  # Removed since, or nothing that could be deleted for this model's sake.
+                continue  # Removed meanwhile, or not readable: its model is unknown.
             if (segment.fingerprint, segment.block_bytes) == (self._fingerprint, self._block_bytes):
                 sizes[number] = segment.total_bytes
             segment.close()
@@ -174,7 +173,7 @@ class OwnSegments:
         self.segments.clear()
 
     def _others(self, *, newest_first: bool) -> list[int]:
-        """Numbers of segments that are not this writer's, by their last change."""
+        """Return the numbers of segments that this writer does not own, by their last change."""
         found: list[tuple[float, int]] = []
         for number in segment_numbers(self._folder):
             if number in self.segments or number in self._foreign:
@@ -182,11 +181,11 @@ class OwnSegments:
             try:
                 found.append((segment_path(self._folder, number).stat().st_mtime, number))
             except FileNotFoundError:
-                continue  # Removed since the folder was read.
+                continue  # Removed after the folder was read.
         return [number for _, number in sorted(found, reverse=newest_first)]
 
     def _adopt(self, number: int) -> Segment | None:
-        """Lock it if it is a dead writer's, whole, and of this model."""
+        """Lock a segment and return it if it is a dead writer's, whole, and of this model."""
         try:
             segment = Segment.adopt(self._folder, number)
         except (SegmentTakenError, FileNotFoundError):
@@ -195,7 +194,7 @@ class OwnSegments:
             self._foreign.add(number)
             self._troubles.note_useless(error)
             return None
-        except OSError as error:  # One that cannot be had is no reason to do without the others.
+        except OSError as error:  # One unusable segment must not stop the adoption of others.
             if isinstance(error, PermissionError):
                 self._foreign.add(number)
             self._troubles.note_error("adopt", error)
@@ -213,8 +212,6 @@ class OwnSegments:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Size of the file system, with what others have of it; 0 where it does not say. Raises
-    OSError.
-    """
+    """Return the size of the whole file system; 0 if it reports none. Raises OSError."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize

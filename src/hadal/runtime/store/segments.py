@@ -1,24 +1,25 @@
-"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its disk slots, which all
-of runtime/store calls slots for short, and its table is their index.
+"""A segment: one preallocated file of the disk cache. Its disk slots, called slots for short in all
+of runtime/store, hold blocks of KV, and its table is their index.
 
-    page 0    header: magic, version, sizes, number, fingerprint, check; then, by themselves, two change words
-    table     a record of 64 bytes a slot: name, position, XXH3 of the block, sequence, check of the record
-    uses      uint32 a slot, raised by whoever uses the block: statistics, so lost updates do no harm
-    damaged   uint64 a slot: the sequence of a record whose block was read and was not what the record says
+    page 0    header: magic, version, sizes, number, fingerprint, check; later two change words
+    table     64 bytes per slot, a record: name, position, XXH3 of the block, sequence, own check
+    uses      uint32 per slot, raised by the block's readers: statistics, so lost updates do no harm
+    damaged   uint64 per slot: sequence of a record that did not match its block in a read
     data      the slots, each a multiple of a page
 
-One process writes: it holds a lock on the file while it lives (flock(2)), so a segment that nobody
-locks is a dead process's, and whoever locks it next goes on with it. Everybody reads. A slot is
-overwritten in this order, so that after `kill -9` a record names only what is whole:
+One process writes. It holds a lock on the file while it lives (flock(2)), so an unlocked segment
+belongs to a dead process, and the next process that locks it becomes its writer. All processes
+read. A slot is overwritten in this order, so that after `kill -9` a record names only a whole
+block:
 
-    clear the record | write the block | write the record | fdatasync | say that it is durable
+    clear the record | write the block | write the record | fdatasync | report it as durable
 
-Power that fails, or a disk that lies, may keep the record and lose the block: the sum tells.
-Records are checked with their location, so none is believed where it was not written. Nothing is
-mapped: of a file that shrinks or a disk that fails, a read tells with an error, a mapping with
-SIGBUS.
+After a power failure, or with a disk that ignores fdatasync, the record may survive without its
+block: the block's checksum detects that. A record's check covers its location, so a record at a
+wrong place is invalid. The file is not mapped: if it shrinks or the disk fails, a read raises an
+error, but a mapping raises SIGBUS.
 
-Knows nothing of what is in a block, of budgets or of which block should go.
+Independent of the content of blocks, of budgets and of eviction.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQ64s")
 """magic, version, slots, number, bytes of a block, bytes of a slot, fingerprint"""
 _CHANGES_AT = 2048
-"""Two words: the writer raises the first, readers that mark a slot as damaged draw the second."""
+"""Offset of two words. The writer counts up the first; a reader that marks damage randomizes the
+second.
+"""
 _RECORD_BYTES = 8 * RECORD_WORDS
 _PRIME = np.uint64(0x9E3779B185EBCA87)
 _SHIFT = np.uint64(29)
@@ -64,20 +67,20 @@ _PREAD_MAX = 1 << 30
 
 
 class SegmentError(HadalError):
-    """A segment is gone, cut off, damaged, or another's."""
+    """Failure of a segment: it is gone, cut off, damaged, or belongs to another writer or model."""
 
 
 class SegmentTakenError(SegmentError):
-    """A living process writes it."""
+    """Failure to lock a segment: a living process writes it, or it was removed."""
 
 
 class OtherModelError(SegmentError):
-    """A segment is whole, and of another model or shape of block."""
+    """Mismatch of a whole segment: it is of another model or another shape of blocks."""
 
 
 class Segment:
-    """One open segment. Methods raise OSError where the disk fails and SegmentError where the file
-    ends too early.
+    """One open segment. Methods raise OSError if the disk fails and SegmentError if the file ends
+    too early.
     """
 
     def __init__(
@@ -88,14 +91,14 @@ class Segment:
         self.is_owner = is_owner
         self._fd = fd
         self._data_fd = -1
-        """Opened when a block is read or written: who reads tables alone needs none."""
+        """Descriptor for blocks, opened at the first one: readers of tables need none. -1: none."""
         self._uses_at, self._damaged_at, self._data_at, self.total_bytes = _layout(
             self.num_slots, self.slot_bytes
         )
 
     @classmethod
     def create(cls, folder: Path, fingerprint: str, block_bytes: int, num_slots: int) -> Segment:
-        """Make, reserve and lock an empty segment under a number nobody had before."""
+        """Create, reserve and lock an empty segment under a new random number."""
         if not 1 <= num_slots <= MAX_SEGMENT_SLOTS or block_bytes < 1 or len(fingerprint) > 64:
             raise ValueError(f"a segment of {num_slots} slots of {block_bytes} bytes cannot be")
         number, slot_bytes = secrets.randbits(62), slot_bytes_of(block_bytes)
@@ -104,7 +107,7 @@ class Segment:
         fd = open_private(new, os.O_RDWR | os.O_EXCL)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Reserved now: a full disk is noticed here and not in the middle of a block.
+            # Reserve the space now: a full disk must fail here, not in the middle of a block.
             os.posix_fallocate(fd, 0, _layout(num_slots, slot_bytes)[-1])
             packed = _HEADER.pack(
                 _MAGIC,
@@ -117,7 +120,7 @@ class Segment:
             )
             os.pwrite(fd, packed + U64.pack(xxhash.xxh3_64_intdigest(packed)), 0)
             os.fsync(fd)
-            os.rename(new, path)  # Whole and locked before anybody else sees it.
+            os.rename(new, path)  # It is whole and locked before others see it.
             _sync_folder(folder)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -129,13 +132,13 @@ class Segment:
 
     @classmethod
     def open(cls, folder: Path, number: int) -> Segment:
-        """Open anybody's segment to read and to mark. Raises SegmentError or OSError."""
+        """Open any segment for reading and marking. Raises SegmentError or OSError."""
         return cls._open(segment_path(folder, number), is_owner=False)
 
     @classmethod
     def adopt(cls, folder: Path, number: int) -> Segment:
-        """Lock a dead writer's segment and go on with it. Raises SegmentTakenError if its writer
-        lives.
+        """Lock a dead writer's segment and become its writer. Raises SegmentTakenError if its
+        writer lives.
         """
         return cls._open(segment_path(folder, number), is_owner=True)
 
@@ -160,20 +163,20 @@ class Segment:
             )
 
     def is_whole(self) -> bool:
-        """The file has its name and its length still."""
+        """Return True if the file still has its name and its length."""
         found = os.fstat(self._fd)
         return found.st_nlink > 0 and found.st_size >= self.total_bytes
 
     # ---- the table ----
     def table(self, first: int = 0, count: int | None = None) -> Words:
-        """The records of `count` slots, as they are on disk, uint64 [count, RECORD_WORDS]."""
+        """Return the records of `count` slots as stored, uint64 [count, RECORD_WORDS]."""
         num = self.num_slots - first if count is None else count
         words = np.empty((num, RECORD_WORDS), dtype="<u8")
         self._read(words, PAGE + first * _RECORD_BYTES)
         return words
 
     def is_good(self, records: Words, first: int = 0) -> NDArray[np.bool_]:
-        """Which records are whole and were written for these slots. Empty ones are not."""
+        """Return for each record if it is whole and was written for its slot; False if empty."""
         return np.asarray(
             (records[:, SEQUENCE] != 0) & (records[:, CHECK] == self._checks(records, first))
         )
@@ -186,7 +189,7 @@ class Segment:
         sums: Sequence[bytes],
         sequences: Sequence[int],
     ) -> Words:
-        """The records of blocks in adjacent slots. `sums`: of `sum_of`."""
+        """Return the records of blocks in adjacent slots. `sums`: results of `sum_of`."""
         words = np.zeros((len(names), RECORD_WORDS), dtype="<u8")
         words[:, NAME] = np.frombuffer(b"".join(names), dtype="<u8").reshape(-1, 2)
         words[:, POSITION] = positions
@@ -199,65 +202,63 @@ class Segment:
         self._write(records, PAGE + first * _RECORD_BYTES)
 
     def clear(self, first: int, count: int) -> None:
-        """Empty the records of slots that are about to be overwritten."""
+        """Clear the records of slots before they are overwritten."""
         self.write_records(first, np.zeros((count, RECORD_WORDS), dtype="<u8"))
 
     # ---- blocks ----
     def read_blocks(self, first: int, into: Bytes) -> None:
-        """Read adjacent slots, whole, into memory that begins with a page."""
+        """Read adjacent whole slots into page-aligned memory."""
         self._read(into, self._data_at + first * self.slot_bytes, self._direct_fd())
 
     def write_blocks(self, first: int, blocks: Bytes) -> None:
-        """Write adjacent slots, whole, out of memory that begins with a page. Their records must be
-        empty.
-        """
+        """Write adjacent whole slots from page-aligned memory. Their records must be empty."""
         self._write(blocks, self._data_at + first * self.slot_bytes, self._direct_fd())
 
     def sync(self) -> None:
-        """Return when all that was written is on disk."""
+        """Wait until all written data is on disk."""
         os.fdatasync(self._fd)
 
     # ---- what readers write ----
     def uses(self) -> NDArray[np.uint32]:
-        """How often each slot was used, modulo 2^32."""
+        """Return the number of uses of each slot, modulo 2^32."""
         counts = np.empty(self.num_slots, dtype="<u4")
         self._read(counts, self._uses_at)
         return counts
 
     def mark_used(self, slots: NDArray[np.int64]) -> None:
-        """Count uses of slots, each as often as it is named. Readers that meet may lose a count."""
+        """Count one use per entry of `slots`. Concurrent readers may lose a count."""
         counts = self.uses()
         np.add.at(counts, slots, np.uint32(1))
         for slot in np.unique(slots).tolist():
             os.pwrite(self._fd, counts[slot : slot + 1].tobytes(), self._uses_at + 4 * slot)
 
     def damaged(self) -> Words:
-        """The sequence, for each slot, of the record that is not to be believed any more."""
+        """Return for each slot the sequence of the record that is no longer valid."""
         sequences = np.empty(self.num_slots, dtype="<u8")
         self._read(sequences, self._damaged_at)
         return sequences
 
     def mark_damaged(self, slot: int, sequence: int) -> None:
-        """Say that the slot's block is not what its record, of this sequence, says. A record
-        written since is not meant.
+        """Mark the slot's record of this sequence as not matching its block. Later records in the
+        slot are not affected.
         """
         os.pwrite(self._fd, U64.pack(sequence), self._damaged_at + 8 * slot)
-        # Drawn and not counted: of two readers that count at once, one would be lost.
+        # Random, not counted: one of two concurrent increments would be lost.
         os.pwrite(self._fd, U64.pack(secrets.randbits(64)), _CHANGES_AT + 8)
 
     def changes(self) -> tuple[int, int]:
-        """Two words that differ from before if the table, or what is known to be damaged, may have
-        changed.
+        """Return two words. They differ from earlier values if the table, or the marks of damage,
+        may have changed.
         """
         writers, readers = struct.unpack("<QQ", _pread(self._fd, 16, _CHANGES_AT, self.path))
         return writers, readers
 
     def tell_change(self) -> None:
-        """Let those that look at `changes` read the table again. Owner only."""
+        """Raise the writer's change word, so that readers read the table again. Owner only."""
         os.pwrite(self._fd, U64.pack((self.changes()[0] + 1) % 2**64), _CHANGES_AT)
 
     def unlink(self) -> None:
-        """Remove the file. Owner only: no living writer loses what it wrote."""
+        """Remove the file. Owner only, so that no living writer loses its blocks."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -273,8 +274,8 @@ class Segment:
         return self._data_fd
 
     def _checks(self, records: Words, first: int) -> Words:
-        """A sum of each record and its location. Any change of one word changes it: every step can
-        be undone.
+        """Return a check of each record and its location. A change of any one word changes the
+        check, because every step is invertible.
         """
         mixed = np.arange(
             first + 1, first + 1 + len(records), dtype=np.uint64
@@ -303,22 +304,22 @@ class Segment:
 
 
 def sum_of(block: Bytes) -> bytes:
-    """What a record says of its block's bytes."""
+    """Return the checksum of a block's bytes, for its record."""
     return xxhash.xxh3_128_digest(block.data)
 
 
 def names_of(records: Words) -> list[bytes]:
-    """The names in records."""
+    """Return the names in records."""
     return list(split(np.ascontiguousarray(records[:, NAME]).tobytes()))
 
 
 def slot_bytes_of(block_bytes: int) -> int:
-    """What a block takes on disk: whole pages."""
+    """Return the size of a block on disk: whole pages."""
     return -(-block_bytes // PAGE) * PAGE
 
 
 def segment_bytes(num_slots: int, block_bytes: int) -> int:
-    """Size of the file."""
+    """Return the size of a segment's file."""
     return _layout(num_slots, slot_bytes_of(block_bytes))[-1]
 
 
@@ -327,12 +328,12 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """Numbers of the segments in a folder, by their names. Raises OSError."""
+    """Return the numbers of the segments in a folder, from the files' names. Raises OSError."""
     return _numbers(folder, SUFFIX)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove segments whose makers died before they were whole; others' files stay. Raises
+    """Remove segments that were left unfinished because their makers died; other files stay. Raises
     OSError.
     """
     for number in _numbers(folder, NEW_SUFFIX):
@@ -340,19 +341,19 @@ def remove_unfinished(folder: Path) -> None:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # It is whole now, or gone, or another's to remove.
+            continue  # It is finished now, or gone, or another user's.
         try:
             _lock(fd, path)
             path.unlink(missing_ok=True)
         except (SegmentTakenError, PermissionError):
-            continue  # It is being made; or in a folder where everybody removes their own.
+            continue  # Its maker lives; or it is another user's, in a folder with a sticky bit.
         finally:
             os.close(fd)
 
 
 def _numbers(folder: Path, suffix: str) -> list[int]:
-    """Numbers of the files that have names as we give them. The folder may hold anything else: that
-    is left alone.
+    """Return the numbers of the files with names of our form. Other files in the folder are left
+    alone.
     """
     numbers = []
     with os.scandir(folder) as entries:
@@ -367,7 +368,7 @@ def _numbers(folder: Path, suffix: str) -> list[int]:
 
 
 def _layout(num_slots: int, slot_bytes: int) -> tuple[int, int, int, int]:
-    """Offsets of uses, damaged and data; size of the whole."""
+    """Return the offsets of uses, damaged and data, and the size of the whole file."""
     uses_at = PAGE + num_slots * _RECORD_BYTES
     damaged_at = uses_at + -(-num_slots * 4 // 8) * 8
     data_at = -(-(damaged_at + num_slots * 8) // PAGE) * PAGE
@@ -380,13 +381,13 @@ def _open_to_mark(path: Path, is_owner: bool) -> int:
     except OSError as error:
         if is_owner or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # It can be read at least.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # Marks fail, reads work.
 
 
 def _open_direct(fd: int, is_owner: bool) -> int:
-    """A second descriptor of the same file, for the blocks: past the kernel's own copies, which
-    cost as much to make as the disk takes, and push out what others need. Where the file system has
-    no such thing, through them.
+    """Open a second descriptor of the file, for blocks, with direct I/O: it bypasses the page
+    cache, which costs as much time as the disk and evicts other processes' pages. Without direct
+    I/O in the file system, use the page cache.
     """
     flags = (os.O_RDWR if is_owner else os.O_RDONLY) | os.O_CLOEXEC
     try:
@@ -396,9 +397,7 @@ def _open_direct(fd: int, is_owner: bool) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Take the file, or raise SegmentTakenError: its writer lives, or somebody removed it
-    meanwhile.
-    """
+    """Lock the file. Raises SegmentTakenError if its writer lives or it was removed meanwhile."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -440,7 +439,7 @@ def _pread(fd: int, count: int, offset: int, path: Path) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name in it durable."""
+    """Make a new name in the folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

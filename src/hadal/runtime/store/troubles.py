@@ -1,6 +1,5 @@
-"""Troubles with the folder of the disk cache. They are counted by kind, and each kind is one line in
-the log of a process, whichever of its threads met with it and at what, and is logged again only
-after a long while.
+"""Troubles with the folder of the disk cache, counted by kind. Each kind makes one line in the log
+of a process, for all threads and operations, and is logged again only after REPEAT_S.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ REPEAT_S = 600.0
 GONE = "gone"
 _logged_lock = threading.Lock()
 _logged: dict[tuple[Path, str], float] = {}
-"""(folder, kind) -> when it was logged. There is one of a process, for its store and its view meet
-with the same trouble.
+"""(folder, kind) -> time of its last log line. There is one dictionary per process, because its
+store and its view meet with the same troubles.
 """
 
 
@@ -33,7 +32,7 @@ class Troubles:
         self._lock = threading.Lock()
 
     def note(self, kind: str, text: str) -> None:
-        """Count it, and tell the log if it has not heard of this kind lately."""
+        """Count a trouble, and log it unless one of its kind was logged lately."""
         now_s, key = time.monotonic(), (self._folder, kind)
         with self._lock:
             self.kind_to_count[kind] += 1
@@ -45,7 +44,7 @@ class Troubles:
             log.warning("disk cache: %s", text)
 
     def note_gone(self) -> None:
-        """The folder is not there."""
+        """Note that the folder is missing."""
         self.note(
             GONE,
             f"the folder {self._folder} is gone: what was in it is computed, and it is made again"
@@ -53,8 +52,8 @@ class Troubles:
         )
 
     def note_error(self, what: str, error: Exception) -> str:
-        """Note an exception; returns what to say to whoever asked. A cause is one kind, whatever it
-        is met at.
+        """Note an exception, and return the error text for the answer. A cause is one kind, in any
+        operation.
         """
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, errno.ENOENT) and not self._folder.exists():
@@ -71,7 +70,7 @@ class Troubles:
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
-        """Note a segment that is whole no more, or never was ours; it is not removed by us."""
+        """Note a file that is not a whole segment, or never was one of ours; it is not removed."""
         text = (
             f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
             " has it"

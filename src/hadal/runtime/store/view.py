@@ -1,12 +1,11 @@
-"""What is on disk, by whomever: looks at the folder now and then and tells a leader what came and
-what went.
+"""View of the blocks on disk, from all writers: reads the folder periodically, and reports added
+and removed blocks to a leader.
 
-A look reads the change words of every segment of this model, and the tables of those that changed.
-Uses that a leader reports are counted in the segments, where their writers find them. Any trouble
-with the folder means that what was in it is gone until it is better; the leader never waits for any
-of this.
+A look reads the change words of every segment of this model, and the tables of changed segments.
+Uses that a leader reports are counted in the segments, where their writers read them. During any
+trouble with the folder its blocks count as gone. The leader never waits for any of this.
 
-Knows nothing of what blocks are for; reads no block.
+Independent of the use of blocks; reads no block.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from hadal.runtime.worker import lower_priority
 
 LOOK_S = 0.2
 NEWS_BLOCKS = 16384
-"""Most blocks in one DiskNews: a leader takes in so many within some milliseconds."""
+"""Most blocks in one DiskNews: a leader processes that number within some milliseconds."""
 FOLDER_S = 60.0
-"""Time for which a folder that was never there is not missed: writers make it when they are up."""
+"""Time in which a folder that was never there is no trouble: writers create it when they are up."""
 MARKS_MAX = 4096
-"""Marks that wait at most; the rest is left out: statistics."""
+"""Most queued marks. More are left out: they are statistics."""
 
 _Names = NDArray[np.void]
 _NAME = np.dtype("V16")
@@ -51,18 +50,18 @@ _NAME = np.dtype("V16")
 
 @dataclass
 class _Known:
-    """A segment, as it was last reported."""
+    """A segment as last reported."""
 
     segment: Segment
     names: _Names
     """Name of the block in each slot."""
     is_there: NDArray[np.bool_]
-    """Whether each slot holds a block."""
+    """True for each slot that holds a block."""
     changes: tuple[int, int] | None = None
 
 
 class _KnownSegments:
-    """Segments of one model in one folder, as they were last reported. For one thread."""
+    """Segments of one model in one folder, as last reported. For one thread."""
 
     def __init__(self, folder: Path, fingerprint: str, troubles: Troubles) -> None:
         self.by_number: dict[int, _Known] = {}
@@ -70,15 +69,15 @@ class _KnownSegments:
         self._fingerprint = fingerprint
         self._troubles = troubles
         self._number_to_stat: dict[int, tuple[int, int]] = {}
-        """Segments that were opened, with size and time of change: one that was damaged is tried
-        when those differ.
+        """Segment -> its size and time of change when it was opened. A damaged segment is tried
+        again when these differ.
         """
         self._foreign: set[int] = set()
         """Segments of other models."""
         self._missed_from_s = time.monotonic() + FOLDER_S
 
     def numbers(self) -> list[int]:
-        """Return the segments that are in the folder now; none while there is trouble with it."""
+        """Return the numbers of the segments in the folder; none during trouble with the folder."""
         try:
             numbers = segment_numbers(self._folder)
             self._missed_from_s = 0.0
@@ -103,14 +102,14 @@ class _KnownSegments:
             self._number_to_stat[number] = stat
             segment = Segment.open(self._folder, number)
         except FileNotFoundError:
-            return None  # Removed since the folder was read.
+            return None  # Removed after the folder was read.
         except SegmentError as error:
             self._troubles.note_useless(error)
             return None
         except OSError as error:
             self._number_to_stat.pop(
                 number, None
-            )  # The next look may have more luck, with the file as it is.
+            )  # The next look may succeed even if the file does not change.
             self._troubles.note_error("open", error)
             return None
         try:
@@ -154,12 +153,12 @@ class DiskView:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on disk, the same name in two segments twice."""
+        """Number of blocks on disk; a name in two segments counts twice."""
         return sum(int(known.is_there.sum()) for known in list(self._known.by_number.values()))
 
     def take(self) -> list[DiskNews]:
-        """What changed since the last call. The first one comes soon after the start, even if there
-        is nothing.
+        """Return the changes since the last call. The first report comes soon after the start, even
+        if there are no blocks. Raises the exception of the thread, if any.
         """
         with self._lock:
             if self._broken is not None:
@@ -168,7 +167,7 @@ class DiskView:
         return news
 
     def mark(self, locations: tuple[DiskLocation, ...]) -> None:
-        """These blocks were used. Counted later, or not at all where too much waits."""
+        """Count uses of these blocks: later, or not at all if too many marks are queued."""
         try:
             self._marks.put_nowait(locations)
         except queue.Full:
@@ -218,7 +217,7 @@ class DiskView:
         self._tell(added, np.concatenate(dropped) if dropped else np.empty(0, _NAME))
 
     def _changes(self, known: _Known) -> tuple[NDArray[np.int64], _Names]:
-        """The slots that hold another block than before, and the names that are there no more."""
+        """Return the slots that hold another block than before, and the names of removed blocks."""
         nothing = np.empty(0, np.int64), np.empty(0, _NAME)
         segment = known.segment
         if not segment.is_whole():
@@ -231,7 +230,7 @@ class DiskView:
         num_bad = int((records.any(axis=1) & ~is_good).sum())
         is_there = is_good & (segment.damaged() != records[:, SEQUENCE])
         if num_bad:
-            # Damaged, or being written right now: its writer tells of a change when it is done.
+            # Damaged, or being written now: its writer reports a change when it is done.
             self.troubles.note("records", f"{segment.path.name}: {num_bad} records are not whole")
         is_other = names != known.names
         gone = known.names[known.is_there & (~is_there | is_other)]
@@ -282,7 +281,7 @@ class DiskView:
 
 
 def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
-    """What tells a leader of the disk cache; None where there is none."""
+    """Make a leader's view of the disk cache; None if the deployment has no disk cache."""
     folder = run.deployment.cache.folder
     return DiskView(Path(folder), run.fingerprint, wake) if folder else None
 
@@ -292,14 +291,14 @@ def _names(records: Words) -> _Names:
 
 
 def _first(names: _Names) -> Words:
-    """The first half of each name."""
+    """Return the first half of each name."""
     return np.ascontiguousarray(names).view("<u8")[::2]
 
 
 def _news(
     added: Iterable[tuple[int, NDArray[np.int64], _Names]], dropped: bytes
 ) -> Iterable[DiskNews]:
-    """What is gone first, then what is there."""
+    """Yield the removed blocks first, then the added ones."""
     for at in range(0, len(dropped), 16 * NEWS_BLOCKS):
         yield DiskNews(b"", (), dropped[at : at + 16 * NEWS_BLOCKS])
     for number, slots, names in added:

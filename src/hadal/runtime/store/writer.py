@@ -1,12 +1,12 @@
-"""Writing blocks of a KV pool to the disk cache, behind the steps that made them.
+"""Stores of a KV pool's blocks in the disk cache, behind the steps that made them.
 
-    pool -> private buffer, summed -> disk slots in own segments, neighbours in one write ->
+    pool -> private buffer, summed -> disk slots in own segments, adjacent ones in one write ->
     fdatasync -> answer
 
-What waits is bounded: beyond that a store is refused at once, and so is everything for a while
-after the disk failed. A store that stands still is answered too: the pool's blocks were copied
-before anything was written, so a late write takes nothing from them. runtime/store/own knows where
-blocks go.
+The queue is bounded: beyond its limit a store is refused at once. For a while after a failure of
+the disk all stores are refused. A store without progress is answered as well: the pool's blocks
+were copied before the write, so a late write does not read them. runtime/store/own places the
+blocks.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from hadal.runtime.store.troubles import Troubles
 from hadal.runtime.worker import Worker
 
 BUFFER_BYTES = 16 * 1024 * 1024
-"""Copied, summed and written at a time."""
+"""Bytes copied, summed and written at a time."""
 BATCH_BYTES = 128 * 1024 * 1024
-"""Made durable at a time, by one fdatasync a segment, if so much is there."""
+"""Bytes made durable at a time, by one fdatasync per segment, if that much is queued."""
 SWEEP_S = 60.0
 """Time between two sweeps of the folder."""
 
 
 @dataclass(frozen=True)
 class WriteLimits:
-    """Limits of what waits for a disk, in bytes and in time."""
+    """Limits of the queue for a disk, in bytes and in time."""
 
     queue_bytes: int = 256 * 1024 * 1024
-    """Most that waits. If there is more, the disk is slower than the steps, and a block that waits
-    cannot be used for anything else.
+    """Most queued bytes. With more, the disk is slower than the steps, and a queued block cannot be
+    used for anything else.
     """
     deadline_s: float = 30.0
-    """A store that stood still for so long is answered as if it had failed."""
+    """Longest time of a store without progress; then it is answered as failed."""
     pause_s: float = 5.0
-    """After the disk failed, nothing is tried for so long."""
+    """Time without tries after a failure of the disk."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _PendingStore:
     locations: list[DiskLocation | None]
     dropped: bytearray = field(default_factory=bytearray)
     is_copying: bool = False
-    """Bytes of the pool are read right now: the store is not given up meanwhile."""
+    """True while its blocks of the pool are read: the store is not given up meanwhile."""
     is_over: bool = False
 
 
@@ -70,17 +70,17 @@ class _Entry:
 
 
 class _Unanswered:
-    """Stores that are not answered, and their bytes. Its user holds the lock."""
+    """Unanswered stores, and the sum of their bytes. The caller holds the lock."""
 
     def __init__(self, block_bytes: int, limits: WriteLimits) -> None:
         self._block_bytes = block_bytes
         self._limits = limits
         self._stores: deque[_PendingStore] = deque()
-        """In order of arrival."""
+        """Stores in order of arrival."""
         self._num_bytes = 0
 
     def add(self, store: _PendingStore) -> bool:
-        """Add a store; False if there is too much now. A store is never too much alone."""
+        """Add a store. Return False if that exceeds the limit; a store alone never does."""
         num_bytes = len(store.names) * self._block_bytes
         self._stores.append(store)
         self._num_bytes += num_bytes
@@ -91,16 +91,16 @@ class _Unanswered:
         self._num_bytes -= len(store.names) * self._block_bytes
 
     def idle(self) -> list[_PendingStore]:
-        """Return the stores of which no block is copied right now."""
+        """Return the stores without a block that is being copied now."""
         return [store for store in self._stores if not store.is_copying]
 
     def overdue(self, now_s: float) -> list[_PendingStore]:
-        """Return the stores that stood still for too long."""
+        """Return the stores without progress for too long."""
         return [one for one in self.idle() if now_s - one.moved_s > self._limits.deadline_s]
 
 
 class _Pause:
-    """Time for which nothing is tried, after the disk failed."""
+    """Time without tries, after a failure of the disk."""
 
     def __init__(self, pause_s: float) -> None:
         self.reason = ""
@@ -117,8 +117,8 @@ class _Pause:
 
 
 class DiskWriter:
-    """Runs StoreBlocks effects in a thread, for which a helper writes. submit, take and stop are
-    called from the host's thread.
+    """Runner of StoreBlocks effects in a thread, with a helper thread that writes. submit, take and
+    stop are called from the host's thread.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class DiskWriter:
         self._unanswered = _Unanswered(blocks.shape[1], limits)
         self._pause = _Pause(limits.pause_s)
         self._batch_error = ""
-        """What failed since the batch at hand began; for the thread alone."""
+        """Failure since the present batch began; used by the thread alone."""
         self._has_entered = False
         self._is_late = False
-        """The time to stop is over: nothing more is to be written."""
+        """True once the time to stop is over: nothing more is written."""
         self._sweep_at_s = time.monotonic()
         self._buffers = [make_buffer(blocks.shape[1], BUFFER_BYTES) for _ in range(2)]
         self._writing: list[Block] = []
@@ -157,7 +157,7 @@ class DiskWriter:
         self._worker.start()
 
     def submit(self, effect: StoreBlocks) -> None:
-        """Queue a store, or refuse it at once; its outcome is among `take`'s."""
+        """Queue a store, or refuse it at once; `take` returns its outcome."""
         names, now_s = list(split(effect.names)), time.monotonic()
         if not len(names) == len(effect.positions) == len(effect.block_ids):
             raise ValueError(
@@ -180,8 +180,8 @@ class DiskWriter:
         self._wake()
 
     def take(self) -> list[BlocksStored]:
-        """Return the outcomes that are ready, and give up the stores that the disk keeps waiting.
-        Raises what broke a thread, if anything did.
+        """Return the outcomes that are ready, and give up stores that wait too long for the disk.
+        Raises the exception of a thread, if any.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -193,8 +193,8 @@ class DiskWriter:
             return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
-        """Write what waits and end, by `deadline_s` of time.monotonic; what is not written then is
-        left out.
+        """Write the queued stores and end, by `deadline_s` of time.monotonic; stores that are not
+        written by then are left out.
         """
         if self._worker.stop(deadline_s - time.monotonic(), is_draining=True):
             self._helper.stop(deadline_s - time.monotonic())
@@ -215,8 +215,8 @@ class DiskWriter:
     def _next_batch(
         self, waiting: deque[list[_PendingStore]], running: list[list[_PendingStore]]
     ) -> list[_PendingStore] | None:
-        """Return the stores that wait, BATCH_BYTES of them or a little more. If none do: no stores
-        where the folder is due to be entered or swept, else None.
+        """Return queued stores, BATCH_BYTES of them or a little more. If none are queued: an empty
+        batch if the folder is due to be entered or swept, else None.
         """
         batch: list[_PendingStore] = []
         num_bytes = 0
@@ -254,7 +254,7 @@ class DiskWriter:
                 )
 
     def _copy(self, queued: list[tuple[_PendingStore, int]], buffer: Bytes) -> list[_Entry]:
-        """Copy and sum blocks of stores that were not given up, and are not while that goes on."""
+        """Copy and sum blocks of stores that were not given up; none is given up meanwhile."""
         with self._lock:
             wanted = [(store, index) for store, index in queued if not store.is_over]
             for store, _ in wanted:
@@ -271,7 +271,7 @@ class DiskWriter:
         return copied
 
     def _begin_writing(self, entries: list[_Entry], buffer: Bytes) -> list[_Entry]:
-        """Give a piece its disk slots and let the helper write it. Returns what is on its way."""
+        """Assign disk slots to a piece and let the helper write it. Return the entries to sync."""
         blocks = [one.block for one in entries]
         try:
             dropped = self._own.place(blocks)
@@ -286,8 +286,8 @@ class DiskWriter:
         return entries
 
     def _finish_writing(self) -> None:
-        """Wait for the piece that the helper has, if it has one. If the disk hangs, so does the
-        thread here, and `take` answers its stores.
+        """Wait for the helper's piece, if it has one. If the disk hangs, this thread hangs too, and
+        `take` answers its stores.
         """
         self._helper.settle()
         try:
@@ -308,7 +308,7 @@ class DiskWriter:
                 one.store.moved_s = time.monotonic()
 
     def _enter_if_due(self) -> None:
-        """Adopt the segments that are there, unless that was done. A failure is tried again."""
+        """Adopt dead writers' segments, unless that was done. A failure is tried again."""
         if self._has_entered or self._pause.is_on:
             return
         try:
