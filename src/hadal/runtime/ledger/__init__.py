@@ -1,1 +1,1 @@
-"""The ledger on its way to a database: the queue and thread that write facts, and the store."""
+"""Writing of the ledger: the queue and thread that write facts, the outbox, and the database."""

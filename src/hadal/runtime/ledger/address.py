@@ -1,9 +1,8 @@
-"""Where the ledger is: from what was asked to the URL of a database, and the file of what waits
-for it.
+"""Address of the ledger: turns the setting into the URL of a database, and finds its outbox.
 
-Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the
-others; without it, a file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state),
-never in the working folder.
+The setting is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the
+others; without it, a file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state), never
+in the working folder.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _DRIVERS = {
 
 
 def ledger_url(asked: str) -> str:
-    """The database as a URL, a file's path absolute; "" for none: "off", or "auto" where nobody is
-    at home. Raises LedgerError.
+    """Return the database as a URL, with an absolute path for a file. "" for none: with "off", or
+    with "auto" for a user without a home. Raises LedgerError.
     """
     asked = asked.strip()
     if asked in ("", AUTO):
@@ -68,7 +67,7 @@ def ledger_url(asked: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The database for people's eyes: a path, or a URL without its password."""
+    """Return the database for display: a path, or a URL without its password."""
     parsed = sa.make_url(url)
     return (
         parsed.database or ""
@@ -78,13 +77,13 @@ def shown(url: str) -> str:
 
 
 def file_of(url: str) -> Path | None:
-    """The file of a SQLite ledger; None for a server's."""
+    """Return the file of a SQLite ledger; None for a database server."""
     parsed = sa.make_url(url)
     return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
 
 
 def outbox_of(url: str) -> Path:
-    """The file of what waits for this database: beside its file, else in the state folder."""
+    """Return the outbox's file for this database: beside its file, else in the state folder."""
     path = file_of(url)
     if path is not None:
         return path.with_name(f"{path.name}{SUFFIX}")

@@ -1,11 +1,11 @@
-"""Facts that wait for their database, in a SQLite file beside it that all its writers share.
+"""The outbox: facts that wait for their database, in a SQLite file that all its writers share.
 
     append --one commit--> a row, kept --written to the database, then removed--> gone
 
-A row is removed only after the database has its facts, so a crash between the two writes them
-twice, and the ledger counts them once. Any writer may empty what another left. The file is made
-when something first has to wait, and then stays; removed under a writer, it is made again with all
-that the writer still sees in it.
+A row is removed only after the database has its facts. A crash in between writes them twice, and
+the ledger counts them once. Any writer may write the rows that another left. The file is created
+when a fact first has to wait, and then stays. If it is removed while a writer has it open, the
+writer creates it again with all rows that it can still read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hadal.runtime.process.private import open_private, take_from_others
 log = logging.getLogger("hadal.ledger")
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Size of the file at most: some 400,000 requests."""
+"""Largest size of the file: some 400,000 requests."""
 SUFFIX = ".outbox"
 BUSY_S = 5.0
-"""How long a writer waits for another's commit."""
+"""Longest wait of a writer for another's commit."""
 BATCH_ROWS = 64
-"""Rows that go to the database in one transaction, and are removed in one commit."""
+"""Rows written to the database in one transaction, and removed in one commit."""
 _PAGE_BYTES = 4096
 _PAGES_MIN = 8
 _TABLES = """
@@ -44,20 +44,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LedgerOutbox:
-    """One writer's connection to the file. Used by one thread at a time."""
+    """Connection of one writer to the outbox. Used by one thread at a time."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         self.may_hold = path.exists()
-        """Something may wait: of this writer, or of one that is dead."""
+        """True if rows may wait: of this writer, or of a dead one."""
         self._max_pages = max(_PAGES_MIN, max_bytes // _PAGE_BYTES)
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
-        """The file that is connected to."""
+        """File of the connection."""
 
     def append(self, facts: PackedFacts) -> bool:
-        """Keep facts, durably. False if the file is full. Raises OSError or sqlite3.Error if it
-        cannot be written; nothing is kept then.
+        """Store facts durably. Return False if the file is full. Raises OSError or sqlite3.Error if
+        it cannot be written; nothing is stored then.
         """
         body = _encode(facts)
         try:
@@ -73,8 +73,8 @@ class LedgerOutbox:
         return True
 
     def waiting(self) -> Iterator[tuple[list[int], PackedFacts]]:
-        """What waits at this moment, oldest first, BATCH_ROWS at a time: (their ids, their facts).
-        What cannot be read is kept in a table of its own, and said. Raises OSError or
+        """Yield the rows that wait now, oldest first, BATCH_ROWS at a time: (their ids, their
+        facts). Unreadable rows are moved to a table of their own and logged. Raises OSError or
         sqlite3.Error.
         """
         try:
@@ -98,8 +98,8 @@ class LedgerOutbox:
             raise
 
     def remove(self, ids: list[int]) -> None:
-        """Forget what is in the database. Raises OSError or sqlite3.Error; it is written again
-        then, and counted once.
+        """Remove rows that are in the database. Raises OSError or sqlite3.Error; such rows are
+        written again, and counted once.
         """
         connection = self._connected()
         with connection:
@@ -120,13 +120,13 @@ class LedgerOutbox:
             connection.executemany("DELETE FROM waiting WHERE id = ?", each)
 
     def close(self) -> None:
-        """Let go of the file; what waits in it is for the next writer."""
+        """Close the file; its rows stay for the next writer."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _connected(self) -> sqlite3.Connection:
-        """The connection to the file that is there now, which has what waited in the one before."""
+        """Return the connection to the present file. A new file gets the rows of a removed one."""
         if self._connection is not None and _is_at(self.path, self._file):
             return self._connection
         left = _rows(self._connection) if self._connection is not None else []
@@ -135,7 +135,7 @@ class LedgerOutbox:
             self._connection = self._connect()
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError:  # A file of something else, or cut off.
+        except sqlite3.DatabaseError:  # Not an SQLite file, or cut off.
             self._set_aside()
             self._connection = self._connect()
         if left:
@@ -144,7 +144,7 @@ class LedgerOutbox:
 
     def _connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Not opened where it is there: to close it would drop the locks that another connection of
+        # An existing file is not opened: closing it would drop the locks that another connection of
         # this process holds on it.
         with contextlib.suppress(FileExistsError):
             os.close(open_private(self.path, os.O_RDWR | os.O_EXCL))
@@ -154,7 +154,7 @@ class LedgerOutbox:
             self.path, timeout=BUSY_S, isolation_level="IMMEDIATE", check_same_thread=False
         )
         try:
-            # EXTRA: a commit is there after a power cut, in the folder as well.
+            # EXTRA: a commit survives a power cut, because the folder is synced as well.
             connection.execute("PRAGMA synchronous = EXTRA")
             connection.execute("PRAGMA auto_vacuum = FULL")
             connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
@@ -166,7 +166,7 @@ class LedgerOutbox:
         return connection
 
     def _set_aside(self) -> None:
-        """The file is none: keep it for people to look at, and begin a new one."""
+        """Rename a file that is no outbox, so that people can look at it; a new one replaces it."""
         self.close()
         aside = self.path.with_name(f"{self.path.name}.damaged")
         with contextlib.suppress(OSError):
@@ -180,7 +180,7 @@ def _insert(connection: sqlite3.Connection, rows: list[tuple[int, bytes]]) -> No
 
 
 def _rows(connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
-    """What is in a file that was removed: it is there as long as it is open."""
+    """Return the rows of a removed file: they are readable as long as it is open."""
     with contextlib.suppress(sqlite3.Error):
         return connection.execute("SELECT crc, facts FROM waiting ORDER BY id").fetchall()
     return []

@@ -1,8 +1,8 @@
-"""What tenants were charged today, as it is kept: in the ledger, in the outbox beside it, and where
-batches keep what their lines cost.
+"""Charges of tenants today, from three places: the ledger, the outbox beside it, and the costs of
+lines that batches keep.
 
-The others are read before the ledger: a fact goes from there to the ledger and is removed then, so
-it is found in one of them, or in several and counted once.
+The ledger is read last. A fact is written from the other places to the ledger and removed there
+afterwards, so it is found in at least one place; if it is in several, it is counted once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hadal.stats.prices import DAY_S
 def read_spent(
     url: str, tenants: Collection[str], unix_s: float, of_batches: Iterable[RequestFact] = ()
 ) -> Spent:
-    """Read it for the day of UTC that it is. `of_batches`: what lines cost that may not have been
-    charged yet. Raises HadalError, OSError or sqlite3.Error where ledger or outbox cannot be read.
+    """Read the tenants' charges of the present day (UTC). `of_batches`: costs of lines that may not
+    be charged yet. Raises HadalError, OSError or sqlite3.Error if ledger or outbox cannot be read.
     """
     day = int(unix_s // DAY_S)
-    # A front may have heard of a charge half of RECENT_S after it, and knows it so long from then on.
+    # A front may receive a charge RECENT_S / 2 late, and keeps its id for RECENT_S from then on.
     recent_us = micros(unix_s - 2 * RECENT_S)
     waiting = {
         fact.request_id: fact

@@ -1,9 +1,9 @@
-"""The ledger's database: one engine, its settings and deadlines, and its errors sorted by what is
-to be done.
+"""The ledger's database: one engine, its settings and deadlines, and its errors, sorted by the
+right reaction.
 
 SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write
-takes the lock at its beginning, so two processes take turns. What was committed is there after
-`kill -9` and after a power cut.
+takes the lock at its beginning, so two processes take turns. Committed facts survive `kill -9` and
+a power cut.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from hadal.stats.usage import WorkSpan
 
 log = logging.getLogger("hadal.ledger")
 BUSY_S = 5.0
-"""How long a write waits for another process' write."""
+"""Longest wait of a write for another process's write."""
 CONNECT_S = 5.0
 STATEMENT_S = 10.0
 IS_READING = "hadal_is_reading"
-"""Option of a connection that writes nothing: in SQLite it waits for no writer."""
+"""Option of a connection that only reads: in SQLite it waits for no writer."""
 
 
 class StoreDown(HadalError):
-    """The database cannot be had now: full, locked, gone, not answering. Later it may."""
+    """Temporary failure of the database: full, locked, gone, not answering."""
 
 
 class FactsRefused(HadalError):
-    """The database is well and will never take these facts together; some of them may be sound."""
+    """Permanent refusal of these facts together by a working database; some may be sound."""
 
 
 @dataclass(frozen=True)
 class LedgerWindow:
-    """What the ledger holds of a stretch of time."""
+    """Content of the ledger for a span of time."""
 
     tally: Tally
     nodes: list[NodesFact]
     details: Details | None
-    """Quantiles and statuses, where they were asked for."""
+    """Quantiles and statuses; None if they were not requested."""
     last_completed_us: int | None
-    """The end of the last request that finished, of all times."""
+    """End of the last finished request in the whole ledger."""
     spans: list[WorkSpan] | None = None
-    """The time of generations on units, where it was asked for."""
+    """Time of generations on units; None if it was not requested."""
 
 
 class Store:
     """One database. Used by one thread at a time; connects when it is first used."""
 
     def __init__(self, url: str) -> None:
-        """`url` as ledger_place gives it."""
+        """`url`: as `ledger_url` returns it (runtime/ledger/address)."""
         self.place = shown(url)
         self._path = file_of(url)
         self._engine = engine_of(url)
@@ -75,8 +75,8 @@ class Store:
         """Device and inode of the file that was prepared."""
 
     def prepare(self) -> None:
-        """Make file and tables where there are none. Raises LedgerError for what is no ledger of
-        ours, StoreDown.
+        """Create file and tables if they are missing. Raises LedgerError if the database is not a
+        ledger of ours, and StoreDown.
         """
         if self._path is not None:
             try:
@@ -92,12 +92,12 @@ class Store:
         self._identity = self._found()
 
     def write(self, facts: PackedFacts) -> Written:
-        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if there
-        is another database now that is no ledger of ours.
+        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if another
+        database is there now that is not a ledger of ours.
         """
         if self._identity is not None and self._found() != self._identity:
-            # Somebody removed the file, or put it elsewhere. SQLite would go on to write what
-            # nobody can read.
+            # The file was removed or moved. SQLite would go on writing to a file that no reader
+            # finds.
             self._leave_file()
             self.prepare()
         with self._begin() as connection:
@@ -114,8 +114,8 @@ class Store:
         has_details: bool = True,
         has_spans: bool = False,
     ) -> LedgerWindow:
-        """The window as of one instant, with details of each of `by` (stats/report). Raises
-        LedgerError where there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
+        """Read the window as of one instant, with details for each of `by` (stats/report). Raises
+        LedgerError if there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
         """
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")
@@ -139,7 +139,7 @@ class Store:
     def read_spent(
         self, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
     ) -> tuple[dict[str, int], list[str], set[str]]:
-        """As stats/ledger.read_spent, of one instant. Raises LedgerError, StoreDown."""
+        """Read like stats/ledger.read_spent, as of one instant. Raises LedgerError, StoreDown."""
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")
         with self._begin(is_reading=True) as connection:
@@ -147,13 +147,13 @@ class Store:
             return ledger.read_spent(connection, day, tenants, recent_us, ids)
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close the connections."""
         self._engine.dispose()
 
     def _leave_file(self) -> None:
-        """Let go of a file that is elsewhere now, with all that was written: a part may be in the
-        log beside its old place, which the next database there would remove. If there is one
-        already it has done so.
+        """Close a file that is elsewhere now, with all written facts in it: some may be in the log
+        beside its old place, which a new database there would remove. If there is one already, it
+        has removed the log.
         """
         try:
             if self._found() is None:
@@ -167,7 +167,7 @@ class Store:
         self._engine.dispose()
 
     def _found(self) -> tuple[int, int] | None:
-        """Which file is at the path; None without one, as for a server."""
+        """Return device and inode of the file at the path; None without one, as for a server."""
         try:
             found = self._path.stat() if self._path is not None else None
         except OSError:
@@ -186,7 +186,7 @@ class Store:
             exc.IntegrityError,
             OverflowError,
             ValueError,
-        ) as error:  # Too large, no text, ...
+        ) as error:  # A value is too large, not text, ...
             raise FactsRefused(f"{self.place}: {_reason(error)}") from error
         except exc.SQLAlchemyError as error:
             raise self._sorted(error) from error
@@ -199,20 +199,20 @@ class Store:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the driver said, without the statement and its values."""
+    """Return the first line of the driver's error, without the statement and its values."""
     cause = getattr(error, "orig", None) or error
     return str(cause).strip().split("\n", 1)[0]
 
 
 def _close_to_others(path: Path) -> None:
-    """The ledger tells who asked how much when: it is its owner's alone, also where it or its
-    folder was there.
+    """Make the ledger private to its owner, even if it or its folder existed before: it records how
+    much each tenant asked, and when.
     """
     try:
         with contextlib.suppress(FileExistsError):
             os.close(open_private(path, os.O_WRONLY | os.O_EXCL))
-        # Never opened where it exists: closing it would drop the locks that SQLite holds on it in
-        # this process.
+        # An existing file is never opened: closing it would drop the locks that SQLite holds on it
+        # in this process.
         for beside in (
             path,
             path.with_name(f"{path.name}-wal"),
@@ -225,8 +225,8 @@ def _close_to_others(path: Path) -> None:
 
 
 def engine_of(url: str) -> sa.Engine:
-    """One connection to the database, which takes turns with other processes' and waits for
-    nothing without end.
+    """Make an engine with one connection to the database. It takes turns with other processes'
+    connections, and all its waits are bounded.
     """
     return _sqlite(url) if file_of(url) is not None else _postgresql(url)
 
@@ -236,7 +236,7 @@ def _sqlite(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "connect")
     def set_up(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # We say BEGIN ourselves.
+        connection.isolation_level = None  # `take_lock` sends BEGIN.
         cursor = connection.cursor()
         for pragma in ("journal_mode = WAL", "synchronous = FULL"):
             cursor.execute(f"PRAGMA {pragma}")
@@ -244,7 +244,7 @@ def _sqlite(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def take_lock(connection: sa.Connection) -> None:
-        # A report sees one instant, and nobody waits for it.
+        # A report sees one instant, and no writer waits for it.
         is_reading = connection.get_execution_options().get(IS_READING)
         connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
 
@@ -252,7 +252,7 @@ def _sqlite(url: str) -> sa.Engine:
 
 
 def _postgresql(url: str) -> sa.Engine:
-    """Every wait is bounded: for a connection, for a statement, for a peer that went silent."""
+    """Make an engine with bounded waits: for a connection, a statement, or a silent peer."""
     milliseconds = round(STATEMENT_S * 1e3)
     return sa.create_engine(
         url,

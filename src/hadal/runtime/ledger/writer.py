@@ -1,15 +1,15 @@
-"""Facts on their way into the ledger, behind the token path: `add` never waits, a thread writes and
-says what is kept.
+"""Writer of the ledger, off the token path: `add` never waits, a thread writes the facts and
+reports durable ones.
 
-    add --queue, bounded--> thread --one transaction for all that came--> database          kept
+    add --queue, bounded--> thread --one transaction for all in it--> database          kept
                                    --database down--> outbox, a commit; written when it is up again  kept
                                    --outbox full or failing as well--> stays in the queue until either works
     add with the queue full: lost, counted, one log line for each spell
 
-So what can be lost: with `kill -9`, facts added in the last `LINGER_S` and one commit (they are in
-memory only); with database and outbox both failing, what the queue has no room for. Facts that bill
-nothing give way first, at half of it. A fact may be written twice, after a crash between commit and
-answer: the ledger counts it once.
+Losses: `kill -9` loses the facts added in the last `LINGER_S` and one commit, which are in memory
+only. If database and outbox both fail, facts beyond the queue's limit are lost; the limit is half
+as high for facts that bill nothing. After a crash between commit and answer, a fact may be written
+twice: the ledger counts it once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hadal.stats.ledger import Written
 log = logging.getLogger("hadal.ledger")
 
 LINGER_S = 0.02
-"""A fact waits this long for others, so that a commit is shared."""
+"""Wait of a fact for others, so that they share a commit."""
 MAX_WAITING = 65_536
 MAX_BATCH = 2_000
 RETRY_S = (0.5, 30.0)
@@ -44,22 +44,22 @@ Kept = Callable[[Sequence[Fact]], None]
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """What became of request facts since the start."""
+    """Outcomes of request facts since the start."""
 
     num_added: int = 0
     num_written: int = 0
-    """Facts that are in the database, durably."""
+    """Facts that were written to the database, durably."""
     num_same: int = 0
-    """Were there already, word for word."""
+    """Facts that were in the database already, with the same values."""
     num_refused: int = 0
-    """Another fact was there under their id, or the database will not have them."""
+    """Facts with the id of another recorded fact, or refused by the database for good."""
     num_delayed: int = 0
-    """Facts that had to wait in the outbox; counted as written, too, once they are."""
+    """Facts that had to wait in the outbox; once written, they are in `num_written`, too."""
     num_lost: int = 0
     num_waiting: int = 0
     """Facts of all kinds that are in memory only."""
     is_down: bool = False
-    """The database did not take the last write."""
+    """True if the database failed the last write."""
 
 
 class _Database:
@@ -70,31 +70,31 @@ class _Database:
         self.retry_at_s = 0.0
         self._retry_s = retry_s
         self._pause_s = 0.0
-        """Time to wait since the database failed; 0 while it works."""
+        """Pause before the next try; 0 while the database works."""
         self._is_prepared = False
 
     @property
     def is_down(self) -> bool:
-        """The database did not take the last write."""
+        """True if the database failed the last write."""
         return self._pause_s > 0
 
     def prepare(self) -> None:
-        """Make the database ready, unless it is."""
+        """Prepare the database, unless that was done."""
         if not self._is_prepared:
             self.store.prepare()
             self._is_prepared = True
 
     def works(self) -> None:
-        """Note that a write is done."""
+        """Note that a write succeeded."""
         if self._pause_s:
             log.warning("the ledger's database works again")
         self._pause_s = self.retry_at_s = 0.0
 
     def failed(self, error: Exception) -> None:
-        """Plan the next try."""
+        """Note that the database failed, and plan the next try."""
         if not self._pause_s:
             log.error("the ledger cannot be written, facts wait in its outbox: %s", error)
-        self._is_prepared = False  # What comes back may be another database.
+        self._is_prepared = False  # The next one there may be another database.
         self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
         self.retry_at_s = time.monotonic() + self._pause_s
 
@@ -115,13 +115,13 @@ class LedgerWriter:
         self._database = _Database(store, retry_s)
         self._outbox = outbox
         self.on_kept = on_kept
-        """The thread calls it with facts that are durable."""
+        """Callback for durable facts, called in the thread."""
         self._max_waiting = max_waiting
         self._linger_s = linger_s
         self._changed = threading.Condition()
         self._queue: deque[Fact] = deque()
         self._num_taken = 0
-        """Facts that the thread holds."""
+        """Number of facts that the thread is writing."""
         self._is_closing = False
         self._was_tried_last = False
         self._is_losing = False
@@ -130,8 +130,8 @@ class LedgerWriter:
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
     def start(self) -> None:
-        """Begin to write. Raises LedgerError if the database is none of ours; one that is down now
-        is waited for.
+        """Begin to write. Raises LedgerError if the database is not a ledger of ours; one that is
+        down now is tried again later.
         """
         try:
             self._database.prepare()
@@ -140,7 +140,7 @@ class LedgerWriter:
         self._thread.start()
 
     def add(self, fact: Fact) -> None:
-        """Take a fact, from any thread; never waits and never raises."""
+        """Queue a fact, from any thread; never waits and never raises."""
         is_request = isinstance(fact, RequestFact)
         is_needed = isinstance(fact, RequestFact) and fact.is_billed
         with self._changed:
@@ -160,7 +160,7 @@ class LedgerWriter:
 
     @property
     def counts(self) -> LedgerCounts:
-        """Up to now."""
+        """Counts up to now."""
         with self._changed:
             return replace(
                 self._counts,
@@ -169,8 +169,8 @@ class LedgerWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left, or keep it in the outbox, and end the thread; whatever is not done in time is
-        lost, and said so.
+        """Write the remaining facts, or store them in the outbox, and end the thread. Facts that
+        are not done in time are lost, and that is logged.
         """
         with self._changed:
             self._is_closing = True
@@ -192,7 +192,7 @@ class LedgerWriter:
         while (facts := self._take()) is not None:
             kept = False
             is_due = time.monotonic() >= self._database.retry_at_s
-            # At the end a database that was down may hang: what can be kept without it comes first.
+            # At the end a database that was down may hang: the outbox is tried first.
             if is_due or not facts:
                 kept = self._to_store(facts)
             kept = kept or not facts or self._to_outbox(facts)
@@ -202,8 +202,8 @@ class LedgerWriter:
                 self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Facts of both kinds come mixed, so a spell ends well below where the first ones
-                # are turned away.
+                # Both kinds of facts arrive mixed, so a spell of losses ends well below the lower
+                # limit.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))
@@ -211,8 +211,8 @@ class LedgerWriter:
                         return
 
     def _take(self) -> list[Fact] | None:
-        """The next facts to write, none if only the outbox is to be emptied; None when all is
-        done.
+        """Take the next facts to write: an empty list if only the outbox has to be emptied, None
+        when all is done.
         """
         with self._changed:
             while not self._is_closing:
@@ -231,13 +231,13 @@ class LedgerWriter:
             if self._is_closing and not self._queue:
                 if not self._outbox.may_hold or self._was_tried_last:
                     return None
-                self._was_tried_last = True  # What waits in the outbox has one more chance.
+                self._was_tried_last = True  # Facts in the outbox get one more try.
             facts = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             self._num_taken = len(facts)
             return facts
 
     def _to_store(self, facts: list[Fact]) -> bool:
-        """Whether the facts are in the database, after all that waited longer."""
+        """Write the outbox's facts to the database, then these. Return True if that succeeded."""
         try:
             self._database.prepare()
             self._empty_outbox()
@@ -249,10 +249,10 @@ class LedgerWriter:
         return True
 
     def _to_outbox(self, facts: list[Fact]) -> bool:
-        """Whether the facts are in the outbox."""
+        """Append the facts to the outbox. Return True if that succeeded."""
         try:
             has_room, why = self._outbox.append(pack(facts)), "it is full"
-        except (OSError, sqlite3.Error, ValueError) as error:  # A text may be no text at all.
+        except (OSError, sqlite3.Error, ValueError) as error:  # A string may not be encodable.
             has_room, why = False, str(error)
         if not has_room and not self._is_outbox_down:
             log.error("facts cannot wait in the ledger's outbox (%s); they wait in memory", why)
@@ -263,8 +263,8 @@ class LedgerWriter:
         return has_room
 
     def _empty_outbox(self) -> None:
-        """Write what waited, ours and what dead writers left. An outbox that cannot be read is no
-        reason to keep new facts out.
+        """Write the outbox's facts, ours and dead writers'. An outbox that cannot be read must not
+        block new facts.
         """
         if not self._outbox.may_hold:
             return
@@ -273,7 +273,7 @@ class LedgerWriter:
                 self._write(facts)
                 self._outbox.remove(ids)
             self._is_outbox_down = False
-        except (OSError, sqlite3.Error) as error:  # The next writer to come looks there again.
+        except (OSError, sqlite3.Error) as error:  # The next writer tries it again.
             log.error("facts that wait in %s cannot be read: %s", self._outbox.path, error)
         self._outbox.may_hold = False
 
@@ -281,7 +281,7 @@ class LedgerWriter:
         try:
             self._written(self._database.store.write(facts))
         except FactsRefused as error:
-            if len(facts.requests) + len(facts.nodes) > 1:  # Find the ones it will not have.
+            if len(facts.requests) + len(facts.nodes) > 1:  # Find the refused ones.
                 for request in facts.requests:
                     self._write(PackedFacts(requests=(request,)))
                 for nodes in facts.nodes:

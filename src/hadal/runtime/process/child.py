@@ -121,7 +121,7 @@ class Child:
         self._begin(now_s, start((*self._arguments, *self.more_arguments), self.epoch_number))
 
     def adopt(self, now_s: float, process: Started) -> None:
-        """Take over a process that another supervisor started. It has to report readiness again."""
+        """Take over a process that another supervisor started; it counts as STARTING at first."""
         self._begin(now_s, process)
         self.is_adopted = True
 
