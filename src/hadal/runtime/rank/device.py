@@ -1,8 +1,8 @@
-"""The device of a rank's process: taken, checked, and told how exact to be.
+"""The device of a rank's process: acquired, checked, and set to full precision.
 
-KV and activations are FP32 on every device so far, and on a GPU weights, too: then it gives the
-CPU's greedy tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, whose
-memory `--dry-run` plans where the checkpoint is FP8. Knows no model and no unit.
+KV and activations are FP32 on every device so far. On a GPU, weights are FP32 too, so that it makes
+the CPU's greedy tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, and
+`--dry-run` plans their memory for an FP8 checkpoint. Independent of models and units.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ONLY_GPU = "cuda:0"
 
 
 def open_device(gpu: int | None) -> str:
-    """The device that this rank computes on, "cpu" or "cuda:0": of the node's GPUs number `gpu`.
-    Raises ConfigError where torch sees no GPU.
+    """Acquire the device of this rank, and return "cpu" or "cuda:0". `gpu`: number of the GPU on
+    its node; None: the CPU. Raises ConfigError if torch sees no GPU.
     """
     if gpu is None:
         return "cpu"
@@ -30,8 +30,7 @@ def open_device(gpu: int | None) -> str:
             " for CUDA and a driver for it, or take device 'cpu'."
         )
     torch.set_float32_matmul_precision("highest")  # TF32 would change tokens.
-    # Loads the libraries now: in the first step it could take longer than a rank may stand in one
-    # op.
+    # Load the libraries now: in the first step that could take longer than the limit of one op.
     ones = torch.ones(_WARM_UP, _WARM_UP, device=ONLY_GPU)
     (ones @ ones).softmax(-1).sum().item()
     return ONLY_GPU

@@ -1,9 +1,8 @@
-"""A process with a Runner: it loads the model, or one rank's share of it, and hosts the rank's role,
-or the leader of a unit that has no other rank.
+"""A process with a Runner: it loads the model, or one rank's share of it, and hosts the rank's
+role. In a unit of one rank, it hosts the unit's leader (scheduler).
 
-A rank of many joins its unit's exchanges and does what the unit's leader says. It listens for its
-peers before it says that it is ready; who they are it learns with the first FormPlan. Started by
-runtime/unit.
+A rank of many joins its unit's exchanges and follows the unit's leader. It listens for its peers
+before it reports readiness; the first FormPlan names them. Started by runtime/unit.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from hadal.runtime.wire import ZmqWire, open_wire
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What a process with a Runner is, whether it is one rank of many or a whole unit."""
+    """Facts of a process with a Runner, which is one rank of many or a whole unit."""
 
     run: Run
     unit: str
@@ -72,13 +71,13 @@ class RankProcess:
     clock: Clock
 
     def wires(self) -> tuple[ZmqWire, KvWire]:
-        """Make what moves its messages, and KV out of other pools and its own."""
+        """Make the wire for its messages, and the wire for KV from other pools and from its own."""
         grants = Grants(self.run.secret, self.name)
         kv_wire = open_kv_wire(self.pool, self.run, grants)
         return open_wire(self.run, self.name, self.folder, self.epoch_number, grants), kv_wire
 
     def pinned_team(self) -> PinnedTeam:
-        """Make what places its computing threads."""
+        """Make the team that pins its computing threads to cores."""
         return PinnedTeam(partial(cores_of, self.run.deployment, self.name), kernel_team)
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:
@@ -94,9 +93,9 @@ def make_host(
     folder: Path,
     epoch_number: int = 0,
 ) -> tuple[UnitHost, list[Effect]]:
-    """Load the model, or one rank's part of it, and put the process together; also return its first
-    effects. `rank` None: the unit has no other rank, and its leader is in this process. `gpu`: of
-    this node; None: it computes on the CPU. Raises ConfigError.
+    """Load the model, or one rank's part of it, and assemble the process. Return its host and first
+    effects. `rank`: None if the unit has no other rank; then its leader is in this process. `gpu`:
+    number of a GPU of this node; None: the CPU. Raises ConfigError.
     """
     deployment = run.deployment
     units = units_of(deployment, role)
@@ -130,7 +129,7 @@ def make_host(
 
 
 def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
-    """A unit of one rank: its leader plans for the Runner beside it."""
+    """Make the host of a unit of one rank: its leader plans for the Runner beside it."""
     run, config, role = process.run, process.config, process.role
     runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
     _freeze()
@@ -168,7 +167,7 @@ def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
 
 
 def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effect]]:
-    """One rank of a unit: it does what a leader in another process says."""
+    """Make the host of one rank of a unit: it follows a leader in another process."""
     run, unit, epoch = process.run, process.unit, process.epoch
     deployment, role, device = run.deployment, process.role, process.device
     news = News()
@@ -183,7 +182,7 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
         group.close()
         raise
     _freeze()
-    # Its experts stay where they are, or others may have them: then it needs theirs as well.
+    # If experts move between ranks, this rank serves its own and fetches those of others.
     expert_transfer = (
         ExpertTransfer(run.address, key_of(run.secret, PURPOSE), store.expert)
         if moves_experts(units_of(deployment, role))
@@ -221,11 +220,11 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
 def make_group(
     run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
 ) -> MeshGroup | TorchGroup:
-    """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there
-    is no such transport.
+    """Make the group for exchanges with the peers. `folder`: meeting place of the unit's ranks.
+    Raises ConfigError if there is no such transport.
 
-    The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an
-    exchange with it, and an idle unit hears of its loss from the leader.
+    The mesh reports a broken connection to `news` at once. Torch's groups notice a lost peer only
+    in an exchange with it; an idle rank gets the news from the leader.
     """
     deployment, deadline_s = run.deployment, run.deployment.collective_timeout_s
     if deployment.transport == "tcp":
@@ -247,6 +246,6 @@ def make_group(
 
 
 def _freeze() -> None:
-    """What is there now stays: no collection need look at it again."""
+    """Exclude all present objects from garbage collection: they stay for the process's life."""
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""What only a rank's process sees: how far its runner is, and which peers are gone. For its role,
-and for its log.
+"""News that only a rank's process has: the progress of its runner, and lost peers. They go to its
+role and to its log.
 
-Knows no steps. A peer's process that is gone gets one line in the log, whichever saw it first: the
-group's thread, a step that failed, or the leader, which goes on without it.
+Independent of steps. A lost peer process gets one line in the log, from its first observer: the
+group's thread, a failed step, or the leader, which goes on without it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class News:
         self._formation = 0
         self._lock = threading.Lock()
         self._rank_to_epoch: dict[int, str] = {}
-        """Members of the newest formation that the leader asked for."""
+        """Rank -> epoch of the members of the newest formation that the leader requested."""
         self._noted: set[tuple[int, str]] = set()
-        """Processes whose loss was noted, by rank and epoch."""
+        """Processes with a noted loss, as (rank, epoch)."""
         self._unlogged: list[tuple[int, str]] = []
-        """Losses that were noted and are not logged yet: who, and why."""
+        """Noted losses that are not logged yet, as (rank, reason)."""
 
     def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
-        """A member is gone, or silent beyond a deadline. From any thread."""
+        """Note that a member is gone, or silent beyond a deadline. From any thread."""
         with self._lock:
             process = (peer, self._rank_to_epoch.get(peer, ""))
             is_new = process[1] != "" and process not in self._noted
@@ -50,8 +50,8 @@ class News:
             self.wake()
 
     def forming(self, plan: FormPlan) -> None:
-        """The leader starts a formation. A member that is none any more is gone, if nobody here
-        saw it before.
+        """Note that the leader begins a formation. A former member that is missing in it is noted
+        as lost, unless it was before.
         """
         if plan.formation <= self._formation:
             return
@@ -66,7 +66,7 @@ class News:
         self._say()
 
     def take(self, runner: ModelRunner) -> RankProgress:
-        """The progress of the runner, now. From the host's thread."""
+        """Return the progress of the runner, and note its lost peers. From the host's thread."""
         lost = runner.lost
         for peer in lost:
             self.peer_lost(peer)
@@ -74,8 +74,8 @@ class News:
         return RankProgress(runner.num_ops, runner.is_computing, lost)
 
     def _say(self) -> None:
-        """Tell the log, from the host's thread: where all end together, it knows that before it
-        hears of the peers that ended first, and says nothing.
+        """Log the noted losses, from the host's thread. If the whole run ends, that thread is
+        stopping before it notices peers that ended first, and logs nothing.
         """
         with self._lock:
             unsaid, self._unlogged = self._unlogged, []
@@ -84,14 +84,14 @@ class News:
 
 
 class Noticing:
-    """A rank's role whose news hear of every formation first."""
+    """Wrapper of a rank's role that passes every formation to the news first."""
 
     def __init__(self, role: RecordedRole, news: News) -> None:
         self._role = role
         self._news = news
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+        """Handle one event and return the effects, in order."""
         if isinstance(event, RankForm):
             self._news.forming(event.plan)
         return self._role.handle(now_s, event)

@@ -1,6 +1,6 @@
 """The Runner of a rank, or of a unit of one rank: weights, KV, experts and grammars put together.
 
-Knows no message and no host.
+Independent of messages and hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("hadal.rank")
 
 
 def conversion(deployment: Deployment) -> Conversion:
-    """How weights are held: as they are stored where the kernels compute from that, else FP32."""
+    """Return the format of weights in memory: as stored if the kernels can use that, else FP32."""
     is_stored = deployment.device == "cpu" and load() is not None
     return Conversion(
         None if is_stored else torch.float32,
@@ -52,8 +52,8 @@ def make_runner(
     pool: KvPool,
     device: str = "cpu",
 ) -> tuple[ModelRunner, ExpertStore]:
-    """The model with this rank's experts of the full placement, and its membership in `group`; also
-    what keeps those experts. Raises ConfigError.
+    """Make the Runner of one rank: the model with this rank's experts of the full placement, and
+    its membership in `group`. Return the store of its experts, too. Raises ConfigError.
     """
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = first_placement(deployment, config, role)
@@ -92,7 +92,7 @@ def make_runner(
 def make_lone_runner(
     deployment: Deployment, config: ModelConfig, role: str, pool: KvPool, device: str = "cpu"
 ) -> ModelRunner:
-    """The whole model, of a unit of one rank. Raises ConfigError."""
+    """Make the Runner of a unit of one rank, with the whole model. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
     prepare_kernels()
     num_drafts = num_drafts_max(deployment, config)
@@ -117,8 +117,8 @@ def make_lone_runner(
 
 
 def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
-    """What holds a rank's requests to their formats. It reads the tokenizer's file with the first
-    of them.
+    """Make the grammars that constrain a rank's requests to their formats (structured output). The
+    first such request reads the tokenizer's file.
     """
     folder = Path(deployment.model)
     return Grammars(lambda: read_token_table(folder), config.vocab_size)
@@ -127,7 +127,7 @@ def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
 def make_cache(
     deployment: Deployment, config: ModelConfig, role: str, pool: KvPool, device: str
 ) -> KvCache:
-    """The KV of a rank of this role, in its pool."""
+    """Make the KV cache of a rank of this role, in its pool."""
     return KvCache(
         config,
         units_of(deployment, role).kv_blocks,
@@ -140,9 +140,9 @@ def make_cache(
 def lone_comm(
     deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
 ) -> ExpertComm | None:
-    """What takes tokens to experts as ranks' messages would, op by op, so that what is rounded
-    decides what comes out, not the number of ranks: the fused step adds in another order, and a
-    last bit may round to another code. None where nothing is rounded.
+    """Make the dispatch of tokens to experts for a unit of one rank; None if nothing is rounded.
+    Like messages between ranks it works op by op, so that the output does not depend on the number
+    of ranks: the fused step adds in another order, and a last bit may round to another code.
     """
     if deployment.dispatch_format == "fp32" and deployment.compute == "fp32":
         return None
@@ -152,18 +152,14 @@ def lone_comm(
 
 
 def prepare_kernels() -> None:
-    """Compile them now where they are not yet, with the supervisor knowing what this start waits
-    for.
-    """
+    """Compile the kernels if need be, and report that to the supervisor as the start's activity."""
     prepare(Teller("compiles the kernels for this machine"))
 
 
 def make_comm(
     deployment: Deployment, config: ModelConfig, role: str, group: Group | None, device: str
 ) -> ExpertComm:
-    """What a step's tokens go through on their way to experts; `group` None: of a unit that is one
-    process.
-    """
+    """Make the dispatch of a step's tokens to experts. `group`: None for a unit of one process."""
     units = units_of(deployment, role)
     return ExpertComm(
         group,
