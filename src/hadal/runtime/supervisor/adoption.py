@@ -1,7 +1,7 @@
-"""The nodes of a cluster as the loop uses them: as many as are needed, and what runs there since
-before this supervisor, which it adopts.
+"""The nodes of a cluster, for the supervisor's loop: requests the needed ones, and adopts processes
+that an earlier supervisor started there.
 
-How nodes are had and processes started on them is in runtime/nodes.
+runtime/nodes acquires the nodes and starts processes on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("hadal.supervisor")
 
 
 class NodeKeeper:
-    """Owner of the wish for nodes: the needed ones, and no others."""
+    """Owner of the request for nodes: the needed ones, and no others."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class NodeKeeper:
         *,
         has_other_keys: bool,
     ) -> None:
-        """`has_other_keys`: API keys are others than another supervisor left on the nodes."""
+        """`has_other_keys`: the API keys differ from the earlier supervisor's keys on the nodes."""
         self._nodes = nodes
         self._wire = wire
         self._children = children
@@ -49,7 +49,7 @@ class NodeKeeper:
         self._has_other_keys = has_other_keys
 
     def hear(self, message: NodeNews | Printed | NodesKept) -> bool:
-        """Take in what an agent or the lender reports; True if that is more than a sign of life."""
+        """Handle a report of an agent or the lender. Return True if it is more than a heartbeat."""
         has_news = self._nodes.hear(time.monotonic(), message)
         if isinstance(message, NodesKept):
             self._readiness.ready(LENDER)
@@ -57,7 +57,7 @@ class NodeKeeper:
         return has_news
 
     def look(self) -> None:
-        """Have the nodes that are needed, and adopt what runs there."""
+        """Request the needed nodes, and adopt the processes that run there already."""
         now_s = time.monotonic()
         self._nodes.keep(now_s, self._children.nodes_in_use())
         if self._nodes.tick(now_s):
@@ -66,20 +66,18 @@ class NodeKeeper:
             self._adopt(now_s, process)
 
     def end_if_missing(self) -> None:
-        """Log what the lender complains of. While nothing was served yet, nodes that are not to be
-        had end the start.
-        """
+        """Log the lender's complaint. If nothing was served yet, missing nodes end the start."""
         if complaint := self._nodes.complaint():
             log.error("%s.", complaint)
             if not self._children.has_served:
                 self._end.exit(EXIT_CONFIG)
 
     def _adopt(self, now_s: float, process: Elsewhere) -> None:
-        """Take over a process that a node runs since before this supervisor was there."""
+        """Take over a process that an earlier supervisor started on a node."""
         name, epoch_number = process.process.order.name, process.process.order.epoch_number
         child = self._children.by_name.get(name)
         if child is None or not (child.is_wanted or self._end.is_draining):
-            process.kill()  # It came too late: another is there, or none is needed.
+            process.kill()  # Too late: a successor runs, or none is needed.
             return
         child.adopt(now_s, process)
         self._wire.expect(name, epoch_number)

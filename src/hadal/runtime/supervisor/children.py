@@ -1,4 +1,5 @@
-"""The children of a run: what is to run, on which host, and whether what requests need works.
+"""The children of a run: wanted processes, their hosts, and the readiness of all that requests
+need.
 
 Owns the table of children. Starts and ends none of them (supervisor/starter), and sends nothing.
 """
@@ -16,7 +17,7 @@ from hadal.runtime.topology import CONSOLE, ProcessPlan, gateway_names, unit_and
 
 
 class Children:
-    """Table of all processes there may be, from the start of the run to its end."""
+    """Table of all processes that a run may have, from its start to its end."""
 
     def __init__(
         self,
@@ -27,8 +28,8 @@ class Children:
         *,
         has_served: bool,
     ) -> None:
-        """`nodes`: those that units run on; None: they run here. `has_served`: an earlier
-        supervisor of this run did.
+        """`nodes`: nodes that units run on; None: they run on this host. `has_served`: an earlier
+        supervisor of this run has served.
         """
         self.by_name = {child.name: child for child in children}
         self.plans = {plan.name: plan for plan in plans}
@@ -43,22 +44,22 @@ class Children:
 
     @property
     def has_served(self) -> bool:
-        """Whether requests could be answered once. From then on they wait for what is missing, and
-        nothing that cannot start ends the server.
+        """True once requests could be answered. From then on they wait for missing processes, and a
+        process that cannot start does not end the server.
         """
         return self._has_served
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what runs: not while nodes report what runs there already."""
+        """True if all running processes are known: not while nodes still report earlier ones."""
         return self.nodes is None or not self.nodes.is_adopting
 
     def note_served(self) -> None:
-        """Note that a process became ready: requests can be answered from now on, or not yet."""
+        """Note that a process became ready, and if requests can be answered by now."""
         self._has_served = self._has_served or self.can_serve()
 
     def is_here(self, child: Child) -> bool:
-        """Return whether it runs on this host, where it does."""
+        """Return True if the process runs, or would run, on this host."""
         return self.nodes is None or self.plans[child.name].node is None
 
     def ranks_of(self, unit: str) -> list[Child]:
@@ -66,7 +67,7 @@ class Children:
         return [self.by_name[name] for name in self.plans[unit].ready_after]
 
     def is_ready(self) -> bool:
-        """Return whether all that requests need is; the pages are not among it."""
+        """Return True if all processes that requests need are ready; the console is not needed."""
         return all(
             child.phase is ProcessPhase.READY
             for child in self.all
@@ -74,7 +75,7 @@ class Children:
         )
 
     def can_serve(self) -> bool:
-        """Return whether a unit of each role works."""
+        """Return True if a unit of each role works."""
         units = [child for child in self.all if unit_and_rank(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
@@ -88,17 +89,17 @@ class Children:
         return [child for child in self.later_gateways if child.phase is ProcessPhase.READY]
 
     def nodes_in_use(self) -> set[int]:
-        """Return the nodes that processes run on or are to run on."""
+        """Return the numbers of the nodes on which processes run or are wanted."""
         wanted = [child for child in self.all if child.is_wanted or child.pid]
         numbers = {self.plans[child.name].node for child in wanted}
         return {number for number in numbers if number is not None}
 
     def why_lost(self, child: Child) -> str:
-        """Return why a process is over that no exit code tells of; empty if there is nothing."""
+        """Return the reason for a process's loss if it has no exit code of its own; else empty."""
         return self.nodes.why_lost(child.name) if self.nodes else ""
 
     def start_times_s(self) -> list[float]:
-        """Return the times at which processes of this host are to be started."""
+        """Return the planned start times of this host's waiting processes."""
         return [
             child.backoff.start_at_s
             for child in self.all

@@ -1,6 +1,6 @@
 """The drain: running streams finish before the server ends.
 
-Sends Drain, and no other message. Ends no unit: that is done when the loop is over.
+Sends Drain, and no other message. Ends no unit: units are ended after the loop.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.supervisor")
 
 SAME_SIGNAL_S = 0.2
-"""What ends a group of processes reaches some of them twice, as make passes on what it is sent: a
-second signal so soon is the first one.
+"""Signals closer together than this count as one: a signal to a group of processes may arrive
+twice, because make, for example, passes it on.
 """
 
 
 class Draining:
-    """Consequences of signals to end."""
+    """Reaction to signals that end the run."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Draining:
         status: StatusWriter,
         end: RunEnd,
     ) -> None:
-        """`listener`: the gateways' socket. `timeout_s`: how long streams may take to finish."""
+        """`listener`: the gateways' socket. `timeout_s`: longest time for streams to finish."""
         self._wire = wire
         self._listener = listener
         self._timeout_s = timeout_s
@@ -66,7 +66,7 @@ class Draining:
         if fronting.phase is not ProcessPhase.READY and not self._children.other_gateways():
             self._end.exit(0)  # There is no stream to finish.
             return
-        self._rollouts.stop()  # What is there is enough for what runs.
+        self._rollouts.stop()  # The present units are enough for the running streams.
         log.info(
             "ending: running streams have %.0f s to finish; the same signal again ends them now",
             self._timeout_s,
@@ -82,11 +82,11 @@ class Draining:
         self._status.write()
 
     def drain_front(self) -> None:
-        """Drain the gateway with the front. Where that is being started again, to be called as soon
-        as it is ready: others' streams go on under it.
+        """Drain the gateway with the front. If it is being restarted, call this as soon as it is
+        ready: streams of other gateways go on under it.
         """
         self._wire.send(FRONT, Drain())
-        if not self._children.other_gateways():  # Else another may have to be started.
+        if not self._children.other_gateways():  # Else a gateway may still be restarted.
             # The gateway's copy is the last: when it closes it, connections are refused.
             self._listener.close()
 

@@ -1,7 +1,7 @@
-"""The ends of processes: which other processes are told, and whether and when one starts again.
+"""The ends of processes: reports them to other processes, and decides on restarts.
 
-How long a child backs off is its own affair (process/backoff). Whether requests survive is the
-front's business, which is sent UnitDown at once, or LeaderDown where ranks wait for another leader.
+process/backoff decides how long a child backs off. The front decides if requests survive: it is
+sent UnitDown at once, or LeaderDown if ranks wait for another leader.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.supervisor")
 
 TAKEOVERS_MAX = 2
-"""Starts of a leader in vain before the ranks that wait for it are ended: the cause may be what
-they hold.
+"""Failed starts of a leader before the ranks that wait for it are ended: their state may be the
+cause.
 """
 
 
 class Exits:
-    """Consequences of the ends of processes."""
+    """Reaction to the ends of processes."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Exits:
         self._status = status
         self._end = end
         self._ended_ranks: dict[tuple[str, str], list[str]] = {}
-        """(unit, reason) -> ended ranks that the leader is still to be told of."""
+        """(unit, reason) -> ended ranks that were not yet reported to the leader."""
 
     def reap(self) -> None:
-        """Act on the ends of all processes that have ended since."""
+        """Act on the ends of all processes that have ended since the last call."""
         self._reap_each()
         for (unit, reason), (first, *others) in self._ended_ranks.items():
             self._wire.send(unit, UnitDown(first, reason, tuple(others)))
@@ -112,7 +112,7 @@ class Exits:
         self._status.write()
 
     def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
-        """Start it again much later, if the server can do without it or has served; else end."""
+        """Restart it much later if the server can spare it or has served; else end the run."""
         if self._children.has_served or self._can_spare(child):
             rest_s = child.backoff.put_off(now_s)
             log.error(
@@ -132,7 +132,7 @@ class Exits:
         """Report the end of a unit to the front, and the end of a rank to its leader."""
         unit, rank = unit_and_rank(child.name)
         if child.name == GATEWAY or child.role in (LENDER, CONSOLE):
-            return  # The next one's first message says it.
+            return  # The first message of its successor reports it.
         if rank is not None:
             self._ended_ranks.setdefault((unit, reason), []).append(child.name)
             return
@@ -147,16 +147,16 @@ class Exits:
             other.replace()
 
     def _has_successor(self, child: Child) -> bool:
-        """Return whether it led ranks that live and that the next one may take over: not if that
-        was tried in vain.
+        """Return True if the leader's ranks live and its successor may take them over: not if that
+        has failed TAKEOVERS_MAX times.
         """
         ranks = self._children.ranks_of(child.name)
         ranks_live = any(rank.phase is ProcessPhase.READY for rank in ranks)
         return child.is_wanted and ranks_live and child.backoff.num_failed_starts < TAKEOVERS_MAX
 
     def _can_spare(self, child: Child) -> bool:
-        """Return whether the server can do without it: a rank of a unit that works with others, a
-        unit beside others of a fleet, or the process of the pages.
+        """Return True if the server can do without the process: a rank of a unit that works with
+        other ranks, a unit beside others of a fleet, or the console.
         """
         if child.role == CONSOLE:
             return True

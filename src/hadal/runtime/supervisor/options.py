@@ -1,6 +1,6 @@
-"""What a supervisor is given besides the deployment: how to run it, and where it listens.
+"""Parameters of a supervisor besides the deployment: options of the run, and listening sockets.
 
-Knows no process and no message.
+Independent of processes and messages.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from hadal.runtime.process.logs import TEXT
 
 @dataclass(frozen=True)
 class Options:
-    """How to run it, as opposed to what to run."""
+    """Options of a run. They say how the deployment runs, not what it serves."""
 
     run_folder: Path | None = None
-    """None: a temporary one, removed at the end."""
+    """Run folder; None: a temporary one, removed at the end."""
     log_dir: Path | None = None
-    """None: every process writes to this one's stderr, under its name."""
+    """Folder of log files; None: every process writes to this one's stderr, under its name."""
     log_level: str = "info"
     log_format: str = TEXT
     api_keys: tuple[str, ...] = ()
     has_bar: bool = False
-    """Show the start as a bar at the foot of the terminal; else the log tells of it."""
+    """True: show the start as a bar at the foot of the terminal; False: in the log."""
     secret_file: Path | None = None
-    """What the deployment's processes prove themselves by, where several hosts need the same; None:
-    drawn at start.
+    """File with the secret by which the deployment's processes prove themselves, if several hosts
+    need the same one; None: a random secret, made at the start.
     """
     api_keys_file: Path | None = None
-    """With more keys than `api_keys`; the gateway with the front follows it."""
+    """File with keys besides `api_keys`; the gateway with the front watches it for changes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Listeners:
 
     gateway: socket.socket
     url: str
-    """URL of the gateway, as it is shown."""
+    """URL of the gateway, as shown to users."""
     pages: socket.socket | None
     """Socket of the console; None: there is none."""
     pages_url: str

@@ -1,6 +1,6 @@
-"""Which processes have become ready, and what follows: the run is announced, and may serve.
+"""Readiness of the run's processes, and its consequences: the run is announced, and may serve.
 
-Shows how far starting processes are. Sends no message and starts nothing.
+Shows the progress of starting processes. Sends no message itself, and starts nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hadal.runtime.topology import CONSOLE, GATEWAY
 log = logging.getLogger("hadal.supervisor")
 
 _CONSOLE_S = 20.0
-"""The pages' process starts when all others are ready, so that it takes no processor from them, or
-after this time.
+"""Latest start of the console. It starts when all other processes are ready, so that it takes no
+processor from them, or after this time.
 """
 
 Announce = Callable[[Status], None]
-"""Callback: once when everything was started, and once when everything is ready."""
+"""Callback, called once when all processes were started, and once when all are ready."""
 
 
 class Readiness:
@@ -43,7 +43,7 @@ class Readiness:
         announce: Announce,
         started_s: float,
     ) -> None:
-        """`started_s`: when the run began."""
+        """`started_s`: time at which the run began."""
         self._children = children
         self._draining = draining
         self._status = status
@@ -57,7 +57,7 @@ class Readiness:
             self._console.backoff.start_at(started_s + _CONSOLE_S)
 
     def ready(self, name: str) -> None:
-        """Note that a process works, and what follows. One that was ready already is left alone."""
+        """Note that a process works, and act on it. Only a STARTING process becomes ready."""
         child = self._children.by_name.get(name)
         if child is None or child.phase is not ProcessPhase.STARTING:
             return
@@ -80,14 +80,14 @@ class Readiness:
         self._status.write()
 
     def unit_works(self, unit: str) -> None:
-        """Note that the front finds a unit working: adopted processes do not report it again."""
+        """Note that the front finds a unit working: adopted processes do not report readiness."""
         plan = self._children.plans.get(unit)
         for name in (unit, *plan.ready_after) if plan is not None else ():
             if self._children.by_name[name].is_adopted:
                 self.ready(name)
 
     def announce_start_if_due(self) -> None:
-        """Announce the run when everything was started; the pages' process may start later."""
+        """Announce the run when all processes were started; the console may start later."""
         if not self._was_started and all(
             child.phase is not ProcessPhase.WAITING or child.role == CONSOLE
             for child in self._children.all
@@ -96,9 +96,9 @@ class Readiness:
             self._announce(self._status.status())
 
     def look(self) -> None:
-        """Show how far starting processes are."""
+        """Show the progress of starting processes."""
         self._progress.look(time.monotonic())
 
     def close(self) -> None:
-        """Show no progress any more."""
+        """End the display of progress."""
         self._progress.close()

@@ -1,7 +1,7 @@
 """The fleet of a run, and its rollouts, which replace all units by ones of another model or code.
 
-Owns the fleet and how far the last rollout is. What to start and stop the fleet's role decides
-(roles/fleet); runtime/fleet carries it out.
+Owns the fleet and the progress of the last rollout. The fleet's role (roles/fleet) decides which
+units to start and stop; runtime/fleet does it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("hadal.supervisor")
 
 
 class Rollouts:
-    """Fleet of a run, from when it is known what runs until the run drains, and its rollouts."""
+    """Rollouts and fleet of a run, from when all running processes are known until it drains."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Rollouts:
         self._last_rollout = Rollout()
 
     def make_fleet_if_due(self) -> None:
-        """Have the fleet decide from when it is known what runs."""
+        """Make the fleet once all running processes are known."""
         is_due = self._children.is_known and not self._end.is_draining
         if is_due and self._fleet is None and self._files.run.deployment.fleet.is_on:
             self._fleet = self._make_fleet()
@@ -70,7 +70,7 @@ class Rollouts:
         return FleetExecutor(fleet, calls, self._children.by_name, self._wire.send, now_s)
 
     def stop(self) -> None:
-        """Decide nothing any more."""
+        """End the fleet, so that it decides nothing any more."""
         self._fleet = None
 
     def tell(self, message: Demand | UnitUp) -> None:
@@ -79,8 +79,8 @@ class Rollouts:
             self._fleet.tell(time.monotonic(), message)
 
     def ended(self, child: Child, now_s: float, reason: str) -> bool:
-        """Tell the fleet of a unit's end; True if it, or the unit that it is a rank of, is not
-        wanted.
+        """Report a unit's end to the fleet. Return True if the unit is not wanted, or the unit of
+        an ended rank.
         """
         if self._fleet is None:
             return False
@@ -89,15 +89,15 @@ class Rollouts:
         return not child.is_wanted
 
     def has_unit(self, unit: str) -> bool:
-        """Return whether there is a fleet, and this unit is of it."""
+        """Return True if there is a fleet with this unit."""
         return self._fleet is not None and unit in self._fleet.units
 
     def has_other(self, unit: str) -> bool:
-        """Return whether another unit of its role works."""
+        """Return True if another unit of the same role works."""
         return self._fleet is not None and self._fleet.has_other(unit)
 
     def look(self) -> None:
-        """Let the fleet decide, and notice how far the rollout is."""
+        """Let the fleet decide, and update the progress of the rollout."""
         if self._fleet is None:
             return
         self._fleet.tick(time.monotonic())
@@ -107,8 +107,8 @@ class Rollouts:
         self._look_at_rollout(self._fleet)
 
     def roll_out(self, message: Rollout) -> None:
-        """Begin to replace all units; what an earlier rollout has not replaced yet, too. From now
-        on there is a fleet, be their number fixed.
+        """Begin to replace all units, including units that an earlier rollout has not replaced yet.
+        From now on there is a fleet, even if the number of units is fixed.
         """
         now_s = time.monotonic()
         if self._end.is_draining:
@@ -116,7 +116,7 @@ class Rollouts:
         if self._fleet is None:
             self._fleet = self._make_fleet()
         if not message.model:
-            message = self._last_rollout  # What the last one brought goes on being served.
+            message = self._last_rollout  # Keep the model of the last rollout.
         try:
             self._files.replace_run(dataclasses.replace(self._files.run, rollout=message))
         except OSError as error:
@@ -134,14 +134,14 @@ class Rollouts:
         self._status.show_rollout(self._rollout)
 
     def resume_if_due(self) -> None:
-        """Go on with what the supervisor before had begun, once it is known what runs."""
+        """Resume the rollout of an earlier supervisor, once all running processes are known."""
         begun = self._files.run.rollout if self._rollout is None else None
         if begun is not None and self._children.is_known and not self._end.is_draining:
             log.info("going on with the rollout that the supervisor before had begun")
             self.roll_out(begun)
 
     def _look_at_rollout(self, fleet: FleetExecutor) -> None:
-        """Notice how far it is, and its end."""
+        """Update the progress of the rollout, and end it after the last unit."""
         if self._rollout is None or not self._rollout.num_left:
             return
         num_left, num_failed = fleet.num_unreplaced, fleet.num_failed
@@ -153,7 +153,7 @@ class Rollouts:
         self._status.show_rollout(self._rollout)
 
     def _end_rollout(self) -> None:
-        """Make the run one of what the new units serve."""
+        """Change the run to the model that the new units serve."""
         new = self._last_rollout
         run = dataclasses.replace(self._files.run, rollout=None)
         if new.model:

@@ -1,6 +1,6 @@
-"""How a run is to end: its exit code, until when streams may finish, and whether there is a hurry.
+"""The decided end of a run: its exit code, the deadline of streams, and its urgency.
 
-Knows no process, no message and no clock. Several parts ask for the end; the loop ends on it.
+Independent of processes, messages and clocks. Several parts request the end; the loop acts on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class RunEnd:
 
     @property
     def exit_code(self) -> int | None:
-        """None while the run goes on."""
+        """Exit code; None while the run goes on."""
         return self._exit_code
 
     @property
     def drain_until_s(self) -> float | None:
-        """None unless it drains."""
+        """Time until which streams may finish; None unless the run drains."""
         return self._drain_until_s
 
     @property
@@ -33,28 +33,28 @@ class RunEnd:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether children are killed without a time to end by themselves."""
+        """True if children are killed at once, without time to end by themselves."""
         return self._is_at_once
 
     @property
     def is_superseded(self) -> bool:
-        """Whether what is on the nodes is another supervisor's."""
+        """True if another supervisor owns the processes on the nodes."""
         return self._is_superseded
 
     def drain(self, until_s: float) -> None:
-        """Let streams finish until then."""
+        """Drain the run: streams may finish until `until_s`."""
         self._drain_until_s = until_s
 
     def exit(self, code: int) -> None:
-        """End the run when the loop looks next. The last code counts."""
+        """End the run at the loop's next check. The last code counts."""
         self._exit_code = code
 
     def exit_at_once(self, code: int) -> None:
-        """End it, and kill every child."""
+        """End the run, and kill every child."""
         self._exit_code = code
         self._is_at_once = True
 
     def supersede(self) -> None:
-        """End it, and leave alone what is on the nodes."""
+        """End the run, but leave the processes on the nodes alone."""
         self.exit_at_once(EXIT_GAVE_UP)
         self._is_superseded = True

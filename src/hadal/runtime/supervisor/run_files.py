@@ -1,6 +1,6 @@
 """The files of a run that its supervisor alone writes: run.json, status.json and fleet.json.
 
-Owns the Run. Knows nothing of why it changes, nor of what runs.
+Owns the Run. Does not depend on the reasons for its changes, or on running processes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ log = logging.getLogger("hadal.supervisor")
 
 
 class RunFiles:
-    """Files of one run folder. A full disk must not end what serves: it is logged once."""
+    """Files of one run folder. A full disk must not end a run that serves: it is logged once."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         """Write run.json, which processes read at their start."""
         self.folder = folder
         self._run = run
         self._is_unwritten = False
-        """The last write failed."""
+        """True if the last write failed."""
         self._is_run_old = False
-        """run.json has the run as it was before its last rollout ended."""
+        """True if run.json still has the run as before the end of its last rollout."""
         write_run(folder, run)
 
     @property
     def run(self) -> Run:
-        """The run as processes that start from now on are to see it."""
+        """The run, as processes started from now on have to see it."""
         return self._run
 
     def replace_run(self, run: Run) -> None:
-        """Write another run.json at once. Raises OSError, and then the run is as it was."""
+        """Write another run.json at once. Raises OSError; then the run is unchanged."""
         write_run(self.folder, run)
         self._run = run
 
     def change_run(self, run: Run) -> None:
-        """Have run.json written with the next status, again and again until it could be."""
+        """Change the run. run.json is written with the next status; a failed write is repeated."""
         self._run = run
         self._is_run_old = True
 
@@ -55,7 +55,7 @@ class RunFiles:
         self._write(lambda: write_fleet(self.folder, seen))
 
     def _write(self, write: Callable[[], None]) -> bool:
-        """Return whether it could be written. The first failure in a row is logged."""
+        """Return True if the write succeeded. The first failure in a row is logged."""
         try:
             write()
         except OSError as error:

@@ -1,7 +1,6 @@
-"""Starts the processes of a run, here or on a node, ends them, and removes what they leave.
+"""Start and end of the processes of a run, here or on a node, and removal of the files they leave.
 
-When a child may start again is its own affair (process/backoff), and why one is ended is decided in
-other parts.
+process/backoff decides when a child may start again. Other parts decide which children are ended.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger("hadal.supervisor")
 STOP_S = 4.0
 """Time from SIGTERM to SIGKILL when the run ends."""
 HERE = (GATEWAY, LENDER, CONSOLE)
-"""Roles of processes that run beside the supervisor, wherever units do."""
+"""Roles of processes beside the supervisor that do not wait for the fork server's imports."""
 
 
 class Starter:
@@ -46,7 +45,7 @@ class Starter:
         left: Left,
     ) -> None:
         """`keys`: environment of gateways, with the API keys. `left`: files that a fork server
-        removes should the supervisor be killed.
+        removes if the supervisor is killed.
         """
         self._run_id = files.run.run_id
         self._folder = files.folder
@@ -60,16 +59,16 @@ class Starter:
 
     @property
     def is_warming(self) -> bool:
-        """Whether units are to be forked, and cannot be yet."""
+        """True if units have to be forked, but cannot be yet."""
         return self._forks.is_warming
 
     @property
     def forks_pid(self) -> int:
-        """Pid of the fork server; 0: there is none."""
+        """Process id of the fork server; 0 if there is none."""
         return self._forks.pid
 
     def start_due(self) -> bool:
-        """Start what is to be started by now. Returns whether there was any that could be."""
+        """Start all processes that are due. Return True if at least one was started."""
         now_s = time.monotonic()
         due = [
             child
@@ -79,14 +78,14 @@ class Starter:
         return any([self._start(now_s, child) for child in due])
 
     def _start(self, now_s: float, child: Child) -> bool:
-        """Start a process where it is to run; False if that is not there, or not able to yet."""
+        """Start a process on its host. Return False if that is missing, or cannot start it yet."""
         has_served = self._children.has_served
         more = (HAS_SERVED,) if child.role == GATEWAY and has_served else ()
         nodes = self._children.nodes
         if nodes is not None and not self._children.is_here(child):
             return self._start_on(nodes, now_s, child, more)
         if self._forks.is_warming and child.role not in HERE:
-            return False  # Gateways import other things, and need not wait for torch.
+            return False  # Gateways import other modules, and need not wait for torch.
         return self._start_here(now_s, child, more)
 
     def _start_on(
@@ -117,7 +116,7 @@ class Starter:
             environment[LISTEN_FD] = str(fds[0])
         if child.role in (GATEWAY, LENDER):  # The lender gives the keys to nodes with gateways.
             environment |= self._keys
-        # The pages share nothing with what is warm: a fork would hold torch's memory for nothing.
+        # The console uses none of the imported modules: a fork would hold torch's memory in vain.
         forks = self._forks if child.role != CONSOLE else None
         try:
             child.start(
@@ -138,28 +137,28 @@ class Starter:
         return True
 
     def renew_code(self) -> None:
-        """Have what is started from now on run the code that is installed now."""
-        self._forks.close()  # It has imported the code that was there when the server started.
+        """Have processes started from now on run the code that is installed now."""
+        self._forks.close()  # It has imported the code that was installed at its own start.
         self._forks = Forks(self._environment)
         self._forks.clear_after(self._left)
         if self._children.nodes is not None:
             self._children.nodes.renew_code()
 
     def clear_after(self, child: Child) -> None:
-        """Remove what a dead process cannot."""
+        """Remove the files that a dead process leaves."""
         name = wire_name(child.name)
         self._wire.forget(name)
         if not self._children.is_here(child):
-            return  # Its node does.
+            return  # The agent of its node does that.
         socket_path(self._folder, name).unlink(missing_ok=True)
         address_path(self._folder, name).unlink(missing_ok=True)
         if not self._children.ranks_of(
             child.name
-        ):  # A leader has none; its ranks' names begin with its own.
+        ):  # A leader has no pool, but its ranks' names begin with its own.
             remove_shared_memory(self._run_id, child.name)
 
     def end(self, children: Collection[Child], deadline_s: float) -> None:
-        """End these, and kill those that still run at the deadline."""
+        """End these children, and kill the ones that still run at the deadline."""
         for child in children:
             child.signal(signal.SIGTERM)
         for child in children:
@@ -168,5 +167,5 @@ class Starter:
                 child.wait(STOP_S)
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """End the fork server: nothing is started any more."""
         self._forks.close()

@@ -1,6 +1,6 @@
-"""status.json of a run, put together from its parts and written whenever something changes.
+"""status.json of a run, assembled from its parts and written at every change.
 
-Owns what is remembered to be shown alone: the last ends of processes. Decides nothing.
+Owns only data for display: the last ends of processes and the last rollout. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hadal.runtime.supervisor.run_end import RunEnd
 from hadal.runtime.supervisor.run_files import RunFiles
 
 _NUM_ENDS = 50
-"""Ends of processes that are remembered to be shown."""
+"""Number of the last ends of processes that are shown."""
 
 
 class StatusWriter:
-    """The state of a run as operators see it."""
+    """Writer of the run's state for operators."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class StatusWriter:
         self._rollout: RolloutStatus | None = None
 
     def note_end(self, end: ProcessEnd) -> None:
-        """Remember the end of a process, for the next status."""
+        """Add the end of a process to the next status."""
         self._ends.append(end)
 
     def show_rollout(self, rollout: RolloutStatus) -> None:
-        """Write how far the last rollout is."""
+        """Write the progress of the last rollout."""
         self._rollout = rollout
         self.write()
 
     def status(self) -> Status:
-        """Return which processes run, under which pid, since when."""
+        """Return the present status of the run."""
         nodes = self._children.nodes
         return Status(
             url=self._listeners.url,

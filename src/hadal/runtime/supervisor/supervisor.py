@@ -1,8 +1,8 @@
-"""The supervisor: the main process of `hadal serve`. Starts gateway and units, restarts what ends,
+"""The supervisor: the main process of `hadal serve`. Starts gateway and units, restarts ended ones,
 stops all in order.
 
-It sleeps until a signal (a child's end is one), a message or a timer comes. It holds no request and
-does no work of the model. This file puts the parts together and has the loop that calls them.
+It sleeps until the next signal (such as a child's end), message or timer. It has no requests and
+computes nothing of the model. This file assembles the parts and has the loop that calls them.
 
     SIGTERM, Ctrl-C   drain: the gateway finishes its streams and ends, then the units are ended
     the same again    end everything now
@@ -52,11 +52,11 @@ from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_shared_memory
 from hadal.runtime.wire import open_wire
 
 EPOCHS_OF_A_TERM = 1 << 20
-"""Processes of a later supervisor are of later epochs than all of an earlier one."""
+"""Epoch numbers per supervisor, so that processes of a later supervisor have higher ones."""
 _LOOK_S = 0.1
-"""Longest time between two looks while nodes send nothing but signs of life."""
+"""Longest time between two looks while nodes send only heartbeats."""
 _WARMING_S = 0.02
-"""Time between two looks whether units can be forked yet."""
+"""Time between two checks if units can be forked yet."""
 
 
 class Supervisor:
@@ -72,8 +72,8 @@ class Supervisor:
         announce: Announce,
         forks: Forks,
     ) -> None:
-        """`adopted`: what an earlier supervisor of this run told the nodes. `forks`: the fork
-        server, which is started already.
+        """`adopted`: message of an earlier supervisor of this run to the nodes; None: there was
+        none. `forks`: the fork server, already started.
         """
         started_s, found, deployment = time.monotonic(), versions(), run.deployment
         files = RunFiles(folder, run)
@@ -137,10 +137,10 @@ class Supervisor:
                 has_other_keys=adopted is not None and adopted.api_keys != keys,
             )
         self._looked_s = 0.0
-        """Time of its last look at all that there is."""
+        """Time of the last look at all parts."""
 
     def run(self, signals_fd: int) -> int:
-        """Supervise until stopped or given up. Returns the exit code."""
+        """Supervise until stopped or given up. Return the exit code."""
         self._wire.wake_on(signals_fd)
         try:
             return self._run(signals_fd)
@@ -159,13 +159,13 @@ class Supervisor:
             for message in messages:
                 has_news |= self._hear(message)
             if not has_news and time.monotonic() - self._looked_s < _LOOK_S:
-                continue  # Beats of hundreds of nodes: nothing to do about them yet.
+                continue  # Only heartbeats, perhaps of hundreds of nodes: no look is due yet.
             self._looked_s = time.monotonic()
             self._look()
         return self._end.exit_code
 
     def _hear(self, message: AnyMessage) -> bool:
-        """Hand a message to its part; True if the others are to look at what follows from it."""
+        """Pass a message to its part. Return True if the other parts have to look for effects."""
         match message:
             case UnitUp():
                 self._readiness.ready(message.unit)
@@ -210,7 +210,7 @@ class Supervisor:
     def _wait_s(self) -> float:
         if self._starter.is_warming:
             return _WARMING_S
-        # One of a node is started at the next look, every _LOOK_S.
+        # Processes of nodes are started at the next look, every _LOOK_S.
         waits = self._children.start_times_s()
         if self._end.drain_until_s is not None:
             waits.append(self._end.drain_until_s)
@@ -218,14 +218,14 @@ class Supervisor:
         return min(most_s, max(0.0, min(waits) - time.monotonic())) if waits else most_s
 
     def close(self) -> None:
-        """End every child, politely first unless in a hurry, and remove all that they leave."""
+        """End every child, first by SIGTERM unless at once, and remove all files they leave."""
         logging.getLogger().removeHandler(self._kept)
         self._kept.close()
         self._readiness.close()
         deadline_s = time.monotonic() + (0.0 if self._end.is_at_once else STOP_S)
         lenders = [child for child in self._children.all if child.role == LENDER]
         others = [child for child in self._children.all if child not in lenders]
-        if self._end.is_superseded:  # What is on the nodes is another's.
+        if self._end.is_superseded:  # Another supervisor owns the processes on the nodes.
             others = [child for child in others if self._children.is_here(child)]
         self._starter.end(others, deadline_s)
         nodes = self._children.nodes
@@ -241,8 +241,8 @@ class Supervisor:
 
 
 def _left(run: Run, options: Options, folder: Path) -> Left:
-    """Return what is to be removed if the supervisor is killed. What units on nodes leave, their
-    agents remove, which may share this host.
+    """Return the files to remove if the supervisor is killed. Agents remove the files of units on
+    nodes; they may share this host.
     """
     spans_hosts = run.deployment.cluster.spans_hosts
     patterns = [] if spans_hosts else [f"{SHM_FOLDER}/{PREFIX}{run.run_id}.*"]
@@ -266,7 +266,7 @@ def _child(plan: ProcessPlan, options: Options, kept_in: Path, first_epoch_numbe
 
 
 def _make_log_dir(path: Path) -> None:
-    """Raises ConfigError."""
+    """Create the folder for log files. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

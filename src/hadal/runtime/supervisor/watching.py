@@ -1,8 +1,8 @@
-"""The watch over processes that run: gateways that freeze, units that are found silent or stuck,
-starts that come no further.
+"""Watch over running processes: frozen gateways, units that are found silent or stuck, and starts
+without progress.
 
-Kills what is wrong; what follows from the end is in supervisor/exits, as with any other end. Units
-are judged by the front and ranks by their leaders, which ask here how the processes fare.
+Kills faulty processes; supervisor/exits reacts to their ends as to all others. The front judges
+units, and leaders judge their ranks; both ask here for the state of the processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.supervisor")
 
 MAX_WAIT_S = 0.5
-"""Longest time between two looks at what runs."""
+"""Longest time between two looks at running processes."""
 
 
 class Watching:
@@ -48,18 +48,16 @@ class Watching:
         self._gateways = Watch(deployment.gateway_timeout_s, MAX_WAIT_S, self._state_of)
 
     def gateway_spoke(self, heartbeat: GatewayHeartbeat) -> None:
-        """Note that a gateway or the console works, and the units that the front finds working."""
+        """Note a heartbeat of a gateway or the console, and the working units in the front's."""
         child = self._children.by_name.get(heartbeat.gateway)
-        if child is not None and heartbeat.pid == child.pid:  # Else its predecessor's last words.
+        if child is not None and heartbeat.pid == child.pid:  # Else it is its predecessor's.
             self._gateways.heard(time.monotonic(), heartbeat.gateway)
             self._readiness.ready(heartbeat.gateway)
             for unit in heartbeat.units:
                 self._readiness.unit_works(unit)
 
     def see(self, name: str) -> None:
-        """Tell a judge how one of its processes fares: of a unit the front, of a rank its
-        leader.
-        """
+        """Report a process's state to its judge: a unit's to the front, a rank's to its leader."""
         child = self._children.by_name.get(name)
         if child is None or not child.pid:
             return
@@ -71,15 +69,15 @@ class Watching:
         self._wire.send(judge_of(name), Sighting(name, state.waited_s, state.is_stopped))
 
     def given_up(self, message: UnitDown) -> None:
-        """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped
-        one dies as well.
+        """Kill a unit that the front found silent or stuck, or a rank that its leader did. SIGKILL
+        ends a stopped process as well.
         """
         child = self._children.by_name.get(message.unit)
         if child is None or child.phase is not ProcessPhase.READY:
             return
         is_unit = unit_and_rank(message.unit)[1] is None
         if is_unit and time.monotonic() - child.progress.ready_s < self._unit_timeout_s:
-            return  # It cannot have been silent that long: its predecessor was meant.
+            return  # It was not ready long enough to be silent: its predecessor was meant.
         log.warning(
             "%s %s; its process is ended and started again",
             child.name,
@@ -89,7 +87,7 @@ class Watching:
         child.signal(signal.SIGKILL)
 
     def kill_late_starters(self) -> None:
-        """Kill what starts and has come no nearer to being ready for too long."""
+        """Kill starting processes without progress for too long."""
         now_s = time.monotonic()
         for child in self._children.all:
             if child.phase is not ProcessPhase.STARTING:
@@ -110,8 +108,8 @@ class Watching:
                 child.signal(signal.SIGKILL)
 
     def _begun_s(self, child: Child, now_s: float) -> float:
-        """Return the time since which a starting process came no nearer to being ready, though it
-        could: a leader cannot before a rank.
+        """Return the time since which a starting process makes no progress although it could: a
+        leader cannot before its first rank is ready.
         """
         ranks = self._children.ranks_of(child.name)
         ready_s = [rank.progress.ready_s for rank in ranks if rank.phase is ProcessPhase.READY]
@@ -122,8 +120,8 @@ class Watching:
         )
 
     def kill_hung_gateways(self) -> None:
-        """Kill gateways and a console whose event loop stands still, or that are stopped. All that
-        they said was heard before.
+        """Kill gateways and a console that are stopped or have a frozen event loop. Call it after
+        all their messages were handled.
         """
         now_s = time.monotonic()
         working = {
@@ -138,10 +136,10 @@ class Watching:
                 self._gateways.why(name),
             )
             self._children.by_name[name].signal(signal.SIGKILL)
-            self._gateways.heard(now_s, name)  # It is killed once.
+            self._gateways.heard(now_s, name)  # Kill it only once.
 
     def _state_of(self, name: str) -> ProcessState:
-        """Return how a process fares, as far as its host reports it."""
+        """Return the state of a process, as far as its host reports it."""
         child, nodes = self._children.by_name[name], self._children.nodes
         if nodes is not None and not self._children.is_here(child):
             return ProcessState(nodes.waited_s(name), is_stopped=False)
