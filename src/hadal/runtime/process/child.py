@@ -31,9 +31,9 @@ class ProcessPhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     WAITING = "waiting"
-    """The process is to be started again."""
+    """Phase before the next start of a wanted process."""
     RESTING = "resting"
-    """The process is not wanted now; it may be later."""
+    """Phase of a process that is not wanted now; it may be later."""
     ENDED = "ended"
 
 

@@ -48,8 +48,8 @@ UNIT_MODULES = ("hadal.runtime.rank.host", "hadal.runtime.unit")
 MODULES = (*UNIT_MODULES, "hadal.gateway.process")
 """Modules that forked processes need, in the order in which they are imported."""
 API_KEYS = "HADAL_API_KEYS"
-"""Environment variable: API keys that the gateway accepts, separated by commas. Without any key,
-there or in API_KEYS_FILE, requests need none.
+"""Environment variable: API keys that the gateway accepts, separated by commas. If it is empty and
+there is no API_KEYS_FILE, requests need no key.
 """
 API_KEYS_FILE = "HADAL_API_KEYS_FILE"
 """Environment variable: a file with more API keys. The gateway process with the front watches it
@@ -233,7 +233,7 @@ class Forks:
         if self._socket is not None:
             try:
                 self._socket.send(msgspec.json.encode(left))
-            except OSError:  # It has ended already.
+            except OSError:  # The fork server has ended already.
                 self.close()
 
     @property

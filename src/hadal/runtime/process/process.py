@@ -36,12 +36,12 @@ from hadal.runtime.process.private import replace_private
 log = logging.getLogger(__name__)
 
 EXIT_STUCK = 70
-"""A step took longer than its deadline."""
+"""Exit code: a step took longer than its deadline."""
 EXIT_FATAL = 71
-"""A bug: the leader or an effect raised."""
+"""Exit code: a bug, the leader or an effect raised."""
 
 EXIT_LEASE = 72
-"""An agent received nothing from its supervisor for the length of its lease."""
+"""Exit code: an agent received nothing from its supervisor for the length of its lease."""
 
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"

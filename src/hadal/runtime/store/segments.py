@@ -3,7 +3,7 @@ of runtime/store, hold blocks of KV, and its table is their index.
 
     page 0    header: magic, version, sizes, number, fingerprint, check; later two change words
     table     64 bytes per slot, a record: name, position, XXH3 of the block, sequence, own check
-    uses      uint32 per slot, raised by the block's readers: statistics, so lost updates do no harm
+    uses      uint32 per slot, raised by users of the block: statistics, so lost updates do no harm
     damaged   uint64 per slot: sequence of a record that did not match its block in a read
     data      the slots, each a multiple of a page
 

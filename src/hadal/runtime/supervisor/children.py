@@ -1,5 +1,4 @@
-"""The children of a run: wanted processes, their hosts, and the readiness of all that requests
-need.
+"""The children of a run: wanted processes, their hosts, and the readiness that requests need.
 
 Owns the table of children. Starts and ends none of them (supervisor/starter), and sends nothing.
 """

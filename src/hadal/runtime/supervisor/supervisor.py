@@ -72,8 +72,8 @@ class Supervisor:
         announce: Announce,
         forks: Forks,
     ) -> None:
-        """`adopted`: message of an earlier supervisor of this run to the nodes; None: there was
-        none. `forks`: the fork server, already started.
+        """`adopted`: parameters that an earlier supervisor of this run gave to its agents; None:
+        there was none. `forks`: the fork server, already started.
         """
         started_s, found, deployment = time.monotonic(), versions(), run.deployment
         files = RunFiles(folder, run)

@@ -361,7 +361,7 @@ class NixlTransfer:
         return self._reader.pull(own, lease, into, deadline_s)
 
     def close(self) -> None:
-        """Close the reader. Its TcpTransfer owns the connection and closes it."""
+        """Close the reader, which may set its buffer aside. TcpTransfer closes the connection."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
