@@ -1,8 +1,8 @@
 """Charges of tenants today, from three places: the ledger, the outbox beside it, and the costs of
 lines that batches keep.
 
-The ledger is read last. A fact is written from the other places to the ledger and removed there
-afterwards, so it is found in at least one place; if it is in several, it is counted once.
+The ledger is read last. A fact goes from the other places to the ledger, and is removed from them
+only afterwards, so it is found in at least one place; if it is in several, it is counted once.
 """
 
 from __future__ import annotations

@@ -150,9 +150,7 @@ def new_epoch() -> str:
 
 
 def unit_arguments(description: str | None) -> argparse.Namespace:
-    """Parse the command line of a unit's process: unit, role, folder, the arguments of a rollout
-    and, in a unit of several ranks, rank and GPU.
-    """
+    """Parse a unit process's command line: unit, role, folder, rollout, perhaps rank and GPU."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,7 +40,7 @@ def look_at(pid: int) -> ProcessState:
 
 
 def _kernel_state(path: Path) -> str:
-    """Return the state letter after the command, which has brackets and may hold any character."""
+    """Return the state letter after the bracketed command, which may hold any character."""
     return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
 
 

@@ -48,7 +48,7 @@ class Watching:
         self._gateways = Watch(deployment.gateway_timeout_s, MAX_WAIT_S, self._state_of)
 
     def gateway_spoke(self, heartbeat: GatewayHeartbeat) -> None:
-        """Note a heartbeat of a gateway or the console, and the working units in the front's."""
+        """Note a heartbeat of a gateway or the console, and the working units named in it."""
         child = self._children.by_name.get(heartbeat.gateway)
         if child is not None and heartbeat.pid == child.pid:  # Else it is its predecessor's.
             self._gateways.heard(time.monotonic(), heartbeat.gateway)
