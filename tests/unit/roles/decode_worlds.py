@@ -1,4 +1,6 @@
-"""A decode unit's ranks on pretended KV (rank_worlds), with pools apart, and a slow disk."""
+"""Simulate a decode unit's ranks on pretended KV (rank_worlds), with separate pools and a slow
+disk.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ SALT = b"a tenant"
 
 
 def named(g: Generation) -> Generation:
-    """With its chain, as the front sends it."""
+    """Return the request with its chain, as the front sends it."""
     chain = extend(root_of(FINGERPRINT.encode()), b"", g.prompt + g.output, SALT)
     return msgspec.structs.replace(g, salt=SALT, chain=chain)
 
 
 class DecodeWorld(World):
-    """A decode unit; every pull brings KV ready-made."""
+    """Decode unit; every pull delivers finished KV."""
 
     leader: DecodeLeader
 
@@ -40,12 +42,12 @@ class DecodeWorld(World):
         self.pulls: list[Pull] = []
         self.num_steps = 0
         self.last_step: dict[str, int] = {}
-        """name -> the last step that computed it, of this attempt and generation."""
+        """Name -> last step that computed it, in this attempt and formation."""
         self.stores: list[StoreBlocks] = []
         self.written: set[bytes] = set()
-        """Names of blocks that the disk took."""
+        """Names of blocks that the disk stored."""
         self.blocks: dict[bytes, set[tuple[str, int]]] = {}
-        """Name of a block -> in which texts it is, and which block there."""
+        """Name of a block -> (text that has it, index of the block there)."""
         self.newly_pulled: set[str] = set()
         """Names of attempts that have not joined yet."""
 
@@ -68,7 +70,7 @@ class DecodeWorld(World):
         self.feed(Decode(named(g), self.lease(num_tokens)))
 
     def lease(self, num_tokens: int) -> KvLease:
-        """Block i of a text is block 1 + i of the pool it comes from."""
+        """Return a lease: block i of a text is block 1 + i of the source pool."""
         blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
         return KvLease("p", blocks, (0,) * len(blocks), num_tokens)
 
@@ -105,7 +107,7 @@ class DecodeWorld(World):
         self.feed(KvPulled(pull.request_id, pull.attempt, "void" if fails else None))
 
     def look(self, store: StoreBlocks) -> None:
-        """What is to be written is what it is called, down to the last position."""
+        """Assert that a block to be written matches its name, down to the last position."""
         for name, position, block in zip(
             split(store.names), store.positions, store.block_ids, strict=True
         ):
@@ -135,7 +137,7 @@ class DecodeWorld(World):
         self.feed(BlocksStored(store.store_id, places))
 
     def copies(self, pull: Pull) -> bool:
-        """Copy from another rank's pool or ready-made; False if the lease's blocks changed."""
+        """Copy from another rank's pool or finished KV; False if the lease's blocks changed."""
         into, lease = self.ranks[pull.rank].pool, pull.lease
         if lease.source == "p":
             self.newly_pulled.add(pull.request_id)
@@ -206,7 +208,7 @@ class DecodeWorld(World):
         return drawn, self.leader.slots.per_rank
 
     def join(self, rank: int, join: Join) -> None:
-        """The block list alone says whose slot it is: find the name by its KV."""
+        """Add a row. Only the block list identifies the slot's request: find the name by its KV."""
         at = self.ranks[rank]
         assert join.slot not in at.table
         if join.is_pulled:
@@ -223,7 +225,7 @@ class DecodeWorld(World):
         at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index, 0]
 
     def event(self) -> None:
-        """Whatever comes next."""
+        """Let the next random event happen."""
         self.send_again(0.3)
         chance = self.random.random()
         if chance < 0.35 and self.pulls:

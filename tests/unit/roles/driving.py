@@ -1,4 +1,4 @@
-"""Short ways to drive a role by hand: make requests, pick effects, answer for the Runner."""
+"""Helpers to drive a role by hand: make requests, pick effects, answer for the Runner."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _UNITS = {
 
 
 def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, ModelConfig]:
-    """Return a deployment and a model with these options, which are taken out of `options`."""
+    """Return a deployment and a model with these options, and remove them from `options`."""
     units = {_UNITS[name]: options.pop(name) for name in [*options] if name in _UNITS}
     num_layers, num_moe_layers = options.pop("num_layers", 0), options.pop("num_moe_layers", 0)
     config = replace(
@@ -86,7 +86,7 @@ def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, Model
     )
     names = ("chunk_tokens", "lease_s", "heartbeat_s")
     fields = {name: options.pop(name) for name in names if name in options}
-    if "heartbeat_s" in fields:  # 0: at each event.
+    if "heartbeat_s" in fields:  # 0: send a heartbeat at each event.
         fields |= {"heartbeat_s": max(fields["heartbeat_s"], 1e-300), "unit_timeout_s": 1e6}
     limits = LimitsConfig(burst_tokens=options.pop("burst", 0))
     deployment = Deployment(
@@ -100,7 +100,7 @@ def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, Model
 
 
 def decode_leader(num_blocks: int = 17, num_ranks: int = 1, **options: Any) -> DecodeLeader:
-    """A leader that has not started."""
+    """Return a leader that has not started."""
     fields: dict[str, Any] = {
         "num_blocks": num_blocks,
         "num_ranks": num_ranks,
@@ -113,7 +113,7 @@ def decode_leader(num_blocks: int = 17, num_ranks: int = 1, **options: Any) -> D
 
 
 def prefill_leader(num_blocks: int = 9, num_ranks: int = 1, **options: Any) -> PrefillLeader:
-    """A leader that has not started."""
+    """Return a leader that has not started."""
     fields: dict[str, Any] = {
         "num_blocks": num_blocks,
         "num_ranks": num_ranks,
@@ -129,12 +129,12 @@ def prefill_leader(num_blocks: int = 9, num_ranks: int = 1, **options: Any) -> P
 
 
 def sent(effects: Iterable[Effect], kind: type[T]) -> list[T]:
-    """Messages of one type among the effects."""
+    """Return the messages of one type among the effects."""
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
 def to(effects: Iterable[Effect], kind: type) -> list[str]:
-    """Receivers of messages of one type among the effects."""
+    """Return the receivers of messages of one type among the effects."""
     return [e.to for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
@@ -178,6 +178,6 @@ def done(
 
 
 def finals(effects: Iterable[Effect]) -> list[tuple[str, int | None]]:
-    """(request, status) of every last Deliver; None where it finished."""
+    """Return (request, status) of every last Deliver; the status is None if the request finished."""
     ends = [effect for effect in of(effects, Deliver) if effect.final]
     return [(end.request_id, None if end.error is None else end.error_status) for end in ends]

@@ -1,4 +1,4 @@
-"""Ranks that obey the expert balancer: they deal tokens as placed, count, stage and flip."""
+"""Simulate ranks that obey the expert balancer: they route tokens as placed, count, stage and flip."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TERMS = ExpertTerms(
 GROWING_S = 1e-3
 EVEN = [100] * NUM_EXPERTS
 HOT = [400, 100, 90, 100, 100, 90, 100, 100]
-"""On `replicated`, rank 0 has 390 and rank 3 250 when replicas take equal parts."""
+"""Loads by expert: on `replicated`, rank 0 has 390 and rank 3 has 250 if replicas share equally."""
 
 
 class Unit:
-    """Ranks that do every step; `loads` are a step's tokens by layer and expert."""
+    """Ranks that execute every step; `loads` are a step's tokens by layer and expert."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Unit:
         self.now_s = 0.0
         self.step_id = 0
         self.held = placement
-        """By the ranks."""
+        """Placement that the ranks hold."""
         self.counts = np.zeros(placement.slot_to_expert_LRS.shape)
         self.flips: list[LayerFlip] = []
         addresses = {rank: ("h", 7000 + rank) for rank in range(num_addresses)}
         self.experts.began(1, placement, addresses)
 
     def send(self, *, is_traced: bool = False) -> tuple[int, tuple[StepPlan, ...]]:
-        """Let the leader plan a step, and the ranks do it."""
+        """Let the leader plan a step, and apply its flips at the ranks."""
         self.step_id += 1
         plans = self.experts.planned(
             self.step_id, (DecodePlan(self.step_id, (), (), (), is_traced=is_traced),) * 4
@@ -125,7 +125,7 @@ class Unit:
         return plans
 
     def run(self, number: int = 60) -> dict[int, StagePlan]:
-        """Step until something is to be staged."""
+        """Step until the leader plans to stage something; return these plans."""
         for _ in range(number):
             self.step()
             plans = self.think()
@@ -144,15 +144,15 @@ class Unit:
 
 
 def replicated() -> Placement:
-    """One layer; experts 0 and 1 have second replicas on rank 3."""
+    """Return a placement of one layer; experts 0 and 1 have second replicas on rank 3."""
     slots = np.array([[[0, 2, 4], [1, 3, 5], [6, 7, -1], [0, 1, -1]]], np.int16)
     return Placement(NUM_EXPERTS, slots)
 
 
 def plain(num_layers: int = 1) -> Placement:
-    """Two slots on each of four ranks: experts 0 and 4 on rank 0, and so on."""
+    """Return a placement of two slots on each of four ranks: experts 0 and 4 on rank 0, and so on."""
     return spread(num_layers, NUM_EXPERTS, NUM_RANKS)
 
 
 SKEWED = [300, 100, 100, 50, 300, 100, 100, 50]
-"""On `plain`, rank 0 has both hot ones: trades with rank 3 level it."""
+"""Loads by expert: on `plain`, rank 0 has both hot experts; trades with rank 3 level them."""

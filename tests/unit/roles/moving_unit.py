@@ -1,4 +1,4 @@
-"""A decode unit of two uneven ranks, stopped at a moment of a request's move."""
+"""Provide a decode unit of two uneven ranks, stopped at a moment of a request's move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_RANK = 4
 
 
 class Unit:
-    """Two ranks; "a" and "c" are on the first, and nobody is on the second any more."""
+    """Unit of two ranks: "a" and "c" are on the first, and the second is empty."""
 
     def __init__(self, prompt: int = 640, **options: Any) -> None:
         self.leader = decode_leader(
@@ -56,7 +56,7 @@ class Unit:
         return effects
 
     def step(self, values: dict[int, int] | None = None, **options: Any) -> list[Effect]:
-        """The oldest plan is done: 5 for everybody, or `values` by slot."""
+        """Complete the oldest plan: each slot draws 5, or `values` by slot."""
         plans = self.plans.popleft()
         for rank, plan in enumerate(plans):
             self.table -= {rank * PER_RANK + slot for slot in plan.leaves}
@@ -84,7 +84,7 @@ class Unit:
         ]
 
     def move(self, moment: str = "filling") -> tuple[str, int, int]:
-        """Step until one moves and it is this moment: (its name, source, target)."""
+        """Step until a request moves and reaches this moment; return (its name, source, target)."""
         for _ in range(20):
             if self.plans[-1][0].publishes:
                 break
@@ -106,7 +106,9 @@ class Unit:
             self.feed(KvPulled(name, 0, error))
 
     def finish(self, name: str) -> None:
-        """It goes on without a gap; then everybody leaves, and nothing is held."""
+        """Check that it goes on without a gap; then cancel all requests and check that nothing is
+        held.
+        """
         count = len(self.tokens[name])
         for _ in range(6):
             self.step()

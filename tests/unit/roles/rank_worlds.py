@@ -1,9 +1,9 @@
-"""Ranks that execute a leader's plans on pretended KV: every position of every block knows whose it
-should be.
+"""Simulate ranks that execute a leader's plans on pretended KV: each position of each block records
+the (request, position) it was written for.
 
-A token is a function of request and index, so whatever a client gets can be checked; a plan that
-reads KV that is not there, or writes where somebody else reads, fails at once. Seeded: what
-happens, and in which order, is the generator's.
+A token is a function of request and index, so all output can be checked. A plan that reads missing
+KV, or writes where another request reads, fails at once. A seeded generator chooses what happens,
+and in which order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP = 7
 
 
 def token_of(name: str, index: int) -> int:
-    """Sometimes the stop id."""
+    """Return the request's token at this index; sometimes it is the stop id."""
     return (sum(map(ord, name)) * 31 + index * 17) % 101
 
 
@@ -39,7 +39,7 @@ def op_times(random: Random) -> tuple[OpTime, ...]:
 
 @dataclass
 class Rank:
-    """KV by (block, offset), a decode rank's table by slot, and its pool, apart as on a GPU."""
+    """KV by (block, offset), a decode rank's table by slot, and its pool, separate as on a GPU."""
 
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Rank:
         self.kv[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (name, position)
 
     def copy(self, blocks: Any, *, to_pool: bool) -> None:
-        """Publish or fetch."""
+        """Publish blocks to the pool, or fetch them from it."""
         source, target = (self.kv, self.pool) if to_pool else (self.pool, self.kv)
         for block in blocks:
             for offset in range(BLOCK_TOKENS):
@@ -65,7 +65,7 @@ class Rank:
 
 
 class World:
-    """Common parts: clients, ranks that come and go, steps done in order or never."""
+    """Common parts: clients, ranks that fail and return, steps that finish in order or never."""
 
     def __init__(
         self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int
@@ -85,7 +85,7 @@ class World:
         self.reasons: list[str] = []
         self.schedules: set[tuple[str, int]] = set()
         self.lazy: list[str] = []
-        """Names to be sent again, some time."""
+        """Names that are sent again later."""
         self.penalties = Sampling(frequency_penalty=1.0)
 
     def feed(self, event: Event) -> None:
@@ -115,7 +115,7 @@ class World:
         self.lazy.append(name)
 
     def send_again(self, chance: float) -> None:
-        """With this chance, the one that has waited longest for it."""
+        """Send the longest waiting retry again, with this chance."""
         if self.lazy and self.random.random() < chance:
             name = self.lazy.pop(0)
             if name not in self.ended:
@@ -131,7 +131,7 @@ class World:
         raise NotImplementedError
 
     def live(self, num_events: int, num_requests: int, reset_rate: float) -> None:
-        """Keep so many requests alive for so many events, while ranks come and go."""
+        """Keep `num_requests` requests alive for `num_events` events, while ranks fail and return."""
         for _ in range(num_events):
             if len(self.prompts) - len(self.ended) < num_requests:
                 self.submit(f"r{len(self.prompts)}")
@@ -140,7 +140,7 @@ class World:
                 self.reset_at_random()
 
     def end(self) -> None:
-        """Every rank lives, and nothing more happens: all requests finish, each with its tokens."""
+        """Let every rank live and end the disturbances: all requests finish, each with its tokens."""
         self.reset(set(), set(range(len(self.ranks))) - self.living)
         for _ in range(50_000):
             if len(self.ended) == len(self.prompts) and not self.steps:
@@ -150,7 +150,7 @@ class World:
             self.verify(name)
 
     def run(self, rank: int, plan: Any) -> tuple[dict[int, list[int]], int]:
-        """Execute a rank's plan: (key -> token, number of keys a plan like this has)."""
+        """Execute a rank's plan; return (key -> tokens, number of keys of such a plan)."""
         raise NotImplementedError
 
     def make(self, name: str) -> Generation:
@@ -181,7 +181,7 @@ class World:
             assert rank in self.living or not drawn
             keys.update({offset + key: value for key, value in drawn.items()})
             offset += size
-        # In any order, but for those of one key.
+        # In any order, but tokens of one key keep theirs.
         order = [key for key, values in keys.items() for _ in values]
         self.random.shuffle(order)
         values = {key: iter(drawn) for key, drawn in keys.items()}
@@ -197,7 +197,7 @@ class World:
         )
 
     def reset(self, lost: set[int], fresh: set[int]) -> None:
-        """Survivors may have done some of what was in flight; nobody hears of it."""
+        """Reset the unit. Survivors may have done part of the work in flight; it is not reported."""
         for rank in self.living - lost:
             for plans in list(self.steps)[: self.random.randint(0, 2)]:
                 self.run(rank, plans[rank])
@@ -222,7 +222,7 @@ class World:
         self.reset(lost, set(self.random.sample(dead, self.random.randint(0, len(dead)))))
 
     def verify(self, name: str) -> None:
-        """Its tokens are what they are without any trouble."""
+        """Assert that its tokens equal those of an undisturbed run."""
         output = self.outputs[name]
         assert output == [token_of(name, index) for index in range(len(output))]
         assert STOP not in output[:-1]
@@ -230,7 +230,7 @@ class World:
 
 
 class PrefillWorld(World):
-    """A prefill unit; leases are verified, then released. A request wants three tokens."""
+    """Prefill unit; leases are verified, then released. A request draws three tokens."""
 
     leader: PrefillLeader
 
@@ -285,7 +285,7 @@ class PrefillWorld(World):
         return drawn, len(chunks)
 
     def event(self) -> None:
-        """Whatever comes next."""
+        """Let the next random event happen."""
         self.send_again(0.4)
         chance = self.random.random()
         if chance < 0.3 and self.leases:

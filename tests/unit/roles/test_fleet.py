@@ -1,4 +1,4 @@
-"""The fleet by hand: it grows, drains, replaces; failed starts, lost words, dead fronts."""
+"""Test the fleet by hand: growth, drains, replacements; failed starts, lost messages, dead fronts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PERIOD_S, HOLD_S, DRAIN_S = 10.0, 60.0, 100.0
 
 
 class Driver:
-    """A fleet and a front that counts: 1,000 tokens/s are a unit of either role, all used."""
+    """Fleet and a front that counts: 1,000 tokens/s use one unit of either role fully."""
 
     def __init__(
         self, *, num_nodes: int = 60, rules: ScalingRules | None = None, **options: Any
@@ -59,7 +59,7 @@ class Driver:
         self.draining: dict[str, int] = {}
         self.epoch = "f1"
         self.is_deaf = False
-        """The front hears nothing."""
+        """True: messages to the front are lost."""
         self.last = self.do(self.fleet.start(0.0))
 
     def do(self, effects: list[FleetEffect]) -> list[FleetEffect]:
@@ -89,7 +89,7 @@ class Driver:
         return self.tell(UnitDown(unit, "it ended"))
 
     def goes_on(self, prefill: float, decode: float, beats: int = 1) -> list[FleetEffect]:
-        """So much demand for some periods; all effects of them."""
+        """Let this demand last for some periods; return all effects."""
         effects = []
         for _ in range(beats):
             self.now_s += PERIOD_S
@@ -110,12 +110,12 @@ class Driver:
         return [unit.state.value for unit in self.fleet.table.of_role(role, *UnitState)]
 
     def at_floor(self) -> Driver:
-        """One unit of each role is up."""
+        """Bring up one unit of each role."""
         self.up("prefill-0", "decode-0")
         return self
 
     def grown(self) -> Driver:
-        """3 prefill and 3 decode units are up and needed, and have been for a while."""
+        """Bring up 3 prefill and 3 decode units, all needed for a while."""
         self.at_floor()
         self.goes_on(3000.0, 3000.0, 4)
         self.up("prefill-1", "prefill-2", "decode-1", "decode-2")
@@ -125,7 +125,7 @@ class Driver:
         return self
 
     def drained(self) -> DrainUnit:
-        """Demand for decode halves, until a unit is told to drain."""
+        """Halve the demand for decode until a unit must drain; return the order."""
         for _ in range(40):
             for drain in sends(self.goes_on(3000.0, 1500.0), DrainUnit):
                 assert isinstance(drain, DrainUnit)
@@ -173,7 +173,7 @@ def test_it_drains_what_is_not_needed_and_stops_it_when_it_is_empty() -> None:
     driver = Driver().grown()
     driver.held = {"decode-0": 3, "decode-1": 1, "decode-2": 2, "prefill-2": 1}
     drain = driver.drained()
-    assert (drain.unit, drain.timeout_s) == ("decode-1", DRAIN_S)  # It holds least.
+    assert (drain.unit, drain.timeout_s) == ("decode-1", DRAIN_S)  # It has the fewest requests.
     assert stops(driver.goes_on(3000.0, 1500.0, 3)) == []
     del driver.held["decode-1"]
     assert stops(driver.goes_on(3000.0, 1500.0)) == ["decode-1"]
@@ -183,7 +183,7 @@ def test_it_drains_what_is_not_needed_and_stops_it_when_it_is_empty() -> None:
 
 @pytest.mark.promise("it is stopped when the front counts nothing on it in that drain")
 def test_what_it_counted_before_a_drain_says_nothing_of_it() -> None:
-    """A unit that was empty in an earlier drain may have been given work since."""
+    """A unit that was empty in an earlier drain may have received work since."""
     driver = Driver().grown()
     drain = driver.drained()
     old = UnitFacts(drain.unit, "decode", 0, drain.number + 1)
@@ -251,7 +251,7 @@ def test_a_start_that_never_ends_is_given_up() -> None:
     driver = Driver()
     driver.now_s = START_TIMEOUT_MIN_S + 1.0
     assert sorted(stops(driver.tell(Tick()))) == ["decode-0", "prefill-0"]
-    assert driver.up("decode-0") is not None  # Too late.
+    assert driver.up("decode-0") is not None  # This report is too late.
     assert driver.states()[0] == "stopping"
     driver.now_s += BACKOFF_S
     assert "decode-0" in starts(driver.down("decode-0"))
@@ -290,7 +290,7 @@ def test_a_drain_that_nobody_ends_is_ended() -> None:
     driver.now_s += DRAIN_S + DRAIN_GRACE_S
     assert stops(driver.tell(Tick())) == [drain.unit]
     driver.now_s += RESEND_S
-    assert stops(driver.tell(Tick())) == [drain.unit]  # The executor did not hear it.
+    assert stops(driver.tell(Tick())) == [drain.unit]  # Repeated: it may have been lost.
 
 
 def test_it_never_takes_more_nodes_than_there_are() -> None:
@@ -320,7 +320,7 @@ def test_nodes_that_a_draining_unit_still_has_are_waited_for() -> None:
 def test_units_say_themselves_what_they_can_do() -> None:
     driver = Driver(prefill_tokens_per_s=0.0, decode_tokens_per_s=0.0).at_floor()
     driver.goes_on(5000.0, 5000.0, 5)
-    assert driver.fleet.need.units == Units(1, 1)  # Nobody has measured anything yet.
+    assert driver.fleet.need.units == Units(1, 1)  # No unit has measured its rate yet.
     facts = (UnitFacts("decode-0", "decode", 1, 0, 1250.0), UnitFacts("prefill-0", "prefill", 1, 0))
     driver.now_s += PERIOD_S
     driver.tokens = [t + 5000.0 * PERIOD_S for t in driver.tokens]
@@ -360,7 +360,7 @@ def test_check_sees_units_that_nobody_may_want() -> None:
 
 
 class RollingOut(Driver):
-    """A fleet of a fixed number of units, all up, that is rolled out."""
+    """Fleet of a fixed number of units, all up, that is rolled out."""
 
     def __init__(self, num_prefill: int, num_decode: int) -> None:
         super().__init__(
@@ -378,7 +378,7 @@ class RollingOut(Driver):
         self.tell(Rollout())
 
     def replace(self) -> str:
-        """The unit that drains is empty, ends, is started again and is up. Returns its name."""
+        """Let the draining unit become empty, end, and come up again; return its name."""
         (unit,) = self.fleet.table.in_state(UnitState.DRAINING)
         assert stops(self.goes_on(0.0, 0.0)) == [unit.name]
         assert starts(self.down(unit.name)) == [unit.name]

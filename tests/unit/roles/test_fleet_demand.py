@@ -1,4 +1,4 @@
-"""Samples from counters: none twice, none invented at a front's restart; a day is learned."""
+"""Test samples from counters: none counts twice, a front's restart adds none; a day is learned."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_only_the_last_samples_are_kept() -> None:
 
 
 def test_an_hour_that_was_not_seen_is_not_learned() -> None:
-    """A gap from 1:30 to 4:10: the sample after it is not the fifth hour's."""
+    """There is a gap from 1:30 to 4:10: the sample after it does not count for the fifth hour."""
     meter = DemandMeter(60.0)
     for minute in range(28 * 60 + 30):
         if not 90 < minute < 250:

@@ -1,4 +1,4 @@
-"""The fleet that a deployment asks for."""
+"""Test the fleet that a deployment asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a unit's states, and the nodes it owns in each."""
+"""Test the table of unit states, and the nodes that a unit owns in each."""
 
 from __future__ import annotations
 

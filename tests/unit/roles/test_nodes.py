@@ -1,4 +1,4 @@
-"""The book of nodes: who is there, what each is to run, and what is over when one is not heard."""
+"""Test the book of nodes: which are up, what each must run, and what ends with a silent node."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runs(
 
 
 class Book(Nodes):
-    """One whose messages are kept, and whose time passes by `pass_time`."""
+    """Book that keeps its messages; time passes by `pass_time`."""
 
     def __init__(self, num_nodes: int = 2) -> None:
         self.now_s = 100.0
@@ -53,19 +53,19 @@ class Book(Nodes):
 
     @property
     def sent(self) -> list[tuple[str, AnyMessage]]:
-        """What agents were told and nobody has asked for."""
+        """Messages to agents that the test has not taken yet."""
         assert self.check() == []
         self._kept += [(send.to, send.message) for send in self.take_sends()]
         return self._kept
 
     def orders(self, to: str) -> list[NodeOrders]:
-        """What this agent was told since it was asked last."""
+        """Take the orders sent to this agent since the last call."""
         told = [message for name, message in self.sent if name == to]
         self._kept = [(name, message) for name, message in self._kept if name != to]
         return [message for message in told if isinstance(message, NodeOrders)]
 
     def pass_time(self, duration_s: float, *speaking: NodeNews) -> list[int]:
-        """Tick as often as is promised, while these agents speak. Returns who was lost."""
+        """Tick once per STEP_S while these agents report; return the numbers of lost nodes."""
         lost = []
         until_s = self.now_s + duration_s
         while self.now_s < until_s - 1e-9:
@@ -76,7 +76,7 @@ class Book(Nodes):
         return lost
 
     def up(self, *numbers: int) -> Self:
-        """Agents of these nodes speak."""
+        """Let the agents of these nodes report."""
         for number in numbers:
             assert self.heard(self.now_s, news(number))
         self.tick(self.now_s)
@@ -87,7 +87,7 @@ def names(orders: NodeOrders) -> dict[str, int]:
     return {each.name: each.epoch_number for each in orders.processes}
 
 
-# ---- who is there ----
+# ---- nodes that are up ----
 
 
 def test_a_node_is_there_once_its_agent_speaks() -> None:
@@ -116,8 +116,8 @@ def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
 def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool) -> None:
     book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
-    book.pass_time(1.0)  # This was silence.
-    book.now_s += 60.0  # This was not: nobody listened.
+    book.pass_time(1.0)  # The node was silent.
+    book.now_s += 60.0  # The supervisor itself did not run: this is not the node's silence.
     if is_heard_first:
         book.heard(book.now_s, news(0))
     assert book.tick(book.now_s) == []
@@ -128,7 +128,7 @@ def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool)
 
 
 def test_many_short_pauses_are_no_excuse_for_ever() -> None:
-    """A supervisor that is called as often as it promised was there."""
+    """Time counts as silence if the supervisor was called as often as it promised."""
     book = Book().up(0)
     lost = []
     for _ in range(4):
@@ -137,7 +137,7 @@ def test_many_short_pauses_are_no_excuse_for_ever() -> None:
     assert [node.number for node in lost] == [0]
 
 
-# ---- what it is to run ----
+# ---- processes to run ----
 
 
 def test_what_runs_on_a_node_is_told_at_every_change_and_every_beat() -> None:
@@ -170,7 +170,7 @@ def test_what_a_node_says_of_its_processes_is_known() -> None:
     assert {each.processes for each in book.orders("node-0-b1")} == {()}, "it need not say it more"
     second = book.run(book.now_s, 0, order("decode-0", 2))
     assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 2}]
-    # What it says of the life before, and of what nobody asked for, is nothing to the second.
+    # Reports of the earlier life, or of a process that was not ordered, do not affect the second.
     book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-9")))
     assert (second.code, second.news.pid) == (None, 0)
     assert book.nodes[0].processes.keys() == {"decode-0"}
@@ -200,7 +200,7 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
     given_up = book.nodes[0].processes["decode-0"]
     assert book.pass_time(2 * TIMEOUT_S, speaks[1]) == [0]
     book.run(book.now_s, 1, order("decode-0", 2))
-    # It may hear again before it is heard: it is told all the time.
+    # It may receive again before it is heard: orders are sent all the time.
     assert {each.processes for each in book.orders("node-0-b1")[-3:]} == {()}
     assert not book.heard(book.now_s, speaks[0])
     assert book.nodes[0].phase is NodePhase.UP
@@ -237,7 +237,7 @@ def test_signals_are_part_of_the_orders_and_kill_stands_above_all() -> None:
     assert [each.processes[0].signal for each in book.orders("node-0-b1")] == [signal.SIGKILL]
     book.heard(book.now_s, news(0, runs("decode-0", code=-9)))
     assert told(signal.SIGTERM) == [], "there is nobody to hear it"
-    # The next life begins without it.
+    # The next life begins without the signal.
     assert book.run(book.now_s, 0, order("decode-0", 2)).order.signal == 0
 
 
@@ -264,14 +264,14 @@ def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> No
     assert (book.nodes[0].phase, book.nodes[0].host) == (NodePhase.UP, "another")
     assert [each.is_over for each in book.orders("node-0-b1")] == [True]
     second = book.run(book.now_s, 0, order("decode-0", 2))
-    # The earlier one did not hear it, or was cut off: whenever it speaks, it is told again.
+    # The earlier agent may have missed it, or was cut off: each report gets the order again.
     for _ in range(3):
         said = news(0, runs("decode-0", 2, address(0, 2)))
         assert not book.heard(book.now_s, said)
         assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
     assert (book.nodes[0].host, second.news.address) == ("another", None)
     assert not any(each.is_over for each in book.orders("node-0-b2"))
-    # What it says keeps nobody alive.
+    # Reports of the earlier agent do not keep the node alive.
     assert book.pass_time(2 * TIMEOUT_S, news(0)) == [0]
     assert not book.heard(book.now_s, news(0, boot="b2"))
     assert book.nodes[0].phase is NodePhase.UP
@@ -298,21 +298,21 @@ def test_a_node_that_is_given_back() -> None:
     assert other.code is None
     node = book.nodes[0]
     assert (node.phase, node.host, node.processes) == (NodePhase.ABSENT, "", {})
-    # Its agent may not have heard it.
+    # Its agent may have missed it.
     assert not book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
     assert book.nodes[0].phase is NodePhase.ABSENT
     assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
     assert book.pass_time(10.0, news(1)) == []
-    # The same place is lent again.
+    # The same node is lent again.
     assert book.heard(book.now_s, news(0, boot="b2"))
     assert book.nodes[0].phase is NodePhase.UP
     book.release(0)
-    book.release(0)  # There is nobody to tell.
+    book.release(0)  # No agent is left to send to.
     assert [each.is_over for each in book.orders("node-0-b2")] == [True]
 
 
 def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> None:
-    """As after a supervisor that died while a leader had just moved to another node."""
+    """A supervisor may have died just after a leader moved to another node."""
     book = Book()
     first = news(0, runs("decode-0", 1), runs("decode-0.0", 1))
     book.pass_time(1.0, first)
@@ -329,7 +329,7 @@ def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> No
 
 def test_when_the_run_is_over_all_agents_are_told() -> None:
     book = Book(3).up(0, 1)
-    book.pass_time(2 * TIMEOUT_S, news(0))  # 1 is lost, 2 never came.
+    book.pass_time(2 * TIMEOUT_S, news(0))  # Node 1 is lost; node 2 never came up.
     book.sent.clear()
     book.dismiss()
     assert book.sent == [(f"node-{n}-b1", NodeOrders((), is_over=True)) for n in (0, 1)]
@@ -378,7 +378,7 @@ def test_a_change_is_told_to_whom_it_concerns() -> None:
         book.heard(book.now_s, news(number, runs(name, at=address(number))))
     book.tell_addresses(book.now_s)
     book.sent.clear()
-    # A rank listens elsewhere in its next life: its leader's node alone has to know.
+    # A rank has another address in its next life: only its leader's node needs it.
     book.heard(book.now_s, news(1, runs("decode-0.0", code=1)))
     book.run(book.now_s, 1, order("decode-0.0", 2))
     book.sent.clear()
@@ -390,7 +390,7 @@ def test_a_change_is_told_to_whom_it_concerns() -> None:
     assert {to for to, _ in book.sent} == {"node-0-b1"}
     found = book.orders("node-0-b1")[0].addresses
     assert found == {"prefill-0": address(2), "decode-0.0": address(1, 2)}
-    # A unit that is over is no unit: all others hear of it.
+    # A unit that ended is removed: all other nodes are informed.
     book.heard(book.now_s, news(2, runs("prefill-0", code=1)))
     book.tell_addresses(book.now_s)
     assert {to for to, _ in book.sent} == {"node-0-b1", "node-1-b1"}
@@ -426,7 +426,7 @@ def test_who_is_not_there_is_told_no_addresses_and_all_when_it_comes() -> None:
     book.heard(book.now_s, news(0))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b1")[-1].addresses == later
-    # An agent that follows knows nothing, though nothing has changed.
+    # A new agent has no addresses, though nothing has changed.
     book.heard(book.now_s, news(0, boot="b2"))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b2")[-1].addresses == later
@@ -436,43 +436,43 @@ def test_who_is_not_there_is_told_no_addresses_and_all_when_it_comes() -> None:
     assert book.orders("node-0-b3")[-1].addresses == later
 
 
-# ---- all of it, with agents that do as they are told and a network that does not ----
+# ---- everything together: obedient agents on a network with faults ----
 
 DELAY_S = 0.2
-"""What a message takes at most, where no link is cut."""
+"""Longest delay of a message while no link is cut."""
 HOMES = {"decode-0": 0, "decode-0.0": 0, "decode-0.1": 1, "prefill-0": 2}
-"""Name -> the node that it lies on, or where that is lost, a leader on any."""
+"""Name -> its node; if that is lost, a leader may run on any node."""
 HERE = {"front": Address(1, "tcp://10.0.0.9:1")}
 
 
 @dataclass
 class Agent:
-    """One node's agent: does what it is told, says how that fares, and knows no more."""
+    """Agent of one node: it obeys orders, reports the outcome, and has no other state."""
 
     node: int
     boot: str
     world: World
     is_cut: bool = False
     is_here: bool = True
-    """It has not left, nor died."""
+    """False once it left or died."""
     running: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Name -> life, and when it begins to listen."""
+    """Name -> (life, time at which it begins to listen)."""
     ended: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name -> life and exit code, while it is named."""
+    """Name -> (life, exit code), as long as orders include it."""
     known: dict[str, Address] = field(default_factory=dict)
     inbox: deque[tuple[float, NodeOrders]] = field(default_factory=deque)
     outbox: deque[tuple[float, NodeNews]] = field(default_factory=deque)
-    """On their way, in order: the wire keeps them while a link is cut."""
+    """Messages in flight, in order: the wire keeps them while a link is cut."""
     spoke_s: float = 0.0
     term: int = 1
-    """Of the supervisor that it hears."""
+    """Term of the supervisor that it follows."""
     hears_s: float = 0.0
-    """When it hears of a later one, if there is one."""
+    """When it learns of a later supervisor, if there is one."""
 
     def step(self, now_s: float) -> None:
         if self.term < self.world.term and not self.is_cut and now_s >= self.hears_s:
             self.term = self.world.term
-            self.inbox.clear()  # Of earlier supervisors, and what was said to them.
+            self.inbox.clear()  # These are orders of earlier supervisors.
             self.outbox.clear()
             self.spoke_s = -math.inf
         while self.is_here and not self.is_cut and self.inbox and self.inbox[0][0] <= now_s:
@@ -497,7 +497,7 @@ class Agent:
     def due(
         self, now_s: float, queue: deque[tuple[float, NodeOrders]] | deque[tuple[float, NodeNews]]
     ) -> float:
-        """When a message arrives: not before the one before it."""
+        """Return a message's arrival time, which is never before that of the previous message."""
         return max(now_s + self.world.random.uniform(0.0, DELAY_S), queue[-1][0] if queue else 0.0)
 
     def listens_at(self, epoch_number: int) -> Address:
@@ -511,7 +511,7 @@ class Agent:
     def leave(self) -> None:
         self.is_here = False
         self.running.clear()
-        if self.is_cut:  # What it kept is gone with it.
+        if self.is_cut:  # Its queued messages are lost.
             self.outbox.clear()
 
     def _obey(self, now_s: float, orders: NodeOrders) -> None:
@@ -538,7 +538,7 @@ class Agent:
 
 
 class World:
-    """A supervisor with its book, and agents. Links may be cut; the wire keeps what was sent."""
+    """Supervisor with its book, and agents. Links may be cut; the wire keeps messages meanwhile."""
 
     def __init__(self, seed: int) -> None:
         self.now_s = 0.0
@@ -548,23 +548,25 @@ class World:
         self.book.listen_here(HERE)
         self.term = 1
         self.adopts_until_s = 0.0
-        """So long a supervisor that took over only hears what runs."""
+        """Time until which a supervisor that took over only collects reports."""
         self.lives: dict[str, int] = dict.fromkeys(HOMES, 0)
         self.processes: dict[str, tuple[int, FarProcess]] = {}
         self.lost: set[int] = set()
         self.disturbed: set[int] = set()
-        """Nodes that were cut off, or whose agent was replaced."""
+        """Nodes that were cut off or that got another agent."""
         self.still_until_s = self.supervised_s = 0.0
         self.started: set[tuple[str, int]] = set()
         self.ended: set[tuple[str, int]] = set()
-        """Lives of processes that agents started, and that ended by themselves or by a signal."""
+        """Lives of processes that agents started, and lives that ended by themselves or by a
+        signal.
+        """
         for node in range(3):
             self.join(node)
 
     def join(self, node: int) -> None:
-        """Another agent for a node."""
+        """Add another agent for a node."""
         boot = f"b{len(self.agents)}"
-        # Its start takes longer than what another said before it is on the way.
+        # Its start takes longer than the delivery of the earlier agent's messages.
         self.agents.append(Agent(node, boot, self, spoke_s=self.now_s, term=self.term))
 
     def pass_time(self, duration_s: float) -> None:
@@ -595,7 +597,7 @@ class World:
                 self.book.signal(self.now_s, *self.processes[name], signal.SIGKILL)
                 self._deliver()
             return
-        if event == "lose":  # The wire had too much for it.
+        if event == "lose":  # The wire's queue overflowed.
             for each in self.agents:
                 if each.node == number:
                     each.inbox = deque(told for told in each.inbox if told[1].addresses is not None)
@@ -617,7 +619,7 @@ class World:
             self.join(number)
 
     def succeed(self) -> None:
-        """Another supervisor, which knows nothing, takes over."""
+        """Let another supervisor without state take over."""
         self.term += 1
         self.book = Nodes(3, TIMEOUT_S)
         self.book.listen_here(HERE)
@@ -643,7 +645,7 @@ class World:
                     agent.inbox.append((agent.due(self.now_s, agent.inbox), send.message))
 
     def _supervise(self) -> None:
-        # One that stood still for long has more to hear than it takes at once.
+        # A supervisor that did not run for long may receive only part of its backlog at once.
         was_still = self.now_s - self.supervised_s > PAUSE_PERIODS * PERIOD_S + STEP_S
         is_late = was_still and self.random.random() < 0.5
         self.supervised_s = self.now_s
@@ -672,7 +674,7 @@ class World:
         self._deliver()
 
     def check(self) -> None:
-        """What is true when it was quiet for a while."""
+        """Check invariants that hold after a quiet period."""
         here = [agent for agent in self.agents if agent.is_here]
         assert sorted(agent.node for agent in here) == [0, 1, 2], "one agent a node"
         assert not any(agent.running for agent in self.agents if not agent.is_here)
@@ -710,7 +712,7 @@ class World:
 
 
 def siblings(name: str) -> set[str]:
-    """Processes of the same unit."""
+    """Return the processes of the same unit."""
     return {other for other in HOMES if other.partition(".")[0] == name.partition(".")[0]}
 
 

@@ -1,4 +1,4 @@
-"""Reasons keep their kind under details."""
+"""Test that reasons keep their kind when details follow."""
 
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
 from hadal.roles.reasons import (

@@ -1,4 +1,4 @@
-"""A recording's bytes: complete, less a torn last frame; other files are refused."""
+"""Test a recording's bytes: complete except for a torn last frame; other files are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_no_recording_is_refused() -> None:
 
 
 def test_what_never_left_a_process_is_written_as_the_wire_would() -> None:
-    """A leader's own plans hold numpy's numbers; a simulated prompt is a range."""
+    """A leader's own plans contain numpy numbers; a simulated prompt is a range."""
 
     def call(slot: int, prompt: tuple[int, ...]) -> Call:
         join = Join(slot, (1,), 3, 4, 1, Sampling(), prompt=prompt)

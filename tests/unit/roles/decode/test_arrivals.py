@@ -1,4 +1,4 @@
-"""Arrivals by hand: what is pulled, what is given back, and what ends a request during its copy."""
+"""Test by hand how KV arrives at a decode unit: pulls, releases, and ends during a request's copy."""
 
 from __future__ import annotations
 

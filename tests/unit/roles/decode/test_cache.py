@@ -1,4 +1,6 @@
-"""Blocks of generated text: their names, when they may be written, and who keeps them meanwhile."""
+"""Test blocks of generated text: their names, when they may be written, and who owns them until
+then.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def request(
 
 
 class Drive:
-    """A unit that steps, every token its slot's next, and all that it wanted to have written."""
+    """Unit that steps; each token is its slot's next, and every block write it asked for is
+    recorded.
+    """
 
     def __init__(self, unit: DecodeLeader, *messages: Decode) -> None:
         self.unit = unit
@@ -117,7 +121,7 @@ class Drive:
 
 
 def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, int]:
-    """All that a decode unit's report says of the cache."""
+    """Return all cache counters of a decode unit's report."""
     return {
         STORED_BLOCKS: stored,
         SKIPPED_BLOCKS: skipped,
@@ -201,7 +205,7 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     drive.run(30)
     assert [store.names for store in drive.stores] == [names[1]]
     drive.run(130)
-    # One is under way, and the next waits for it.
+    # One write is in flight; the next waits for it.
     assert [store.names for store in drive.stores] == [names[1]]
     drive.answer(drive.stores[0])
     assert [store.names for store in drive.stores] == [names[1], names[3]]
@@ -251,7 +255,7 @@ def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) ->
     drive.unit.slots.cache.stores._num_writing_max = 1
     drive.run(5 * 64 + 10 - 63)
     assert [store.positions for store in drive.stores] == [(0,)]
-    assert drive.cache() == counted(skipped=2)  # Of five, one is being written and two wait.
+    assert drive.cache() == counted(skipped=2)  # Of five blocks one is being written and two wait.
     drive.answer(drive.stores[0])
     drive.answer(drive.stores[1])
     drive.answer(drive.stores[2])
@@ -260,7 +264,7 @@ def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_waits_to_be_written_goes_before_any_request() -> None:
-    """8 blocks: a leaves one in writing and one waiting; b needs all but the first."""
+    """Only 8 blocks: "a" leaves one in writing and one waiting; "b" needs all but the first."""
     drive = Drive(leader(num_blocks=9), request("a", 63))
     drive.run(76)
     assert [store.positions for store in drive.stores] == [(0,)]
@@ -268,7 +272,7 @@ def test_what_waits_to_be_written_goes_before_any_request() -> None:
     drive.run(2)
     assert drive.unit.blocks.num_used == 2
     drive.num_drawn.clear()
-    # It takes the 6 that are free, and will need one more.
+    # It takes the 6 free blocks, and will need one more.
     drive.occupant(request("b", 360, max_tokens=60))
     assert drive.unit.num_requests == 1
     for _ in range(30):
@@ -365,7 +369,7 @@ def test_load_tells_the_counts() -> None:
 
 
 def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
-    """Its tail and last name move along; a block in writing stays behind."""
+    """Its tail and its last name move with it; a block that is being written stays behind."""
     written: set[bytes] = set()
     num_moved = 0
     for seed in range(4):
@@ -389,7 +393,7 @@ def _moving_world(seed: int) -> DecodeWorld:
 
 
 def test_a_lease_says_where_generated_text_begins() -> None:
-    """After a retry, what was generated before was prefilled again: that is prefill's to store."""
+    """After a retry, earlier output is prefilled again, so the prefill unit stores it."""
     message = request("a", 50, output=30)
     lease = KvLease("pool", tuple(range(1, 1 + blocks_for(79))), (0, 0), 79)
     drive = Drive(leader(), Decode(message.generation, lease))
@@ -397,7 +401,7 @@ def test_a_lease_says_where_generated_text_begins() -> None:
     assert [store.positions for store in drive.stores] == [(1,)]
 
 
-# ---- without a disk, on one host: prefill is offered what was filled ----
+# ---- without a disk, on one host: full blocks are offered to prefill ----
 def offering(num_blocks: int = 40, num_ranks: int = 1, **options: Any) -> DecodeLeader:
     fields = {"has_disk": False, "offers_blocks": True, "pool_name": "pool of decode"}
     return leader(num_blocks, num_ranks, **fields | options)
@@ -505,7 +509,7 @@ def test_a_request_that_moved_is_offered_from_the_rank_where_it_ended() -> None:
 
 
 class OfferedWorld(DecodeWorld):
-    """Looks into the blocks that are offered, at once."""
+    """World that checks the contents of offered blocks at once."""
 
     num_offered = 0
 

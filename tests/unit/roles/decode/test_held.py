@@ -1,4 +1,4 @@
-"""A decode leader that took ranks over: what goes on with their KV, and what is freed."""
+"""Test a decode leader that took over ranks: which of their KV is used on, and which is freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BLOCKS = 8
 
 
 def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
-    """A leader that has just heard of its ranks, and what it said."""
+    """Return a leader that has just learnt of its ranks' KV, and its effects."""
     leader = decode_leader(NUM_BLOCKS, len(held), num_slots=2, max_context=400)
     leader.start(0.0)
     ranks = tuple(range(len(held)))
@@ -89,8 +89,8 @@ def test_kv_that_was_only_pulled_is_fetched() -> None:
 @pytest.mark.parametrize(
     "held",
     [
-        HeldKv(71, (2, 3), 80, 71),  # Another's.
-        HeldKv(70, (2, 3), 73, 71),  # Not all that was delivered: it went on elsewhere.
+        HeldKv(71, (2, 3), 80, 71),  # The KV of another attempt.
+        HeldKv(70, (2, 3), 73, 71),  # Fewer tokens than delivered: it went on elsewhere.
         HeldKv(70, (2,), 80, 71),
     ],
 )

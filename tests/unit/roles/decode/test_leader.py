@@ -1,4 +1,4 @@
-"""DecodeLeader by hand: two plans in flight, ends, growth, preemption, failures."""
+"""Test DecodeLeader by hand: two plans in flight, ends, growth, preemption, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, 
 
 
 def occupant(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
-    """Let a request in and pull its KV; the plans that came of it."""
+    """Admit a request and complete its pull; return the plans that result."""
     effects = unit.handle(0.0, decode(name, **options))
     assert len(of(effects, Pull)) == 1
     return decode_plans(unit.handle(0.0, KvPulled(name, options.get("attempt", 0), None)))
@@ -53,7 +53,7 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
 
 
 def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
-    """After plans that were void it is so still: nobody knows whether the Runner saw the join."""
+    """Void plans do not change this: the leader cannot tell if the Runner executed the join."""
     unit = decode_leader()
     first, _ = occupant(unit, "a")
     reset = RankReset((), (), ("p",), 1)
@@ -91,7 +91,7 @@ def test_logprobs_are_passed_on() -> None:
 
 
 def test_logprobs_keep_their_row_when_one_before_it_is_void() -> None:
-    """They come by row of the step, and go on by row of the message."""
+    """Log-probabilities arrive by row of the step, and leave by row of the message."""
     unit = decode_leader()
     for name in "abc":
         occupant(unit, name)
@@ -116,14 +116,14 @@ def test_an_end_by_count_is_left_out_in_time() -> None:
 
 
 def short(step_id: int, passes: int, first: int = 5, seconds: float = 0.0002) -> StepDone:
-    """A step of one slot whose passes are short."""
+    """Return the result of a step of one slot with short passes."""
     return StepDone(
         step_id, (0,) * passes, tuple(range(first, first + passes)), {}, passes * seconds
     )
 
 
 def in_short_passes() -> DecodeLeader:
-    """Return a leader of one request that 7 ends, whose plans have all passes from step 2 on."""
+    """Return a leader of one request with stop id 7; its plans have all passes from step 2 on."""
     unit = decode_leader()
     occupant(unit, "a", stop_ids=(7,), max_tokens=40)
     unit.handle(0.1, short(0, 1))
@@ -148,7 +148,7 @@ def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time()
 
 
 def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
-    """Its rank made one pass of eight, and none of the next step."""
+    """Its rank made one pass of eight, and none in the next step."""
     unit = in_short_passes()
     line, passes = unit._passes.line, unit._passes.mean_s
     effects = unit.handle(0.3, StepDone(2, (0,), (7,), {}, 0.0002))
@@ -186,7 +186,7 @@ def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_fl
     effects = unit.handle(0.2, done(1, {0: 4}))
     assert drawn(effects) == []
     assert len(of(effects, Freed)) == 1
-    # The Runner still lists the slot; the next plan says so, and the slot is used again in it.
+    # The Runner still lists the slot. The next plan removes it, and uses the slot again.
     (plan, _) = occupant(unit, "b")
     assert (plan.leaves, plan.joins[0].slot) == ((0,), 0)
 
@@ -255,7 +255,7 @@ def test_seats_are_given_at_once_where_none_may_be_queued() -> None:
 def test_a_free_seat_without_blocks_is_none() -> None:
     unit = decode_leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abcd"]
-    # C waits, and nobody behind it.
+    # C waits; D finds the queue full.
     assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]]
 
 
@@ -315,7 +315,9 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
 
 
 def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
-    """Four blocks, all used: b needs one, so c, the latest, goes while a plan computes it."""
+    """Four blocks, all used. "b" needs one, so "c", the latest, is preempted while a plan computes
+    it.
+    """
     unit = decode_leader(num_blocks=5, **options)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):
@@ -343,7 +345,7 @@ def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> N
 def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial counts the steps that it gets."""
+    """A trial counts the steps that use its choice, so a choice must be made once per step."""
     choose, chosen = DraftChooser.choose, []
 
     def counted(self: DraftChooser, num_requests: int) -> int:
@@ -362,7 +364,7 @@ def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks(
 
 
 def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
-    """At position 62 of a block that is the last there is one draft's worth of it, of two made."""
+    """Only one of two drafts has room at position 62 of the last block."""
 
     def third_step(num_drawn: int) -> None:
         unit = decode_leader(drafts=2)
@@ -379,7 +381,7 @@ def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
 
 def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
     unit, _ = starved()
-    unit.handle(0.2, Cancel("a", 0))  # Its blocks come later: the plan in flight computes it.
+    unit.handle(0.2, Cancel("a", 0))  # Freed later: the plan in flight computes it.
     assert of(unit.handle(0.2, decode("d", prompt=1)), Pull) == []
     assert len(of(unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9})), Pull)) == 1
 
@@ -426,7 +428,7 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
     unit.handle(0.1, done(0, {0: 3}))
     occupant(unit, "b", max_tokens=50)
     effects = unit.handle(0.2, done(1, {0: 3}))
-    assert decode_plans(effects)[0].step_id == 3  # The first that computes b.
+    assert decode_plans(effects)[0].step_id == 3  # The first plan that computes b.
     unit.handle(0.3, done(2, {0: 4}))
     effects = unit.handle(0.4, done(3, {0: 5, 1: 6}, failed={1: "not finite"}))
     assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "not finite")]

@@ -1,4 +1,4 @@
-"""A request between two ranks, by hand: after every event it is at one of them."""
+"""Test by hand a request that moves between two ranks: after every event one of them has it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from tests.unit.roles.moving_unit import PER_RANK, Unit
 
 TERMS = MoveTerms()
 MOMENTS = ["reserved", "left", "filling"]
-"""The plan that publishes is made; one without the request is made too; the copy runs."""
+"""Moments of a move: the plan that publishes is made; a plan without the request is made; the copy
+runs.
+"""
 
 
 def moving(moment: str = "filling") -> tuple[Unit, str, int, int]:
-    """A unit at this moment of a move: (unit, name, source, target)."""
+    """Return a unit at this moment of a move: (unit, name, source, target)."""
     unit = Unit()
     return unit, *unit.move(moment)
 
@@ -99,7 +101,7 @@ def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
     assert unit.leader.slots.moving.stalls == {STALL_STEPS_MAX: 1}
     assert [rank for rank, _ in unit.joins()] == [0]
     unit.step()
-    unit.feed(KvPulled(name, 0, None))  # Nobody needs it any more.
+    unit.feed(KvPulled(name, 0, None))  # Its result is no longer needed.
     assert (unit.slot(name), unit.state(target)) == (source, SlotState.FREE)
     unit.finish(name)
 
@@ -112,7 +114,7 @@ def test_a_request_that_is_not_wanted_any_more_holds_nothing(moment: str, event:
     assert unit.state(target) == (SlotState.FILLING if moment == "filling" else SlotState.FREE)
     if moment == "filling":
         count = len(unit.pulls)
-        unit.feed(decode(name, 640, max_tokens=400))  # The message once more: its copy still runs.
+        unit.feed(decode(name, 640, max_tokens=400))  # The message repeated: its copy still runs.
         assert len(unit.pulls) == count
     unit.end_copy(name, moment)
     unit.empty()
@@ -186,8 +188,8 @@ def test_both_are_lost(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_unit_forms_anew(moment: str) -> None:
-    """Who has not left yet stays, back at its last delivered token. So does who was under way: void
-    plans count, and both new ones go out at once.
+    """A request that has not left yet stays, and goes on from its last delivered token. So does one
+    under way: void plans count as done, and both new plans are sent at once.
     """
     unit, name, source, _ = moving(moment)
     unit.reset()
@@ -216,7 +218,7 @@ def test_its_target_runs_short_of_blocks(moment: str) -> None:
 
 
 def test_a_copy_is_not_waited_for_when_nothing_else_runs() -> None:
-    """Alone it stands still for no step: the next plan is the one that it joins."""
+    """A request alone delays no step: it joins the next plan."""
     unit, name, _, _ = moving("left")
     unit.feed(Cancel("a" if name == "c" else "c", 0))
     while unit.plans:
@@ -228,7 +230,7 @@ def test_a_copy_is_not_waited_for_when_nothing_else_runs() -> None:
 
 
 def needing_block(unit: Unit, *names: str) -> list[int]:
-    """Pretend that these are at the end of their blocks, and that their rank has none left."""
+    """Pretend that these requests filled their blocks, and that their rank has no free block."""
     slots = [unit.slot(name) for name in names]
     for slot in slots:
         unit.leader.table.length[slot] = unit.leader.table.room[slot]
@@ -251,7 +253,7 @@ def test_nobody_is_preempted_for_room_that_a_move_takes(moment: str) -> None:
         assert unit.state(target) == SlotState.FREE
         assert grown is not None
         assert [slot for slot, _, _ in grown] == slots
-    else:  # The copy has to end before there is room.
+    else:  # The copy must end before a block is free.
         found = (grown, unit.leader.slots.is_starved, unit.state(source))
         assert found == (None, True, SlotState.READY)
     assert not unit.leader.table.is_preempted.any()
@@ -269,7 +271,7 @@ def test_who_moved_stays_for_a_while_and_has_one_copy_at_a_time() -> None:
     unit, name, source, _ = moving()
     moves, now = unit.leader.slots.moving, unit.leader._in_flight.next_id
     at_once = replace(TERMS, gain_steps=0.0)
-    while unit.state(source) == SlotState.MOVING:  # Until it is called off; its copy still runs.
+    while unit.state(source) == SlotState.MOVING:  # Until it is called off; the copy still runs.
         unit.step()
     assert moves.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
     unit.feed(KvPulled(name, 0, None))
@@ -285,7 +287,7 @@ def test_the_room_taken_holds_the_next_position_too(prompt: int) -> None:
     unit = Unit(prompt)
     table, source = unit.leader.table, unit.slot("a")
     unit.leader.slots.moving.reserve([Move(0, source, 1)], unit.leader._in_flight.next_id)
-    length = int(table.length[source]) + 1  # The plan that is about to be made writes one more.
+    length = int(table.length[source]) + 1  # The next plan writes one more.
     num_blocks = len(table.block_ids[unit.leader.slots.moving.arriving["a", 0]])
     assert length < 64 * num_blocks <= length + 64
 
@@ -331,7 +333,7 @@ def test_the_ledger_sees_a_half_that_is_missing() -> None:
 
 
 def test_what_travelled_is_reported() -> None:
-    """Of its steps, of hand-overs and of moves."""
+    """Bytes of its steps, of KV transfers and of moves."""
 
     def reported(now_s: float) -> LinkBytes:
         return sent(unit.leader.handle(now_s, Cancel("", 0)), UnitReport)[-1].link_bytes

@@ -1,4 +1,4 @@
-"""Plans by rank: the unit's slots become the ranks' own, and how even they are."""
+"""Test plans by rank: a unit's slots become each rank's own, and how even the ranks are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_rank_gets_its_own_slots() -> None:
     news = StepNews([0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], [2, 7, 9], second)
     assert make_plans(same, 4, 4, news) == (
         replace(same, leaves=(0,), grown=((2, 1, 8),), second=(1,), publishes=(3,), resting=(2,)),
-        # The join has its grown block already.
+        # The join includes its grown block already.
         replace(same, leaves=(2,), joins=(join,), second=(2,), resting=(3,)),
         replace(same, resting=(1,)),
         same,

@@ -1,4 +1,4 @@
-"""Rows that rest, by hand: who takes turns, and that a row that rested goes on where it was."""
+"""Test by hand rows that rest: which rows take turns, and that a rested row goes on where it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, of, sent
 
 LINE = (0.001, 0.001)
-"""A step of one row takes 2 ms, of four 5 ms: with a promise of twice as long it holds three."""
+"""Step time as (constant, per row): one row takes 2 ms, four take 5 ms. With the promise of at most
+2x a row's time alone, a step holds three rows.
+"""
 
 
 def of_tenant(name: str, tenant: str, service: float = 0.0, **options: Any) -> Decode:
@@ -29,7 +31,7 @@ def of_tenant(name: str, tenant: str, service: float = 0.0, **options: Any) -> D
 
 
 class FixedLine:
-    """Steps take what LINE says, whatever was measured."""
+    """Meter with a fixed line: it ignores measurements."""
 
     line = LINE
 
@@ -44,13 +46,13 @@ def leader_with(num_ranks: int = 1, **options: Any) -> DecodeLeader:
 
 
 class Unit:
-    """A leader at a line that stays as it is, and what its Runner would answer."""
+    """Leader with a fixed step-time line, and the answers of its Runner."""
 
     def __init__(self, requests: Iterable[tuple[str, str]], **options: Any) -> None:
         self.leader = leader_with(**options)
         self.plans: deque[DecodePlan] = deque()
         self.slots: set[int] = set()
-        """What the Runner's table holds after the plans that are done."""
+        """Slots in the Runner's table after the plans that are done."""
         self.drawn: Counter[str] = Counter()
         self.checked: Counter[int] = Counter()
         """Drafts of each slot that wait to be checked."""
@@ -66,7 +68,7 @@ class Unit:
         return effects
 
     def step(self, num_right: int = 0) -> DecodePlan:
-        """Let the oldest plan be done, with so many drafts of each slot right at most."""
+        """Complete the oldest plan, with at most `num_right` accepted drafts per slot."""
         plan = self.plans.popleft()
         self.slots -= set(plan.leaves)
         self.slots |= {join.slot for join in plan.joins}
@@ -113,7 +115,7 @@ def test_drafts_of_a_row_that_rests_are_checked_when_it_is_computed() -> None:
     unit = Unit([("a", "x"), ("b", "y"), ("c", "y"), ("d", "y")], drafts=2)
     for _ in range(12):  # The leader raises if a slot draws more than its plan may.
         unit.step(num_right=2)
-    # The first plan of a row has no draft to check, and each plan after it gives three tokens.
+    # The first plan of a row has no draft to check; each later plan yields three tokens.
     assert unit.drawn["a"] == 1 + 3 * 11
     assert {unit.drawn[name] for name in "bcd"} == {1 + 3 * 7}, "computed in two plans of three"
 
@@ -125,7 +127,7 @@ def test_what_rests_is_not_counted_and_goes_on_behind_its_last_token_when_the_un
     unit.plans.clear()
     unit.feed(RankReset((), (), ("p",), 1))
     joins = {join.slot: join for join in unit.plans[0].joins}
-    # Prefill drew the first token of each.
+    # Prefill drew the first token of each request.
     assert [joins[slot].output_index for slot in range(4)] == [
         1 + unit.drawn[name] for name in "abcd"
     ]
@@ -159,7 +161,7 @@ def test_of_those_that_are_prefilled_the_tenant_served_least_is_first_and_batche
 
 
 def test_a_tenant_was_served_what_its_latest_message_says() -> None:
-    """One that waits longer was sent when its tenant had been served less."""
+    """The request with the higher service was sent later, when its tenant had been served more."""
     leader = decode_leader(40, num_slots=1)
     leader.handle(0.0, of_tenant("a", "x"))
     for name, tenant, service in (("b", "x", 5.0), ("c", "x", 91.0), ("d", "z", 10.0)):
@@ -179,7 +181,7 @@ def test_tenants_that_were_served_alike_take_turns() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_rank_holds_no_more_rows_than_the_step_may(num_ranks: int) -> None:
-    """The step is as long as its busiest rank's."""
+    """A step takes as long as its busiest rank."""
     leader = leader_with(num_ranks)
     leader.handle(0.0, RankReset((), tuple(range(num_ranks)), tuple("pqr"[:num_ranks]), 1))
     names = ["a", *(f"y{number}" for number in range(6 * num_ranks))]

@@ -1,4 +1,4 @@
-"""A decode unit of several ranks: balance, and random worlds in which ranks come and go."""
+"""Test a decode unit of several ranks: balance, and random worlds in which ranks fail and return."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def up(unit: DecodeLeader) -> DecodeLeader:
 
 
 def occupant(unit: DecodeLeader, name: str, **options: Any) -> int:
-    """The rank it came to."""
+    """Return the rank that got the request."""
     (pull,) = of(unit.handle(0.0, decode(name, **options)), Pull)
     unit.handle(0.0, KvPulled(name, 0, None))
     return pull.rank
 
 
 EAGER = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
-"""Nearly every move pays."""
+"""Terms under which nearly every move pays."""
 
 
 @pytest.mark.parametrize("terms", [None, EAGER])
@@ -69,7 +69,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
     for number in range(16):
-        world.submit(f"r{number}")  # Before any rank lives.
+        world.submit(f"r{number}")  # Before any rank is up.
     world.reset(set(), set(range(num_ranks)))
     world.live(400, 16, 0.03)
     world.end()
@@ -151,7 +151,7 @@ def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
     unit.handle(0.0, TraceRequest(9, 2, 10.0))
     (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
     assert third.plans[0].is_traced  # type: ignore[union-attr]
-    # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
+    # Steps 1 and 2 are void. Steps 3 and 4 are traced instead.
     unit.handle(0.2, RankReset((), (), POOLS, 2))
     assert sent(unit.handle(0.3, done(3, {0: 1})), Trace) == []
     (trace,) = sent(unit.handle(0.4, done(4, {0: 1})), Trace)
@@ -169,7 +169,7 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
     unit.handle(0.2, done(1, {0: 1}))
     (trace,) = sent(unit.handle(0.3, done(2, {0: 1, 4: 1})), Trace)
     (step,) = trace.steps
-    # The plan is the third: it writes position 202 of the one, and 66 of the other.
+    # The plan is the third: it writes position 202 of one request, and 66 of the other.
     assert step.balance == {"kv": pytest.approx((203 + 67) / 2 / 203), "requests": 1.0}
     (load,) = sent(unit.handle(9.0, FrontUp("f")), UnitReport)[-1:]
     assert 0.5 < load.balance["requests"] < 1.0

@@ -1,4 +1,4 @@
-"""DecodeTable: rows, growth, ends by count, and what `check` sees."""
+"""Test DecodeTable: rows, growth, ends by token count, and what `check` detects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table_with(
 
 
 def occupant(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int, ...]) -> int:
-    """One whose KV is being pulled."""
+    """Add a request that is pulling its KV; return its slot."""
     return table.reserve(request.generation, request.lease, arrival, block_ids)
 
 

@@ -1,4 +1,4 @@
-"""Live expert balancing by hand: what pays, in which order, and what follows a failure."""
+"""Test live expert balancing by hand: which moves pay, in which order, and what follows a failure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_replicas_move_where_no_split_helps() -> None:
         unit.experts.moves.num_replicas_moved,
     ) == (1, 2)
     unit.step(40)
-    # The best that pairs can be.
+    # The best balance that pairs allow.
     assert unit.experts.counts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
     load = with_ranks(
         UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}), 1, (0,), unit.experts.figures()
@@ -127,7 +127,7 @@ def installing_under(
 
 
 def test_where_many_moves_do_not_pay_few_may() -> None:
-    """Rank 0 has all that is hot: each trade helps it, the first ones most."""
+    """Rank 0 has all hot experts: each trade helps it, the first ones most."""
     num_ranks, num_experts = 8, 64
     loads = np.full(num_experts, 100)
     loads[::num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
@@ -144,7 +144,9 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
 )
 @pytest.mark.parametrize("num_groups", [2, 0])
 def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None:
-    """Rank 0 is hot. The lightest rank is on the other node; one on its own is light enough."""
+    """Rank 0 is hot. The lightest rank is on the other node; one rank on its own node is light
+    enough.
+    """
     placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
     loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
     terms = replace(COUNTED, target=0.9)
@@ -174,7 +176,7 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     "it has to gain more than noise, and more over the next steps than moving costs"
 )
 def test_noise_moves_nothing() -> None:
-    """Every interval another expert is hot, by chance: over the window nobody is."""
+    """Each interval another expert is hot by chance; over the window no expert is."""
     unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)
     num_tries = sum(
         bool(unit.run(1)) or unit.experts.installer.installing is not None for _ in range(300)
@@ -212,7 +214,7 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
     unit = Unit(plain(), [SKEWED])
     unit.stage(unit.run())
     unit.now_s += 1000.0
-    unit.experts.tick(unit.now_s)  # An idle unit: no deadline of staging matters any more.
+    unit.experts.tick(unit.now_s)  # An idle unit: no staging deadline applies any more.
     before = unit.experts.placement
     sent = unit.send()
     assert sent[1][0].flips
@@ -226,7 +228,7 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
 
 @pytest.mark.parametrize("what", ["the step", "the flip", "staging"])
 def test_one_hiccup_does_not_end_balancing(what: str) -> None:
-    """What is measured only when layers move must not keep them from ever moving again."""
+    """A value measured only when layers move must not stop all later moves."""
     unit = Unit(plain(), [SKEWED])
     plans = unit.run()
     for rank, plan in plans.items():
@@ -236,7 +238,7 @@ def test_one_hiccup_does_not_end_balancing(what: str) -> None:
         )
     pause_s = 1.0 if what == "the flip" else 1e-4
     assert unit.done(*unit.send(), elapsed_s=0.01 if what == "staging" else 1.0, pause_s=pause_s)
-    for _ in range(40):  # Whatever else this regime has to offer.
+    for _ in range(40):  # Use up all other moves that pay under this load.
         unit.stage(unit.run(1))
     unit.loads[:] = 60
     unit.loads[0, unit.experts.placement.slot_to_expert_LRS[0, 0]] = 300
@@ -244,7 +246,7 @@ def test_one_hiccup_does_not_end_balancing(what: str) -> None:
 
 
 class Unchecked(Placement):
-    """Looking at all of its layers is for those who ask: it takes longer than a step may wait."""
+    """Placement that forbids a full check: it takes longer than a step may wait."""
 
     def check(self) -> list[str]:
         raise AssertionError("nobody asked")
@@ -361,7 +363,7 @@ def test_traced_steps_are_counted_and_tell_their_balance() -> None:
 
 
 def test_tracing_does_not_change_what_is_decided() -> None:
-    """Counts come sooner and oftener, intervals end where they would have."""
+    """Counts are taken earlier and more often, but intervals end at the same steps."""
     traced, plain_one = Unit(plain(), [SKEWED]), Unit(plain(), [SKEWED])
     for number in range(20):
         traced.done(*traced.send(is_traced=number % 3 != 1))

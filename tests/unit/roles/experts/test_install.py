@@ -1,4 +1,6 @@
-"""A layer on its way: who stages what from whom, and the states it goes through."""
+"""Test the installation of a layer: which rank stages which expert from which source, and its
+states.
+"""
 
 from __future__ import annotations
 

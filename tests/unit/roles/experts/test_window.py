@@ -1,4 +1,4 @@
-"""Counts become logical loads under any placement, fade with age, and give the balance."""
+"""Test that counts become logical loads under any placement, fade with age, and yield the balance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_EXPERTS = 6
 
 
 def dealt(placement: Placement, loads_LE: list[list[int]]) -> np.ndarray:
-    """All of an expert's tokens to its first replica."""
+    """Return counts with all tokens of an expert at its first replica."""
     counts = np.zeros(placement.slot_to_expert_LRS.shape, np.int64)
     for layer, loads in enumerate(loads_LE):
         for expert, load in enumerate(loads):
@@ -60,7 +60,7 @@ def test_intervals_fade_and_fall_out() -> None:
 
 
 def test_parts_make_one_interval() -> None:
-    """Traced steps are counted one by one; the window must not become shorter for that."""
+    """Traced steps are counted one by one; this must not shorten the window."""
     loads = [[1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 7]]
     first, second = spread(2, NUM_EXPERTS, 3), spread(2, NUM_EXPERTS, 3, 6)
     once, parts = CountsWindow(2, NUM_EXPERTS, 4, 2.0), CountsWindow(2, NUM_EXPERTS, 4, 2.0)
@@ -71,7 +71,7 @@ def test_parts_make_one_interval() -> None:
         parts.add(first, dealt(first, loads), (0, 1, 2))
     assert (len(parts), parts.number, parts.balance()) == (len(once), once.number, once.balance())
     assert (parts.halves(0)[0] == once.halves(0)[0]).all()
-    # A part of before a flip and one of after it are of the same experts.
+    # Parts before and after a flip count the same experts.
     parts.add(first, dealt(first, loads), (0, 1, 2), is_whole=False)
     parts.add(second, np.zeros_like(dealt(second, loads)), (0, 1, 2))
     assert parts.halves(1)[0][-1].tolist() == loads[1]
@@ -93,7 +93,7 @@ def test_balance_is_of_ranks_as_it_fell() -> None:
     found = window.add(placement, counts, (0, 1, 2))
     assert found == {EXPERTS: pytest.approx((4 / 6 + 1.0) / 2), EXPERTS_WORST: pytest.approx(4 / 6)}
     assert window.balance() == found
-    # Rank 0 is not there.
+    # Rank 0 is absent.
     assert window.add(placement, counts, (1, 2))[EXPERTS_WORST] == pytest.approx(5 / 6)
     counts[1] = 0
     assert window.add(placement, counts, (0, 1, 2)) == {EXPERTS: 4 / 6, EXPERTS_WORST: 4 / 6}

@@ -1,4 +1,6 @@
-"""Alarm: asked for once, moved earlier by a back-off, set anew when it has rung."""
+"""Test Alarm: a wake-up is requested once, moved earlier by a back-off, and set anew after it
+fired.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front's summary of the units' caches: by hand, at random, and in a front."""
+"""Test the front's summary of the units' caches: by hand, at random, and in a front."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache() -> FrontCache:
 
 
 def tokens(made: FrontCache, chain: bytes = CHAIN) -> tuple[int, int]:
-    """Of the chain's prefix, on p0 and on p1."""
+    """Return the tokens of the chain's prefix that p0 and p1 have cached."""
     found = made.prefixes(chain, ("p0", "p1", "nobody"))
     assert "nobody" not in found
     return found.get("p0", 0), found.get("p1", 0)
@@ -96,7 +96,7 @@ def test_a_unit_never_has_more_than_its_pools_hold() -> None:
     assert made.num_names("p0") == 8
     assert tokens(made, OTHER)[0] == 3 * 64, "what was told last is kept"
     assert tokens(made)[0] == 0
-    made.heard(Cached("p0", "e0", part(0, 3), b""), 11)  # Ranks came back: there is more room.
+    made.heard(Cached("p0", "e0", part(0, 3), b""), 11)  # Ranks came back: capacity grew.
     assert (made.num_names("p0"), tokens(made)[0]) == (11, 8 * 64)
 
 
@@ -112,7 +112,9 @@ def test_check_sees_units_that_are_not_up_and_too_many_names() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, fresh().getrandbits(32)])
 def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> None:
-    """Equal to the unit after each whole report, and never above its pools, on a bad wire."""
+    """The summary equals the unit after each whole report, and never exceeds its pools, on a bad
+    wire.
+    """
     random_of = random.Random(seed)
     names = list(split(CHAIN + OTHER))
     made, limit, life = FrontCache(), 10, 0
@@ -132,7 +134,7 @@ def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> N
         fate = random_of.random()
         if fate < 0.1:
             late.append(message)
-        elif fate > 0.2:  # Between the two it is lost.
+        elif fate > 0.2:  # Between 0.1 and 0.2 the message is lost.
             made.heard(message, limit)
         if fate > 0.8:
             made.heard(message, limit)
@@ -163,7 +165,7 @@ def test_a_name_takes_little_memory() -> None:
     assert held_bytes / num_names < 150
 
 
-# ---- a front that routes by it ----
+# ---- a front that routes by the summary ----
 def front() -> Front:
     made = Front(Deployment(), epoch="f1", max_context=10_000, fingerprint="f0")
     for name in ("prefill-0", "prefill-1", "decode-0"):
@@ -174,7 +176,7 @@ def front() -> Front:
 def submit(
     made: Front, name: str, num_prompt: int = 200, salt: bytes = b"s"
 ) -> tuple[str, Prefill]:
-    """Where it went, and what was sent there."""
+    """Return the prefill unit that got the request, and the message sent to it."""
     effects = made.handle(
         0.0, Submit(msgspec.structs.replace(generation(name, num_prompt, max_tokens=99), salt=salt))
     )
@@ -264,7 +266,7 @@ def test_hits_of_one_token_and_never_more_than_the_prompt() -> None:
     (deliver,) = of(made.handle(0.1, done(to, "a", finish="stop", num_cached=999)), Deliver)
     assert (deliver.final, deliver.num_cached) == (True, 70)
     assert (made.totals.tokens_hit, made.totals.tokens_miss) == (70, 0)
-    # An attempt that was lost before its token said nothing: the next one's is the first token.
+    # An attempt lost before its first token reported no counts: the next attempt's are reported.
     to, _ = submit(made, "b", 70)
     effects = made.handle(0.2, Returned(to, "b", 0, "rank lost"))
     (send,) = [effect for effect in of(effects, Send) if isinstance(effect.message, Prefill)]
@@ -273,14 +275,14 @@ def test_hits_of_one_token_and_never_more_than_the_prompt() -> None:
     assert made.check() == []
 
 
-# ---- what decode filled ----
+# ---- blocks that decode filled ----
 def filled(num_before: int = 3, num_new: int = 2, unit: str = "decode-0") -> Filled:
     lease = KvLease("pool", tuple(range(1, 1 + num_new)), (0,) * num_new, 64 * num_new)
     return Filled(unit, "a", 0, part(0, num_before + num_new), lease)
 
 
 def takers(made: Front, message: Filled) -> list[str]:
-    """Units that it was handed on to, as it was."""
+    """Return the units that the message was passed on to, unchanged."""
     sends = of(made.handle(0.0, message), Send)
     assert [send.message for send in sends] == [message] * len(sends)
     return [send.to for send in sends]

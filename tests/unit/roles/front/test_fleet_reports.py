@@ -1,4 +1,4 @@
-"""The front drains a unit: no new work; its requests end there or, at the deadline, move."""
+"""Test how the front drains a unit: no new work; requests end there or move at the deadline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEASE = KvLease("pool", (1,), (0,), 10)
 
 
 def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
-    """Two units of each role, all up."""
+    """Return a front with two units of each role, all up."""
     made = Front(
         Deployment(
             fleet=FleetConfig(mode, prefill_max=2, decode_max=2),
@@ -49,7 +49,7 @@ def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
 
 
 def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
-    """Bring a request to decode; returns its decode unit."""
+    """Bring a request to decode; return its decode unit."""
     (effect,) = to(made.handle(now_s, Submit(generation(name, max_tokens=9))), Prefill)
     effects = made.handle(now_s, PrefillDone(effect, Token(name, 0, 0, 50), LEASE))
     (effect,) = to(effects, Decode)
@@ -58,7 +58,7 @@ def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
 
 
 def token(made: Front, unit: str, name: str, finish: str | None = None) -> Tokens:
-    """A request's second one."""
+    """Return the message with a request's second token."""
     attempt_id = made.requests.running.attempt_id_of(made.requests.by_id[name])
     return tokens_message(unit, [(attempt_id, 1, 61, finish)])
 
@@ -107,7 +107,7 @@ def test_at_the_deadline_the_rest_goes_on_elsewhere_and_nothing_is_lost() -> Non
     unit = decoding(made, "a")
     made.handle(0.0, token(made, unit, "a"))
     made.handle(1.0, DrainUnit(unit, 60.0, 1))
-    made.handle(2.0, DrainUnit(unit, 600.0, 2))  # Said again: the deadline stands.
+    made.handle(2.0, DrainUnit(unit, 600.0, 2))  # The deadline of a repeated drain does not count.
     assert sent(made.handle(60.0, Tick()), Cancel) == []
     effects = made.handle(61.0, Tick())
     assert to(effects, Cancel) == [unit]
@@ -148,7 +148,7 @@ def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> N
 
 
 def test_a_draining_unit_leaves_the_others_their_room() -> None:
-    """Its requests take slots of its own, not of those that are open."""
+    """Its requests take slots of the draining unit, not of the open ones."""
     made = front(slots=2)
     units = [decoding(made, f"r{index}") for index in range(4)]
     assert sorted(units) == ["decode-0", "decode-0", "decode-1", "decode-1"]
@@ -186,7 +186,7 @@ def test_demand_says_all_there_is_at_every_beat() -> None:
     first = demand(made, 0.0)
     found = (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting)
     assert found == (0, 0, 0, 0)
-    assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next beat.
+    assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next heartbeat.
     for index in range(2):
         unit = decoding(made, f"r{index}")
     made.handle(0.2, token(made, unit, "r1", "stop"))
@@ -212,16 +212,16 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
 
 
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
-    """A unit drops all it holds when it first hears of a front. A late word of its last life had
-    the front ask who is there, after it had sent requests: they were dropped, and hung (swarm seed
-    326).
+    """A unit drops everything it has when a front first contacts it. A late message of its last
+    life once made the front ask again after it had sent requests: they were dropped and hung (swarm
+    seed 326).
     """
     made = Front(Deployment(), epoch="f1", max_context=1000)
     made.handle(0.0, Submit(generation()))
     made.handle(0.1, UnitUp("decode-0", "decode", "d1", 20, 4))
     effects = made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4))
     assert [type(effect.message) for effect in of(effects, Send)] == [FrontUp, Prefill]
-    # Its answer to that.
+    # Its answer to that message.
     assert sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
 
 
@@ -229,7 +229,7 @@ def test_without_a_fleet_to_follow_a_drain_is_told_from_its_beginning_to_its_end
     made = front(mode=OFF)
 
     def told(now_s: float) -> list[int]:
-        """The drain's number in each report."""
+        """Return the drain's number in each report."""
         reports = sent(made.handle(now_s, Tick()), Demand)
         return [next(u for u in r.units if u.unit == "decode-0").drain_number for r in reports]
 

@@ -1,4 +1,4 @@
-"""Front by hand: a request's way, limits, retries, stale answers, units that come and go."""
+"""Test the front by hand: a request's way, limits, retries, stale answers, units that come and go."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_a_request_spoils_by_itself_is_not_tried_again(reason: str, status:
 
 
 def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
-    # Batches ask before (`refusal`), for all that a line asks for.
+    # Batches call `refusal` first, for everything that a line asks for.
     made = msgspec.structs.replace(generation(name, **options), tenant=tenant)
     return Submit(made, is_admitted=is_batch(tenant))
 
@@ -148,7 +148,9 @@ def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
 
 
 def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() -> None:
-    """The fleet grows with what is refused; live, nothing of it reached the front."""
+    """The fleet grows with refused demand too; in a live run refused requests never reached the
+    front.
+    """
     made = front(max_running=1, max_queued=1)
     for number, prompt in enumerate((6, 10)):
         assert finals(made.handle(0.0, Submit(generation(f"a{number}", prompt=prompt)))) == []
@@ -156,7 +158,7 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
     made.handle(0.0, TurnedAway(2, 30))
     made.handle(0.0, TurnedAway(1))
     assert (made.totals.submitted, made.totals.refused) == (6, 4)
-    # Prompts that nobody read are as long as others.
+    # Prompts that were not read count as long as others.
     assert made.totals.tokens_refused == 20 + 30 + 8
     assert made.fleet.demand().tokens_in == 16 + 58
     made.handle(0.0, Drain())
@@ -167,7 +169,7 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
 
 def test_what_would_not_wait_needs_no_room_in_the_queue() -> None:
     made = front(max_queued=2)
-    # Four slots, one more ahead of them, and two that wait.
+    # Four slots, one prefilled ahead of them, and two in the queue.
     assert made.admission.refusal(0.0, "a", 7) is None
     assert made.admission.refusal(0.0, "a", 8) is not None
     made.handle(0.0, Drain())
@@ -219,7 +221,7 @@ def test_running_and_queue_are_bounded_and_the_queue_keeps_its_order() -> None:
 
 
 def test_what_another_front_let_in_is_not_refused() -> None:
-    """It goes on from its tokens, and its place was another gateway's to give."""
+    """It goes on from its tokens; another gateway had admitted it."""
     made = front(max_running=1, max_queued=0)
     made.handle(0.0, Submit(generation("a")), Drain())
     goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1)
@@ -278,7 +280,7 @@ def test_cancel_tells_the_units_that_hold_it() -> None:
 
 
 def test_the_end_says_where_a_request_was_worked_on() -> None:
-    """Finished, cancelled anywhere, after a retry; a refused request was nowhere."""
+    """Requests may finish, be cancelled anywhere, or retry; a refused request was at no unit."""
 
     def closing(effects: list[Effect]) -> Closing | None:
         (end,) = [deliver for deliver in of(effects, Deliver) if deliver.final]
@@ -340,7 +342,7 @@ def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
 
 
 def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> list[UnitDown]:
-    """Only prefill-0 reports; the other's host answers sightings. Return the units given up."""
+    """Let only prefill-0 report, while the other unit's host answers sightings. Return lost units."""
     downs: list[UnitDown] = []
     while from_s < to_s:
         from_s += 0.5
@@ -416,7 +418,7 @@ def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
     for name, token_s in (("prefill-0", 1e-3), ("prefill-1", 1e-4)):
         epoch = "p1" if name == "prefill-0" else "p2"
         made.handle(0.0, UnitReport(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
-    # Ten times as fast: the first three together are done there before one is at the other.
+    # It is 10x as fast: it finishes the first three together before the other unit finishes one.
     for name in "abc":
         assert to(made.handle(0.0, Submit(generation(name, 300))), Prefill) == ["prefill-1"]
     ok(made)
@@ -576,7 +578,7 @@ def test_a_unit_that_no_leader_takes_over_is_down() -> None:
 
 
 def test_a_unit_whose_successor_was_heard_first_is_led() -> None:
-    """Supervisor and leader speak over connections of their own."""
+    """Supervisor and leader use separate connections, so their messages may arrive in any order."""
     made = decoding(front())
     taken_over(made, 0.3, attempt_id(made, "a"))
     made.handle(0.4, LeaderDown("decode-0", "killed"))
@@ -620,7 +622,7 @@ def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
     assert prefill.generation.request_id == "b"
     made.handle(0.3, first_token("b"))
     made.handle(0.4, Pulled("decode-0", "b", 0))
-    # Somebody comes, and all there is to have is the batch's.
+    # Another tenant's request arrives while the batch uses all capacity.
     effects = made.handle(0.5, of_tenant("c", "y"))
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]
     assert sent(effects, Cancel) == [Cancel("b", 0)]
@@ -637,7 +639,7 @@ def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
 
 
 def test_a_batch_gives_way_with_no_more_than_is_needed() -> None:
-    """Two lines run, the later one in decode; what is missing is room in prefill."""
+    """Two lines run, the later one in decode; prefill has no free capacity."""
     made = front(units=False)
     for name in ("prefill-0", "prefill-1"):
         made.handle(0.0, UnitUp(name, "prefill", f"{name}-1", 20, 1))
@@ -657,7 +659,7 @@ def test_a_batch_gives_way_with_no_more_than_is_needed() -> None:
     assert made.requests.by_id["b2"].state == "decoding"
     assert made.requests.by_id["b1"].state == "queued"
     ok(made)
-    # Nothing of theirs would help the next one: a line is put back for no other's sake.
+    # Preempting a line would not help the next request, so no line is preempted.
     effects = made.handle(0.5, of_tenant("d", "z"))
     assert (sent(effects, Prefill), sent(effects, Cancel)) == ([], [])
     assert made.requests.by_id["b2"].state == "decoding"
@@ -679,7 +681,7 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["b1"]
     assert sent(effects, Cancel) == [Cancel("a3", 0)]
     assert (made.totals.gave_way, made.totals.retries, made.totals.preemptions) == (1, 0, 0)
-    # What it drew meanwhile comes too late, and its turn comes before those that wait behind it.
+    # Tokens of the preempted attempt arrive too late. Its turn comes before younger requests.
     ok(made)
     effects = made.handle(0.5, tokens(made, "a0", 2, finish="length"))
     (again,) = sent(effects, Prefill)
@@ -690,7 +692,9 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
 
 
 def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
-    """A front whose decode unit has a slot for so many; one more of the tenant is prefilled ahead."""
+    """Return a front: the tenant fills all decode slots, and `num_ahead` more requests are
+    prefilled.
+    """
     made = front(units=False, burst_tokens=100_000)
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, num_slots))
@@ -710,14 +714,14 @@ def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
 
 @pytest.mark.parametrize("tenant", ["x", "x/batch"])
 def test_one_that_is_prefilled_takes_the_slot_of_a_tenant_that_had_more(tenant: str) -> None:
-    """Nothing is put back before its KV is there, nor what waits for a slot behind it anyway."""
+    """Nothing is preempted before the new request's KV is ready, nor a request without a slot."""
     made = full_of(tenant)
     effects = made.handle(0.4, of_tenant("c", "y"))
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]
     assert sent(effects, Cancel) == []
     effects = made.handle(0.5, first_token("c"))
     messages = [one.message for one in of(effects, Send) if one.to == "decode-0"]
-    # The slot may be free as soon as Cancel is there: by then the one it is for waits.
+    # Cancel may free the slot at once: the request that takes it must be queued by then.
     assert isinstance(messages[0], Decode)
     assert messages[0].generation.request_id == "c"
     assert messages[1] == Cancel("a3", 0), "the latest that has a slot"

@@ -1,4 +1,6 @@
-"""The hand-over at the front: the decode unit's counts, and a prompt that ends before it has one."""
+"""Test KV transfer at the front: the decode unit's counts, and a prompt that ends before it has
+one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.unit.roles.driving import finals, generation, to
 
 
 def front(prompt: int = 200) -> Front:
-    """One request is being prefilled."""
+    """Return a front with one request in prefill."""
     made = Front(Deployment(unit_timeout_s=50.0), epoch="f1", max_context=5000)
     handle(made, UnitUp("prefill-0", "prefill", "p1", 60, 4))
     handle(made, UnitUp("decode-0", "decode", "d1", 60, 4))

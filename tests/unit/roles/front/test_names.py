@@ -1,4 +1,4 @@
-"""FrontNames: a chain grows with its text and is never made anew."""
+"""Test FrontNames: a chain grows with its text and is never rebuilt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
 
 
 def test_what_is_named_is_not_named_again() -> None:
-    """A chain is continued, marker and all; under another fingerprint it is left behind."""
+    """A chain with its marker is continued; under another fingerprint it is dropped."""
     marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16, fingerprint="f0")
     names = list(split(NAMES.named(marked).chain))
     assert names[0] == b"m" * 16

@@ -1,4 +1,4 @@
-"""FrontRequests: the queue's order, sums, deadlines, and what `check` sees."""
+"""Test FrontRequests: the queue's order, sums, deadlines, and what `check` detects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
 
 
 def test_an_answer_counts_as_service_too() -> None:
-    """Of two tenants with the same prompts, the one that was answered waits for the other."""
+    """The tenant that was answered waits for the other one, though their prompts are equal."""
     membership = FrontRequests()
     for tenant in "ab":
         of_tenant(membership, f"{tenant}0", tenant, 0.0)

@@ -1,4 +1,6 @@
-"""Rooms: what of a prompt counts as cached where, and how long an output may get."""
+"""Test RequestRouting: which part of a prompt counts as cached where, and how long an output may
+get.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     assert made.prefill_unit(record) == ("prefill-1", 128)
     knows(made, "prefill-0", record, 3)
     assert made.prefill_unit(record) == ("prefill-0", 192)
-    # Not where others wait for longer than it saves.
+    # Not a unit where others wait for longer than the cache saves.
     other = record_of(made, "b", 1000)
     made.requests.move(other, Transition.PLACE)
     made.units.sent_to_prefill("prefill-0", other)

@@ -1,4 +1,4 @@
-"""Rows of requests in decode: attempt ids, counting, and what comes too late."""
+"""Test rows of requests in decode: attempt ids, counts, and messages that arrive too late."""
 
 from __future__ import annotations
 

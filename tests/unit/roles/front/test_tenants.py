@@ -1,4 +1,4 @@
-"""Quotas at the front: buckets, hard budgets, and what is known after a restart."""
+"""Test quotas at the front: rate buckets, hard budgets, and what is known after a restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def front_with(*quotas: Quota) -> Front:
 
 
 def ask(made: Front, now_s: float, name: str, *, num_prompt: int = 10, most: int = 0) -> Deliver:
-    """The first delivery of a tenant's request."""
+    """Submit a tenant's request; return its first delivery."""
     asked = msgspec.structs.replace(generation(name), prompt=(1,) * num_prompt, tenant="t")
     delivers = of(made.handle(now_s, Submit(asked, most_pico_usd=most)), Deliver)
     assert made.check() == []
@@ -156,7 +156,7 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     tenants.tick(602.0)
     assert tenants.check() == []
     assert tenants.refusal(602.0, "t", 0, 1, 1, 41) is not None
-    # What was put aside for the chat is not.
+    # The chat's reserved cost is unaffected.
     assert tenants.refusal(602.0, "t", 0, 1, 1, 40) is None
     tenants.charged(9000.0, Charged("line", "t", DAY, 10))
     assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None
@@ -171,7 +171,7 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     " is put aside"
 )
 def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
-    """A ledger, a front that dies now and then, and a gateway that says its charges again."""
+    """Simulate a ledger, a front that dies at times, and a gateway that repeats its charges."""
     random: Random = fresh()
     for _ in range(30):
         budget, ledger = random.randint(50, 500), dict[str, int]()
@@ -199,7 +199,7 @@ def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
                 unsaid.append(charge)
             elif what < 0.9:
                 tenants = begin()
-                for name, most in running.items():  # They go on under the new front.
+                for name, most in running.items():  # They continue under the new front.
                     tenants.begin(now_s, name, "t", 1, most)
                 events = [lambda t=tenants, c=c: t.charged(now_s, c) for c in unsaid]  # noqa: B023
                 kept = dict(ledger)

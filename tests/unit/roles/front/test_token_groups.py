@@ -1,4 +1,4 @@
-"""Tokens of a unit at the front: any cut into messages does what single tokens do."""
+"""Test tokens of a unit at the front: any cut into messages has the effect of single tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.roles.driving import finals, generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
 PROMPTS = (10, 60, 61, 62, 63, 64, 125)
-"""Lengths at which the outputs of these tests grow into another block at once, soon or never."""
+"""Prompt lengths: in these tests the output grows into another block at once, soon or never."""
 DEPLOYMENT = Deployment(limits=LimitsConfig(max_running=1000))
 NOBODY = 1 << 61
 
@@ -46,7 +46,7 @@ NOBODY = 1 << 61
 def decoding(
     num: int, *, keeps_text: bool = True, is_pulled: bool = True, epoch: str = "f1"
 ) -> tuple[Front, list[int]]:
-    """A front with so many requests in decode, one token each, and their attempt ids."""
+    """Return a front with `num` requests in decode, one token each, and their attempt ids."""
     front = Front(DEPLOYMENT, epoch=epoch, max_context=9000, keeps_text=keeps_text)
     front.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 9000, 1000))
     front.handle(0.0, UnitUp("decode-0", "decode", "d1", 9000, 1000))
@@ -65,8 +65,8 @@ def decoding(
 
 
 Story = list[tuple[int, int, bool, bool]]
-"""Rows as they are drawn: (request, how far its index is from the next one, whether it ends there,
-whether log-probabilities come with it). Request 0 is nobody's.
+"""Drawn rows: (request, its index's distance from the next one, whether the request ends there,
+whether log-probabilities are included). Request 0 is unknown to the front.
 """
 
 
@@ -85,7 +85,7 @@ def rows_of(story: Story, attempt_ids: Sequence[int]) -> tuple[list[Row], dict[i
 
 
 def outcome(story: Story, cuts: Sequence[int], num: int, *, keeps_text: bool) -> dict[str, Any]:
-    """What a front is and did after the rows came in the messages that `cuts` make of them."""
+    """Return a front's state and effects after it received the rows in messages cut at `cuts`."""
     front, attempt_ids = decoding(num, keeps_text=keeps_text)
     rows, draws = rows_of(story, attempt_ids)
     effects = []
@@ -108,7 +108,7 @@ def outcome(story: Story, cuts: Sequence[int], num: int, *, keeps_text: bool) ->
         assert [token.finish for token in tokens[:-1]] == [None] * (len(tokens) - 1), name
     units = {name: asdict(unit) for name, unit in front.units.by_name.items()}
     for unit in units.values():
-        del unit["tokens_step"]  # What a step draws for a request is what the cuts are about.
+        del unit["tokens_step"]  # Tokens per step depend on the cuts.
         del unit["prefill_view"], unit["decode_view"]
     return {
         "texts": texts,
@@ -153,7 +153,7 @@ SHIFTS = [0] * 12 + [-1, -2, 1, 2]
 def test_any_cuts_of_any_rows_are_as_one_by_one(
     story: Story, cuts: set[int], keeps_text: bool
 ) -> None:
-    """Also rows that came before, that leave some out, and that come behind an end."""
+    """Rows may be repeated, leave out indices, or follow an end."""
     assert_cuts_do_not_matter(
         story, sorted(cut for cut in cuts if cut < len(story)), 4, keeps_text=keeps_text
     )
@@ -162,7 +162,7 @@ def test_any_cuts_of_any_rows_are_as_one_by_one(
 @pytest.mark.parametrize("seed", seeds(1, 2))
 @pytest.mark.parametrize("keeps_text", [True, False])
 def test_large_messages_are_as_one_by_one(seed: int, keeps_text: bool) -> None:
-    """Steps of one to four tokens a request, for many requests, some of them in any order."""
+    """Test steps of one to four tokens a request, for many requests, some of them in any order."""
     rng = Random(seed)
     story: Story = []
     cuts = []
@@ -202,7 +202,7 @@ def test_several_tokens_are_one_delivery_with_all_that_was_asked_for() -> None:
 
 
 def test_what_comes_behind_an_end_or_a_gap_is_nobody_s() -> None:
-    """The request that has a gap goes on with what came before it, once."""
+    """The request with a gap goes on from the tokens before it, once."""
     front, (a, b) = decoding(2)
     rows: list[Row] = [
         (a, 1, 61, "stop"),
@@ -236,7 +236,7 @@ def test_a_duplicate_in_the_middle_is_dropped() -> None:
 def test_a_message_grows_a_request_by_all_the_blocks_that_it_fills() -> None:
     front, (a, _, _, _, _, b) = decoding(6)
     rows: list[Row] = [(a, index, 7, None) for index in range(1, 200)]
-    rows += [(b, index, 7, None) for index in range(1, 3)]  # 64 tokens, and one: two blocks.
+    rows += [(b, index, 7, None) for index in range(1, 3)]  # 64 tokens and one: two blocks.
     before = front.units.by_name["decode-0"].num_blocks_used
     front.handle(0.3, tokens_message("decode-0", rows))
     grown = blocks_for(10 + 200 + 1) - 1
@@ -245,7 +245,7 @@ def test_a_message_grows_a_request_by_all_the_blocks_that_it_fills() -> None:
 
 
 def test_what_a_full_unit_would_do_counts_all_tokens_of_a_step() -> None:
-    """The fleet grows by tokens per second; a step's time is not a token's with drafts."""
+    """The fleet grows by tokens per second; with speculative drafts a step's time is not a token's."""
     front, attempt_ids = decoding(2)
     front.handle(0.2, UnitReport("decode-0", "d1", 9000, 0, 2, 1000, 0, step_ms=20.0))
 
@@ -285,7 +285,7 @@ def test_without_text_a_lost_request_goes_on_as_long_as_it_was() -> None:
 
 
 def test_tokens_under_another_front_s_attempt_ids_are_nobody_s() -> None:
-    """A unit may have attempts of a front that died beside those of its successor."""
+    """A unit may have attempts of a dead front beside those of its successor."""
     made, mine = decoding(2, epoch="f1")
     _, others = decoding(2, epoch="f2")
     assert not set(mine) & set(others)
@@ -293,7 +293,7 @@ def test_tokens_under_another_front_s_attempt_ids_are_nobody_s() -> None:
     effects = made.handle(
         0.3, tokens_message("decode-0", [(attempt_id, 1, 61, None) for attempt_id in others])
     )
-    # No text, and the unit may free what it holds of them.
+    # No text is delivered, and the unit may free what it holds for these attempts.
     assert effects == [Send("decode-0", Stop(tuple(others)))]
     assert made.totals.tokens_out == 2
     assert made.check() == []

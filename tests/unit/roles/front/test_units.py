@@ -1,4 +1,4 @@
-"""FrontUnits: counts, capacity, and silence."""
+"""Test FrontUnits: counts, capacity, and silence."""
 
 from __future__ import annotations
 
@@ -136,4 +136,4 @@ def test_capacity_follows_the_ranks_that_live() -> None:
     assert found == (60, 12, 20, 2.0)
     assert made.downstream("", 0, 0, 0).num_slots == 12
     made.heard(unit, UnitReport("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
-    assert made.capacity_tokens() is None  # Nobody is told that its prompt is too long; it waits.
+    assert made.capacity_tokens() is None  # No prompt is refused as too long; it waits.

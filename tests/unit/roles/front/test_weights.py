@@ -1,4 +1,4 @@
-"""Units of two weights side by side, as in a rolling restart: KV of one is never the other's."""
+"""Test units of two weights side by side, as in a rolling restart: neither uses the other's KV."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEASE = KvLease("pool", (1, 2, 3, 4), (0, 0, 0, 0), 200)
 
 
 def up(made: Front, unit: str, fingerprint: str, *, slots: int = 8) -> list[Effect]:
-    """A unit of these weights comes up, in the place of one that had its name."""
+    """Report that a unit of these weights is up; it replaces a unit of the same name."""
     role, epoch = unit.partition("-")[0], f"{fingerprint} {unit}"
     return made.handle(1.0, UnitUp(unit, role, epoch, 400, slots, fingerprint=fingerprint))
 
@@ -52,7 +52,7 @@ def front(*units: tuple[str, str], slots: int = 8, **limits: int) -> Front:
 
 
 def placed(effects: list[Effect]) -> list[tuple[str, str]]:
-    """Which request went to which prefill unit."""
+    """Return (request, prefill unit) for each Prefill sent."""
     return [
         (effect.message.generation.request_id, effect.to)
         for effect in of(effects, Send)
@@ -65,7 +65,7 @@ def submit(made: Front, name: str, prompt: int = 200) -> list[tuple[str, str]]:
 
 
 def done(made: Front, name: str, unit: str, now_s: float = 2.0) -> list[Effect]:
-    """Its prompt is prefilled."""
+    """Report that a request's prompt is prefilled."""
     record = made.requests.by_id[name]
     token = Token(name, record.attempt, record.num_output, 50)
     return made.handle(now_s, PrefillDone(unit, token, LEASE))
@@ -108,7 +108,7 @@ def test_where_the_newest_have_no_room_the_others_go_on() -> None:
 
 
 def test_room_is_counted_for_each_fingerprint_by_itself() -> None:
-    """All that the old units have been sent takes nothing from the new ones."""
+    """Requests sent to the old units use no capacity of the new ones."""
     made = front(*BOTH[:2], slots=2)
     for name in "abc":
         submit(made, name)
@@ -127,7 +127,7 @@ def test_room_is_counted_for_each_fingerprint_by_itself() -> None:
 
 
 def test_both_of_a_pair_are_replaced_one_after_the_other() -> None:
-    """Nothing is prefilled that nobody could decode, whichever comes first."""
+    """No prompt is prefilled that no unit can decode, in either order of replacement."""
     for first, second in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
         made = front(*BOTH[:2])
         up(made, first, NEW)
@@ -188,7 +188,9 @@ def test_what_is_prefilled_and_cannot_be_decoded_is_prefilled_by_the_others() ->
 
 
 def test_a_drain_loses_nothing_of_what_is_on_its_way() -> None:
-    """What was handed over goes on there; the rest is prefilled by the others when it is over."""
+    """A request in decode goes on there until the drain's deadline; then the other units prefill
+    it, and the request that is still in prefill.
+    """
     made = front(*BOTH[:2], max_retries=0)
     for name in "ab":
         submit(made, name)
@@ -206,13 +208,13 @@ def test_a_drain_loses_nothing_of_what_is_on_its_way() -> None:
 
 
 def held(made: Front, now_s: float) -> dict[str, int]:
-    """What the fleet is told that draining units hold."""
+    """Return draining unit -> number of its requests, as reported to the fleet."""
     (demand,) = sent(made.handle(now_s, Tick()), Demand)
     return {facts.unit: facts.num_requests for facts in demand.units if facts.drain_number}
 
 
 def test_what_is_prefilled_ends_with_the_last_decode_unit_of_its_weights() -> None:
-    """It drains, and the new weights wait beside it: the answer is of the old ones, whole."""
+    """The old decode unit drains beside new weights; the whole answer is by the old weights."""
     made = front(*BOTH[:2])
     submit(made, "a")
     up(made, "prefill-1", NEW)

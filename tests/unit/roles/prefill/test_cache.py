@@ -1,4 +1,4 @@
-"""The prefill leader's cache by hand: what is found, read, named, stored, given up and told."""
+"""Test the prefill leader's cache by hand: what is found, read, named, stored, freed and reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def leader(num_blocks: int = 33, num_ranks: int = 1, **options: Any) -> PrefillL
 
 
 def asked(name: str, num_tokens: int, *, salt: bytes = b"alice", max_tokens: int = 5) -> Generation:
-    """All prompts are the beginnings of one text."""
+    """Return a request; all prompts are prefixes of one text."""
     tokens = tuple(range(num_tokens))
     return Generation(
         name,
@@ -72,7 +72,7 @@ def news(num_blocks: int) -> DiskNews:
 
 
 def reading(num_blocks: int = 33) -> tuple[PrefillLeader, ReadBlocks]:
-    """A unit whose prompt "a" reads three blocks from disk."""
+    """Return a unit that reads three blocks from disk for its prompt "a"."""
     unit = leader(num_blocks)
     unit.handle(0.0, news(3))
     (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
@@ -80,12 +80,12 @@ def reading(num_blocks: int = 33) -> tuple[PrefillLeader, ReadBlocks]:
 
 
 def finish(unit: PrefillLeader, step_id: int, now_s: float = 0.1) -> list[Effect]:
-    """The step is done, and its only chunk drew."""
+    """Complete the step; its only chunk drew a token."""
     return unit.handle(now_s, done(step_id, {0: 7}))
 
 
 def run(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> list[Effect]:
-    """A prompt from its arrival until its lease is released; all effects."""
+    """Run a prompt from its arrival until its lease is released; return all effects."""
     effects = unit.handle(0.0, Prefill(asked(name, num_tokens)))
     effects += finish(unit, step_id)
     effects += unit.handle(0.2, Release(name, 0))
@@ -94,7 +94,7 @@ def run(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> list[E
 
 
 def answer_stores(unit: PrefillLeader, effects: Sequence[Effect]) -> int:
-    """Everything is written, one after the other."""
+    """Answer all writes one by one; return the number of written blocks."""
     stores, num = of(effects, StoreBlocks), 0
     while stores:
         store = stores.pop(0)
@@ -172,7 +172,7 @@ def test_what_is_damaged_is_computed_and_not_asked_for_again() -> None:
     assert unit.cache.totals()[cache.DAMAGED_BLOCKS] == 1
     assert [name in unit.cache.stores.index for name in split(chain_of(3))] == [True, False, True]
     effects = finish(unit, 0)
-    # It is written anew.
+    # The damaged block is written again.
     assert b"".join(store.names for store in of(effects, StoreBlocks)) == chain_of(2)[16:]
 
 
@@ -205,7 +205,7 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
     assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), ReadBlocks)) == 0
     unit.handle(40.0, done(1, {0: 1}))
     unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [DiskLocation(1, 1)] * 3)
-    # Tried again some time.
+    # The read is tried again later.
     assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), ReadBlocks)) == 1
 
 
@@ -220,14 +220,14 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
     unit.handle(READ_TIMEOUT_S + 1, Release("a", 0))
     assert set(unit.blocks[0].owners()) >= set(load.into), "the read may still write them"
     effects = unit.handle(READ_TIMEOUT_S + 2, BlocksRead(load.read_id, 3))
-    # The names are the computed blocks'.
+    # The names belong to the computed blocks.
     assert set(of(effects, Freed)[0].block_ids) == set(load.into)
     assert unit.audit() == []
 
 
 def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
     unit, load = reading(num_blocks=5)
-    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Whatever wakes it.
+    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Any event wakes it.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
     assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
     unit.handle(READ_TIMEOUT_S + 1, BlocksRead(load.read_id, 0, 0, "input/output error"))
@@ -352,7 +352,7 @@ def test_what_cannot_be_written_is_counted_and_nobody_waits_for_it() -> None:
 
 
 def test_a_block_whose_room_was_needed_before_its_turn_is_skipped() -> None:
-    unit = leader(num_blocks=10)  # One at a time.
+    unit = leader(num_blocks=10)  # One block at a time.
     unit.handle(0.0, Prefill(asked("a", 500)))
     (store,) = of(finish(unit, 0), StoreBlocks)
     unit.handle(0.2, Release("a", 0))
@@ -387,7 +387,7 @@ def test_without_memory_only_the_disk_is_asked() -> None:
 
 
 def test_without_memory_a_prompt_of_one_token_is_stored_as_well() -> None:
-    """Its blocks are let go of in the very event in which their writes begin."""
+    """Its blocks are freed in the same event in which their writes begin."""
     unit = leader(keeps_blocks=False)
     unit.handle(0.0, Prefill(asked("a", 200, max_tokens=1)))
     assert answer_stores(unit, finish(unit, 0)) == 3
@@ -417,16 +417,16 @@ def test_audit_sees_a_read_that_lost_its_blocks() -> None:
     assert unit.audit() != []
 
 
-# ---- what decode filled ----
+# ---- blocks that decode filled ----
 def filled(num_before: int, num_new: int, name: str = "a", *, salt: bytes = b"alice") -> Filled:
-    """Blocks of the text of which all prompts are beginnings."""
+    """Return a message with blocks of the text that all prompts are prefixes of."""
     num_all = num_before + num_new
     lease = KvLease("pool of decode", tuple(range(1, 1 + num_new)), (7,) * num_new, 64 * num_new)
     return Filled("decode-0", name, 0, asked("", 64 * num_all, salt=salt).chain, lease)
 
 
 def answered(num_blocks: int = 33, **options: Any) -> PrefillLeader:
-    """A unit that has prefilled three blocks and a bit of "a", whose answer goes on in decode."""
+    """Return a unit that prefilled three blocks and a part of "a"; decode continues its answer."""
     unit = leader(num_blocks, has_disk=False, **options)
     run(unit, "a", 200, 0)
     return unit
@@ -512,7 +512,7 @@ def test_names_that_were_taken_back_meanwhile_are_not_gone_on_from() -> None:
 
 def test_room_is_made_of_what_is_nobodys_and_not_of_what_comes_before() -> None:
     unit = answered(num_blocks=8)
-    run_other(unit, "x", 200, 1)  # Three blocks more that are named, and one that is free.
+    run_other(unit, "x", 200, 1)  # Three more named blocks and a free one.
     (pull,) = copying(unit, filled(3, 2))
     unit.handle(0.4, KvPulled("a", 0, None))
     (plan,) = prefill_plans(unit.handle(0.5, Prefill(asked("b", 350))))
@@ -520,7 +520,7 @@ def test_room_is_made_of_what_is_nobodys_and_not_of_what_comes_before() -> None:
 
 
 def run_other(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> None:
-    """Another tenant's prompt, from its arrival until its lease is released."""
+    """Run another tenant's prompt from its arrival until its lease is released."""
     unit.handle(0.25, Prefill(asked(name, num_tokens, salt=b"bob")))
     finish(unit, step_id, 0.25)
     unit.handle(0.26, Release(name, 0))
@@ -529,7 +529,7 @@ def run_other(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> 
 @pytest.mark.promise("enough free or evictable blocks, beside the next prompt's?")
 def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
     unit = answered(num_blocks=8)
-    unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # Four of seven blocks.
+    unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # It takes four of seven blocks.
     assert copying(unit, filled(3, 2)) == []
     assert unit.blocks.num_named == 3
     unit.handle(0.3, done(1, {0: 7}))

@@ -1,4 +1,4 @@
-"""Reads under way, and what they are measured to take. Deadlines and owners: test_prefill_cache."""
+"""Test reads in flight and the rates measured from them. Deadlines and owners: test_cache."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_reads_of_a_rank_are_one_behind_the_other() -> None:
     meter.observe(0.0, 2, 0.5)
     meter.observe(2.0, 2, 1.0)
     assert membership.meter.rates(2.0) == meter.rates(2.0)
-    membership.end(2.5, 1, 2)  # Half a second, for it waited behind the other.
+    membership.end(2.5, 1, 2)  # It took 0.5 s, for it waited behind the other.
     two.is_loading = False
     meter.observe(2.5, 2, 0.5)
     assert membership.meter.rates(2.5) == meter.rates(2.5)
@@ -92,7 +92,9 @@ def test_check_sees_a_prompt_that_does_not_know() -> None:
 
 
 def test_a_read_that_was_predicted_to_take_long_is_waited_for_as_long() -> None:
-    """Many blocks, or many reads before it: it was begun because computing takes longer still."""
+    """The read has many blocks or many reads before it; it was started because computing takes
+    longer.
+    """
     membership = DiskReads(timeout_s=5.0)
     started(membership, 0.0, "a", Prefix(1, 0, 2, load_s=4.0))
     started(membership, 1.0, "b")

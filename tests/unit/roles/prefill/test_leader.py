@@ -1,4 +1,4 @@
-"""PrefillLeader by hand: chunks, pipelining, leases, and every way an attempt can end."""
+"""Test PrefillLeader by hand: chunks, pipelining, leases, and every way an attempt can end."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    """What one has sent is ahead of another's first prompt only as far as it has begun."""
+    """Only the begun prompts of one tenant are ahead of another tenant's first prompt."""
     unit = prefill_leader()
     for name in ("a0", "a1", "a2", "a3", "b0"):  # The first two fill the pipeline.
         unit.handle(0.0, Prefill(msgspec.structs.replace(generation(name, 64), tenant=name[0])))
@@ -216,7 +216,7 @@ def test_a_full_queue_gives_back() -> None:
 
 
 def test_logprobs_come_by_row_of_the_step() -> None:
-    """Not by chunk: the rows are in any order, and one of them is void."""
+    """They are not ordered by chunk: rows are in any order, and one of them is void."""
     unit, asked = prefill_leader(chunk_tokens=100), Sampling(num_logprobs=0)
     for name, prompt in (("x", 1), ("y", 1), ("a", 150), ("b", 10), ("c", 10)):
         unit.handle(0.0, Prefill(generation(name, prompt, sampling=asked)))

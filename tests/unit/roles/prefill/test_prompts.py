@@ -1,4 +1,4 @@
-"""A prefill unit of several ranks: balance, cut prompts, and random worlds with resets."""
+"""Test a prefill unit of several ranks: balance, cut prompts, and random worlds with resets."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_in_turn_a_prompt_is_its_ranks_however_much_that_has_to_do() -> None:
 def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again() -> None:
     unit = up(leader(request_balance="off"))
     unit.handle(0.0, prefill("a", 30))
-    unit.handle(0.0, prefill("b", 150))  # On rank 1.
+    unit.handle(0.0, prefill("b", 150))  # It runs on rank 1.
     unit.handle(0.0, prefill("c", 200))
-    unit.handle(0.1, done(0, {0: 3}))  # Now a lease on rank 0; c starts there.
+    unit.handle(0.1, done(0, {0: 3}))  # A lease on rank 0 now; c starts there.
     effects = unit.handle(0.2, RankReset((0,), (), ("", "p1"), 2))
     found = [(m.request_id, m.reason) for m in sent(effects, Returned)]
     assert found == [("c", "rank lost"), ("a", "rank lost")]
@@ -191,7 +191,7 @@ def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     assert [prompt.number for prompt, _, _ in step.starts] == list(range(len(step.starts)))
     assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
     assert all(part.end > part.start for parts in step.parts for part in parts)
-    held = started_on(pools, 1, "held", 200, 200)  # All its blocks, and one of its starts.
+    held = started_on(pools, 1, "held", 200, 200)  # It takes all blocks, and one start.
     step = pack([held], waiting_of(100, 100, 100), pools, PackRules(64, 2), RATES)
     assert {rank for _, rank, _ in step.starts} == {0, 2}
 
@@ -210,7 +210,7 @@ def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() ->
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
-    """Beside a dense prompt it may get nothing in this step, but is never overtaken again."""
+    """Beside a dense prompt it may get nothing in this step, but later prompts never overtake it."""
     unit = up(leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8))
     names = [f"r{number}" for number in range(12)]
     for number, name in enumerate(names):
@@ -242,7 +242,7 @@ def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int)
             unit.handle(0.0, Release(answer.token.request_id, 0))
         if "dense" in ended:
             break
-    # A tenth of every step at least is its own, and its tokens are about as dear as others.
+    # The dense prompt gets at least a tenth of every step; its tokens cost about as much as others.
     assert "dense" in ended, f"{unit._started[('dense', 0)].num_left} tokens left"
     assert len(ended) > 100
 
@@ -272,7 +272,7 @@ def test_priority_and_age_order_those_that_wait() -> None:
     ]
 
 
-# ---- seen ----
+# ---- reports and traces ----
 def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     unit = leader(2, num_blocks=400)
     up(unit)
@@ -288,16 +288,16 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     assert trace.steps[0].balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}
     unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
     (load,) = sent(unit.handle(9.0, Tick()), UnitReport)
-    assert load.balance == {}  # Nobody is left to be equal to.
+    assert load.balance == {}  # No other rank to compare with.
 
 
 def reports(unit: PrefillLeader) -> UnitReport:
-    """What it says after a step of 14 ms, of 40 tokens and their pairs."""
+    """Return the report after a step of 14 ms with 40 tokens and their pairs."""
     unit.handle(0.0, prefill("a", 40))
     times = (OpTime("attn_in", 4, 4e-3), OpTime("attn_core", 4, 4e-3), OpTime("experts", 3, 6e-3))
     unit.handle(0.1, msgspec.structs.replace(done(0, {0: 1}), op_times=times))
     (load,) = sent(unit.handle(0.7, Tick()), UnitReport)
-    # A part is taken to be fixed.
+    # A part of the step time is taken to be fixed.
     assert 0.8 * 14e-3 < 40 * load.token_s + 820 * load.pair_s < 14e-3
     return load
 

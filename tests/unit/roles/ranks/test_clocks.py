@@ -1,4 +1,4 @@
-"""Clocks that differ: steps' messages measure by how much; traces come out in one time."""
+"""Test clocks that differ: step messages measure the offset, and traces use one clock."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.roles.driving import sent
 
 SEEDS = [1, 2, fresh().randrange(1 << 30)]
 AHEAD_S = {"10.0.0.1": 0.0, "10.0.0.2": 86_400.25, "10.0.0.3": -7_000.5}
-"""Clocks count from when their hosts were started."""
+"""Clock offset by host: clocks count from the start of their host."""
 FASTEST_S, SLOWEST_S = 50e-6, 0.02
 STEP_S = 0.030
 
 
 class Inner:
-    """Plans a traced step for each FrontUp, and answers Cancel with all of them."""
+    """Leader that plans a traced step for each FrontUp, and answers Cancel with all of them."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -56,8 +56,8 @@ class Inner:
 
 
 class Hosts:
-    """A leader and ranks on hosts whose clocks tell different times, and wires that take between
-    FASTEST_S and SLOWEST_S, either way as it comes. `now_s` is the leader's.
+    """Leader and ranks on hosts with different clocks. Each message takes a random time between
+    FASTEST_S and SLOWEST_S. `now_s` is the leader's time.
     """
 
     def __init__(self, hosts: list[str], seed: int) -> None:
@@ -140,7 +140,7 @@ def test_a_trace_of_several_hosts_is_told_in_one_time(seed: int) -> None:
             assert abs(event.start_s - begin_s) <= rank_to_error_s[event.rank] + 1e-9
             assert event.end_s - event.start_s == pytest.approx(end_s - begin_s, abs=1e-9)
             moved.setdefault(event.rank, set()).add(round(event.start_s - begin_s, 8))
-    # All steps of a host are moved alike, or its lanes would overlap.
+    # All steps of a host are shifted alike; otherwise its lanes would overlap.
     assert {rank: len(by_s) for rank, by_s in moved.items()} == dict.fromkeys(range(4), 1)
     assert moved[0] == moved[1], "one host's lanes stay in line"
 
@@ -153,7 +153,7 @@ def test_times_of_one_host_stay_as_they_are() -> None:
 
 
 def test_a_rank_that_is_gone_was_where_it_was() -> None:
-    """Its last steps are told in its host's time, whoever has its number by now."""
+    """Its last steps are converted from its own host's time, even if its number is reused."""
     scene = Hosts(["10.0.0.1", "10.0.0.2"], 1)
     scene.step()
     scene.leader.membership._processes[1].up = None
@@ -166,7 +166,7 @@ def done(taken_s: float, said_s: float) -> RankDone:
 
 
 def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
-    """(offset, error) of host "h", beside one that is the leader's."""
+    """Return (offset, error) of host "h", beside a host that is the leader's."""
     clocks.traced(0, {0: "h", 1: "here"})
     step = TracedStep(0, "sequential", 1, 1, (TraceEvent(0, "compute", "step", 0, 0, 9.0, 9.5),))
     (clock,) = clocks.aligned(now_s, Trace("u", 1, (step,))).clocks
@@ -175,7 +175,7 @@ def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
 
 def test_the_quickest_answer_counts_until_it_is_old() -> None:
     clocks = HostClocks()
-    clocks.heard(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 back: by 4 ms wrong.
+    clocks.heard(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 ms back: error 4 ms.
     assert clock_of(clocks, 1.010) == pytest.approx((50.004, 0.005))
     clocks.heard(2.002, "h", 2.0, done(52.001, 52.001))
     assert clock_of(clocks, 2.002) == pytest.approx((50.0, 0.001))
@@ -194,7 +194,7 @@ def test_a_host_that_was_started_again_has_another_clock() -> None:
 
 
 def test_what_cannot_be_is_no_sample() -> None:
-    """An answer that took longer than was waited for it, or that says nothing."""
+    """Discard an answer that took longer than the round trip, or that has no times."""
     clocks = HostClocks()
     clocks.heard(1.01, "h", 1.0, done(51.0, 51.5))
     clocks.traced(0, {0: "h", 1: "here"})

@@ -1,4 +1,4 @@
-"""Reports of a formation's members."""
+"""Test the reports of a formation's members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank notes of its pool as plans go by."""
+"""Test the record that a rank keeps of its pool while plans pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_kv_grows_by_all_that_passes_may_write_of_right_drafts() -> None:
         DecodePlan(0, (), (join(0, 70, (4, 5), 100),), (), num_drafts=2),
         DecodePlan(1, (), (), (), num_drafts=2, num_passes=4),
     )
-    # One, then four passes that check two drafts each.
+    # One position, then four passes that check two drafts each.
     assert made.held().kv[0].num_tokens == 100 + 1 + 4 * (1 + 2)
 
 
@@ -112,7 +112,7 @@ def test_named_blocks_are_held_until_they_are_freed_and_not_before_they_are_fetc
     made.loaded((5,))
     made.name(NamedBlocks((4, 5), first + second, NO_NAME + first))
     assert made.held().named == NamedBlocks((4,), first, NO_NAME)
-    for has_run in (False, True):  # One that failed may not have come so far.
+    for has_run in (False, True):  # A failed step may not have fetched yet.
         made.step(PrefillPlan(0, (), fetches=(5,)))
         assert made.held().named == NamedBlocks((4,), first, NO_NAME)
         made.stepped(has_run=has_run)
@@ -122,7 +122,7 @@ def test_named_blocks_are_held_until_they_are_freed_and_not_before_they_are_fetc
     made.name(NamedBlocks((), b"", b""), are_all=True)
     assert made.held().named == NamedBlocks((), b"", b"")
     made.loaded((6,))
-    made.freed((6,))  # It was not read after all, and is computed now.
+    made.freed((6,))  # The read was not used after all; the block is computed now.
     made.name(NamedBlocks((6,), first, NO_NAME))
     assert 6 in made.held().named.block_ids
 

@@ -1,4 +1,4 @@
-"""Membership: first formation, losses of every kind, replacements, and what is too old to count."""
+"""Test membership: first formation, losses of every kind, replacements, and outdated messages."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def up(rank: int, epoch: str = "", host: str = "h") -> RankUp:
 
 
 class Driver:
-    """A book and ranks that answer as told."""
+    """UnitMembership and ranks that answer as the test directs."""
 
     def __init__(self, num_ranks: int = 4, **options: float) -> None:
         self.num_ranks = num_ranks
         self.now_s = 0.0
         self.sent: list[Send] = []
         self.waits = self.is_stopped = False
-        """The suspected get no processor; they are stopped."""
+        """State of suspected ranks at a sighting: without a processor; stopped."""
         placement = spread(2, NUM_EXPERTS, num_ranks)
         self.membership = UnitMembership(
             "decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options
@@ -50,13 +50,13 @@ class Driver:
             self.membership.rank_up(self.now_s, up(rank))
 
     def take(self) -> tuple[dict[str, FormPlan], list[str]]:
-        """Sends since the last call: RankForms by name, and processes to kill."""
+        """Return what was sent since the last call: RankForms by name, and processes to kill."""
         sends, self.sent = self.sent + self.membership.take_sends(), []
         forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
         return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
 
     def answer(self, *but: int) -> None:
-        """All members formed, except some."""
+        """Let all members except some report that they formed."""
         for rank, epoch in list(self.membership.members.items()):
             if rank not in but:
                 self.membership.formed(
@@ -87,7 +87,7 @@ class Driver:
             assert self.membership.check() == []
 
     def look(self) -> None:
-        """The supervisor answers."""
+        """Let the supervisor answer."""
         for send in self.membership.take_sends():
             if isinstance(send.message, Suspect):
                 waited_s = self.now_s if self.waits else 0.0
@@ -168,7 +168,7 @@ def test_a_silent_rank_is_dropped_and_killed() -> None:
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.2"], ["decode-0.3"])
     driver.answer()
     driver.pass_s(2.2, 0, 1, 2)
-    assert driver.take() == ({}, ["decode-0.3"])  # Once more, as it has not ended.
+    assert driver.take() == ({}, ["decode-0.3"])  # Repeated, as the process has not ended.
     driver.membership.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
     driver.pass_s(3.0, 0, 1, 2)
     assert driver.take() == ({}, [])
@@ -202,7 +202,7 @@ def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
     driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
-    driver.pass_s(0.4, 0, 1, 2)  # Its host is looked at twice first.
+    driver.pass_s(0.4, 0, 1, 2)  # Its host is sighted twice first.
     forms, killed = driver.take()
     assert (len(forms), killed) == (3, ["decode-0.3"])
 
@@ -301,7 +301,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     assert len(forms) == 4
     assert forms["decode-0.2"].members[2].epoch == "new"
     assert forms["decode-0.0"].num_expert_slots == NUM_EXPERTS // 4
-    driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
+    driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # Of the dead process.
     driver.answer(2)
     assert driver.membership.phase is UnitPhase.FORMING
 
@@ -324,7 +324,7 @@ def test_a_successor_heard_before_the_death_takes_its_place() -> None:
     driver.membership.rank_up(5.0, up(2, "new"))
     forms, _ = driver.take()
     assert forms["decode-0.0"].members[2].epoch == "new"
-    driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
+    driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # Its predecessor, late.
     driver.answer()
     assert driver.membership.phase is UnitPhase.RUNNING
     driver.membership.unit_down(5.2, UnitDown("decode-0.2", "killed"))
@@ -336,9 +336,9 @@ def test_the_dead_do_not_come_back() -> None:
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))
     driver.answer()
     driver.take()
-    driver.membership.rank_up(5.1, up(2))  # It was on its way.
+    driver.membership.rank_up(5.1, up(2))  # The message was under way.
     assert driver.membership.phase is UnitPhase.RUNNING
-    driver.membership.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
+    driver.membership.rank_up(9.0, up(2))  # It is alive after all, and must be replaced to return.
     assert driver.take() == ({}, ["decode-0.2"])
 
 
@@ -361,7 +361,9 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
     others = (0, 1, 2)
 
     def pass_s(seconds: float) -> list[str]:
-        """Others go on saying that they are up, or beat; who is to be killed meanwhile."""
+        """Let the other ranks report that they are up, or send heartbeats; return the processes to
+        kill.
+        """
         for _ in range(round(seconds)):
             for rank in others:
                 driver.membership.rank_up(driver.now_s, up(rank))
@@ -369,7 +371,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
         return driver.take()[1]
 
     assert pass_s(9.0) == []
-    driver.membership.forgive(100.0)  # The leader itself stood still: the grace is longer by that.
+    driver.membership.forgive(100.0)  # The leader itself did not run: the grace is extended.
     driver.now_s += 100.0
     assert pass_s(3.0) == ["decode-0.3"]
     driver.answer()
@@ -458,7 +460,7 @@ def test_ranks_that_died_with_their_leader_are_not_waited_for() -> None:
     driver.pass_s(TAKEOVER_GRACE_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
     for rank in range(3):
-        # Asked twice.
+        # A rank may answer twice.
         driver.membership.rank_held(driver.now_s, held(rank, 5, reduced, num_members=3))
     driver.pass_s(0.2, 0, 1, 2)
     forms, _ = driver.take()
@@ -482,7 +484,7 @@ def test_what_a_rank_held_goes_with_its_process() -> None:
 
 
 def on_hosts(hosts: str, **options: float) -> Driver:
-    """A unit whose ranks run, each on the host of that letter."""
+    """Return a running unit; each letter is the host of one rank."""
     driver = Driver(len(hosts), **options)
     for rank, host in enumerate(hosts):
         driver.membership.rank_up(0.0, up(rank, host=host))
@@ -492,7 +494,7 @@ def on_hosts(hosts: str, **options: float) -> Driver:
 
 
 def end_and_start(driver: Driver, rank: int, host: str, epoch: str) -> None:
-    """The supervisor ends a rank, and starts it again on the same host."""
+    """Let the supervisor end a rank, and start it again on the same host."""
     driver.membership.unit_down(driver.now_s, UnitDown(f"decode-0.{rank}", "killed"))
     driver.membership.rank_up(driver.now_s, up(rank, epoch, host))
 
@@ -512,7 +514,7 @@ def test_a_host_that_rests_is_left_out_until_it_has_rested() -> None:
     driver.answer()
     while driver.now_s < 32.0:
         driver.pass_s(1.0, 0, 1)
-        for rank in (2, 3):  # They say that they are ready, as long as nobody forms with them.
+        for rank in (2, 3):  # They report that they are ready until a formation includes them.
             driver.membership.rank_up(driver.now_s, up(rank, f"later{rank}", "b"))
         is_rested = driver.now_s >= 30.0
         expected = UnitPhase.DRAINING if is_rested else UnitPhase.RUNNING
@@ -539,7 +541,7 @@ def test_hosts_rest_one_at_a_time() -> None:
 
 
 def test_a_host_that_rests_is_better_than_none() -> None:
-    """Its other ranks join it then, too."""
+    """The host's other ranks join it then, too."""
     driver = on_hosts("aabb", slow_host_rest_s=30.0)
     driver.membership.rest(0.0, SlowHost("b", 0.8))
     end_and_start(driver, 2, "b", "later2")

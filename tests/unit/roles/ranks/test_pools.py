@@ -1,4 +1,4 @@
-"""RankPools: who lives, what is theirs, and what was freed."""
+"""Test RankPools: live ranks, their blocks, and freed blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_check_sees_blocks_on_a_dead_rank() -> None:
 
 
 def named(pools: RankPools, rank: int, names: bytes) -> None:
-    """A block of each, cached."""
+    """Cache a block under each name."""
     blocks = pools[rank].allocate(len(names) // 16, "x")
     assert blocks is not None
     pools[rank].name(blocks, names, 0)
@@ -110,7 +110,7 @@ def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
 
 
 def test_a_rank_hears_that_its_names_are_taken_back() -> None:
-    """Also those of blocks that somebody owns, which are not freed."""
+    """Names of owned blocks are withdrawn too, though these blocks are not freed."""
     pools = RankPools(9, 2, reports_names=True)
     pools.reset(RankReset((), (0, 1), ("a", "b"), 1))
     first, second = (extend(b"", b"", (number,) * 64, b"salt") for number in (1, 2))

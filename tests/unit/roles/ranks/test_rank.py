@@ -1,4 +1,4 @@
-"""The role of a rank's process: what it takes and drops, and its signs of life."""
+"""Test the role of a rank's process: what it accepts and drops, and its heartbeats."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_stages_of_its_generation_are_begun_and_answered() -> None:
     rank = make_rank()
     rank.start(0.0)
     plan = StagePlan(1, 4, 0, (1, 2), ())
-    assert rank.handle(0.0, RankStage(plan)) == []  # Its predecessor's.
+    assert rank.handle(0.0, RankStage(plan)) == []  # An order for its predecessor.
     rank.handle(0.0, form(1))
     assert rank.handle(0.0, RankStage(plan)) == []  # Not formed yet.
     rank.handle(0.0, Formed(1, None))
@@ -169,7 +169,7 @@ def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> Non
     rank = make_rank()
     rank.start(0.0)
     pull = RankDo(Pull("a", 0, LEASE, (3, 4)))
-    assert rank.handle(0.0, pull) == []  # Its predecessor's.
+    assert rank.handle(0.0, pull) == []  # An order for its predecessor.
     assert rank.handle(0.0, RankDo(Freed((1,)))) == []
     rank.handle(0.0, form(1))
     assert rank.handle(0.0, pull) == [pull.effect]
@@ -184,7 +184,7 @@ def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None
     rank.start(0.0)
     load = RankDo(ReadBlocks(1, bytes(16), (DiskLocation(2, 3),), (4,)))
     store = RankDo(StoreBlocks(1, bytes(16), (0,), (5,)))
-    assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Its predecessor's.
+    assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Orders for its predecessor.
     rank.handle(0.0, form(1))
     assert rank.handle(0.0, load) == [load.effect]
     assert rank.handle(0.0, store) == [store.effect]
@@ -218,7 +218,7 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)
     assert (held.up.epoch, held.plan.formation, held.held.num_freed) == ("e1", 1, {4: 1})
     assert sent(rank.handle(0.14, Tick()), RankHeld) == []
-    # It asks for the process that was here before.
+    # The question is for the process that was here before.
     assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == []
 
 
@@ -228,7 +228,7 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
 def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
     error: str | None, *, is_void: bool, is_copied: bool
 ) -> None:
-    """As the leader goes, which alone knew that it is to be fetched again."""
+    """The leader does the same: only it knew that the blocks must be fetched again."""
     rank = formed_rank()
     if is_copied:
         rank.handle(0.0, RankDo(Pull("a", 0, LEASE, (3, 4))))

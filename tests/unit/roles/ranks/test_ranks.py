@@ -1,4 +1,4 @@
-"""The leader of many ranks: effects go to ranks, one result comes back, formations void steps."""
+"""Test the leader of many ranks: effects go to ranks, results are merged, formations void steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_SLOTS = 8
 
 
 class InnerLeader:
-    """Records what it hears and answers with what the test put into `answers`."""
+    """Leader that records its events and answers with the effects that the test put into `answers`."""
 
     def __init__(self) -> None:
         self.heard: list[Event] = []
@@ -52,7 +52,7 @@ class InnerLeader:
 
 
 class Driver:
-    """A leader of three ranks with its inner leader. With `terms` experts are balanced."""
+    """Leader of three ranks with its inner leader. With `terms`, experts are balanced."""
 
     def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
         self.inner = InnerLeader()
@@ -138,7 +138,7 @@ class Driver:
 
 
 def to(effects: list[Effect], kind: type) -> list[str]:
-    """Whom messages of a kind go to, or what is asked of a rank's pool."""
+    """Return the receivers of messages of a kind, or of orders of this kind to a rank's pool."""
     sends = [e for e in effects if isinstance(e, Send)]
     what = [e.message.effect if isinstance(e.message, RankDo) else e.message for e in sends]
     return [e.to for e, one in zip(sends, what, strict=True) if isinstance(one, kind)]
@@ -220,8 +220,8 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
         Send("decode-0.1", RankDo(Pull("a", 0, LEASE, (4, 5), rank=1))),
     ]
     pulled = KvPulled("a", 0, None)
-    driver.handle(RankAnswered(2, "e2", pulled))  # Not its pull.
-    driver.handle(RankAnswered(1, "e0", pulled))  # Not this process.
+    driver.handle(RankAnswered(2, "e2", pulled))  # It was not asked for this pull.
+    driver.handle(RankAnswered(1, "e0", pulled))  # This process was not asked.
     assert driver.heard(KvPulled) == []
     driver.handle(RankAnswered(1, "e1", pulled))
     driver.handle(RankAnswered(1, "e1", pulled))
@@ -237,10 +237,10 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     driver.done(0, 0)
     effects = driver.handle(UnitDown("decode-0.1", "killed"))
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.2"]
-    driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # Of the generation before.
+    driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # Of the formation before.
     driver.handle(RankAnswered(1, "e1", KvPulled("a", 0, None)))
     driver.handle(RankAnswered(2, "e2", KvPulled("b", 0, None)))
-    assert to(driver.execute(1), RankStep) == []  # Void: the inner leader will plan it again.
+    assert to(driver.execute(1), RankStep) == []  # Void: the inner leader will plan the step again.
     driver.formed()
     assert driver.inner.heard == [
         KvPulled("a", 0, None),
@@ -257,7 +257,7 @@ def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
     driver = Driver().run()
     load = UnitReport("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
-    # As the inner leader knows it, which hears of the death when they have formed.
+    # The inner leader still counts it: it learns of the death once the others have formed.
     driver.inner.answers = [Send("front", load)]
     (seen,) = sent(driver.handle(Cancel("x", 0)), UnitReport)
     assert (seen.num_ranks, seen.absent) == (2, (1,))

@@ -1,4 +1,4 @@
-"""Disk reads and writes of a unit of many ranks: the blocks' own rank does them."""
+"""Test disk reads and writes of a unit of many ranks: the rank that has the blocks executes them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def asked() -> Driver:
 
 def test_the_inner_leader_hears_of_each_once_from_the_rank_that_was_asked() -> None:
     driver, loaded, stored = asked(), BlocksRead(4, 2), BlocksStored(4, PLACES)
-    driver.handle(RankAnswered(2, "e2", loaded))  # Not its read.
-    driver.handle(RankAnswered(1, "e0", loaded))  # Not this process.
-    driver.handle(RankAnswered(1, "e1", stored))  # A read of the same number.
+    driver.handle(RankAnswered(2, "e2", loaded))  # It was not asked for this read.
+    driver.handle(RankAnswered(1, "e0", loaded))  # This process was not asked.
+    driver.handle(RankAnswered(1, "e1", stored))  # A read has the same number.
     assert driver.inner.heard == []
     for _ in range(2):
         driver.handle(RankAnswered(2, "e2", stored))
@@ -53,7 +53,7 @@ def test_a_lost_rank_does_not_answer_and_the_others_do() -> None:
 
 
 def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_generation() -> None:
-    """A failed step's blocks count as free, while other ranks may still write them."""
+    """A failed step's blocks count as free, but other ranks may still write them."""
     driver = Driver().run()
     driver.execute(0)
     driver.inner.answers = [Freed((5, 6), 1), LOAD, Pull("y", 0, LEASE, (7, 8), 2), STORE]

@@ -1,4 +1,6 @@
-"""The leader of many ranks with its expert balancer: messages, and the forming's placement."""
+"""Test the leader of many ranks with its expert balancer: messages, and a new formation's
+placement.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TERMS = ExpertTerms(
 
 
 class Skewed(Driver):
-    """Three ranks of four slots; rank 0 receives most, by its first expert and its second alike."""
+    """Three ranks of four slots; rank 0 receives most tokens, its first two experts equally many."""
 
     def __init__(self) -> None:
         super().__init__(3, TERMS)
@@ -151,5 +153,5 @@ def test_loads_tell_of_experts_and_counts_do_not_reach_the_inner_leader() -> Non
     driver.inner.answers = [
         Send("front", Trace("decode-0", 1, (TracedStep(0, "sequential", 1, 1, ()),)))
     ]
-    # It was not a traced one.
+    # The step was not traced.
     assert sent(driver.handle(Cancel("x", 0)), Trace)[0].steps[0].balance == {}

@@ -1,4 +1,4 @@
-"""What steps of a unit tell of a slow host."""
+"""Test how a unit's steps reveal a slow host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTS = {0: "a", 1: "b", 2: "b", 3: "c"}
 def part(
     rank: int, num_rows: int = 2, busy_s: float = 0.05, alone_s: dict[str, float] | None = None
 ) -> StepDone:
-    """A rank's step: it computes for so long, and waits for the rest."""
+    """Return a rank's step: it computes for `busy_s`, and waits for the rest."""
     keys = tuple(range(num_rows))
     waited = Waited(STEP_S - busy_s, alone_s or {})
     return StepDone(0, keys, keys, {}, STEP_S, waited=waited)
@@ -31,7 +31,7 @@ def found_in(
     trips_s: dict[str, float] | None = None,
     hosts: dict[int, str] = HOSTS,
 ) -> SlowHost | None:
-    """What is found after steps that are all like these."""
+    """Return the slow host found after `num_stretches` of steps with these parts, or None."""
     slow_hosts = SlowHosts(has_rows=has_rows)
     slow_hosts.began(hosts)
     found = None
@@ -44,7 +44,7 @@ def found_in(
 
 
 def waiting_for(slow: str, **options: float) -> list[StepDone]:
-    """All ranks of other hosts wait for this one alone."""
+    """Return parts in which all ranks of other hosts wait for this host alone."""
     return [
         part(rank, **options, alone_s={} if host == slow else {slow: 0.2})  # type: ignore[arg-type]
         for rank, host in HOSTS.items()
@@ -66,7 +66,7 @@ def test_a_part_of_the_time_is_too_short() -> None:
 
 @pytest.mark.parametrize("has_rows", [True, False], ids=["decode", "prefill"])
 def test_a_host_that_has_more_to_do_is_not_slow(*, has_rows: bool) -> None:
-    """As in prefill the one whose rank has the only prompt, and in decode the one with the only request."""
+    """Its rank may have the only prompt (prefill) or the only request (decode)."""
     parts = waiting_for("c", num_rows=0)
     parts[3] = part(3, num_rows=1, busy_s=STEP_S)
     assert found_in(parts, has_rows=has_rows) is None

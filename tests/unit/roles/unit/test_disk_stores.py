@@ -1,4 +1,4 @@
-"""Blocks on their way to disk: few at a time, in order, none twice."""
+"""Test blocks on their way to disk: few at a time, in order, none twice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_eighth_of_the_blocks_is_written_at_a_time_in_two_parts() -> None:
         name(4) in membership,
     )
     assert found == (4, 2, True, False, True)
-    # The others waited without an owner, and their room was given back.
+    # The others had no owner while queued, and their blocks were freed.
     assert membership.begin() == []
     assert membership.counts[SKIPPED_BLOCKS] == 2 + 12
     assert membership.check() == []
@@ -83,7 +83,7 @@ def test_what_is_held_while_it_waits_is_given_up_for_others_the_oldest_first() -
     membership = DiskStores(pools, holds=True)
     for position, block in enumerate(blocks):
         membership.offer(0, name(position), position, block)
-    assert len(membership.begin()) == 2  # Of 4 blocks each.
+    assert len(membership.begin()) == 2  # Each has 4 blocks.
     assert membership.give_up(0, 64) == 0, "somebody else owns them all the same"
     pools.free(0, blocks, "x")
     assert pools.num_used == 20

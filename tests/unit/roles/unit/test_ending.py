@@ -1,4 +1,4 @@
-"""Ends of a request, and what the sampler must be told."""
+"""Test the ends of a request, and the history that the sampler needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meters: a step's duration, and a rate that fades."""
+"""Test meters: a step's duration, and a rate that fades."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_a_line_is_known_once_steps_differ_and_follows_what_came_lately() -> Non
 
 
 def test_a_line_begins_where_a_single_request_was_seen() -> None:
-    """Steps that grow much with the second request and little with the twelfth, as on a CPU."""
+    """Test steps that grow much with the second request and little with the twelfth, as on a CPU."""
     meter = LineMeter(memory=32.0)
-    for seconds in (0.001, 0.001, 0.050, 0.001):  # One was held up.
+    for seconds in (0.001, 0.001, 0.050, 0.001):  # One was delayed.
         meter.add(1, seconds)
     assert meter.line == (0.0, 0.0), "nothing is known of more than one"
     for num in (11, 12, 13) * 20:
@@ -69,5 +69,5 @@ def test_a_line_begins_where_a_single_request_was_seen() -> None:
     assert constant + 12 * slope == pytest.approx(0.0072, rel=0.05)
     for _ in range(60):
         meter.add(2, 0.003)
-    # A second one doubles it, and no line goes below 0.
+    # A second request doubles it, and the line never goes below 0.
     assert meter.line == pytest.approx((0.0, 0.001), abs=0.0001)

@@ -1,4 +1,4 @@
-"""StepScheduler: fixed by name or by price, one decision for all ranks, equal parts."""
+"""Test StepScheduler: fixed by name or by price, one decision for all ranks, equal parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = {
 
 
 def times(tokens: int, link_s: float, num_layers: int = 8) -> tuple[OpTime, ...]:
-    """Of a step in which everything grows with the tokens."""
+    """Return times of a step in which everything grows with the tokens."""
     op_to_seconds = SECONDS | {"dispatch": link_s, "combine": link_s}
     return tuple(
         OpTime(op, num_layers, seconds * num_layers * tokens / 64 * (4 if op == "post" else 1))
@@ -77,7 +77,7 @@ def test_what_is_seen_is_noted_under_the_step_that_took_it() -> None:
     scheduler = StepScheduler(2, num_layers=8, num_moe_layers=8)
     scheduler.choose(0, [(64, 640), (0, 0)])
     scheduler.done(0, times(64, 1e-3))
-    scheduler.done(0, times(64, 1e-3))  # Known once.
+    scheduler.done(0, times(64, 1e-3))  # A step is observed once.
     scheduler.choose(1, [(64, 640), (0, 0)])
     scheduler.reset()
     scheduler.done(1, times(64, 1e-3))
@@ -97,7 +97,7 @@ def test_parts_are_about_equal() -> None:
 
 
 def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
-    """Pairs cost as much as tokens here, and experts more than all else of a token."""
+    """Pairs cost as much as tokens here, and experts more than the rest of a token's work."""
     scheduler = StepScheduler(4, num_layers=8, num_moe_layers=8)
     for step in range(60):
         tokens, pairs = 32 << step % 3, 4000 << step % 5

@@ -1,4 +1,4 @@
-"""Tracer: the right steps, one request after another, nothing lost when steps are void."""
+"""Test Tracer: the right steps, one request after another, nothing lost when steps are void."""
 
 from __future__ import annotations
 

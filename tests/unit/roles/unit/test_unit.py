@@ -1,4 +1,4 @@
-"""UnitReporter: a report when something changed or a heartbeat is due, and no wake-up too late or twice."""
+"""Test UnitReporter: it reports changes and due heartbeats, and wakes neither late nor twice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
     report.balanced({"kv": 0.5})
     report.measured(1e-3, 1e-6, step_s=0.0)
     (load,) = sent(unit.heartbeat(0.0, 0, 0, None), UnitReport)
-    report.balanced({"kv": 0.75})  # A message is never changed after it was sent.
+    report.balanced({"kv": 0.75})  # A message must never change after it was sent.
     assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
 
 
