@@ -1,4 +1,4 @@
-"""BlockAllocator against a plain model at random: all or nothing, owners, sharing, caching."""
+"""Test BlockAllocator against a plain model at random: all or nothing, owners, sharing, caching."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fresh import fresh
 
 
 def chain_of(*texts: object) -> bytes:
-    """Names of a text whose blocks are `texts`: equal beginnings have equal names."""
+    """Return the names of a text with these blocks: equal prefixes have equal names."""
     names, before = b"", b""
     for text in texts:
         before = blake2b(before + repr(text).encode(), digest_size=NAME_BYTES).digest()
@@ -25,7 +25,7 @@ def chain_of(*texts: object) -> bytes:
 
 
 def cached(blocks: BlockAllocator, chain: bytes) -> tuple[int, ...]:
-    """Let a request compute the chain and go: its blocks stay as cached ones."""
+    """Let a request compute the chain and release it: its blocks stay cached."""
     held = blocks.allocate(num_names(chain), "computing")
     assert held is not None
     blocks.name(held, chain, 0)
@@ -157,13 +157,13 @@ def test_what_two_compute_at_once_is_named_once() -> None:
     assert blocks.lookup(chain) == (*first[:2], second[2])
     assert blocks.free(first, 1) == (first[2],)
     assert blocks.num_free == 5
-    # The cached ones are followed by a block in use; they can be had all the same.
+    # A block in use follows the cached ones; they can be evicted all the same.
     assert blocks.check() == []
     assert set(first) <= set(blocks.allocate(5, 3) or ())
     assert blocks.lookup(chain) == ()
     assert blocks.free(second, 2) == second[:2]
     assert blocks.check() == []
-    # Its name said what is in it all the time: once those before it are here again, it is found.
+    # Its name stayed true: once the blocks before it exist again, the block is found.
     again = blocks.allocate(2, 4)
     assert again is not None
     blocks.name(again, chain[: 2 * NAME_BYTES], 0)
@@ -250,16 +250,17 @@ def test_any_use_adds_up(uses: list[tuple[int, int]]) -> None:
 
 
 class Readers:
-    """Requests as a leader runs them, and what a block must hold as long as anybody can read it."""
+    """Requests as a leader runs them, and the content that a block must keep while it can be read."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.blocks = BlockAllocator(24)
         self.content: dict[int, tuple[int, bytes]] = {}
-        """Of every block that was ever named: its generation then, and the name."""
+        """Block -> (generation, name) when it was last named, for every block that was ever named.
+        """
         self.known: set[bytes] = set()
         self.running: dict[int, tuple[list[int], bytes, int]] = {}
-        """Blocks, chain, how many are complete."""
+        """Key -> (blocks, chain, number of complete blocks)."""
 
     def start(self, key: int) -> None:
         chain = chain_of(*(self.random.randrange(2) for _ in range(self.random.randrange(1, 9))))
@@ -280,7 +281,7 @@ class Readers:
         more = min(len(ids), done + self.random.randrange(1, 4))
         self.blocks.name(ids[done:more], chain, done)
         for block, name in zip(ids[done:more], [*split(chain)][done:more], strict=True):
-            if self.blocks._name_to_block[name] == block:  # Else another has the name.
+            if self.blocks._name_to_block[name] == block:  # Otherwise another block has the name.
                 self.content[block] = (self.blocks.versions((block,))[0], name)
         self.running[key] = (ids, chain, more)
 
@@ -292,7 +293,7 @@ class Readers:
         assert [b for b, g, h in zip(ids, before, after, strict=True) if g != h] == list(gone)
 
     def look(self) -> None:
-        """What the changes say is what is here."""
+        """Check that the reported changes lead to the present names."""
         added, dropped, _ = self.blocks.take_changes()
         assert not set(split(added)) & self.known
         assert set(split(dropped)) <= self.known
@@ -335,7 +336,7 @@ def test_owners_are_told_apart_from_those_who_only_say_so() -> None:
     for index in range(3):
         assert not blocks.is_owned_as(true[:index] + true[index + 1 :]), "one is missing"
     assert not blocks.is_owned_as([*true[:2], ("c", held[1:2])]), "another's block"
-    # A block twice.
+    # One block appears twice.
     assert not blocks.is_owned_as([(("a", 0), (held[0], held[0], held[1])), *true[1:]])
     assert not blocks.is_owned_as([*true, ("c", ())]), "an owner twice"
 
@@ -388,7 +389,9 @@ def test_an_owned_block_has_no_name_from_another_ledger() -> None:
 
 
 def test_every_name_of_long_chains_is_looked_at_once() -> None:
-    """By the definition it was quadratic: minutes for a pool of two chains of 50,000 blocks."""
+    """A computation straight from the definition was quadratic: minutes for two chains of 50,000
+    blocks.
+    """
     rng = Random(1)
     chain = {number: number - 1 for number in (*range(1, 50_001), *range(100_000, 150_000))}
     numbers = list(chain)

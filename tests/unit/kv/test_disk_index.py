@@ -1,4 +1,4 @@
-"""DiskIndex: news in, locations of the longest prefix out."""
+"""Test DiskIndex: news go in, locations of the longest prefix come out."""
 
 from __future__ import annotations
 

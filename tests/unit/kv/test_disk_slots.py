@@ -1,4 +1,4 @@
-"""DiskSlots against a plain model at random: runs, blocks in writing, recovery."""
+"""Test DiskSlots against a plain model at random: runs, blocks being written, recovery."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names_of(*numbers: int) -> list[bytes]:
 
 
 def full(num_slots: int) -> DiskSlots:
-    """One segment, number 7, whose slots hold blocks 0, 1, 2, .. of one text."""
+    """Return slots of one segment, number 7, that hold blocks 0, 1, 2, ... of one text."""
     slots = DiskSlots()
     slots.add_segment(7, num_slots)
     names = names_of(*range(num_slots))

@@ -1,4 +1,6 @@
-"""FreeRuns: the shortest run that fits, runs that touch are one, against a plain set at random."""
+"""Test FreeRuns against a plain set at random: the shortest run that fits is used, adjacent runs
+merge.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: released once, expired in order, blocks shared by several."""
+"""Test leases: released once, expired in order, blocks shared by several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_release_gives_the_lease_once() -> None:
     membership = Leases()
     membership.open(lease("a", 5.0, 1, 2))
     assert ("a", 0) in membership
-    assert membership.release("a", 1) is None  # Another attempt.
+    assert membership.release("a", 1) is None  # The attempt differs.
     assert membership.release("a", 0) == lease("a", 5.0, 1, 2)
     assert membership.release("a", 0) is None
     assert len(membership) == 0

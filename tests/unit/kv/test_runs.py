@@ -1,4 +1,6 @@
-"""Runs: neighbours in every row are one piece, and nothing is left out or taken twice."""
+"""Test runs: blocks that are neighbours in every row form one piece; none is left out or taken
+twice.
+"""
 
 from __future__ import annotations
 

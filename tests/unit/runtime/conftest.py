@@ -1,4 +1,4 @@
-"""For every test of this folder: what earlier ones listened for and refused is not of its process."""
+"""Reset the process-wide refusal counters before each test of this folder, as in a new process."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A pool beside a disk cache, for tests: named random blocks, and the outcomes of their reads and writes."""
+"""Provide a pool beside a disk cache: named random blocks, and the outcomes of their reads and
+writes.
+"""
 
 import os
 import threading
@@ -19,11 +21,13 @@ BLOCK_BYTES = 5000
 NUM_BLOCKS = 64
 SHARE_BYTES = 8 << 20
 LOOK_S = 0.05
-"""A host looks this often if nothing wakes it: deadlines are looked at when outcomes are taken."""
+"""Interval at which a host looks if nothing wakes it: deadlines are checked when outcomes are
+taken.
+"""
 
 
 class Host:
-    """Stands where a unit's host stands: one pool, one store. Blocks 1.. hold random bytes."""
+    """Stand-in for a unit's host: one pool, one store. Blocks from 1 on hold random bytes."""
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class Host:
         self._next_id = 0
 
     def take(self) -> Any:
-        """Wait for the next outcome, of which there is one."""
+        """Wait for the next outcome and return it; there must be exactly one."""
 
         def found() -> list[Any]:
             self.woken.wait(LOOK_S)
@@ -66,7 +70,7 @@ class Host:
         return done
 
     def save_again(self, names: bytes, block_ids: tuple[int, ...]) -> tuple[DiskLocation, ...]:
-        """Save until all are on disk; returns where."""
+        """Save until all blocks are on disk; return their locations."""
 
         def saved() -> tuple[DiskLocation, ...]:
             return tuple(filter(None, self.save(names, block_ids).locations))

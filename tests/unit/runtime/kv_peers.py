@@ -1,11 +1,11 @@
-"""Processes for tests of the hand-over: the owner of a pool, whose blocks say which generation of
-what they are, and a puller that never stops.
+"""Processes for tests of the KV transfer: the owner of a pool (its blocks record their id and
+generation), and a puller that never stops.
 
     python kv_peers.py owner RUN HANDOVER HOST NUM_BLOCKS [LAYERS]
     python kv_peers.py puller RUN HANDOVER ADDRESS NUM_BLOCKS [LAYERS]
 
-An owner prints its address, then answers the lines it reads: "free 3", "churn", "connections",
-"threads". It is patient with pullers: on a busy machine one may be silent for longer than in production.
+An owner prints its address, then answers the lines that it reads: "free 3", "churn", "connections",
+"threads". Its timeout for silent pullers is longer than in production, for a busy machine.
 """
 
 import json
@@ -29,12 +29,12 @@ from hadal.runtime.transfer.pool import KvPool, Shape, pool_name
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 RUN = f"kv{os.getpid()}"
 LAYERS = 8
+"""Layers per block: 64 tokens x 64 channels x 4 bytes each, 128 KiB for a block."""
 PATIENCE_S = 180.0
-"""A block is of 64 tokens x 64 channels x 4 bytes a layer: 128 KiB."""
 
 
 class SelfGrants(Grants):
-    """Of a reader that takes what it likes: it holds the secret, so it can."""
+    """Grants of a reader that grants itself any lease: it holds the secret, so it can."""
 
     def of(self, lease: KvLease) -> Grant:
         return self.grant(self.name, lease)
@@ -63,7 +63,7 @@ def shape_of(num_blocks: int, layers: int = LAYERS) -> Shape:
 
 
 def write(pool: KvPool, block_id: int, generation: int) -> None:
-    """Fill a block so that every 8 bytes tell block, generation and place."""
+    """Fill a block so that every 8 bytes encode block, generation and place."""
     words = pool.blocks[block_id].view(np.uint64)
     words[:] = np.arange(len(words), dtype=np.uint64) + np.uint64(
         (block_id << 44) | (generation << 24)
@@ -71,7 +71,7 @@ def write(pool: KvPool, block_id: int, generation: int) -> None:
 
 
 def is_written(pool: KvPool, at: int, block_id: int, generation: int) -> bool:
-    """Whether own block `at` holds what `write` wrote as that block and generation."""
+    """Return True if own block `at` has what `write` wrote for that block and generation."""
     words: NDArray[np.uint64] = pool.blocks[at].view(np.uint64)
     wanted = np.arange(len(words), dtype=np.uint64) + np.uint64(
         (block_id << 44) | (generation << 24)
@@ -93,7 +93,7 @@ def lease_of(address: str, *block_ids: int, versions: tuple[int, ...] | None = N
 
 
 class Peer:
-    """One of these processes, from outside."""
+    """Handle of one of these processes."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYER
 
 
 def churn(pool: KvPool) -> None:
-    """Free blocks and write others in their place, for ever. Block 0 says which generations are
-    whole.
+    """Free blocks and write others in their place, forever. Block 0 records the generation of each
+    block that is completely written.
     """
     whole = pool.blocks[0].view(np.int64)
     whole[:] = 0
@@ -176,8 +176,8 @@ def churn(pool: KvPool) -> None:
 def pull_for_ever(
     run: str, handover: str, address: str, num_blocks: int, layers: int = LAYERS
 ) -> None:
-    """Pull again and again; print what came of each as JSON: why it failed or null, whether the
-    bytes are right, and the transport.
+    """Pull forever; print each outcome as JSON: the error or null, whether the bytes are right, and
+    the transport.
     """
     pool = make_pool(run, f"decode-{os.getpid()}", num_blocks, layers)
     wire = wire_of(pool, handover, run, lease_s=20.0)

@@ -1,4 +1,4 @@
-"""The device a rank gets, and what it is told where there is none."""
+"""Test which device a rank gets, and the error if there is none."""
 
 import pytest
 import torch

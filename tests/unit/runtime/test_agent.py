@@ -1,5 +1,5 @@
-"""A node's agent, as a process: what it starts, tells and ends, told by a supervisor on another host
-that is this test.
+"""Test a node's agent as a process: what it starts, reports and ends. The test plays its
+supervisor, on another host.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ LOOPBACK, SECRET = "127.0.0.1", b"s" * 32
 KEY = "a-key-of-ours"
 UNITS = UnitsConfig(threads=1, kv_blocks=16)
 NO_UNIT = (UNIT_MODULE, "--unit", "decode-0", "--role", "none")
-"""Ends at once: there is no such role."""
+"""Arguments of a unit that ends at once: there is no such role."""
 
 
 @dataclass
 class Agent:
-    """The process, and what it said."""
+    """Agent process, and what it reported."""
 
     process: subprocess.Popen[bytes]
     wire: ZmqWire
     supervisor_folder: Path
     temporary: Path
     port: int
-    """Of gateways."""
+    """Port of gateways."""
     joining: Joining
     news: NodeNews | None = None
     said: NodeOrders | None = None
     printed: list[bytes] = field(default_factory=list)
     num_news: int = 0
-    """News that came, one at every beat at least."""
+    """Number of NodeNews received; the agent sends one at least every heartbeat."""
 
     @property
     def folder(self) -> Path:
@@ -76,12 +76,12 @@ class Agent:
         self.process.stdin.flush()
 
     def order(self, *orders: ProcessOrder, **more: object) -> None:
-        """Say what it is to run."""
+        """Send the processes that it must run."""
         self.said = NodeOrders(orders, **more)  # type: ignore[arg-type]
         self._say()
 
     def hear(self, until: Callable[[], object]) -> None:
-        """Take in what it says until something is so."""
+        """Receive its reports until a condition holds."""
 
         def is_so() -> object:
             if found := until():
@@ -98,7 +98,7 @@ class Agent:
             raise
 
     def _say(self) -> None:
-        """As at every beat."""
+        """Repeat the orders, as at every heartbeat."""
         if self.news is not None and self.said is not None:
             self.wire.send(agent_name(3, self.news.boot), self.said)
 
@@ -183,8 +183,8 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
 
 
 def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
-    """What it ran goes on; what the one before says has no weight any more. When the run is over the
-    agent leaves, and takes all with it.
+    """Processes of the run go on, and orders of the old supervisor are ignored. When the run is
+    over, the agent leaves and ends all its processes.
     """
     plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
     order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)
@@ -218,7 +218,7 @@ def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
 
 
 def test_a_gateway_is_started_with_its_keys_at_the_nodes_address() -> None:
-    """And no unit, on a node that has a gateway. Here it knows no front."""
+    """The node has a gateway and no unit. The gateway knows no front here."""
     with running(gateways=4) as agent:  # On nodes 1 to 4.
         arguments = (GATEWAY_MODULE, "--name", "gateway-1")
         agent.order(
@@ -252,8 +252,8 @@ def test_nothing_but_units_is_started(agent: Agent) -> None:
 def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_known(
     agent: Agent,
 ) -> None:
-    """As when a leader's node was cut off: the address of the next one comes with the word that ends
-    the one before.
+    """A leader's node may have been cut off: then the successor's address arrives with the order
+    that ends the old process.
     """
     plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
     order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)
@@ -270,7 +270,7 @@ def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_kn
 
 
 def forks_of(agent: Agent) -> set[int]:
-    """Fork servers among its children, by pid."""
+    """Return the pids of fork servers among its children."""
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text()
     return {
         pid

@@ -1,4 +1,4 @@
-"""What is said of a cache before anything starts."""
+"""Test what is reported about a cache before anything starts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_start_ends_where_nothing_can_be_kept(
     for number in (
         errno.ENOSPC,
         errno.EROFS,
-    ):  # There may be room later, and there is something to find now.
+    ):  # Space may be free later, and stored blocks can be read now.
         fail(number)
         make_cache_folder(str(tmp_path))
 
@@ -130,7 +130,7 @@ def test_a_disk_that_cannot_hold_it_is_a_warning(
     )
     (warning,) = planned(folder=str(tmp_path), disk_mb=3).memory.warnings
     assert "has room for" in warning
-    # What lies there already is written over: a full cache is started again without a word.
+    # Existing segments are overwritten: a full cache starts again without a warning.
     (tmp_path / "segment").write_bytes(bytes(2 * 2**20))
     assert planned(folder=str(tmp_path), disk_mb=3).memory.warnings == ()
 
@@ -139,7 +139,7 @@ def test_a_folder_that_everybody_writes_to_is_a_warning(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     (warning,) = planned(folder=str(tmp_path), disk_mb=1).memory.warnings
     assert "false KV" in warning
-    tmp_path.chmod(0o777)  # Ours, and not everybody's by intent: it is closed when it is entered.
+    tmp_path.chmod(0o777)  # The folder is ours, and open by accident: it is closed on use.
     assert planned(folder=str(tmp_path), disk_mb=1).memory.warnings == ()
     tmp_path.chmod(0o1777)
     assert planned(folder=str(tmp_path / "kv"), disk_mb=1).memory.warnings == (), (
@@ -152,7 +152,7 @@ def test_a_folder_that_everybody_writes_to_is_a_warning(tmp_path: Path) -> None:
 def test_a_folder_that_takes_or_tells_nothing_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # Of root everything is taken.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # Root may write everywhere.
     (warning,) = planned(folder=str(tmp_path)).memory.warnings
     assert "cannot be written to" in warning
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The computing thread: plans in order, results back, idleness told from overhead."""
+"""Test the computing thread: plans in order, results back, idle time kept apart from overhead."""
 
 import threading
 
@@ -12,7 +12,7 @@ from tests.waiting import DEADLINE_S, wait_until
 
 
 class QuickRunner:
-    """A Runner whose steps are done once they may go on, and which raises when told to."""
+    """Runner with steps that end when they may, and that raises if the test says so."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
@@ -33,7 +33,7 @@ class QuickRunner:
 
 
 class Waiting:
-    """A Runner whose steps wait for a peer until they are aborted, and never again after that."""
+    """Runner with steps that wait for a peer until they are aborted, and never wait again."""
 
     def __init__(self) -> None:
         self.started = threading.Semaphore(0)
@@ -55,7 +55,7 @@ class Waiting:
 
 
 class Clock:
-    """What a Compute reads instead of `time`."""
+    """Clock for Compute, in place of `time`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Harness:
-    """A Compute, which has stopped at the end of a block, and the wake-ups it gives."""
+    """Compute that is stopped at the end of a block, and its wake-ups."""
 
     def __init__(self, runner: QuickRunner | Waiting) -> None:
         self.woken = threading.Semaphore(0)
@@ -185,7 +185,7 @@ def test_a_generation_breaks_off_the_step_that_waits_and_voids_the_next() -> Non
     assert second.error == "formation 0 is over"
     assert formed == Formed(7, None)
     assert harness.compute.num_in_flight == 0
-    harness.compute.submit(plan(2), follows=False)  # Of the new generation: it runs.
+    harness.compute.submit(plan(2), follows=False)  # It is of the new formation, so it runs.
     assert runner.started.acquire(timeout=DEADLINE_S)
     runner.abort()
     assert harness.compute.stop(DEADLINE_S)

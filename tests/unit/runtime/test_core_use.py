@@ -1,4 +1,4 @@
-"""How busy other processes keep cores, from what Linux counts."""
+"""Test how busy other processes keep cores, by Linux's counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux alone 
 
 
 class Counters:
-    """The files of a host of three cores and of a process, as a test writes them."""
+    """Files of a host of three cores and of a process, as a test writes them."""
 
     def __init__(self, folder: Path) -> None:
         self.stat, self.tasks = folder / "stat", folder / "task"
@@ -26,7 +26,7 @@ class Counters:
         self.write()
 
     def write(self) -> None:
-        """Of a busy core, a half is the system's and the rest is a user's."""
+        """Write the files: half of a core's busy time is system time, and half is user time."""
         halves = [int(busy_s * TICKS / 2) for busy_s in self.busy_s]
         rows = [f"cpu{core} {n} 0 {n} 77 5 0 0 9 0 0" for core, n in enumerate(halves)]
         self.stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *rows, "intr 5 6", "btime 7"]))
@@ -50,14 +50,14 @@ def test_what_own_threads_and_other_cores_do_is_not_counted(counters: Counters) 
     use = CoreUse()
     counters.busy_s, counters.ran = [50.0, 60.0, 70.0], {7: (0, 40.0), 8: (2, 9.0)}
     counters.write()
-    assert use.by_others(100.0, (0, 1)) == 0.0  # Nothing is known of the time before.
-    # Core 0: two of four seconds by the own thread, one by another process; core 1: two by others.
+    assert use.by_others(100.0, (0, 1)) == 0.0  # No earlier sample to compare with.
+    # Core 0: the own thread ran 2 of 4 s, another process 1 s; core 1: others ran 2 s.
     counters.busy_s = [53.0, 62.0, 74.0]
     counters.ran = {7: (0, 42.0), 8: (2, 13.0)}
     counters.write()
     assert use.by_others(104.0, (0, 1)) == pytest.approx(3 / 8)
     assert use.by_others(108.0, (0, 1)) == 0.0
-    # A thread that began since then has run here for all its time.
+    # A thread that began since the last sample ran here for all its time.
     counters.busy_s, counters.ran = [55.0, 62.0, 74.0], {**counters.ran, 9: (1, 2.0)}
     counters.write()
     assert use.by_others(112.0, (0, 1)) == 0.0

@@ -1,4 +1,4 @@
-"""Which cores of its host a rank's threads take."""
+"""Test which cores of its host a rank's threads use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a process takes for its own."""
+"""Test which GPU a process uses."""
 
 import pytest
 

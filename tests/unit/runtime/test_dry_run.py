@@ -1,6 +1,4 @@
-"""The plan on paper: the published deployment, whole, without a tensor; and what people read of
-it.
-"""
+"""Test the plan of the whole published deployment, without a tensor, and its text for people."""
 
 import io
 from pathlib import Path
@@ -39,7 +37,7 @@ def text_of(resolved: Resolved) -> str:
 def test_the_published_placement_is_288_replicas_in_58_layers(
     v3: Resolved, role: str, num_ranks: int, num_slots: int
 ) -> None:
-    """DeepSeek-V3/R1 inference overview: 9 routed + 1 shared per GPU in prefill, 2 + 1 in
+    """DeepSeek-V3/R1 inference overview: 9 routed + 1 shared experts per GPU in prefill, 2 + 1 in
     decode.
     """
     placement = first_placement(v3.deployment, v3.config, role)
@@ -63,7 +61,7 @@ def test_the_published_messages_and_buffers(v3: Resolved) -> None:
 
 
 def test_the_published_weights_of_a_rank(v3: Resolved) -> None:
-    """24.2 and 42.1 GB by the same arithmetic in BF16 for the gate, which is FP32 here."""
+    """Expect 24.2 and 42.1 GB, computed with a BF16 gate; the gate is FP32 here."""
     assert v3.memory.decode.weight_bytes / 1e9 == pytest.approx(24.2, rel=0.01)
     assert v3.memory.prefill.weight_bytes / 1e9 == pytest.approx(42.1, rel=0.01)
     assert v3.memory.block_bytes == 64 * 70_272
@@ -124,7 +122,7 @@ def test_a_plan_that_is_wrong_everywhere_names_the_field() -> None:
 
 
 def test_a_cluster_is_told_what_no_host_can_run() -> None:
-    """Its hosts are not here to be looked at; what the deployment says of them is enough."""
+    """The cluster's hosts cannot be inspected here; what the deployment says about them is enough."""
     asked = read_deployment(CONFIGS / "v3_ep32_ep144.toml")
     on_ray = msgspec.structs.replace(asked, cluster=ClusterConfig(on="ray"))
     found = plan(on_ray)

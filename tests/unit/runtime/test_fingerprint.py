@@ -1,4 +1,6 @@
-"""A fingerprint changes with all that KV depends on besides its text, and with nothing else."""
+"""Test that a fingerprint changes with everything that KV depends on besides its text, and with
+nothing else.
+"""
 
 import json
 import shutil
@@ -21,7 +23,7 @@ TENSOR = 16384
 
 
 def model(folder: Path, *, seed: int = 1, scale: float = 1.0) -> Path:
-    """A folder with the shipped model's configuration and one safetensors file."""
+    """Make a folder with the shipped model's configuration and one safetensors file."""
     folder.mkdir()
     shutil.copy(SHIPPED / "config.json", folder)
     weights = (
@@ -87,7 +89,9 @@ def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
 
 @pytest.mark.needs("compiler")
 def test_what_computes_it_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of another processor, and plain torch, round otherwise; whoever has no compiler has that."""
+    """Kernels of another processor and plain torch round differently; without a compiler plain
+    torch runs.
+    """
     folder = model(tmp_path / "a")
     before = of(folder, device="cpu")
     with monkeypatch.context() as patched:
@@ -127,7 +131,7 @@ def test_any_one_changed_tensor_of_many_is_noticed_in_a_sampled_file(
     folder = model(tmp_path / "a")
     before, path = of(folder), folder / "model.safetensors"
     data = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
-    # A half of one tensor: the embedding of a few words, a single expert.
+    # Half of one tensor: the embedding of a few words, a single expert.
     begin = len(data) - (NUM_TENSORS - (at * 9) % NUM_TENSORS) * TENSOR + at % 2 * TENSOR // 2
     data[begin : begin + TENSOR // 2] ^= 1
     path.write_bytes(data.tobytes())

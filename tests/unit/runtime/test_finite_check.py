@@ -1,4 +1,4 @@
-"""Values that are not finite are found in every type of matrix, and named."""
+"""Test that values that are not finite are found in every type of matrix, and named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_matrices(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(pauses) >= 2
     pauses.clear()
     assert first_not_finite(tmp_path, ["a", "c"], lambda: pauses.append(None)) == ""
-    assert not pauses  # Small matrices are one piece together.
+    assert not pauses  # Small matrices together form one piece.
     values = [float("nan")] if dtype == torch.float8_e4m3fn else [float("nan"), float("-inf")]
     for value in values:
         for at in (0, 1500, 2999):

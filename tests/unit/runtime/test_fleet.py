@@ -1,5 +1,5 @@
-"""The fleet's executor over children that are only told: they rest until wanted, end when asked,
-are killed late.
+"""Test the fleet's executor with children that only record: they rest until wanted, end when asked,
+and are killed if they do not end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hadal.runtime.process.relay import OutputRelay
 
 
 class FakeChild(Child):
-    """One whose process is never started; signals are kept."""
+    """Child without a process; it keeps its signals."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, name.split("-")[0], ["nothing"], OutputRelay(name, None))
@@ -77,7 +77,7 @@ class World:
         self.executor.tell(self.now_s, UnitUp(unit, unit.split("-")[0], f"{self.now_s}", 1, 1))
 
     def ends(self, unit: str) -> bool:
-        """As the supervisor reaps it."""
+        """Let the child end, as when the supervisor reaps it."""
         child = self.children[unit]
         child.phase = ProcessPhase.WAITING if child.is_wanted else ProcessPhase.RESTING
         return self.executor.ended(self.now_s, unit, "it ended")
@@ -120,7 +120,7 @@ def test_ranks_that_were_left_without_a_leader_end_where_no_unit_is_asked_for() 
 
 
 def test_units_that_run_when_it_begins_are_counted_and_nothing_is_started_for_them() -> None:
-    """As those that a supervisor left. A second decode unit serves instead of the first."""
+    """A dead supervisor may have left them. A second decode unit serves instead of the first."""
     world = World(running=("prefill-0", "decode-1"))
     assert world.phases() == ["resting", "ready"]
     assert world.children["decode-1"].is_wanted

@@ -1,5 +1,5 @@
-"""The host: every kind of effect reaches its seam and comes back as an event; errors end it,
-signals stop it.
+"""Test the host: every kind of effect reaches its target and returns as an event; errors end the
+host, signals stop it.
 """
 
 import os
@@ -49,12 +49,12 @@ from tests.waiting import DEADLINE_S, join, wait_until
 
 RUN = f"testhost{os.getpid()}"
 SHAPE = (20, 4, 64, 1024)
-"""One MiB a block, so that both ways of copying are taken."""
+"""Pool shape with 1 MiB blocks, so that both ways of copying are used."""
 
 
 @dataclass
 class Script:
-    """A leader that notes its events and answers each with what a test wants."""
+    """Leader that records its events and answers each as the test wants."""
 
     answer: Callable[[float, Event], list[Effect]] = lambda now_s, event: []
     events: list[Event] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Script:
 
 
 class Runner:
-    """A step takes no time and draws its own number."""
+    """Runner with steps that take no time and draw their own number."""
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
         if isinstance(plan, FormPlan):
@@ -81,7 +81,7 @@ class Runner:
 
 @dataclass
 class World:
-    """A hosted leader, and its front."""
+    """Hosted leader, and its front."""
 
     script: Script
     host: UnitHost
@@ -176,7 +176,7 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
 def test_what_it_listens_for_is_told_before_the_first_refusal(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A series that begins with 1 is no rise to whoever watches it."""
+    """A counter that starts at 1 shows no rise to a monitor."""
     monkeypatch.setattr("hadal.runtime.host._TELL_REFUSED_S", 0.01)
     refusals = Refusals("kv", "decode-0")
     world.run()
@@ -346,7 +346,7 @@ def test_without_a_stager_nothing_can_be_staged(world: World) -> None:
 
 
 def with_news(folder: Path, script: Script, news: Callable[[float], list[Effect]]) -> UnitHost:
-    """A host of a small pool, which tells its leader news."""
+    """Return a host of a small pool that passes news to its leader."""
     pool = KvPool.create(pool_name(RUN, "decode-0", "2"), (2, 1, 64, 4))
     wire = ZmqWire("decode-0", folder)
     return UnitHost(
@@ -364,7 +364,7 @@ def test_news_come_before_the_results_they_explain(folder: Path) -> None:
 
 
 def test_a_roles_time_never_goes_back(folder: Path) -> None:
-    """News are told before a tick, which is told the time at which it is told."""
+    """News are passed before a tick, and a tick has the time of its own delivery."""
     told_s: list[float] = []
 
     def answer(now_s: float, event: Event) -> list[Effect]:
@@ -407,7 +407,7 @@ def test_a_stuck_step_ends_the_process(folder: Path) -> None:
 
 
 def run_stuck(folder: str) -> subprocess.CompletedProcess[bytes]:
-    """A host whose step does not end."""
+    """Run a host with a step that does not end; return the finished process."""
     code = f"""
 import time
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The host and the disk cache, both real: what a role stores it hears of, and gets back into other
-blocks.
+"""Test the host with a real disk cache: a role learns where its blocks are stored, and reads them
+back into other blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = bytes(range(32))
 
 
 class Script:
-    """Reads back what was written, as soon as the folder says where it is."""
+    """Leader that reads blocks back as soon as the folder reports their location."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

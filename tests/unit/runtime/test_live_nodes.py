@@ -1,5 +1,5 @@
-"""The nodes as the supervisor uses them: what it tells of those that are found and of no use, and
-which of this host's addresses leads to them.
+"""Test the nodes as the supervisor uses them: reports on found but useless nodes, and which of this
+host's addresses leads to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERSIONS = {"hadal": "1"}
 
 
 class Told:
-    """A wire that is only written to."""
+    """Wire that can only send."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, AnyMessage]] = []

@@ -1,5 +1,5 @@
-"""The memory plan: parameters counted as the loader makes them, pools sized as the file asks,
-mistakes named.
+"""Test the memory plan: parameters are counted as the loader makes them, pools sized as the file
+asks, and mistakes named.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def v3() -> ModelConfig:
 
 
 def test_deepseek_v3_has_671_billion_parameters_of_which_37_for_a_token(v3: ModelConfig) -> None:
-    """As its technical report says (arXiv 2412.19437, abstract)."""
+    """Source: its technical report (arXiv 2412.19437, abstract)."""
     total, active = count_parameters(v3)
     assert round(total / 1e9) == 671
     assert 37 <= active / 1e9 < 38
@@ -86,8 +86,8 @@ def elements(value: object) -> int:
 
 
 def test_a_module_that_drafts_is_counted() -> None:
-    """Held in FP32: all of it on a decode rank, what writes its KV on a prefill rank; and a layer
-    more in every block.
+    """The MTP module is held in FP32: all of it on a decode rank, and the part that writes its KV
+    on a prefill rank. Every block has one layer more.
     """
     folder = model_folder("")
     config = read_model_config(folder)
@@ -151,7 +151,7 @@ def test_a_pool_of_only_the_scratch_block_is_refused() -> None:
 
 
 def write(path: Path, header: dict[str, Any]) -> None:
-    """A file of this header and, for its tensors, a hole."""
+    """Write a file of this header and, for its tensors, a hole."""
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
     ends = [entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry]
@@ -248,7 +248,7 @@ def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
 
 
 def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConfig) -> None:
-    """Half of the experts of two nodes are on one of them: no GPU holds them all."""
+    """One of two nodes has half of the experts: no GPU can hold these too."""
     units = UnitsConfig(ranks=16, ranks_per_node=8)
     asked = Deployment(device="cuda", prefill=units, decode=units)
     whole = plan_memory(asked, v3).prefill

@@ -1,4 +1,4 @@
-"""The model's files: those that the server was started with, and no others."""
+"""Test that only the model files that the server was started with are read."""
 
 from __future__ import annotations
 

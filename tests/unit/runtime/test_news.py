@@ -1,6 +1,4 @@
-"""What a rank's log says of its peers: one line for a process that is gone, whoever saw it
-first.
-"""
+"""Test a rank's log lines about its peers: one line for a lost process, however it was noticed."""
 
 import logging
 import re
@@ -17,7 +15,7 @@ LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
 
 
 class Runner:
-    """The part of a ModelRunner that news look at."""
+    """Stand-in for the part of a ModelRunner that news read."""
 
     num_ops = 12
     is_computing = True
@@ -25,7 +23,7 @@ class Runner:
 
 
 def form(formation: int, *epochs: str) -> FormPlan:
-    """Members are those with an epoch."""
+    """Return a FormPlan; each rank with an epoch is a member."""
     members = tuple(
         Member(rank, epoch, "127.0.0.1", 1) for rank, epoch in enumerate(epochs) if epoch
     )
@@ -75,7 +73,7 @@ def test_a_replacement_may_be_lost_too(woken: Any, caplog: pytest.LogCaptureFixt
     news.forming(form(1, "a", "b", "c"))
     news.peer_lost(2)
     news.forming(form(2, "a", "b", ""))
-    news.peer_lost(2)  # The group's thread, late: it is no member any more.
+    news.peer_lost(2)  # Late, from the group's thread: rank 2 is no member any more.
     news.forming(form(3, "a", "b", "d"))
     news.forming(form(4, "a", "b", "e"))
     assert [rank for rank, _ in told(caplog)] == [2, 2]
@@ -102,7 +100,7 @@ def test_peers_that_go_while_everything_is_stopped_are_no_news(
     news.peer_lost(0)
     news.is_stopping = lambda: (
         True
-    )  # The signal came at the same time, and the host has seen it since.
+    )  # The stop signal came at the same time; the host has seen it since.
     news.take(Runner())  # type: ignore[arg-type]
     assert told(caplog) == []
 

@@ -1,4 +1,6 @@
-"""The threads of a kernel team have a core each, and are let go where others want it."""
+"""Test that the threads of a kernel team have a core each, and lose it where other processes need
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ two_cores = pytest.mark.skipif(
 
 
 class Computing:
-    """A team of two threads on cores that others use as a test says; its maker is the test's thread."""
+    """Team of two threads on cores with a load set by the test; the test's thread is its maker."""
 
     def __init__(self) -> None:
         self.told: list[bool] = []
@@ -33,7 +35,7 @@ class Computing:
             thread.start()
             assert self._begun.acquire(timeout=10.0)
 
-    # What a team tells and hears.
+    # Interface of a team.
     @property
     def threads(self) -> tuple[int, ...]:
         return (self.member,)
@@ -41,7 +43,7 @@ class Computing:
     def set_pinned(self, is_pinned: bool) -> None:
         self.told.append(is_pinned)
 
-    # What a test does.
+    # Interface for tests.
     @property
     def may_use(self) -> list[set[int]]:
         return [os.sched_getaffinity(thread) for thread in self._each]
@@ -89,7 +91,7 @@ def test_threads_have_a_core_each_while_others_leave_them(computing: Computing) 
         assert computing.may_use == (anywhere if computing.taken > TAKEN else each)
     assert computing.told == [True, False, True]
     computing.taken = 1.0
-    computing.pinned.look(LOOK_S * (len(shares) + 0.5))  # It is not time yet.
+    computing.pinned.look(LOOK_S * (len(shares) + 0.5))  # The next look is not due yet.
     assert computing.may_use == each
 
 

@@ -1,5 +1,5 @@
-"""Sizes of KV pools: a share of what the weights leave, within the bounds of memory, /dev/shm and
-use; and the same number wherever it is told.
+"""Test sizes of KV pools: a share of the memory that weights leave, bounded by memory, /dev/shm and
+use; every report has the same number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTEXT_BLOCKS = 8
 LEAST = NUM_SCRATCH_BLOCKS + CONTEXT_BLOCKS
 CONTEXT_TOKENS = CONTEXT_BLOCKS * BLOCK_TOKENS
 MANY = 1 << 16
-"""Requests of a rank whose contexts bound no pool here."""
+"""Requests per rank: too many for contexts to bound a pool here."""
 
 
 def units(**fields: Any) -> UnitsConfig:
@@ -63,7 +63,7 @@ def test_ranks_and_units_share_what_their_role_has() -> None:
 
 
 def test_no_pool_holds_more_than_its_requests_can_fill() -> None:
-    """What one role cannot use, the other one has."""
+    """Memory that one role cannot use goes to the other one."""
     few = units(max_requests=4)
     full = NUM_SCRATCH_BLOCKS + 4 * CONTEXT_BLOCKS
     assert blocks(4096, decode=few) == (1024 - full, full)
@@ -82,7 +82,7 @@ def test_one_whole_context_fits_however_little_there_is(free_mb: int) -> None:
 
 
 def test_shared_memory_bounds_pools_as_memory_does() -> None:
-    """A container has 64 MiB of it where nobody says otherwise."""
+    """A container has 64 MiB of shared memory by default."""
     assert blocks(4096, shm_mb=64) == (16, 16)
     assert blocks(4096, shm_mb=1024) == (256, 256)
 
@@ -114,7 +114,7 @@ def test_a_little_more_or_less_memory_gives_the_same_pools() -> None:
 
 
 def free_here(monkeypatch: pytest.MonkeyPatch, free_bytes: int, shm_bytes: int = 1 << 40) -> None:
-    """This machine has so much memory free."""
+    """Let this machine have that much free memory."""
     monkeypatch.setattr(resolve_module, "available_bytes", lambda: free_bytes)
     monkeypatch.setattr(resolve_module, "memory_bytes", lambda: free_bytes)
     monkeypatch.setattr(resolve_module, "free_shm_bytes", lambda: shm_bytes)
@@ -123,7 +123,7 @@ def free_here(monkeypatch: pytest.MonkeyPatch, free_bytes: int, shm_bytes: int =
 @pytest.mark.parametrize("free_mb", [60, 200, 1000, 100_000])
 @pytest.mark.needs("compiler")
 def test_the_default_is_never_refused(free_mb: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside weights of 23 MB, with a context of 4,096 tokens and 6.7 MB of KV."""
+    """The weights have 23 MB; a context of 4,096 tokens has 6.7 MB of KV."""
     free_here(monkeypatch, free_mb << 20)
     resolved = resolve(Deployment())
     assert why_not_run(resolved) == []

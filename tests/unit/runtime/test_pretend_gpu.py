@@ -1,5 +1,6 @@
-"""The Runner of a rank on the pretend GPU draws the CPU's tokens: prefill in two micro-batches, decode,
-drafts, log-probabilities, masks; FP32 and FP8; one rank, and two over NCCL and gloo.
+"""Test that a rank's Runner on the pretend GPU draws the CPU's tokens: prefill in two
+micro-batches, decode, drafts, log-probabilities, masks; FP32 and FP8; one rank, and two over NCCL
+and gloo.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from tests.waiting import DEADLINE_S, join
 RUN = f"pretend{os.getpid()}"
 ROLE = "decode"
 NUM_BLOCKS = 2
-"""Of each request."""
+"""Blocks per request."""
 LISTS = Grammar(
     grammar_text({"type": "array", "items": {"enum": [1, 23]}}, follows_reasoning=False), (1,)
 )
@@ -77,14 +78,14 @@ ASKED: tuple[tuple[str, Sampling], ...] = (
 STOP_IDS, MIN_TOKENS = (1,), 4
 NUM_SCORES = 2
 TOLERANCE = 1e-3
-"""Of log-probabilities: sums in another order."""
+"""Tolerance of log-probabilities in FP32: sums in another order."""
 ROUNDED_TOLERANCE = 0.1
-"""The same where a last bit may round to another FP8 code."""
+"""Tolerance of log-probabilities where a last bit may round to another FP8 code."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is rounded, and what is asked."""
+    """Number formats and requests of a test case."""
 
     dispatch_format: str = "fp32"
     compute: str = "fp32"
@@ -153,7 +154,7 @@ def pool_of(resolved: Resolved, rank: int) -> KvPool:
 
 
 class Rank:
-    """A Runner, and just enough of a leader to drive it."""
+    """Runner, and just enough of a leader to drive it."""
 
     def __init__(self, runner: ModelRunner, case: Case, own: tuple[int, ...]) -> None:
         self._runner = runner
@@ -163,8 +164,8 @@ class Rank:
         self.answers = {number: Answer() for number in own}
 
     def serve(self) -> None:
-        """Prefill the prompts in two steps of two micro-batches, hand them over through the pool, and
-        decode in two micro-batches.
+        """Prefill the prompts in two steps of two micro-batches, transfer their KV through the
+        pool, and decode in two micro-batches.
         """
         parts = [self._chunks(number) for number in self._own]
         self._prefill([first for first, _, _ in parts], [second for _, second, _ in parts])
@@ -193,7 +194,9 @@ class Rank:
         return tuple(range(1 + number * NUM_BLOCKS, 1 + (number + 1) * NUM_BLOCKS))
 
     def _chunks(self, number: int) -> list[Chunk]:
-        """The prompt in three parts, all of its tokens scored. A token is drawn behind the last."""
+        """Return the prompt in three chunks, all tokens scored. A token is drawn after the last
+        one.
+        """
         prompt, sampling = prompts()[number], ASKED[number][1]
         ends = 0, len(prompt) // 3, 2 * len(prompt) // 3, len(prompt)
         return [
@@ -260,7 +263,7 @@ class Rank:
 
 
 def served_alone(case: Case, device: str) -> dict[int, Answer]:
-    """Answers of a unit of one rank."""
+    """Return the answers of a unit of one rank."""
     resolved = resolved_of(case, device)
     pool = pool_of(resolved, 0)
     where = open_device(0 if device == "cuda" else None)
@@ -275,7 +278,7 @@ def served_alone(case: Case, device: str) -> dict[int, Answer]:
 
 
 def served_by_two(case: Case, folder: Path, transport: str, mode: str) -> dict[int, Answer]:
-    """Answers of a unit of two ranks, threads that share the GPU."""
+    """Return the answers of a unit of two ranks: threads that share the GPU."""
     resolved = resolved_of(case, "cuda", 2, transport=transport, mode=mode)
     deployment, config = resolved.deployment, resolved.config
     placement = first_placement(deployment, config, ROLE)
@@ -311,8 +314,8 @@ def served_by_two(case: Case, folder: Path, transport: str, mode: str) -> dict[i
 
 @functools.cache
 def on_the_cpu(case: Case) -> dict[int, Answer]:
-    """Answers of the CPU: of its kernels; of the same ops in plain torch where values are rounded, for
-    there a last bit may give another code, and with it another draw.
+    """Return the CPU's answers. With rounded values they are by plain torch, not the CPU kernels: a
+    last bit may give another FP8 code, and with it another draw.
     """
     with pytest.MonkeyPatch.context() as patch:
         if case.is_rounded:

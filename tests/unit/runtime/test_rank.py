@@ -1,5 +1,5 @@
-"""A rank's process put together: two of them in one process form a unit and do a step as one rank
-alone does it.
+"""Test a complete rank process: two in one process form a unit and execute a step with the result
+of a single rank.
 """
 
 import os
@@ -52,7 +52,7 @@ def chunk(index: int) -> Chunk:
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call returns, all made at once; none may hang."""
+    """Return what each call returns; they run at once, and none may hang."""
     results: dict[int, Any] = {}
 
     def run(index: int) -> None:
@@ -70,8 +70,8 @@ def run_of(deployment: Deployment) -> Run:
 
 
 def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[int]:
-    """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins
-    with nothing.
+    """Return the first token of each prompt; prompt i is on rank i % num_ranks, and a rank without
+    prompts takes part with an empty plan.
     """
     resolved = resolved_of(num_ranks, transport)
     config, units = resolved.config, resolved.deployment.prefill

@@ -1,4 +1,4 @@
-"""The lender beside a Ray that is played: what it asks for, in which order, and what it gives back."""
+"""Test the node provider with a fake Ray: what it requests, in which order, and what it releases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPLOYMENT = Deployment(
     fleet=FleetConfig("auto", decode_max=2),
     cluster=ClusterConfig(on="ray", name="cell-0", label="hadal=gpu", place_timeout_s=60.0),
 )
-"""Node 0 for prefill; 1 and 2, 3 and 4 for decode units."""
+"""Node 0 is for prefill; nodes 1 and 2, and 3 and 4, are for decode units."""
 PREFILL, DECODE_0, DECODE_1 = (0,), (1, 2), (3, 4)
 CPU_2, CPU_1 = {"CPU": 2.0}, {"CPU": 1.0}
 ADDRESS = Address(1, "tcp://10.0.0.1:1")
@@ -43,16 +43,16 @@ class PlayedGroup:
 
 @dataclass
 class PlayedRay:
-    """Groups by name, and what an autoscaler was told."""
+    """Placement groups by name, and requests to the autoscaler."""
 
     states: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     floors: list[Sequence[dict[str, float]]] = field(default_factory=list)
     selectors: list[Any] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
-    """Names of groups that Ray lists as removed, whether or not another has the name."""
+    """Names of groups that Ray lists as removed, even if another group has the name."""
     actors: list[str] = field(default_factory=list)
-    """Names of those that are there, which removing a group leaves as they are."""
+    """Names of live actors; removing a group does not end them."""
     kept: dict[bytes, bytes] = field(default_factory=lambda: {ray_cluster._STORAGE_TAG: b"rocksdb"})
     now_s: float = 0.0
 
@@ -87,7 +87,7 @@ class PlayedRay:
             self.kept[key] = value
 
     def find(self, group: Group) -> None:
-        """There are nodes for it."""
+        """Provide nodes for a group."""
         self.states[f"run-{'-'.join(map(str, group))}"] = "CREATED"
 
     def waiting(self) -> list[str]:
@@ -130,7 +130,7 @@ def lender(played: PlayedRay) -> RayLender:
 
 
 def have(played: PlayedRay, lender: RayLender, group: Group) -> None:
-    """Ask for a group alone, until it is there."""
+    """Request a group alone, until it is placed."""
     lender.move((group,))
     played.find(group)
     lender.move((group,))
@@ -199,7 +199,7 @@ def test_nodes_that_others_have_are_asked_for_again_and_again(
 def test_the_actors_of_a_group_that_is_given_back_end_with_it(
     played: PlayedRay, lender: RayLender
 ) -> None:
-    """Ray does not end one that it was told to start again whenever it ends."""
+    """Removing a group does not end an actor that Ray must restart whenever it ends."""
     have(played, lender, DECODE_0)
     assert len(set(played.actors)) == 2
     lender.move(())
@@ -249,7 +249,7 @@ def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back
 
 
 def test_a_run_that_follows_another_under_its_name_is_a_later_one(played: PlayedRay) -> None:
-    """As when a deployment was changed, and what ran before is not taken over."""
+    """A deployment was changed, and the earlier run is not taken over."""
     RayLender(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.1:2"))
     new = RayLender(Run("new", DEPLOYMENT, term=3), Address(3, "tcp://10.0.0.1:3"))
     assert not new.is_superseded
@@ -305,7 +305,7 @@ def test_a_run_that_ended_is_not_found(
 def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
     played: PlayedRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What its predecessor had is kept while the supervisor has not spoken yet."""
+    """Nodes of its predecessor are kept until the supervisor sends its first request."""
     states: list[dict[str, str]] = []
 
     class PlayedWire:

@@ -1,5 +1,5 @@
-"""The recorder: nothing where nobody asked for it; else every call, at once, for the owner alone,
-without a secret.
+"""Test the recorder: it does nothing unless asked; otherwise it writes every call at once, readable
+only by the owner, without a secret.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MADE = MadeFront("e", 4096, "")
 
 @dataclass
 class Role:
-    """Wants to be woken, and cannot bear a Cancel."""
+    """Role that asks to be woken, and raises on a Cancel."""
 
     is_up: bool = False
 
@@ -63,9 +63,7 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
         )
         role = Role()
         assert recorded(role, "front", MADE, "run", DEPLOYMENT) is role
-        assert vars(role) == {
-            "is_up": False
-        }  # Its methods are its class's: not even a call is added.
+        assert vars(role) == {"is_up": False}  # Its methods are its class's: no wrapper is added.
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +75,7 @@ def test_every_call_is_written_at_once(folder: Path) -> None:
     inner = Role()
     role = recorded(inner, "front", MADE, "run", DEPLOYMENT)
     assert role.start(1.0) == [WakeAt(2.0)]
-    assert vars(inner) == {"is_up": True}  # It was called, and is what it was else.
+    assert vars(inner) == {"is_up": True}  # It was called, and is otherwise unchanged.
     assert role.handle(2.0, Tick()) == [WakeAt(3.0)]
     (recording,) = read_recordings(folder)
     assert recording.calls == (Call(1.0, (), (WakeAt(2.0),)), Call(2.0, (Tick(),), (WakeAt(3.0),)))

@@ -1,4 +1,6 @@
-"""From what was asked to what will run: defaults found, early mistakes named."""
+"""Test the step from a requested deployment to the one that runs: defaults found, early mistakes
+named.
+"""
 
 import json
 import os
@@ -40,7 +42,7 @@ def test_everything_derived_is_filled_in() -> None:
 
 
 def test_drafts_need_a_module_in_the_files(model: Path) -> None:
-    """By price: then none are made. By number: that is said."""
+    """ "auto" then uses no drafts; a number is an error."""
 
     def with_drafts(drafts: int | str) -> Deployment:
         return Deployment(model=str(model), decode=UnitsConfig(drafts=drafts))
@@ -131,14 +133,14 @@ def test_the_variable_names_a_model_and_an_option_goes_before_it(
 def test_a_containers_share_of_time_bounds_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, group: str
 ) -> None:
-    """`cores` 0: as many as there are."""
+    """`cores` 0: all cores of the process."""
     groups(tmp_path, monkeypatch, group)
     (tmp_path / "cpu.max").write_text(text)
     assert num_cores() == (cores or len(os.sched_getaffinity(0)))
 
 
 def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, *own: str) -> None:
-    """Control groups lie in this folder, and these are the process's."""
+    """Use this folder for control groups, and these as the process's own."""
     monkeypatch.setattr(host_limits, "_GROUPS", folder)
     monkeypatch.setattr(host_limits, "_OWN_GROUPS", folder / "own")
     (folder / "own").write_text("\n".join(own) + "\n")
@@ -147,7 +149,7 @@ def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, *own: str) -> None:
 def test_memory_is_as_much_as_the_closest_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of version 2 below another group's, and of version 1 with a folder for each controller."""
+    """Test a version 2 group below another group, and version 1 with a folder per controller."""
     groups(tmp_path, monkeypatch, "0::/slice/unit", "4:memory:/pod/one", "2:cpu,cpuacct:/pod")
     inner, pod, time = (tmp_path / name for name in ("slice/unit", "memory/pod", "cpu,cpuacct/pod"))
     for folder in (inner, pod, time):

@@ -1,4 +1,4 @@
-"""Where ranks lie: names, nodes, and what a host cannot run."""
+"""Test where ranks lie: names, nodes, and what a host cannot run."""
 
 from collections import Counter
 from pathlib import Path
@@ -79,8 +79,8 @@ def test_a_fleet_s_plan_names_every_process_once_and_fills_whole_nodes() -> None
 
 
 def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
-    """DeepSeek-V3/R1 inference overview: 278 nodes at the peak, here nine decode units and 29 of
-    prefill.
+    """DeepSeek-V3/R1 inference overview: 278 nodes at the peak, here nine decode and 29 prefill
+    units.
     """
     fleet = msgspec.structs.replace(
         read_deployment(CONFIGS / "v3_ep32_ep144.toml"),

@@ -1,4 +1,4 @@
-"""The leader's process without its ranks: they are played by hand, message by message."""
+"""Test the leader's process without its ranks: the test plays them, message by message."""
 
 import logging
 import subprocess

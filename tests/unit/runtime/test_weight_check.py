@@ -1,4 +1,4 @@
-"""Weights judged by headers: the tensors are those that the loader reads."""
+"""Test the check of weights by file headers: it covers the tensors that the loader reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.family import CONFIGS
 
 
 class Noting(Checkpoint):
-    """Tensors without values, noted as they are asked for."""
+    """Tensors without values; each request is recorded."""
 
     def __init__(self) -> None:
         self.asked: set[Wanted] = set()
@@ -53,7 +53,7 @@ def test_the_tensors_are_those_that_the_loader_reads(name: str, tmp_path: Path) 
 
 
 def without_mtp(folder: Path, tensors: str) -> Path:
-    """A copy of the model that ships, whose index lacks tensors of the MTP module."""
+    """Copy the shipped model without these tensors of the MTP module in its index."""
     shutil.copytree(model_folder(""), folder)
     path = folder / "model.safetensors.index.json"
     index: dict[str, Any] = json.loads(path.read_text())

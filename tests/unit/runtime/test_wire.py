@@ -1,5 +1,5 @@
-"""Messages between processes: delivered, dropped and counted, never late to the wrong process,
-never a crash.
+"""Test messages between processes: they are delivered, or dropped and counted; none reaches the
+wrong process late, and none causes a crash.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.levels import MORE
 from tests.waiting import DEADLINE_S, join, wait_for, wait_until
 
 LONG_S = 3600.0
-"""A wait that ends early, or hangs."""
+"""Timeout of a wait that must end early; otherwise the test hangs."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def wire(folder: Path) -> Iterator[Callable[..., ZmqWire]]:
-    """Makes wires in the folder, which are closed in the end."""
+    """Make wires in the folder; close them in the end."""
     with contextlib.ExitStack() as stack:
 
         def made(name: str, **options: int) -> ZmqWire:
@@ -91,11 +91,11 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(
 
 
 def restart_a_peer(folder: Path) -> None:
-    """It is reached, and gets nothing of its predecessor's."""
+    """Restart a peer: it is reached, and gets nothing of its predecessor's."""
     a, b = ZmqWire("a", folder), ZmqWire("b", folder)
     a.send("b", Cancel("before", 0))
     assert receive_all(b, 1) == [Cancel("before", 0)]
-    # As kill -9 does: the socket goes, its file stays.
+    # Like kill -9: the socket goes, its file stays.
     path = folder / "b.sock"
     b._listener.near.close(linger=0)
     b._context.term()
@@ -117,7 +117,7 @@ def restart_peers(num_times: int) -> None:
 
 @pytest.mark.campaign("four processes restart peers fifty times")
 def test_what_is_left_for_the_dead_holds_nobody_up_who_closes() -> None:
-    """It did in one of some thirty times, where several processes wanted a core."""
+    """Closing hung in one of about thirty runs, when several processes competed for a core."""
     num_processes, num_times = (4, 50) if MORE else (2, 8)
     processes = [
         multiprocessing.get_context("spawn").Process(target=restart_peers, args=(num_times,))
@@ -139,7 +139,7 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
 
 def test_a_dead_sender_does_not_speak_after_its_successor(wire: Callable[..., ZmqWire]) -> None:
     receiver = wire("b")
-    # The order in which they are started says nothing: the supervisor counts lives.
+    # The order of their starts does not matter: the supervisor counts lives.
     new, old = (wire("a", epoch_number=epoch_number) for epoch_number in (2, 1))
     new.send("b", Cancel("new", 0))
     assert receive_all(receiver, 1) == [Cancel("new", 0)]
@@ -248,7 +248,7 @@ async def test_the_same_in_an_event_loop(wire: Callable[..., ZmqWire]) -> None:
 async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
     folder: Path, wire: Callable[..., ZmqWire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """zmq tells of new messages only once all old ones were taken."""
+    """zmq signals new messages only once all old ones were taken."""
     monkeypatch.setattr("hadal.runtime.wire.MAX_BATCH", 1)
     b, context = wire("b"), zmq.Context()
     sender = context.socket(zmq.PUSH)
@@ -256,7 +256,7 @@ async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
     body = msgspec.msgpack.encode(Drain())
     for epoch_number in (2, *[1] * 10, 2):
         sender.send_multipart([msgspec.msgpack.encode(("a", epoch_number)), body, b""])
-    b._listener.near.poll()  # So few come at once.
+    b._listener.near.poll()  # Wait until messages have arrived.
     got: list[object] = []
     async with asyncio.timeout(DEADLINE_S):
         while len(got) < 2:
@@ -268,14 +268,14 @@ async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
 async def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(
     wire: Callable[..., ZmqWire],
 ) -> None:
-    """Else a gateway that ends goes on for as long as its supervisor lets it."""
+    """Otherwise a gateway that ends would run until its supervisor's timeout."""
     a, b = wire("a"), wire("b")
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(b.receive_async(LONG_S))
     await asyncio.sleep(0)
     a.send("b", Cancel("r", 0))
     assert select.select([b._listener.near.FD], [], [], DEADLINE_S)[0]
-    # Between the descriptor's turn of the loop and that of the task it wakes.
+    # Cancel between the loop's turn for the descriptor and the turn of the task it wakes.
     loop.call_soon(loop.call_soon, task.cancel)
     await asyncio.wait({task}, timeout=DEADLINE_S)
     assert task.cancelled()

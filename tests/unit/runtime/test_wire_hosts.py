@@ -1,9 +1,9 @@
-"""Messages between processes of different hosts: what is lost, doubled and delayed on the way is
-mended, and nobody else is heard.
+"""Test messages between processes of different hosts: loss, duplication and delay on the way are
+repaired, and messages of other senders are dropped.
 
-Two hosts are two folders. What an agent does, to say in the one where a process of the other
-listens, a test does itself; a relay between them breaks connections. zmq waits long for a silent end, or
-it would take a busy one for broken; tests of silence set another time.
+Two folders stand for two hosts. In place of an agent, the test writes to a host's folder where a
+process of the other host listens. A relay between them breaks connections. zmq waits long before it
+gives up a silent end, or it would drop a busy one; tests of silence set a shorter time.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ SECRET = bytes(range(32))
 NETWORK = Network(HOST, SECRET)
 ROUND_S = 0.02
 NUM_QUIET = 15
-"""Rounds within which messages that are not to come would have come, on a machine that is not busy."""
+"""Rounds in which unwanted messages would have arrived, on a machine that is not busy."""
 
 
 class Relay:
-    """A port from which connections lead to another, until they break. `cuts` draws after how many
-    bytes; what the relay has of them by then is lost. One that `swallows` loses all that follows
-    instead, and breaks nothing.
+    """Port with connections to another port, until they break. `cuts` draws the number of bytes
+    after which one breaks; bytes inside the relay are lost then. If `swallows` is set, the relay
+    instead loses all later bytes, and breaks nothing.
     """
 
     def __init__(self, endpoint: str, cuts: Callable[[], int] | None = None) -> None:
@@ -67,21 +67,19 @@ class Relay:
         self._cuts = cuts
         self._is_cut = self._is_over = self._is_silent = self._was_silent = False
         self._listener = socket.create_server((HOST, 0))
-        # The kernel holds little for one that is silent.
+        # A silent relay must not leave room in the kernel's buffers.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.endpoint = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._other: dict[socket.socket, socket.socket] = {}
         self._left: dict[socket.socket, int] = {}
-        """Bytes that each end may still send."""
+        """Number of bytes that each end may still send."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def be_silent(self, is_silent: bool = True) -> None:
-        """Let nothing through from now on, in either direction, and tell nobody; or let it go
-        on.
-        """
+        """Stop forwarding in either direction without closing connections; or start again."""
         self._is_silent = is_silent
         wait_until(lambda: self._was_silent == is_silent, "the relay obeys")
 
@@ -91,7 +89,7 @@ class Relay:
         wait_until(lambda: not self._is_cut, "the relay cuts")
 
     def swallow(self) -> None:
-        """Lose all that the present connections carry from now on."""
+        """Lose all bytes that the present connections carry from now on."""
         self.swallows = True
         for end in list(self._left):
             self._left[end] = 0
@@ -119,7 +117,7 @@ class Relay:
             for key, _ in self._selector.select(0.01):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._other:  # Not broken in this round.
+                elif key.fileobj in self._other:  # Skip an end that was broken in this round.
                     self._forward(key.fileobj)
         for end in list(self._other):
             self._break(end)
@@ -147,7 +145,7 @@ class Relay:
         self._left[end] = max(0, self._left[end] - len(data))
         if is_hole:
             if not data:
-                self._selector.unregister(end)  # The other end is not told.
+                self._selector.unregister(end)  # The other end is not informed.
         elif not data or not (self._left[end] or self.swallows):
             self._break(end)
 
@@ -160,11 +158,11 @@ class Relay:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            each.close()  # Resets: what is on the way is gone.
+            each.close()  # Resets the connection: bytes in flight are lost.
 
 
 class Hosts:
-    """Folders as of several hosts, and what runs there. All ends with the test."""
+    """Folders for several hosts, and the wires that run there; the test's end closes all."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -181,7 +179,7 @@ class Hosts:
         network: Network | None = NETWORK,
         grants: Grants | None = None,
     ) -> ZmqWire:
-        """A process's, on a host of its own or in this folder."""
+        """Open a process's wire, on a host of its own or in this folder."""
         wire = ZmqWire(
             name, folder or self.folder(), grants, epoch_number=epoch_number, network=network
         )
@@ -189,14 +187,14 @@ class Hosts:
         return wire
 
     def pair(self) -> tuple[ZmqWire, ZmqWire]:
-        """`a` and `b`, on hosts that know of each other."""
+        """Open the wires `a` and `b`, on hosts that have each other's addresses."""
         a, b = self.wire("a"), self.wire("b")
         introduce(a, b)
         introduce(b, a)
         return a, b
 
     def relay(self, wire: ZmqWire, cuts: Callable[[], int] | None = None) -> Relay:
-        """One that leads to this wire."""
+        """Open a relay to this wire."""
         relay = Relay(wire.endpoint, cuts)
         self._stack.callback(relay.close)
         return relay
@@ -212,19 +210,19 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 def introduce(
     wire: ZmqWire, to: ZmqWire, epoch_number: int = 1, relay: Relay | None = None
 ) -> None:
-    """Say on `to`'s host where `wire` listens, or that it does behind a relay."""
+    """Write to `to`'s host the address of `wire`, or of a relay before it."""
     endpoint = relay.endpoint if relay else wire.endpoint
     write_address(to._links._folder, wire.name, Address(epoch_number, endpoint))
 
 
 def kill(wire: ZmqWire) -> None:
-    """As kill -9 does: all its sockets go, its files stay."""
+    """Close a wire like kill -9: all its sockets go, its files stay."""
     wire._context.destroy(linger=0)
 
 
 def receive_all(wire: ZmqWire, count: int, *also: ZmqWire, num_quiet: int = 3) -> list[AnyMessage]:
-    """Collect `count` messages, then make sure that no more follow. `also` live meanwhile and
-    receive nothing.
+    """Collect `count` messages, then make sure that no more follow. The wires `also` run meanwhile
+    and receive nothing.
     """
     messages: list[AnyMessage] = []
 
@@ -240,7 +238,7 @@ def receive_all(wire: ZmqWire, count: int, *also: ZmqWire, num_quiet: int = 3) -
 
 
 def wait_in_silence(condition: Callable[[], object], what: str, *wires: ZmqWire) -> None:
-    """Wait for a condition while wires live and receive nothing."""
+    """Wait for a condition while wires run and receive nothing."""
 
     def is_so() -> object:
         assert not any(wire.receive(ROUND_S / 2) for wire in wires)
@@ -254,18 +252,18 @@ def numbered(count: int, first: int = 0) -> list[AnyMessage]:
 
 
 def num_kept(wire: ZmqWire, to: str = "b") -> int:
-    """Messages that it would send again."""
+    """Return the number of messages kept for resending."""
     peer = wire._links.last(to)
     assert isinstance(peer, FarLink)
     return len(peer._kept)
 
 
 def is_kept_no_more(a: ZmqWire, b: ZmqWire) -> None:
-    """What `a` sent is acknowledged though `b` has nothing else to say."""
+    """Wait until all messages of `a` are acknowledged, though `b` sends no messages of its own."""
     wait_in_silence(lambda: not num_kept(a), "nothing is kept any more", a, b)
 
 
-# ---- all is well ----
+# ---- without faults ----
 
 
 @pytest.mark.promise("a connection may break and nothing is lost, doubled or out of order")
@@ -302,13 +300,13 @@ def test_an_answer_is_faster_than_the_news_of_the_senders_address(hosts: Hosts) 
     b.send("a", Cancel("an answer", 0))
     assert receive_all(a, 1) == [Cancel("an answer", 0)]
     assert b.counts["absent"] == 0
-    # When the news is there it is the same place, and the same link.
+    # The address in the folder is the same, so the link stays the same.
     introduce(a, b)
     link = b._links.last("a")
     b.send("a", Cancel("more", 0))
     assert receive_all(a, 1) == [Cancel("more", 0)]
     assert b._links.last("a") is link
-    # It is gone when the folder says so, though it was once heard by itself.
+    # Once the folder's entry is gone the peer is absent, though its own address was learnt.
     address_path(b._links._folder, "a").unlink()
     b.send("a", Drain())
     assert b.counts["absent"] == 1
@@ -325,7 +323,7 @@ def test_one_that_is_known_to_be_gone_is_not_sent_to_where_it_said_it_listens(ho
 
 
 def test_nor_is_one_whose_next_life_was_heard(hosts: Hosts) -> None:
-    """As a leader's, who moved to this host and ended there."""
+    """A leader may have moved to this host and ended there."""
     a, b = hosts.wire("a"), hosts.wire("b")
     introduce(b, a)
     a.send("b", Drain())
@@ -341,7 +339,7 @@ def test_nor_is_one_whose_next_life_was_heard(hosts: Hosts) -> None:
 
 def test_much_from_this_host_does_not_keep_the_others_waiting(hosts: Hosts) -> None:
     class Endless:
-        """What came from this host; more is always there."""
+        """Socket of this host's messages; it always has more."""
 
         def recv_multipart(self, flags: int) -> list[bytes]:
             return [msgspec.msgpack.encode(("c", 1)), msgspec.msgpack.encode(Cancel("c", 0)), b""]
@@ -418,7 +416,7 @@ async def test_in_an_event_loop(hosts: Hosts) -> None:
 
 
 def both_ways(a: ZmqWire, b: ZmqWire, count: int) -> None:
-    """Send `count` messages each way, and have all of them arrive once and in order."""
+    """Send `count` messages each way, and check that all arrive once and in order."""
     generator = Random(0)
     sent: list[AnyMessage] = [
         Cancel("x" * generator.choice((0, 10, 100, 700)), n) for n in range(count)
@@ -456,7 +454,7 @@ def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
     a, b = hosts.wire("a"), hosts.wire("b")
 
     def cuts() -> int:
-        """Most in the middle of a message, some in the middle of a handshake."""
+        """Cut mostly within a message, sometimes within a handshake."""
         return 500 if generator.random() < 0.15 else generator.randrange(60_000, 120_000)
 
     to_a, to_b = hosts.relay(a, cuts), hosts.relay(b, cuts)
@@ -472,8 +470,8 @@ def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
 
 
 def test_a_way_that_is_silent_for_a_while(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than either end waits for the other: one goes on then, one is reset, and of one neither
-    end is told that it leads nowhere any more.
+    """The silence is longer than either end's timeout. Of three pairs one resumes, one is reset,
+    and one loses all bytes without either end being informed.
     """
     monkeypatch.setattr("hadal.runtime.wire_sockets.SILENT_MS", 400)
     monkeypatch.setattr("hadal.runtime.wire_sockets.BEAT_MS", 100)
@@ -579,7 +577,7 @@ def test_a_grant_goes_with_its_message_when_that_is_sent_again(hosts: Hosts) -> 
     assert at_b.of(lease) == at_a.grant("b", lease)
 
 
-# ---- one end is not well ----
+# ---- one end has faults ----
 
 
 def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts) -> None:
@@ -598,7 +596,7 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts)
     assert b._listener.far.get(zmq.RCVHWM) > MAX_QUEUED, "zmq would stop to read, beats as well"
     for _ in range(NUM_QUIET):
         assert a.receive(ROUND_S) == []
-    # The first that fit are those that arrive.
+    # The first messages that fit arrive.
     assert receive_all(b, MAX_QUEUED, a) == later[:MAX_QUEUED]
     assert a.counts["again"] == 0, "it was not read, not broken"
     is_kept_no_more(a, b)
@@ -609,7 +607,7 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(hosts: Hosts)
 def test_what_zmq_does_not_take_at_once_is_not_left_out(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """zmq counts what it passed on in halves of its queue, so that one seems full that is not."""
+    """zmq counts delivered messages in halves of its queue, so a queue with room can seem full."""
     monkeypatch.setattr("hadal.runtime.wire_sockets.MAX_QUEUED", 200)
     a, b = hosts.pair()
     relay = hosts.relay(b)
@@ -621,7 +619,7 @@ def test_what_zmq_does_not_take_at_once_is_not_left_out(
     relay.be_silent()
     sent: list[AnyMessage] = [Cancel("x" * 200_000, n) for n in range(190)]
     for message in sent:
-        a.send("b", message)  # The kernel takes some, and zmq as many as it can.
+        a.send("b", message)  # The kernel and zmq take as many as they can.
     link = a._links.last("b")
     assert isinstance(link, FarLink)
     assert link.has_rest, "it took all: this test says nothing"
@@ -652,13 +650,13 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(hosts:
 def test_one_that_listens_at_the_place_of_a_dead_one_gets_nothing_of_its(
     hosts: Hosts, name: str, epoch_number: int
 ) -> None:
-    """The kernel gives a port to the next who asks, and zmq connects again by itself."""
+    """The kernel reuses ports, and zmq reconnects by itself."""
     a, b, other = hosts.wire("a"), hosts.wire("b"), hosts.wire(name, epoch_number)
     relay = hosts.relay(b)
     introduce(b, a, relay=relay)
     for message in numbered(5):
         a.send("b", message)
-    assert receive_all(b, 5) == numbered(5)  # It dies before `a` hears that they came.
+    assert receive_all(b, 5) == numbered(5)  # `b` dies before `a` gets the acknowledgement.
     kill(b)
     relay.target = int(other.endpoint.rpartition(":")[2])
     relay.cut()
@@ -676,7 +674,7 @@ def test_what_was_acknowledged_to_a_predecessor_is_not_taken_for_ones_own(hosts:
     assert receive_all(b, 50) == numbered(50)
     kill(dead)
     a = hosts.wire("a", 2)
-    relay = hosts.relay(b, lambda: 2000)  # A handshake.
+    relay = hosts.relay(b, lambda: 2000)  # Only enough for a handshake.
     relay.swallows = True
     introduce(b, a, relay=relay)
     introduce(a, b, 2)
@@ -684,7 +682,7 @@ def test_what_was_acknowledged_to_a_predecessor_is_not_taken_for_ones_own(hosts:
     for message in sent:
         a.send("b", message)
     wait_until(lambda: relay.is_swallowing, "it is on the way")
-    b.send("a", Drain())  # All that it heard of is what the dead one sent.
+    b.send("a", Drain())  # `b` only received from the dead `a`.
     assert receive_all(a, 1, b) == [Drain()]
     relay.cut()
     relay._cuts = None
@@ -701,7 +699,7 @@ def test_an_earlier_life_that_is_heard_again_is_not_heard_after_a_later_one(
     if was_heard:
         old.send("b", Cancel("old, before", 0))
         assert receive_all(b, 1) == [Cancel("old, before", 0)]
-    relay.be_silent()  # Cut off.
+    relay.be_silent()  # The host is cut off.
     for message in numbered(5):
         old.send("b", message)
     new = hosts.wire("a", 2)
@@ -711,7 +709,7 @@ def test_an_earlier_life_that_is_heard_again_is_not_heard_after_a_later_one(
     assert receive_all(b, 1) == [Cancel("new", 0)]
     relay.be_silent(False)
     wait_in_silence(lambda: b.counts["stale"] >= 5, "all is heard and dropped", b, old, new)
-    # And it is not answered.
+    # The old process gets no answer.
     b.send("a", Cancel("an answer", 0))
     assert receive_all(new, 1, old) == [Cancel("an answer", 0)]
     new.send("b", Cancel("new, again", 0))
@@ -733,7 +731,7 @@ def test_what_was_queued_for_one_that_is_forgotten_is_dropped_and_all_after_it_a
     for message in numbered(100, first=100):
         a.send("b", message)
     relay.be_silent(False)
-    # What had left by then arrives, unless the new link was faster.
+    # Messages sent by then arrive, unless the new link was faster.
     got: list[AnyMessage] = []
 
     def is_there() -> bool:
@@ -763,18 +761,18 @@ def test_it_speaks_to_more_peers_than_a_program_of_zmqs_usually_does(hosts: Host
     a, b = hosts.pair()
     names = [f"decode-{index}" for index in range(400)]
     for name in names:
-        write_address(a._links._folder, name, Address(1, f"tcp://{HOST}:1"))  # Nobody is there.
+        write_address(a._links._folder, name, Address(1, f"tcp://{HOST}:1"))  # No listener.
         a.send(name, Drain())
     assert a.counts["sent"] == len(names)
     a.send("b", Drain())
     assert receive_all(b, 1, a) == [Drain()]
 
 
-# ---- others ----
+# ---- strangers ----
 
 
 def keys_of_others() -> Sequence[tuple[bytes, bytes, bytes]]:
-    """The server's key, and a client's pair."""
+    """Return CURVE keys: the server's, and a client's pair."""
     public, secret = zmq.curve_keypair()
     our_public, our_secret = keys_of(SECRET)
     their_public, their_secret = keys_of(bytes(32))
@@ -866,7 +864,7 @@ def test_a_stranger_where_a_peer_should_be_is_told_nothing(hosts: Hosts) -> None
 
 
 def malformed(a: ZmqWire) -> list[list[bytes]]:
-    """Frames of one who holds the secret and is out of its mind, or of another version."""
+    """Return frames of a peer that has the secret but is faulty, or of another version."""
 
     def header(*fields: Any, **changed: Any) -> bytes:
         whole = {
@@ -915,7 +913,7 @@ def test_what_is_not_ours_is_dropped_and_counted(hosts: Hosts) -> None:
         senders.append(sender_to(context, b.endpoint, (public, public, secret)))
         senders[-1].send_multipart(frames)
     wait_in_silence(lambda: b.counts["malformed"] >= len(every), "all are counted", b)
-    assert receive_all(b, 0, a, num_quiet=NUM_QUIET) == []  # They are acknowledged, or not.
+    assert receive_all(b, 0, a, num_quiet=NUM_QUIET) == []  # They may be acknowledged.
     assert b.counts["malformed"] == len(every)
     a.send("b", Cancel("after", 0))
     assert receive_all(b, 1, a) == [Cancel("after", 0)]
@@ -933,7 +931,7 @@ def test_one_that_acknowledges_what_was_never_sent(
         msgspec.msgpack.encode(("b", 1, 1, 1, link.link, 1 << 40, b.endpoint, "a", 1))
     )
     with monkeypatch.context() as patched:
-        patched.setattr(link, "_push", lambda *_: False)  # zmq takes nothing more.
+        patched.setattr(link, "_push", lambda *_: False)  # zmq accepts no more.
         a.send("b", Cancel("never sent", 0))
         assert a._is_next(header)
     for message in numbered(10):
@@ -944,11 +942,11 @@ def test_one_that_acknowledges_what_was_never_sent(
     assert receive_all(b, 1, a) == [Cancel("on another link", 0)]
 
 
-# ---- where it listens ----
+# ---- listening addresses ----
 
 
 def listening() -> set[tuple[str, int]]:
-    """Where this process listens, by what the kernel says: addresses and ports."""
+    """Return the (address, port) pairs on which this process listens, as the kernel lists them."""
     inodes = {
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -1000,7 +998,7 @@ def test_a_run_of_one_host_opens_no_port(hosts: Hosts) -> None:
 def test_an_address_that_is_none_of_this_hosts_is_a_clear_error(hosts: Hosts) -> None:
     folder, before = hosts.folder(), threading.active_count()
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        ZmqWire("a", folder, network=Network("192.0.2.1", SECRET))  # RFC 5737: nobody's.
+        ZmqWire("a", folder, network=Network("192.0.2.1", SECRET))  # RFC 5737: for documentation.
     assert list(folder.iterdir()) == []
     assert threading.active_count() == before
 

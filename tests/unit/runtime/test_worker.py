@@ -1,5 +1,5 @@
-"""Threads beside the host's: jobs in, results out, what breaks comes out as well. In the background
-their priority is lower and their own, and they rest as long as their share asks.
+"""Test threads beside the host's: jobs go in, results and exceptions come out. In the background
+they have a lower priority of their own, and rest as their share demands.
 """
 
 import os
@@ -15,7 +15,7 @@ from tests.waiting import DEADLINE_S, join, wait_until
 
 
 class Clock:
-    """What a Pace reads instead of `time`: nothing passes but what a test says."""
+    """Clock for a Pace, in place of `time`: time passes only as the test says."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -28,7 +28,7 @@ class Clock:
         return getattr(self._of_thread, "worked_s", 0.0)
 
     def work(self, seconds: float) -> None:
-        """The calling thread takes so much of a core."""
+        """Let the calling thread use a core for this long."""
         self._of_thread.worked_s = self.thread_time() + seconds
         self.now_s += seconds
 
@@ -76,7 +76,7 @@ def test_what_a_job_raises_is_raised_once_in_the_host_and_the_next_is_done() -> 
 
 
 def test_several_threads_begin_what_may_run_beside_the_rest() -> None:
-    """Of two jobs of the same parity one waits for the other."""
+    """Two jobs of the same parity must not run at once."""
     go, begun, lock = threading.Event(), list[int](), threading.Lock()
     was_asked = threading.Event()
 
@@ -91,7 +91,7 @@ def test_several_threads_begin_what_may_run_beside_the_rest() -> None:
         if fit:
             waiting.remove(fit[0])
         elif len(running) == 2 and len(waiting) == 3:
-            was_asked.set()  # By the third thread, when all jobs were there.
+            was_asked.set()  # The third thread asked when all jobs were queued.
         return fit[0] if fit else None
 
     worker: Worker[int, int] = Worker("test", do, lambda: None, pick=pick, num_threads=3)
@@ -144,9 +144,7 @@ def test_a_priority_is_a_threads_own() -> None:
 
 @pytest.mark.parametrize(("own", "background"), [(10, 15), (19, 19)])
 def test_a_process_of_low_priority_keeps_its_order(own: int, background: int) -> None:
-    """Where others than the superuser run it, a priority above the process's own would be
-    refused.
-    """
+    """Only the superuser may raise a priority above the process's own."""
     code = (
         "import os; from hadal.runtime.worker import lower_priority;"
         f" os.setpriority(os.PRIO_PROCESS, 0, {own}); from threading import Thread; t ="

@@ -1,5 +1,5 @@
-"""Facts that wait in a file: whole or not there, by all writers together, and by whoever comes next
-if their writer is dead.
+"""Test the outbox, a file of facts that wait: each append is complete or absent, all writers share
+the file, and facts of a dead writer are read by the next one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def facts(*ids: str) -> PackedFacts:
 
 
 def left_in(path: Path) -> list[str]:
-    """Requests whose facts wait there, as whoever comes next sees them."""
+    """Return the requests with facts in the outbox, as the next process reads them."""
     outbox = LedgerOutbox(path)
     there = held(outbox)[1] if outbox.may_hold else []
     outbox.close()
@@ -30,7 +30,7 @@ def left_in(path: Path) -> list[str]:
 
 
 def held(outbox: LedgerOutbox) -> tuple[list[int], list[str]]:
-    """The ids of its rows, and the requests in them."""
+    """Return the ids of its rows, and the requests in them."""
     batches = list(outbox.waiting())
     names = [one.request_id for _, packed in batches for one in packed.requests]
     return [one for ids, _ in batches for one in ids], names
@@ -193,7 +193,7 @@ def test_a_file_that_rots_under_its_writer_is_kept_aside(path: Path) -> None:
 
 
 def test_what_is_kept_outlives_its_file(path: Path) -> None:
-    """Somebody may tidy up while the database is down."""
+    """The file may be deleted while the database is down."""
     outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     path.unlink()
@@ -206,7 +206,7 @@ def test_what_is_kept_outlives_its_file(path: Path) -> None:
 def test_a_disk_that_is_full_keeps_nothing_and_says_so(path: Path) -> None:
     outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
-    path.parent.chmod(0o500)  # No journal can be made there. Root may all the same.
+    path.parent.chmod(0o500)  # No journal can be made there, except by root.
     try:
         outbox.append(facts("b"))
     except sqlite3.OperationalError:

@@ -1,4 +1,4 @@
-"""Where the ledger is, out of what was asked, the environment and the home folder."""
+"""Test where the ledger is, given the configuration, the environment and the home folder."""
 
 from pathlib import Path
 

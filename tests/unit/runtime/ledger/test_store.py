@@ -1,5 +1,5 @@
-"""A ledger in a file: made when needed, errors sorted, a reader sees one instant and disturbs
-nobody.
+"""Test a ledger in a file: it is made when needed, errors are classified, and a reader sees one
+instant and blocks no writer.
 """
 
 import sqlite3
@@ -121,8 +121,8 @@ def test_a_folder_that_cannot_be_made_is_down_for_now(tmp_path: Path) -> None:
 def test_a_file_that_is_taken_away_is_made_again(
     store: Store, tmp_path: Path, is_kept: bool
 ) -> None:
-    """Not written on where nobody can read it; one that was put elsewhere has all that was written
-    until then.
+    """A removed file is not written on, as no reader would find it; a moved one has all that was
+    written until then.
     """
     store.prepare()
     store.write(PackedFacts((fact("a"),)))

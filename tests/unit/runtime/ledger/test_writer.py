@@ -1,5 +1,5 @@
-"""Facts on their way into the ledger: nobody waits, nothing is lost while there is room, what is
-lost is counted.
+"""Test facts on their way into the ledger: callers never wait, nothing is lost while there is room,
+and lost facts are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NODES = NodesFact("u", "e", "decode", 1, 8, 1.0, 2.0)
 
 
 class FakeStore(Store):
-    """A real one, which can be down, refuse facts, or stand still until it is let go."""
+    """Store that can be down, refuse facts, or block until `go` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(ledger_url(str(folder / "l.sqlite")))
@@ -65,7 +65,7 @@ class FakeStore(Store):
 
 
 class Kept:
-    """What the writer said is durable; tests wait for it."""
+    """Facts that the writer reported as durable; tests wait for them."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -151,7 +151,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
 def test_while_the_database_is_down_facts_wait_on_disk(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They count as kept there, and are in the database as soon as it works again."""
+    """Facts in the outbox count as durable, and are in the database as soon as it works again."""
     kept = Kept()
     writer = writer_of(store, kept)
     store.is_down = True
@@ -295,9 +295,7 @@ def test_a_database_that_hangs_holds_nobody_up_at_the_end(
 def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may hang by now, and whoever ends this process does not wait for long: facts are kept
-    without it first.
-    """
+    """The database may hang, and closing must not take long: facts are first written to the outbox."""
     kept = Kept()
     path = outbox_of(ledger_url(store.place))
     writer = LedgerWriter(store, LedgerOutbox(path), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
@@ -351,7 +349,7 @@ def test_tables_that_are_gone_are_made_again(store: FakeStore) -> None:
 def test_a_fact_that_no_file_takes_ends_nothing(
     store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half a surrogate, as in the name of a folder that is no UTF-8."""
+    """A lone surrogate, as in the name of a folder that is not UTF-8."""
     caplog.set_level(logging.CRITICAL)  # pytest-xdist cannot send a log with such a name.
     kept = Kept()
     writer = writer_of(store, kept)

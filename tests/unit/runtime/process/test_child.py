@@ -1,4 +1,4 @@
-"""A child as its supervisor sees it: started, heard, reaped, put off, and given up in the end."""
+"""Test a child process of a supervisor: start, output, reaping, backoff, and giving up in the end."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def make(tmp_path: Path, code: str) -> Child:
 
 
 def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
-    """As a process of this host, which finds its modules on this path."""
+    """Start it as a process of this host that finds its modules on this path."""
     environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONUNBUFFERED": "1"}
     child.start(
         now_s, lambda arguments, epoch_number: start_here(child.name, arguments, environment)
@@ -68,10 +68,10 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.phase is ProcessPhase.STARTING
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
-    log = tmp_path / "log"  # What reads the pipe makes it, maybe after the child has ended.
+    log = tmp_path / "log"  # The pipe's reader makes the file, maybe after the child has ended.
     wait_until(lambda: log.exists() and log.read_text().count("\n") == 2, "both are logged")
     lines = log.read_text().splitlines()
-    # What is no line of its log becomes one, under its name.
+    # Output that is no log line becomes one, under the child's name.
     assert [line.split()[1:] for line in lines] == [
         ["decode-0", "WARNING", "one"],
         ["decode-0", "WARNING", "two"],
@@ -83,7 +83,7 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
 def test_one_whose_log_cannot_be_opened_does_not_stand_still(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More than a pipe holds: somebody has to read it."""
+    """The output exceeds a pipe's buffer, so the pipe must be read."""
     child = make(tmp_path, "print('x' * 99 * 2**10); raise SystemExit(3)")
     (tmp_path / "log").mkdir()
     start(child, tmp_path)
@@ -138,7 +138,7 @@ def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:
     assert child.poll(0.0) is None
     child.signal(signal.SIGKILL)
     assert reap(child) == -signal.SIGKILL
-    child.signal(signal.SIGKILL)  # There is nobody to hear it.
+    child.signal(signal.SIGKILL)  # The process is gone.
 
 
 def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(
@@ -152,7 +152,7 @@ def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(
         reap(child, float(now_s))
         delays.append(round(child.backoff.start_at_s - now_s, 3))
     assert delays == [0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0]
-    # After a steady life it begins anew.
+    # After a long stable life the delays start anew.
     start(child, tmp_path, 1000.0)
     child.is_ready(1000.0)
     reap(child, 1020.0)
@@ -235,7 +235,7 @@ def test_waiting_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
     child = make(tmp_path, "import time; time.sleep(600)")
-    child.replace()  # There is nobody to replace.
+    child.replace()  # There is no process to replace.
     for now_s in range(EXITS_MAX + 5):
         start(child, tmp_path, float(now_s))
         child.replace()

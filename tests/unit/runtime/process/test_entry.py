@@ -1,4 +1,4 @@
-"""A child ends with the process that started it, also while it still imports."""
+"""Test that a child ends with the process that started it, even while it still imports."""
 
 from __future__ import annotations
 

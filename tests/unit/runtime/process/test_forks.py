@@ -1,4 +1,6 @@
-"""Processes forked from one that is warm: what they are given, how they end, whom they end with."""
+"""Test processes forked from a warm fork server: what they inherit, and how and with which process
+they end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.processes import is_alive
 from tests.waiting import DEADLINE_S, wait_until
 
 MODULES = ("json", "jobcode")
-"""What is imported before, and what once nobody waits."""
+"""Modules: imported before the first fork, and imported when no fork is pending."""
 
 CODE = """
 import os, sys, time
@@ -36,7 +38,9 @@ def wait(forks: Forks) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of the fork server: it finds a module of ours, and imports no thread."""
+    """Return the fork server's environment: it finds a module of ours, and importing starts no
+    thread.
+    """
     (tmp_path / "jobcode.py").write_text(CODE)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OTHER": "left out"}
@@ -65,7 +69,7 @@ def test_it_is_the_module_with_its_own_arguments_and_environment(forks: Forks) -
 
 
 def test_it_finds_descriptors_under_their_numbers(forks: Forks) -> None:
-    """Whatever the numbers are in the process that it is forked from, taken there or free."""
+    """Numbers may be taken or free in the process that it is forked from."""
     reader, writer = os.pipe()
     for number in range(3, 40):
         try:
@@ -95,7 +99,7 @@ def test_it_is_this_processes_child_and_ends_by_signals(forks: Forks) -> None:
         process.wait(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == -signal.SIGTERM
-    process.kill()  # One that is gone is left alone.
+    process.kill()  # A process that is gone is not signalled.
 
 
 def test_without_its_server_processes_start_the_plain_way(forks: Forks) -> None:
@@ -112,7 +116,7 @@ def test_without_its_server_processes_start_the_plain_way(forks: Forks) -> None:
 
 
 def test_processes_that_nobody_else_reaps_leave_no_zombie(forks: Forks) -> None:
-    """The supervisor is the parent of whatever its children leave behind."""
+    """The supervisor becomes the parent of its children's orphans."""
     code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3).pid)"
     left = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     process = forked(forks, "sleep")
@@ -137,7 +141,7 @@ def test_a_library_that_starts_threads_is_not_forked(
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
     forks = Forks(environment, MODULES)
-    forks.clear_after(Left([], []))  # It ends without having read this.
+    forks.clear_after(Left([], []))  # The server ends without reading this.
     wait(forks)
     assert forks.fork("decode-0", ["jobcode"], {}) is None
     forks.clear_after(Left([], []))
@@ -159,7 +163,9 @@ def test_one_that_never_gets_ready_is_not_waited_for(
 def test_one_that_is_closed_clears_nothing(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed before it hears that nothing is asked any more."""
+    """The server is killed before its socket closes; a closed socket would make it clear the
+    folder.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     forks = Forks(environment, MODULES)

@@ -1,4 +1,4 @@
-"""Lines of the log in both forms: whose they are, about what, and when."""
+"""Test lines of the log in both forms: their process, subject and time."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_else_is_printed_becomes_a_line(form: str) -> None:
 def test_the_last_lines_are_kept_and_the_oldest_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At least as many bytes as promised, at most twice as many and a line."""
+    """Bytes kept: at least as many as promised, at most twice as many plus one line."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
     kept = KeptLines(tmp_path, "decode-0.1")
     assert KeptReader(tmp_path, "decode-0.1").read() == []
@@ -166,7 +166,7 @@ def test_the_last_lines_are_kept_and_the_oldest_go(
 def test_a_reader_misses_no_line_that_is_kept_and_repeats_none(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines of about 9 bytes: at 7 a look the file changes now and then, at 33 each time."""
+    """Lines have about 9 bytes: with 7 per read the file sometimes rotates, with 33 each time."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 300)
     kept, reader = KeptLines(tmp_path, "gateway"), KeptReader(tmp_path, "gateway")
     written, found = [], []
@@ -190,7 +190,7 @@ def test_a_reader_misses_no_line_that_is_kept_and_repeats_none(
 def test_two_threads_may_keep_lines_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one that ended leaves in its pipe, and what its successor says."""
+    """Two relays may run: a dead process's pipe is drained while its successor writes."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 1 << 20)
     kept = KeptLines(tmp_path, "decode-0")
 

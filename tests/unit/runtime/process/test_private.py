@@ -1,4 +1,6 @@
-"""What is ours alone, also where it was there before and open to others."""
+"""Test that private files and folders are ours alone, even if they existed before and were open to
+others.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_root_may_let_a_group_read_a_secret(
     mode: int, owner: int, user: int, is_fine: bool
 ) -> None:
-    """As Kubernetes mounts secrets in pods with an fsGroup."""
+    """Kubernetes mounts secrets like this in pods with an fsGroup."""
     assert is_private(mode, owner, user) is is_fine
 
 

@@ -1,4 +1,4 @@
-"""What a child process does to itself before anything else."""
+"""Test the set-up that a child process does before anything else."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What /proc tells of a process: stopped, starved, gone."""
+"""Test what /proc shows of a process: stopped, starved, gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPIN = "while True: pass"
 
 @contextmanager
 def running(*sources: str, cpu: int) -> Iterator[list[int]]:
-    """Processes that share one processor."""
+    """Run processes that share one processor; yield their pids."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", source], preexec_fn=lambda: os.sched_setaffinity(0, {cpu})

@@ -1,4 +1,4 @@
-"""Signals become bytes, and everything is as before afterwards."""
+"""Test that signals become bytes, and that the handlers are restored afterwards."""
 
 from __future__ import annotations
 

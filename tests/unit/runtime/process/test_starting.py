@@ -1,4 +1,4 @@
-"""What the log tells of processes that start: every 10 s, as long as there are any."""
+"""Test log lines about starting processes: one every 10 s, as long as there are any."""
 
 from __future__ import annotations
 

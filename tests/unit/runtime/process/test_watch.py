@@ -1,4 +1,4 @@
-"""Silence that counts, and silence that has another reason."""
+"""Test the failure detector: silence that counts, and silence with another cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIDS = {"gateway": 7, "gateway-1": 8}
 def frozen_at(
     watch: Watch, start_s: float, limit_s: float, *, speaks: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """When each was first found frozen, by a judge who looks every PERIOD_S."""
+    """Return process -> delay until it was first found frozen; the detector looks every PERIOD_S."""
     found: dict[str, float] = {}
     now_s = start_s
     while now_s <= start_s + limit_s:
@@ -66,9 +66,7 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
     "Time without a processor does not count, nor time in which the judge itself stood still"
 )
 def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
-    """It was stopped for an hour, or got no processor: what was said meanwhile may still be on its
-    way.
-    """
+    """The detector was stopped for an hour, or got no processor: heartbeats may still be under way."""
     watch = watching()
     assert frozen_at(watch, 0.0, 1.0) == {}
     assert frozen_at(watch, 3600.0, TIMEOUT_S - 1.0) == {}
@@ -83,7 +81,7 @@ def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
     "a kernel with CONFIG_SCHED_INFO",
 )
 def test_a_stopped_process_is_found_out_and_a_crowded_one_waited_for() -> None:
-    """In the test's own time, which goes on whenever the crowded one has waited as long."""
+    """Simulated time advances only when the crowded process has waited for as long."""
     cpu = min(os.sched_getaffinity(0))
     spinning = [
         subprocess.Popen(

@@ -1,5 +1,5 @@
-"""The store on a real disk that works, is full, read-only, gone, damaged or hangs: a verified
-block, or a miss.
+"""Test the store on a real disk that works, is full, read-only, gone, damaged or hangs: each read
+is a verified block, or a miss.
 """
 
 import logging
@@ -36,7 +36,7 @@ INTO = tuple(range(21, 31))
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of one MiB."""
+    """Mount a real file system of 1 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     made = subprocess.run(
@@ -64,7 +64,7 @@ def data_offset(path: Path, slot: int) -> int:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all its files; of one that goes meanwhile, none."""
+    """Return the bytes of all files; a file that disappears meanwhile counts as empty."""
     total = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
@@ -106,7 +106,7 @@ def test_a_successor_adopts_what_is_there_and_evicts_only_when_it_is_full(tmp_pa
         assert two.load(names, locations, INTO).num_loaded == 10
         assert np.array_equal(two.pool[21:31], wanted)
         again = two.save(names + new_names(1), (*TEN, 11))
-        assert again.locations[:10] == locations  # Not written once more.
+        assert again.locations[:10] == locations  # They are not written again.
         assert again.dropped == b""
 
 
@@ -172,10 +172,10 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
         assert (loaded.num_loaded, loaded.num_damaged) == (4, 1)
         assert loaded.error is not None
         assert np.array_equal(one.pool[21:25], one.pool[1:5])
-        assert np.array_equal(one.pool[25:26], before[:1])  # No byte of it got into the pool.
+        assert np.array_equal(one.pool[25:26], before[:1])  # The pool got no byte of it.
         assert one.store.troubles.kind_to_count["damaged"] == 1
     with host(tmp_path) as two:
-        # The successor does not believe it either, and writes it anew.
+        # The successor rejects the record too, and writes the block anew.
         two.pool[5] = one.pool[5]
         again = two.save(slice_of(names, 4, 5), (5,)).locations
         assert two.load(slice_of(names, 4, 5), again, (50,)).num_loaded == 1
@@ -239,7 +239,7 @@ def test_a_disk_without_room_to_grow_keeps_what_it_has(full_disk: Path) -> None:
     with host(full_disk, share_bytes=2 << 20, limits=WriteLimits(pause_s=0.01)) as one:
         kept = [one.save(new_names(10), TEN).locations for _ in range(12)]
         assert all(location is not None for locations in kept[:3] for location in locations)
-        assert None not in kept[-1]  # By eviction.
+        assert None not in kept[-1]  # Eviction made room.
 
 
 @pytest.mark.parametrize("share_bytes", [1 << 30, 1 << 62])
@@ -342,7 +342,7 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
         loaded = one.load(names, locations, (40, 41))
         assert loaded.num_loaded == 0
         assert "not answered" in (loaded.error or "")
-        for _ in range(8):  # All threads hang by and by; then nobody waits any more.
+        for _ in range(8):  # In the end all threads hang; then reads fail without waiting.
             assert one.load(names, locations, (40, 41)).num_loaded == 0
         assert "hangs" in (one.load(names, locations, (40, 41)).error or "")
         gate.set()
@@ -369,7 +369,7 @@ def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
         names, wanted = new_names(1), one.pool[1].copy()
         stored = one.save(names, (1,))
         assert (stored.locations, stored.error) == ((None,), "the disk hangs")
-        one.pool[1] = 0  # The block is another's now.
+        one.pool[1] = 0  # Another request owns the block now.
         gate.set()
         location = one.save_again(names, (1,))
         assert one.load(names, location, (40,)).num_loaded == 1

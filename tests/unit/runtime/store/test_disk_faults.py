@@ -1,4 +1,4 @@
-"""The store on a real file system on a loop device whose disk fails (EIO) or stops answering
+"""Test the store on a real file system on a loop device that fails (EIO) or stops answering
 (fsfreeze). Root only.
 """
 
@@ -30,11 +30,11 @@ class Disk:
     folder: Path
 
     def lose(self) -> None:
-        """The device ends early, so requests to it fail."""
+        """Truncate the device, so that requests to it fail."""
         os.truncate(self.image, 64 * 1024)
 
     def freeze(self, *, stop: bool) -> None:
-        """Writers wait in the kernel."""
+        """Freeze or thaw the file system: writers wait in the kernel."""
         subprocess.run(
             ["fsfreeze", "-f" if stop else "-u", str(self.folder)], check=True, timeout=60
         )
@@ -42,8 +42,8 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
-    """Its image is a sparse file in memory, which holds as many bytes as the test says: then writes
-    fail.
+    """Mount a file system on a sparse image in memory. The test sets how many bytes the memory
+    holds; beyond that, writes fail.
     """
     behind, one = tmp_path / "memory", Disk(tmp_path / "memory" / "image", tmp_path / "disk")
     behind.mkdir()
@@ -114,8 +114,8 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(
             loads.append(one.load(names, locations, tuple(range(21, 31))))
             num = loads[-1].num_loaded
             assert np.array_equal(one.pool[21 : 21 + num], one.pool[1 : 1 + num])
-        # This device lies once, where its room ends: it says that a write is done and durable, and
-        # loses a part of it.
+        # When full, this device lies once: it reports a write as done and durable, and loses a
+        # part.
         broken = [load for load in loads if load.num_loaded < 10]
         assert len(broken) <= 1
         assert all(load.num_damaged == 1 for load in broken)
@@ -134,7 +134,7 @@ def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> N
         assert (stored.locations, stored.error) == ((None,), "the disk hangs")
         one.pool[2] = 0
         disk.freeze(stop=False)
-        # The late write is whole, and of the bytes that were meant.
+        # The late write is complete, and has the original bytes.
         location = one.save_again(names, (2,))
         assert one.load(names, location, (40,)).num_loaded == 1
         assert np.array_equal(one.pool[40], wanted)

@@ -1,5 +1,5 @@
-"""What a writer takes up of the dead, where some of that is damaged, unreadable or no segment at
-all.
+"""Test what a writer adopts from dead writers, when some of it is damaged, unreadable or no segment
+at all.
 """
 
 import errno
@@ -68,7 +68,7 @@ def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
         again = one.save(b"".join(kept), tuple(range(1, len(kept) + 1)))
         assert set(again.locations) <= set(
             locations
-        )  # They were found where they are, and not written again.
+        )  # They were found in place, and not written again.
 
 
 def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Pat
     with host(tmp_path) as one:
         assert one.save(other, (4,)).locations == (
             location,
-        )  # Durable was said of it: it is there.
+        )  # It was reported as durable, so it must be there.
     view = DiskView(tmp_path, "model", lambda: None)
     try:
         added = b"".join(news.added for news in wait_until(view.take, "the view has looked"))
@@ -107,10 +107,10 @@ def test_a_block_that_was_written_anew_outlives_what_is_said_of_its_damaged_one(
         assert one.load(names[0], locations[:1], (21,)).num_damaged == 1
         two = names[0] + names[3]
         anew = one.save(two, (1, 4)).locations
-        assert locations[0] not in anew  # Two slots lie together elsewhere.
+        assert locations[0] not in anew  # Two adjacent slots elsewhere are used.
         damage(path, 2)
         assert one.load(names[2], locations[2:], (21,)).num_damaged == 1
-        one.save(new_names(3), (1, 2, 3))  # It looks at what is damaged.
+        one.save(new_names(3), (1, 2, 3))  # The writer checks the damaged slots.
         assert one.save(two, (1, 4)).locations == anew
 
 

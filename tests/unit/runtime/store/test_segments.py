@@ -1,4 +1,4 @@
-"""Segments: what a record says is there, or the record is not believed."""
+"""Test segments: a slot has what its record says, or the record is rejected."""
 
 import os
 import shutil
@@ -189,7 +189,7 @@ def test_another_users_unfinished_segment_stays_and_stops_nobody(tmp_path: Path)
         "from pathlib import Path; from hadal.runtime.store.segments import *;"
         f" remove_unfinished(Path({str(tmp_path)!r}))"
     )
-    # Root who may not open everything is as any user.
+    # Root without these capabilities is like any user.
     command = [
         "setpriv",
         "--bounding-set=-dac_override,-dac_read_search",
@@ -234,7 +234,7 @@ def test_uses_and_damage_are_counted_by_readers(tmp_path: Path) -> None:
     before = reader.changes()
     segment.tell_change()
     assert reader.changes() != before
-    # The next record of the slot is another one.
+    # The slot's next record differs.
     again = fill(segment, 2, [NAMES[0]], sequence=100)
     assert segment.damaged()[2] != again[0, 5]
     assert again[0, NAME].tobytes() == NAMES[0]

@@ -1,5 +1,5 @@
-"""A leader's view of the folder: what came, what went, whoever wrote it; and uses that get back to
-the writers.
+"""Test a leader's view of the folder: blocks added and removed by any writer, and uses reported
+back to the writers.
 """
 
 import errno
@@ -24,7 +24,7 @@ from tests.waiting import DEADLINE_S, wait_until
 
 
 class Leader:
-    """What a leader knows by the news it was told."""
+    """Blocks that a leader knows from the news it received."""
 
     def __init__(self, folder: Path, fingerprint: str = "model") -> None:
         self.view = DiskView(folder, fingerprint, lambda: None, look_s=0.01)
@@ -40,7 +40,7 @@ class Leader:
         return self.name_to_location
 
     def sees(self, *names: bytes) -> None:
-        """Wait until it knows these and no others."""
+        """Wait until it knows these names and no others."""
         wait_until(lambda: self.look().keys() == set(names), "these are known, and no others")
 
 
@@ -64,7 +64,7 @@ def test_the_first_news_says_all_there_is_even_if_it_is_nothing(tmp_path: Path) 
             (news,) = wait_until(full.view.take, "the view has looked")
             told = dict(zip(split(news.added), news.locations, strict=True))
             assert told == dict(zip(split(names), locations, strict=True))
-    with leader(tmp_path) as later:  # Of a writer that is gone.
+    with leader(tmp_path) as later:  # The writer is gone.
         (news,) = wait_until(later.view.take, "the view has looked")
         assert len(news.locations) == 10
         assert later.view.num_blocks == 10
@@ -203,7 +203,7 @@ def test_a_damaged_segment_is_passed_over(
         if what != "removed":
             assert own.view.troubles.kind_to_count
             assert len(caplog.records) == 1
-        with host(tmp_path) as other:  # It goes on beside it.
+        with host(tmp_path) as other:  # It works beside the broken segment.
             other.save(names, (1, 2, 3))
             own.sees(*split(names))
 
@@ -271,7 +271,7 @@ def test_a_folder_that_is_deleted_is_made_again_by_the_next_store(
         assert None not in one.save(others, (3, 4, 5)).locations
         assert folder.stat().st_mode & 0o777 == 0o700
         own.sees(*split(others))
-    (record,) = caplog.records  # Of both, the store and the view.
+    (record,) = caplog.records  # One line for both, the store and the view.
     assert f"the folder {folder} is gone" in record.message
 
 
@@ -286,7 +286,7 @@ def test_a_folder_that_nobody_makes_is_missed_in_the_end(
 
 
 def test_a_million_records_are_read_and_compared_in_little_time_and_memory(tmp_path: Path) -> None:
-    """Not a timed test: it only has to end. 200 000 records are a table of 13 MB."""
+    """Not a timed test: it only has to end. 200,000 records are a table of 13 MB."""
     count = 200_000
     segment = Segment.create(tmp_path, "model", 8, count)
     names = np.random.default_rng(2).integers(0, 256, (count, NAME_BYTES), dtype=np.uint8).tobytes()

@@ -1,5 +1,5 @@
-"""Peers of these tests are patient with one another: on a busy machine a thread may be silent for longer
-than a peer may be in production. Tests of silence set their own.
+"""Set a long silence timeout for peers: on a busy machine a thread may be silent for longer than a
+peer may be in production. Tests of silence set their own.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Which pulls run at once, in which order, and who waits for whom."""
+"""Test which pulls run at once, in which order, and which pull waits for which."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NEAR, FAR = "near", "far"
 
 
 class WeightTransfer:
-    """Pulls that take as long as the test holds them; sources that begin with "near" are on this
-    host.
+    """Transfer with pulls that block until the test releases them; sources that begin with "near"
+    are on this host.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
     copier = copier_of(wire)
     copier.submit(pull("a", FAR, 1))
     copier.submit(pull("a", f"{FAR}2", 2))
-    copier.submit(pull("a", NEAR, 3))  # Small and near, and has to wait all the same.
+    copier.submit(pull("a", NEAR, 3))  # It is small and near, but must wait.
     copier.submit(pull("b", f"{FAR}2", 4))
     wait_until(lambda: wire.log == [(f"{FAR}2", 4)], "the pulls are done")
     wire.held[FAR].set()
@@ -112,7 +112,7 @@ def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
 def test_what_breaks_a_thread_is_raised() -> None:
     wire = WeightTransfer()
     copier = copier_of(wire)
-    wire.under_way.append(FAR)  # The wire's own assertion.
+    wire.under_way.append(FAR)  # Makes the wire's own assertion fail.
     copier.submit(pull("a", FAR, 1))
 
     def take() -> bool:

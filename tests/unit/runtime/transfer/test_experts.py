@@ -1,5 +1,5 @@
-"""Experts over the wire: the same bytes or none; peers that die, freeze, lie or babble cost a
-silence and no more.
+"""Test experts over the wire: the same bytes or none; peers that die, freeze, lie or send garbage
+cost one silence timeout and no more.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from tests.waiting import DEADLINE_S, deadline, join, wait_until
 HOST = "127.0.0.1"
 KEY = key_of(b"a run", PURPOSE)
 TINY = (192, 32)
-"""D, I"""
+"""Dimensions (D, I) of a tiny expert."""
 
 
 def expert_of(
     seed: int, shape: tuple[int, int] = TINY, dtype: torch.dtype = torch.float32
 ) -> MlpWeights:
-    """Of random bits; FP8 with scales."""
+    """Return an expert of random bits; FP8 with scales."""
     generator = torch.Generator().manual_seed(seed)
     dim, width = shape
     size = torch.empty((), dtype=dtype).element_size()
@@ -62,7 +62,7 @@ def empty(held: MlpWeights) -> MlpWeights:
 
 
 def is_same(one: MlpWeights, other: MlpWeights) -> bool:
-    """Bit by bit: some are not numbers."""
+    """Compare bit by bit: some values are NaN."""
     return all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(one.parts, other.parts, strict=True)
@@ -90,7 +90,7 @@ def test_what_is_held_arrives_as_it_is(shape: tuple[int, int], dtype: torch.dtyp
     held = expert_of(seed, shape, dtype)
     with serving({(3, 7): held}) as server:
         client = ExpertClient(KEY)
-        for _ in range(2):  # The second time the sum is known.
+        for _ in range(2):  # The second time the checksum is known.
             got = empty(held)
             assert client.fetch(3, source(server.port), got)
             assert is_same(got, held)
@@ -165,7 +165,7 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
             listener.accept()
         with serving({(0, 7): held}) as server:
             assert client.fetch(0, source(server.port), got), "others are asked"
-        monkeypatch.setattr(peers.PeerLink, "is_shunned", False)  # As after a while.
+        monkeypatch.setattr(peers.PeerLink, "is_shunned", False)  # After a while.
         listener.setblocking(True)
         accepting = threading.Thread(target=lambda: listener.accept()[0].close())
         accepting.start()
@@ -187,7 +187,7 @@ print(server.port, flush=True)
 sys.stdin.read()
 """
 BIG = (2048, 2048)
-"""48 MiB: more than the kernel holds on the way."""
+"""Dimensions of a 48 MiB expert: more than the kernel buffers in flight."""
 
 
 class Peer:
@@ -210,7 +210,9 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Peer]]:
-    """At most one: to start another takes longer than all tests here."""
+    """Return the shared peer processes, one at most: starting another takes longer than all tests
+    here.
+    """
     started: list[Peer] = []
     yield started
     for peer in started:
@@ -231,7 +233,7 @@ def big() -> MlpWeights:
 
 
 def after(pieces: int, act: Callable[[], object]) -> Callable[[], None]:
-    """Called between pieces: acts once so many have come."""
+    """Return a callback for the pauses between pieces; it calls `act` once, after `pieces` pieces."""
     seen = [0]
 
     def rest() -> None:
@@ -271,12 +273,12 @@ def test_a_peer_that_is_killed_in_the_middle_costs_nothing_but_the_expert(peer: 
     assert not client.fetch(0, source(peer.port), got)
 
 
-# ---- peers that are not ours ----
+# ---- peers of other runs, or faulty ones ----
 SOUND = ExpertHead((("float32", (32, 192)), ("float32", (32, 192)), ("float32", (192, 32))), 1)
 
 
 def answering(talk: Callable[[socket.socket], None]) -> int:
-    """A port where one connection is talked to so."""
+    """Open a port, and talk like this to its first connection."""
     listener = socket.create_server((HOST, 0))
 
     def run() -> None:
@@ -288,21 +290,21 @@ def answering(talk: Callable[[socket.socket], None]) -> int:
                 try:
                     talk(connection)
                 except OSError:
-                    return  # It hung up on us, as it should.
+                    return  # The client hung up, as it should.
 
     threading.Thread(target=run, daemon=True).start()
     return int(listener.getsockname()[1])
 
 
 def ask(port: int) -> Channel:
-    """As a rank of the run asks for expert 7."""
+    """Ask for expert 7, as a rank of the run does."""
     channel = open_channel(HOST, port, KEY, "decode-0.1", deadline())
     channel.send_frame(AskExpert(0, 7))
     return channel
 
 
 def unproven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
-    """One that is not of the run: it takes the challenge for an ask."""
+    """Wrap `talk` as a peer of another run, which reads the challenge as if it were a request."""
 
     def hear_and_talk(connection: socket.socket) -> None:
         connection.recv(4096)
@@ -312,7 +314,7 @@ def unproven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket],
 
 
 def proven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
-    """One of the run that goes wrong afterwards."""
+    """Wrap `talk` as a peer of the run that becomes faulty after the handshake."""
 
     def prove_and_talk(connection: socket.socket) -> None:
         channel = accept_channel(connection, KEY)
@@ -341,7 +343,7 @@ def claim_to_be_huge(connection: socket.socket) -> None:
 def trickle(connection: socket.socket) -> None:
     answer(connection, SOUND)
     trickled = threading.Event()
-    while not trickled.wait(0.01):  # Until it hangs up.
+    while not trickled.wait(0.01):  # Until the client hangs up.
         connection.sendall(b"x")
 
 
@@ -354,7 +356,7 @@ def send_zeros(connection: socket.socket) -> None:
 
 
 def say_nothing(connection: socket.socket) -> None:
-    connection.recv(1)  # Until it has had enough.
+    connection.recv(1)  # Until the client hangs up.
 
 
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.M
         for size in (0, 1, 39, 40, 100_000):
             with socket.create_connection(address, timeout=DEADLINE_S) as connection:
                 connection.sendall(generator.randbytes(size))
-        ask(server.port).close()  # One that hangs up on a long answer.
+        ask(server.port).close()  # This peer hangs up on a long answer.
         silent = [
             socket.create_connection(address, timeout=DEADLINE_S) for _ in range(2 * MAX_UNPROVEN)
         ]
@@ -448,12 +450,12 @@ def test_whoever_fetches_may_break_it_off() -> None:
 
 
 def test_a_closed_wire_has_no_thread_and_no_port() -> None:
-    """And does not wait for the silence of a peer that does not read."""
+    """Closing does not wait for a peer that does not read."""
     held = expert_of(1, (2048, 4096))
     before = set(threading.enumerate())
     wire = ExpertTransfer(HOST, KEY, lambda layer, expert: held)
     with contextlib.closing(ask(wire.port)) as channel:
-        assert channel.connection.recv(1000)  # It is sending.
+        assert channel.connection.recv(1000)  # The wire is sending.
         assert wire.close(DEADLINE_S)
     assert set(threading.enumerate()) <= before
     with pytest.raises(ConnectionRefusedError):

@@ -1,4 +1,4 @@
-"""Grants: kept for as many leases as may still be pulled, found also for a part of one, and
+"""Test grants: kept for as many leases as may still be pulled, found for a part of a lease too, and
 bounded.
 """
 
@@ -46,8 +46,8 @@ def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
 def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Grants are kept after the pull, as more of a lease may be pulled: on long prompts 8,192 of
-    them were 1.3 GB.
+    """Grants are kept after a pull, as more of a lease may be pulled: for long prompts 8,192 of
+    them took 1.3 GB.
     """
     monkeypatch.setattr(grants_module, "MAX_KEPT", 100)
     monkeypatch.setattr(grants_module, "MAX_KEPT_BLOCKS", 1000)
@@ -68,8 +68,8 @@ def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(
 def test_a_lease_that_was_never_handed_on_is_not_searched_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No set is made of the blocks of others: that took half a second of the thread that pulls, among
-    1,500 leases on long prompts.
+    """The search builds no set of other leases' blocks: among 1,500 leases of long prompts that
+    took 0.5 s of the pulling thread.
     """
     grants = Grants(SECRET, "decode-0")
     for number in range(500):

@@ -1,5 +1,5 @@
-"""Pulls between two processes, by each transport: what is pulled is what was leased, or the pull
-says why not, soon.
+"""Test pulls between two processes, by each transport: the pulled bytes are the leased ones, or the
+pull soon returns an error.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=BY_NIXL)]
 OVER_NETWORK = TRANSPORTS[1:]
 NUM_BLOCKS = 130
 NUM_EACH = 20 if MORE else 5
-"""Pulls that came, and pulls that were void."""
+"""Number of successful pulls, and of void pulls."""
 SILENCE_S = 0.3
-"""Of the one peer that is frozen."""
+"""Silence timeout for the one frozen peer."""
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # As between hosts: on one, UCX would read a frozen process's memory without its help.
+    # Use TCP, as between hosts: on one host UCX would read a frozen process's memory by itself.
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     yield
@@ -174,13 +174,12 @@ def test_an_owner_that_dies_or_freezes_is_an_error_soon(
             owner.process.send_signal(number)
 
         striking = threading.Thread(target=strike)
-        striking.start()  # It may be in the middle of one of many pulls.
+        striking.start()  # It may interrupt one of many pulls.
         error = wait_until(pull, "a pull fails")
         join(striking)
         print(error)
         assert wire.pull(lease_of(owner.address, 1), (1,)) is not None, "it is not asked any more"
-        # The blocks belong to somebody else now: what a frozen owner still sends must not reach
-        # them.
+        # Other requests own the blocks now: late bytes of a frozen owner must not reach them.
         pool.cache[:] = bytes([7]) * len(pool.cache)
         if number == signal.SIGSTOP:
             owner.process.send_signal(signal.SIGCONT)
@@ -214,7 +213,7 @@ def test_a_frozen_owner_that_goes_on_is_pulled_from_again(
 def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
     with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
         with Peer("puller", RUN, handover, owner.address, NUM_BLOCKS) as puller:
-            assert '"' + handover + '"' in puller.address  # Its first line: a pull that is over.
+            assert '"' + handover + '"' in puller.address  # Its first line: a pull is over.
             num_threads = int(owner.ask("threads"))
             assert owner.ask("connections") == "1"
             puller.process.kill()
@@ -232,8 +231,7 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         assert wire.transport_of(owner.address) == "shm"
         wire.close()
-        # On another host's /dev/shm there may be a segment of the same name, and it is not this
-        # one.
+        # On another host's /dev/shm a segment of the same name may exist, which is not this one.
         (SHM_FOLDER / PoolAddress.parse(owner.address).name).unlink()
         imposter = make_pool(RUN, "prefill-0", 3)
         imposter.cache[:] = bytes([1]) * len(imposter.cache)
@@ -352,7 +350,7 @@ def test_a_restarted_owner_takes_its_predecessors_place(pool: KvPool) -> None:
 
 
 def test_a_pool_whose_unit_is_gone_holds_no_memory_here(pool: KvPool) -> None:
-    """The next unit's pool may need it before anything is pulled from there."""
+    """The next unit's pool may need the memory before the next pull."""
     wire = wire_of(pool, "shm")
     with Peer("owner", RUN, "shm", "127.0.0.1", 9) as owner:
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
@@ -365,7 +363,7 @@ def test_a_pool_whose_unit_is_gone_holds_no_memory_here(pool: KvPool) -> None:
         wire.let_go()
         assert mapped() is not None, "its unit lives"
     remove_shared_memory(RUN, "prefill-0")
-    gc.disable()  # No cycle keeps it.
+    gc.disable()  # The mapping must be freed without the cycle collector.
     try:
         wire._looked_s = -math.inf
         wire.let_go()

@@ -1,4 +1,4 @@
-"""What NIXL needs watching for: threads that spin, and reads that never end."""
+"""Test known problems of NIXL: threads that spin, and reads that never end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvPool]:
 
 
 def states(pid: int) -> set[str]:
-    """States of a process's threads (proc(5)): "R" of one that runs or wants to, "S" of one that waits."""
+    """Return the states of a process's threads (proc(5)): "R" is running or runnable, "S" is
+    waiting.
+    """
     found = set()
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

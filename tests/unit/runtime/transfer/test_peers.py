@@ -1,4 +1,4 @@
-"""What direct connections carry arrives as it was, however the sockets cut it, or there is an error
+"""Test direct connections: data arrives unchanged however the sockets cut it, or an error is raised
 in time.
 """
 
@@ -40,7 +40,7 @@ from tests.waiting import deadline
 
 @contextlib.contextmanager
 def channels(is_sealed: bool) -> Iterator[tuple[Channel, Channel]]:
-    """Two ends that proved themselves, as on one host or as between two."""
+    """Open both ends of a proven connection, as on one host or as between two."""
     sides = [
         Handshake(
             bytes(32),

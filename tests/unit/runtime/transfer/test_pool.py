@@ -1,4 +1,6 @@
-"""KV pools in shared memory: what is pulled is what was leased, or the pull says why not."""
+"""Test KV pools in shared memory: the pulled bytes are the leased ones, or the pull returns an
+error.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""A pool's server before strangers: they get nothing, hold up nobody, and leave nothing."""
+"""Test a pool's server against strangers: they get nothing, delay no client, and leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,12 @@ def server(pool: KvPool) -> Iterator[KvServer]:
 
 
 def running_threads() -> set[threading.Thread]:
-    """But for the pool's own, which ends by itself."""
+    """Return all threads except the pool's own, which ends by itself."""
     return {thread for thread in threading.enumerate() if thread.name != "touch"}
 
 
 def answer_to(server: KvServer, data: bytes) -> bytes:
-    """All that comes back before the server closes the connection."""
+    """Return all bytes that the server sends before it closes the connection."""
     with socket.create_connection(
         ("127.0.0.1", server.peers.port), timeout=DEADLINE_S
     ) as connection:
@@ -75,9 +77,7 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while more := connection.recv(1 << 16):
                 found += more
-        except (
-            OSError
-        ) as error:  # It closed with some of ours unread, before or after we had said all.
+        except OSError as error:  # It closed with unread data, before or after all was sent.
             if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                 raise
         return found
@@ -86,7 +86,7 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
 def connect(
     server: KvServer, key: bytes = KEY, name: str = "decode-0", deadline_s: float | None = None
 ) -> tuple[Channel, AboutPool]:
-    """A channel that asks can go over, and what the server says first."""
+    """Connect; return a channel for requests, and the server's first message."""
     deadline_s = deadline() if deadline_s is None else deadline_s
     channel = open_channel("127.0.0.1", server.peers.port, key, name, deadline_s)
     try:
@@ -105,7 +105,7 @@ def hear(channel: Channel, deadline_s: float | None = None) -> AboutPool | Chunk
 
 
 def connecting(connection: socket.socket, key: bytes) -> tuple[Handshake, bytes]:
-    """A side that connects, and what it says first."""
+    """Return the connecting side of a handshake, and its first bytes."""
     port, nonce = connection.getpeername()[1], os.urandom(NONCE_BYTES)
     return Handshake(key, nonce, is_connector=True, port=port), MAGIC + nonce
 
@@ -127,7 +127,7 @@ def test_who_holds_another_secret_is_refused_and_counted(server: KvServer) -> No
     for _ in range(3):
         with pytest.raises(NotProven, match="secret"):
             connect(server, other)
-    # The owner proves itself first: a puller that does not check that gets no further.
+    # The owner proves itself first: a puller that skips this check gets no further.
     for _ in range(3):
         with socket.create_connection(
             ("127.0.0.1", server.peers.port), timeout=DEADLINE_S
@@ -189,7 +189,7 @@ def ask_of(
 
 
 def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> str:
-    """What the server's answer begins with."""
+    """Return "chunk", or the outcome that the server's answer begins with."""
     channel, _ = connect(server, name=name)
     with contextlib.closing(channel):
         channel.send_frame(ask)
@@ -220,7 +220,7 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(
         assert outcome(server, ask) == "refused"
     assert outcome(server, sound, "decode-1") == "refused"
     assert server.peers.refusals.num_refused == num_refused + 7
-    # Freed, it is another's: the old lease gets nothing, and nobody has a new one.
+    # The freed block may be another's: the old lease gets nothing, and no new lease exists.
     pool.free((2,))
     assert outcome(server, sound) == "freed"
     assert outcome(server, msgspec.structs.replace(sound, versions=(0, 1))) == "refused"

@@ -1,7 +1,7 @@
-"""The stage thread: plans in order, each answered once, unless a newer generation or the end of the
-process voids it.
+"""Test the stage thread: plans run in order, each is answered once, unless a newer formation or the
+end of the process voids it.
 
-The wire is the real one, of a stager that fetches from itself.
+The wire is real; the stager fetches from itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HELD = stored_mlp(*torch.full((2, 32, 192), 2.0), torch.full((192, 32), 3.0))
 
 
 class Store:
-    """Fetches what a plan names, into memory that nobody uses. Holds the first stage until it is
-    let go.
+    """Store that fetches a plan's experts into unused memory. The first stage blocks until `go` is
+    set.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Store:
 
 
 class Rank:
-    """A stager with its store, and what wakes its host."""
+    """Stager with its store, and the event that wakes its host."""
 
     def __init__(self) -> None:
         self.store, self.woken = Store(), threading.Event()
@@ -71,7 +71,7 @@ class Rank:
     ) -> StagePlan:
         sources = tuple(
             Source(99 + expert, HOST, self.port) for expert in range(experts)
-        )  # The first is held.
+        )  # Only expert 99 is held.
         return StagePlan(formation, stage_id, stage_id if layer is None else layer, (), sources)
 
     def take(self, count: int) -> list[Staged]:
@@ -109,7 +109,7 @@ def test_a_new_generation_voids_what_waits_and_breaks_off_what_runs(rank: Rank) 
         rank.stager.submit(rank.plan(stage_id))
     wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.void(2)
-    rank.stager.submit(rank.plan(7))  # Of the old one, late.
+    rank.stager.submit(rank.plan(7))  # Of the old formation, late.
     rank.stager.submit(rank.plan(8, formation=2))
     rank.store.go.set()
     assert rank.take(1) == [Staged(2, 8, 8, None, 1)]
@@ -128,7 +128,7 @@ def test_the_plan_of_a_new_generation_voids_as_well_and_an_old_form_does_not(ran
 
 
 def test_a_result_that_came_too_late_is_none(rank: Rank) -> None:
-    rank.stager.submit(rank.plan(0, experts=0))  # Nothing is fetched, so nothing breaks it off.
+    rank.stager.submit(rank.plan(0, experts=0))  # Nothing is fetched, so nothing interrupts it.
     wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.void(2)
     rank.store.go.set()

@@ -1,5 +1,5 @@
-"""Pulls over TCP through a wire that breaks and lies: what is missing is asked for again, and
-nothing false counts.
+"""Test pulls over TCP through a wire that breaks and corrupts: missing chunks are requested again,
+and corrupt bytes never count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, m
 from tests.waiting import DEADLINE_S, deadline, join
 
 NUM_BLOCKS = 41
-"""Five chunks of eight blocks, and block 0."""
+"""Number of blocks: five chunks of eight, and block 0."""
 IDS = tuple(range(1, NUM_BLOCKS))
 SECRET = b"0123456789abcdef"
 KEY = key_of(SECRET, PURPOSE)
@@ -39,14 +39,14 @@ PROXY = "127.0.0.2"
 GRANTS = SelfGrants(SECRET, "decode-0")
 
 Spoil = Callable[[int, bytes], bytes | None]
-"""(bytes of this connection before, the next ones) -> what to pass on; None: break the
+"""(bytes sent on this connection before, next bytes) -> bytes to pass on; None: break the
 connection.
 """
 
 
 class Proxy:
-    """Between a puller and a server, on the same port of another address, as both prove the port
-    that they see; `spoils[i]` sees what the server sends over connection i.
+    """Proxy between a puller and a server, on the same port of another address, as both prove the
+    port that they see; `spoils[i]` gets the server's bytes on connection i.
     """
 
     def __init__(self, port: int, *spoils: Spoil) -> None:
@@ -97,13 +97,13 @@ def _pass_on(source: socket.socket, target: socket.socket, spoil: Spoil) -> None
             target.sendall(changed)
             count += len(data)
     except OSError:
-        return  # The other thread ended both.
+        return  # The other thread shut down both.
     _shut(source)
     _shut(target)
 
 
 def _shut(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # It may be over already.
+    with contextlib.suppress(OSError):  # It may be shut down already.
         end.shutdown(socket.SHUT_RDWR)
 
 
@@ -134,7 +134,7 @@ def pools() -> Iterator[tuple[KvPool, KvPool]]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Chunks of every ask."""
+    """Record the chunks of every request."""
     seen: list[tuple[int, ...]] = []
     send_frame = Channel.send_frame
 
@@ -148,7 +148,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | None, int]:
-    """What came of a pull, and over how many connections."""
+    """Pull through a proxy; return the error and the number of connections."""
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     proxy = Proxy(server.peers.port, *spoils)
@@ -195,7 +195,7 @@ def test_a_chunk_with_a_flipped_bit_is_fetched_again(
 def test_a_chunk_that_never_adds_up_voids_the_pull(
     pools: tuple[KvPool, KvPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums = itertools.count()  # Another for whoever sends and whoever receives.
+    sums = itertools.count()  # Sender and receiver get different sums.
     monkeypatch.setattr(tcp, "checksum", lambda views: next(sums))
     error, _ = pull_through(pools)
     assert "checksums" in (error or "")
@@ -222,7 +222,7 @@ def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
 
 @contextlib.contextmanager
 def linked(source: KvPool) -> Iterator[tuple[KvServer, TcpTransfer]]:
-    """A pool's server, and a link to it."""
+    """Open a pool's server, and a link to it."""
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     address = PoolAddress(source.name, source.birth, "127.0.0.1", server.peers.port)
     link = TcpTransfer(address, KEY, GRANTS)
