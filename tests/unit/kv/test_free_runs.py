@@ -1,6 +1,4 @@
-"""Test FreeRuns against a plain set at random: the shortest run that fits is used, adjacent runs
-merge.
-"""
+"""Test FreeRuns against a plain set at random: shortest fitting run, merging of adjacent runs."""
 
 from __future__ import annotations
 

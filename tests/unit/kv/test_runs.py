@@ -1,6 +1,4 @@
-"""Test runs: blocks that are neighbours in every row form one piece; none is left out or taken
-twice.
-"""
+"""Test runs: neighbours in every row form one piece, and nothing is left out or taken twice."""
 
 from __future__ import annotations
 

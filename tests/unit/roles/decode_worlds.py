@@ -1,6 +1,4 @@
-"""Simulate a decode unit's ranks on pretended KV (rank_worlds), with separate pools and a slow
-disk.
-"""
+"""Simulate a decode unit's ranks on pretended KV (rank_worlds): separate pools and a slow disk."""
 
 from __future__ import annotations
 

@@ -106,9 +106,7 @@ class Unit:
             self.feed(KvPulled(name, 0, error))
 
     def finish(self, name: str) -> None:
-        """Check that it goes on without a gap; then cancel all requests and check that nothing is
-        held.
-        """
+        """Check that it goes on without a gap, and that nothing is held after all requests ended."""
         count = len(self.tokens[name])
         for _ in range(6):
             self.step()

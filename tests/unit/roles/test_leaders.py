@@ -29,9 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 )
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
 def test_prefill_keeps_groups_on_nodes(role: str) -> None:
-    """The published deployment puts 8 groups on 4 prefill nodes; 18 decode nodes cannot share 8
-    evenly.
-    """
+    """The published units: 8 groups on 4 prefill nodes; 18 decode nodes cannot share 8 evenly."""
     deployment = read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml")
     config = read_model_config(Path(deployment.model))
     units = getattr(deployment, role)

@@ -557,9 +557,7 @@ class World:
         self.still_until_s = self.supervised_s = 0.0
         self.started: set[tuple[str, int]] = set()
         self.ended: set[tuple[str, int]] = set()
-        """Lives of processes that agents started, and lives that ended by themselves or by a
-        signal.
-        """
+        """Lives that agents started, and lives that ended by themselves or by a signal."""
         for node in range(3):
             self.join(node)
 

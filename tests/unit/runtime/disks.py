@@ -1,6 +1,4 @@
-"""Provide a pool beside a disk cache: named random blocks, and the outcomes of their reads and
-writes.
-"""
+"""Provide a pool beside a disk cache: named random blocks, and outcomes of reads and writes."""
 
 import os
 import threading
@@ -21,9 +19,7 @@ BLOCK_BYTES = 5000
 NUM_BLOCKS = 64
 SHARE_BYTES = 8 << 20
 LOOK_S = 0.05
-"""Interval at which a host looks if nothing wakes it: deadlines are checked when outcomes are
-taken.
-"""
+"""Polling interval of a host that is not woken: deadlines are checked when outcomes are taken."""
 
 
 class Host:

@@ -1,6 +1,4 @@
-"""Test that a fingerprint changes with everything that KV depends on besides its text, and with
-nothing else.
-"""
+"""Test that a fingerprint changes with all that KV depends on besides its text, and nothing else."""
 
 import json
 import shutil
@@ -89,9 +87,7 @@ def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
 
 @pytest.mark.needs("compiler")
 def test_what_computes_it_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of another processor and plain torch round differently; without a compiler plain
-    torch runs.
-    """
+    """Another processor's kernels and plain torch round differently; no compiler: plain torch runs."""
     folder = model(tmp_path / "a")
     before = of(folder, device="cpu")
     with monkeypatch.context() as patched:

@@ -1,6 +1,4 @@
-"""Test that the threads of a kernel team have a core each, and lose it where other processes need
-it.
-"""
+"""Test that a kernel team's threads have a core each, and lose it where others need it."""
 
 from __future__ import annotations
 

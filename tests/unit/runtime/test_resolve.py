@@ -1,6 +1,4 @@
-"""Test the step from a requested deployment to the one that runs: defaults found, early mistakes
-named.
-"""
+"""Test the step from a requested to a running deployment: defaults found, early mistakes named."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Test blocks of generated text: their names, when they may be written, and who owns them until
-then.
-"""
+"""Test blocks of generated text: their names, when they may be written, and their owner meanwhile."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def request(
 
 
 class Drive:
-    """Unit that steps; each token is its slot's next, and every block write it asked for is
-    recorded.
-    """
+    """Unit that steps; each token is its slot's next one. All requested block writes are recorded."""
 
     def __init__(self, unit: DecodeLeader, *messages: Decode) -> None:
         self.unit = unit

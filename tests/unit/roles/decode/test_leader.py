@@ -315,9 +315,7 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
 
 
 def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
-    """Four blocks, all used. "b" needs one, so "c", the latest, is preempted while a plan computes
-    it.
-    """
+    """All four blocks are used. "b" needs one, so "c", the latest, is preempted during its plan."""
     unit = decode_leader(num_blocks=5, **options)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):

@@ -17,9 +17,7 @@ from tests.unit.roles.moving_unit import PER_RANK, Unit
 
 TERMS = MoveTerms()
 MOMENTS = ["reserved", "left", "filling"]
-"""Moments of a move: the plan that publishes is made; a plan without the request is made; the copy
-runs.
-"""
+"""Moments of a move: its publishing plan is made; a plan without it is made; its copy runs."""
 
 
 def moving(moment: str = "filling") -> tuple[Unit, str, int, int]:

@@ -144,9 +144,7 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
 )
 @pytest.mark.parametrize("num_groups", [2, 0])
 def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None:
-    """Rank 0 is hot. The lightest rank is on the other node; one rank on its own node is light
-    enough.
-    """
+    """Rank 0 is hot. The lightest rank is on the other node; one on its own node is light enough."""
     placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
     loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
     terms = replace(COUNTED, target=0.9)

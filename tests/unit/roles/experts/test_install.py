@@ -1,6 +1,4 @@
-"""Test the installation of a layer: which rank stages which expert from which source, and its
-states.
-"""
+"""Test a layer's installation: which rank stages which expert from where, and its states."""
 
 from __future__ import annotations
 

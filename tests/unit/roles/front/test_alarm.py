@@ -1,6 +1,4 @@
-"""Test Alarm: a wake-up is requested once, moved earlier by a back-off, and set anew after it
-fired.
-"""
+"""Test Alarm: requested once, moved earlier by a back-off, and set anew after it fired."""
 
 from __future__ import annotations
 

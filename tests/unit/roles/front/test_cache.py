@@ -112,7 +112,7 @@ def test_check_sees_units_that_are_not_up_and_too_many_names() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, fresh().getrandbits(32)])
 def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> None:
-    """The summary equals the unit after each whole report, and never exceeds its pools, on a bad
+    """The summary equals the unit after each whole report, and stays within its pools, on a bad
     wire.
     """
     random_of = random.Random(seed)

@@ -212,9 +212,8 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
 
 
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
-    """A unit drops everything it has when a front first contacts it. A late message of its last
-    life once made the front ask again after it had sent requests: they were dropped and hung (swarm
-    seed 326).
+    """A unit drops everything it has at a front's first contact. A late message of its last life
+    once made the front ask again after it had sent requests: dropped, they hung (swarm seed 326).
     """
     made = Front(Deployment(), epoch="f1", max_context=1000)
     made.handle(0.0, Submit(generation()))

@@ -148,9 +148,7 @@ def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
 
 
 def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() -> None:
-    """The fleet grows with refused demand too; in a live run refused requests never reached the
-    front.
-    """
+    """The fleet grows with refused demand too; live, refused requests did not reach the front."""
     made = front(max_running=1, max_queued=1)
     for number, prompt in enumerate((6, 10)):
         assert finals(made.handle(0.0, Submit(generation(f"a{number}", prompt=prompt)))) == []
@@ -692,9 +690,7 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
 
 
 def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
-    """Return a front: the tenant fills all decode slots, and `num_ahead` more requests are
-    prefilled.
-    """
+    """Return a front: the tenant fills all decode slots; `num_ahead` more requests are prefilled."""
     made = front(units=False, burst_tokens=100_000)
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, num_slots))

@@ -1,6 +1,4 @@
-"""Test KV transfer at the front: the decode unit's counts, and a prompt that ends before it has
-one.
-"""
+"""Test KV transfer at the front: the decode unit's counts, and a prompt that ends before it."""
 
 from __future__ import annotations
 

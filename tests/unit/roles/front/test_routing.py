@@ -1,6 +1,4 @@
-"""Test RequestRouting: which part of a prompt counts as cached where, and how long an output may
-get.
-"""
+"""Test RequestRouting: which part of a prompt counts as cached where, and an output's length."""
 
 from __future__ import annotations
 

@@ -361,9 +361,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
     others = (0, 1, 2)
 
     def pass_s(seconds: float) -> list[str]:
-        """Let the other ranks report that they are up, or send heartbeats; return the processes to
-        kill.
-        """
+        """Let others report that they are up, or send heartbeats; return the processes to kill."""
         for _ in range(round(seconds)):
             for rank in others:
                 driver.membership.rank_up(driver.now_s, up(rank))

@@ -1,6 +1,4 @@
-"""Test the leader of many ranks with its expert balancer: messages, and a new formation's
-placement.
-"""
+"""Test the leader of many ranks with its expert balancer: messages, a new formation's placement."""
 
 from __future__ import annotations
 

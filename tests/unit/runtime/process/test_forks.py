@@ -1,6 +1,4 @@
-"""Test processes forked from a warm fork server: what they inherit, and how and with which process
-they end.
-"""
+"""Test processes forked from a warm fork server: what they inherit, and when and how they end."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def wait(forks: Forks) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Return the fork server's environment: it finds a module of ours, and importing starts no
-    thread.
-    """
+    """Return the fork server's environment: it finds our module, and importing starts no thread."""
     (tmp_path / "jobcode.py").write_text(CODE)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OTHER": "left out"}
@@ -163,9 +159,7 @@ def test_one_that_never_gets_ready_is_not_waited_for(
 def test_one_that_is_closed_clears_nothing(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is killed before its socket closes; a closed socket would make it clear the
-    folder.
-    """
+    """The server is killed before its socket closes: a closed socket makes it clear the folder."""
     folder = tmp_path / "run"
     folder.mkdir()
     forks = Forks(environment, MODULES)

@@ -1,6 +1,4 @@
-"""Test that private files and folders are ours alone, even if they existed before and were open to
-others.
-"""
+"""Test that private files and folders become ours alone, even if they were open to others."""
 
 from __future__ import annotations
 

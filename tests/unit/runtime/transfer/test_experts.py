@@ -210,9 +210,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Peer]]:
-    """Return the shared peer processes, one at most: starting another takes longer than all tests
-    here.
-    """
+    """Return the shared peers, one at most: starting another takes longer than all tests here."""
     started: list[Peer] = []
     yield started
     for peer in started:

@@ -35,9 +35,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvPool]:
 
 
 def states(pid: int) -> set[str]:
-    """Return the states of a process's threads (proc(5)): "R" is running or runnable, "S" is
-    waiting.
-    """
+    """Return the states of a process's threads (proc(5)): "R" is runnable, "S" is waiting."""
     found = set()
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

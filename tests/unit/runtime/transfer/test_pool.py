@@ -1,6 +1,4 @@
-"""Test KV pools in shared memory: the pulled bytes are the leased ones, or the pull returns an
-error.
-"""
+"""Test KV pools in shared memory: a pull copies the leased bytes, or returns an error."""
 
 import os
 import subprocess
