@@ -187,7 +187,7 @@ def test_both_are_lost(moment: str) -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_unit_forms_anew(moment: str) -> None:
     """A request that has not left yet stays, and goes on from its last delivered token. So does one
-    under way: void plans count as done, and both new plans are sent at once.
+    under way: void plans count, and both new plans are sent at once.
     """
     unit, name, source, _ = moving(moment)
     unit.reset()

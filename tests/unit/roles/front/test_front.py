@@ -340,7 +340,7 @@ def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
 
 
 def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> list[UnitDown]:
-    """Let only prefill-0 report, while the other unit's host answers sightings. Return lost units."""
+    """Let only prefill-0 report, while the other unit's host answers sightings; return UnitDowns."""
     downs: list[UnitDown] = []
     while from_s < to_s:
         from_s += 0.5

@@ -156,7 +156,7 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     tenants.tick(602.0)
     assert tenants.check() == []
     assert tenants.refusal(602.0, "t", 0, 1, 1, 41) is not None
-    # The chat's reserved cost is unaffected.
+    # The chat's reservation has expired, the line's has not.
     assert tenants.refusal(602.0, "t", 0, 1, 1, 40) is None
     tenants.charged(9000.0, Charged("line", "t", DAY, 10))
     assert tenants.refusal(9000.0, "t", 0, 1, 1, 90) is None

@@ -324,7 +324,7 @@ def test_a_successor_heard_before_the_death_takes_its_place() -> None:
     driver.membership.rank_up(5.0, up(2, "new"))
     forms, _ = driver.take()
     assert forms["decode-0.0"].members[2].epoch == "new"
-    driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # Its predecessor, late.
+    driver.membership.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # Predecessor's death, late.
     driver.answer()
     assert driver.membership.phase is UnitPhase.RUNNING
     driver.membership.unit_down(5.2, UnitDown("decode-0.2", "killed"))
