@@ -1,4 +1,4 @@
-"""Tokens messages are columns; tests think in rows."""
+"""Conversion between Tokens messages, which are columns, and the rows that tests use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hadal.core.messages.units import Tokens
 from hadal.core.plans import Draw
 
 Row = tuple[int, int, int, str | None]
-"""(attempt_id, index, token, finish)"""
+"""One row: (attempt_id, index, token, finish)."""
 _ATTEMPT_BITS = 24
 
 
 def attempt_id_of(name: str, attempt: int = 0) -> int:
-    """An attempt id that says whose it is: of names of at most four letters."""
+    """Return an attempt id that contains a name of at most four letters."""
     return int.from_bytes(name.encode()) << _ATTEMPT_BITS | attempt
 
 

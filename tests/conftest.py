@@ -1,6 +1,7 @@
-"""For every test: none writes into the home folder of its user, and torch draws the same numbers every
-time. The command line is declared once for all of them. Which tests run, and how large, is the level's
-business (`levels`); a test that hangs fails with the stacks of all processes (`stacks`).
+"""Set-up for every test. No test writes into its user's home folder, torch draws the same numbers
+each time, and the command line is declared once for all tests. The level decides which tests run
+and how large they are (`levels`). A test that hangs fails with the stacks of all processes
+(`stacks`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from tests.fresh import RUN, VARIABLE
 from tests.waiting import Hang
 
 os.environ[LEDGER_VARIABLE] = (
-    "off"  # Also for the processes that tests start; those that want a ledger say where.
+    "off"  # Also for processes that tests start; tests that want a ledger set its place.
 )
 stacks.mark()
 levels.set_examples()
-# Typer declares every command anew whenever a test calls one, 25 ms of the 30 that most calls take.
+# Typer declares every command again at each call in a test: 25 ms of the 30 ms that most calls
+# take.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 HANGS = (Hang, TimeoutError, subprocess.TimeoutExpired, httpx.TimeoutException)
 TIMED_OUT = "from pytest-timeout"
@@ -50,7 +52,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, in an event loop of its own."""
+    """Run a coroutine test in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -70,7 +72,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """A test that wants others seeds a generator of its own, and says so when it fails."""
+    """Seed torch. A test that wants other numbers seeds its own generator, and prints the seed."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 

@@ -1,14 +1,13 @@
-"""The config.json of each model that is served, as far as it says something of the model; and a
-small model of the same fields.
+"""Model fields of the config.json of each supported model, and small models with the same fields.
 
-No model's folder could be read, so each field is as public repositories quote it. DeepSeek-V3's file
-is in configs/. Kimi-K2: ik_llama.cpp's metadata of it, a report of its config (beta_fast is 1).
-DeepSeek-V3.2: transformers' defaults and DeepSeek's own code for what it has beyond V3.1.
-Moonlight: llama.cpp's metadata, reports of its config; its scaling factor from memory.
-GLM-4.7-Flash: vLLM's tests, transformers' defaults; its ids of begin and end from memory.
-JoyAI-LLM-Flash: SGLang's for attention and widths; its experts, theta and context from memory.
-GigaChat3: layers and experts from a report, the rest from memory. All give the numbers of
-parameters that their makers publish (tests/unit/commands/test_model.py).
+The models' folders were not available, so each field is quoted from public repositories.
+DeepSeek-V3's file is in configs/. Kimi-K2: ik_llama.cpp's metadata and a report of its config
+(beta_fast is 1). DeepSeek-V3.2: transformers' defaults, and DeepSeek's own code for its fields
+beyond V3.1. Moonlight: llama.cpp's metadata and reports of its config; its scaling factor from
+memory. GLM-4.7-Flash: vLLM's tests and transformers' defaults; its begin and end ids from memory.
+JoyAI-LLM-Flash: SGLang's code for attention and widths; its experts, theta and context from memory.
+GigaChat3: layers and experts from a report, the rest from memory. All give the parameter counts
+that their makers publish (tests/unit/commands/test_model.py).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ALIKE: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "n_shared_experts": 1,
 }
-"""What most of the others have in common."""
+"""Fields that most other models share."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": _V3,
@@ -70,7 +69,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536,
         "rms_norm_eps": 1e-6,
         "rope_theta": 50000.0,
-        # beta_fast equals beta_slow: no pair lies between fast and slow.
+        # beta_fast equals beta_slow: no pair of dimensions lies between fast and slow.
         "rope_scaling": {
             "type": "yarn",
             "factor": 32.0,
@@ -180,7 +179,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 for _name in ("JoyAI-LLM-Flash", "GLM-4.7-Flash"):
-    # The files leave these out; GLM's says the first one in its own way.
+    # These files omit the fields; GLM's names the first one differently.
     del CONFIGS[_name]["moe_layer_freq"]
 del CONFIGS["GLM-4.7-Flash"]["first_k_dense_replace"]
 del CONFIGS["GLM-4.7-Flash"]["scoring_func"]
@@ -195,8 +194,8 @@ _DIVISORS = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    # Of few heads all may be silent at many positions: scores of 0, of which torch.topk, which
-    # transformers asks, takes any.
+    # With few heads all may give 0 at many positions: among equal scores torch.topk, which
+    # transformers calls, takes any.
     "index_n_heads": 4,
     "index_head_dim": 5,
     "index_topk": 128,
@@ -204,7 +203,7 @@ _DIVISORS = {
 
 
 def small(name: str) -> dict[str, Any]:
-    """The model's config with small dimensions, in the same proportions; all else is its own."""
+    """Return the model's config with dimensions reduced in proportion; all other fields are unchanged."""
     config = dict(CONFIGS[name])
     for field, divisor in _DIVISORS.items():
         if config.get(field) is not None:

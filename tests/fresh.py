@@ -1,9 +1,9 @@
-"""Seeds that are new in every run, and the same again when the run is repeated.
+"""Seeds that are new in every run, and equal when a run is repeated.
 
     HADAL_FRESH=NUMBER make test        draws what the run with this number drew
 
-pytest prints the number at its head. A draw depends on it, on the place in the file and on the
-test, not on which other tests run, so a test alone draws what it drew among all.
+pytest prints the number in its header. A draw depends on it, on the place in the file and on the
+test, not on which other tests run. A test therefore draws the same numbers alone and among all.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tests.levels import FULL, NUM_SEEDS
 
 VARIABLE = "HADAL_FRESH"
 ANSWERS = "HADAL_ANSWERS"
-"""Environment variable: a folder of the run in which its processes keep what the plain loop answered,
-each for the others. Without it each process computes for itself.
+"""Environment variable: the run's folder in which its processes share the answers of the plain
+loop. Without it each process computes its own.
 """
 RUN = os.environ.get(VARIABLE) or str(SystemRandom().randrange(2**48))
 os.environ[VARIABLE] = (
-    RUN  # For the other processes of this run (pytest-xdist): they draw the same.
+    RUN  # Other processes of this run (pytest-xdist) must draw the same numbers as this one.
 )
 _num_drawn: Counter[str] = Counter()
 
 
 def fresh() -> Random:
-    """A generator for one draw, or for all of a test's."""
+    """Return a generator for one draw, or for all draws of a test."""
     return _generator(sys._getframe(1))
 
 
 def seeds(num: int, num_more: int, num_full: int = 0) -> list[object]:
-    """Return a test's seeds: 0 to `num` in `make test`; those up to `num_more`, and NUM_SEEDS fresh
-    ones, in `make test-more`; those up to `num_full` beside them in `make test-all`.
+    """Return a test's seeds: 0 to `num` in `make test`; up to `num_more`, and NUM_SEEDS fresh ones,
+    in `make test-more`; up to `num_full` as well in `make test-all`.
     """
     more, new = pytest.mark.more("further seeds"), pytest.mark.campaign("fresh seeds")
     random = _generator(sys._getframe(1))

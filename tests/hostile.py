@@ -1,6 +1,4 @@
-"""Files as somebody would write them who means harm, or whose disk is failing: mutations of sound
-ones, from a seed.
-"""
+"""Files as an attacker or a failing disk might produce them: mutations of valid files, from a seed."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _WORDS = {
     "@bits": str(2**63),
     "@zero": "-0.0",
 }
-"""What json.dumps would not write, by the string that stands for it until then."""
+"""Placeholder string -> JSON text that json.dumps would not write."""
 _VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -97,9 +95,7 @@ _TOML_VALUES = (
 
 
 def mutated(value: Any, rng: Random) -> bytes:
-    """A JSON text of a value in which one to three things are other than they were, or which is
-    damaged as a text.
-    """
+    """Return JSON text of a value with one to three changes, sometimes damaged as text."""
     changed = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         holder, key = rng.choice(list(_places(changed)))
@@ -120,8 +116,8 @@ def mutated(value: Any, rng: Random) -> bytes:
 
 
 def mutated_toml(text: str, rng: Random) -> bytes:
-    """A TOML text with one to three of its values replaced, or lines that do not belong there, or
-    damaged.
+    """Return TOML text with one to three values replaced or invalid lines inserted, sometimes
+    damaged as text.
     """
     lines = text.splitlines()
     for _ in range(rng.randint(1, 3)):
@@ -140,7 +136,7 @@ def mutated_toml(text: str, rng: Random) -> bytes:
 
 
 def damaged(data: bytes, rng: Random) -> bytes:
-    """Most often as it was; else cut off, with bytes changed, or twice."""
+    """Return the data, mostly unchanged; else truncated, with changed bytes, or doubled."""
     kind = rng.random()
     if kind < 0.03:
         return data[: rng.randrange(len(data) + 1)]
@@ -153,7 +149,7 @@ def damaged(data: bytes, rng: Random) -> bytes:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (holder, key) in it; of long ones some."""
+    """Yield every (holder, key) in a value, but only about the first 200 of each container."""
     items = (
         value.items()
         if isinstance(value, dict)

@@ -1,10 +1,10 @@
-"""Levels of the suite: which tests a run takes, and how large they are.
+"""Levels of the suite: which tests a run includes, and how large they are.
 
     test    `make test`, 8 minutes on two quiet cores: one case of every promise
     more    `make test-more`, 30 minutes: the tests marked `more`, and properties with more examples
     all     `make test-all`, hours: everything, at full sizes
 
-Without a level (`pytest FILE`) all tests run but those marked `full`, at the sizes of `test`.
+Without a level (`pytest FILE`) all tests run except those marked `full`, at the sizes of `test`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LEVELS = ("test", "more", "all")
 FULL = LEVEL == "all"
 MORE = LEVEL in ("more", "all")
 NUM_SEEDS = int(os.environ.get("HADAL_SEEDS", "20" if FULL else "5" if MORE else "0"))
-"""Fresh seeds beside the fixed ones, of a test that runs worlds."""
+"""Number of fresh seeds, besides the fixed ones, for a test that runs worlds."""
 EXAMPLES = {"all": 2000, "more": 200}
 """Level -> examples of each property."""
 FEW_EXAMPLES = 20
 SLOW_S = 5.0
-"""A test that takes longer on a quiet machine carries the mark `slow`, with its reason."""
+"""A test that takes longer on a quiet machine has the mark `slow`, with its reason."""
 MARKS = (
     "more(why): left out of `make test`, run by `make test-more`",
     "full: sizes that take minutes; run by `make test-all` only",
@@ -37,7 +37,7 @@ MARKS = (
 
 
 def set_examples() -> None:
-    """Load the one profile of hypothesis. How long an example takes says how busy the machine is."""
+    """Load the one profile of hypothesis, without a deadline: times depend on the machine's load."""
     hypothesis.settings.register_profile(
         "hadal", deadline=None, max_examples=EXAMPLES.get(LEVEL, FEW_EXAMPLES)
     )
@@ -45,7 +45,7 @@ def set_examples() -> None:
 
 
 def is_taken(item: pytest.Item) -> bool:
-    """Return whether the level takes a test."""
+    """Return whether the level includes a test."""
     is_more, is_full = (item.get_closest_marker(name) is not None for name in ("more", "full"))
     if LEVEL == "all":
         return True
@@ -60,7 +60,7 @@ def _is_property(item: pytest.Item) -> bool:
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave in `items` the tests of the level."""
+    """Reduce `items` to the tests of the level."""
     taken = [item for item in items if is_taken(item)]
     left = [item for item in items if not is_taken(item)]
     if left:

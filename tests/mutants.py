@@ -1,28 +1,28 @@
-"""Change the code at random, one place at a time, and see whether a test notices: how much a suite
-is worth, and whether two suites are worth the same.
+"""Change the code at random, one place at a time, and check whether a test notices. This shows how
+strong a suite is, and whether two suites are equally strong.
 
     python -m tests.mutants                                    60 mutants of this tree
-    python -m tests.mutants --checkout ../old --checkout .     60 that stand in both trees, in both
-    python -m tests.mutants --list --seed 7                    what would be drawn
-    python -m tests.mutants --resume                           go on with what --out holds
+    python -m tests.mutants --checkout ../old --checkout .     60 mutants that both trees have, in both
+    python -m tests.mutants --list --seed 7                    the mutants that would be drawn
+    python -m tests.mutants --resume                           continue from the results in --out
     python -m tests.mutants --resume --again survived          and try the survivors once more
 
-Each checkout needs its own .venv (`make setup`). A copy of it gets the mutants, one after another,
-in a temporary folder; the checkout itself is only read. Tests are run in one process, in four
-scopes, until one fails:
+Each checkout needs its own .venv (`make setup`). The mutants are applied one by one to a copy of it
+in a temporary folder; the checkout itself is only read. Tests run in one process, in four scopes,
+until one fails:
 
     known  the test that noticed the mutant in another checkout
     room   unit tests of the mutant's room
     rest   all other unit tests and tests/sim
     live   a few files that start servers, for mutants of runtime and gateway
 
-A tree with levels (tests/levels.py) has its tests run by level: `test` first, then `more` for the mutants
-that `test` did not notice.
+A tree with levels (tests/levels.py) has its tests run by level: `test` first, then `more` for the
+mutants that `test` did not notice.
 
-First a scope is run once without a mutant, to learn which tests execute which mutants'
-statements; then each mutant has only those, quickest files first, up to --cap-s seconds of them.
-What fails where clocks and processes are at work must fail twice. Two hours for two trees on two
-cores; `nice` leaves the machine to others.
+A scope first runs once without a mutant, to learn which tests execute which mutants' statements.
+Each mutant then has only those tests, quickest files first, up to --cap-s seconds of them. Failures
+in rooms with clocks and processes must repeat to count. Two trees take two hours on two cores;
+`nice` leaves the machine to other work.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LIVE = ("test_openai_client.py", "test_malformed.py", "test_handover.py", "test_supervision.py")
 TIMED = ("runtime", "gateway")
-"""Rooms whose tests look at clocks and start processes."""
+"""Rooms with tests that depend on clocks and start processes."""
 SLOWER = 5
-"""How many times as long as without a mutant tests may take before they hang."""
+"""Factor on a test's time without a mutant after which it counts as hanging."""
 START_S = 60.0
-"""The same for what pytest needs besides."""
+"""Seconds allowed for the rest of a pytest run, besides the tests."""
 LEARNING_S = 3600.0
 NEVER_S = 1e9
 _LEFT_OUT = (".git", ".venv", ".peers", ".pytest_cache", ".mypy_cache", ".ruff_cache", "build")
@@ -80,7 +80,7 @@ _LEFT_OUT = (".git", ".venv", ".peers", ".pytest_cache", ".mypy_cache", ".ruff_c
 
 @dataclass(frozen=True)
 class Options:
-    """What the command was told."""
+    """Options of the command."""
 
     cap_s: float
     file_s: float
@@ -89,15 +89,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of pytest ended."""
+    """Result of a pytest run."""
 
     failed: str | None
-    """The first test, or a word where no test was to blame."""
+    """First failed test, or a reason if no test is to blame; None if all passed."""
     report: dict[str, Any]
 
 
 class Copy:
-    """A private copy of a checkout, whose code may be changed."""
+    """A private copy of a checkout with code that may be changed."""
 
     def __init__(self, checkout: Path, level: str, folder: Path, options: Options) -> None:
         self.folder = folder
@@ -111,12 +111,12 @@ class Copy:
 
     @contextmanager
     def changed(self, path_to_text: dict[Path, str]) -> Iterator[None]:
-        """With these files of the checkout otherwise."""
+        """Within the block, replace these files of the copy; restore them after it."""
         for path, text in path_to_text.items():
             ours = self.folder / path.relative_to(self._checkout)
             ours.write_text(text, encoding="utf-8")
             self._num_changed += 1
-            os.utime(ours, (self._num_changed,) * 2)  # No compiled file is of this time.
+            os.utime(ours, (self._num_changed,) * 2)  # No compiled file has this time.
         try:
             yield
         finally:
@@ -132,8 +132,8 @@ class Copy:
         is_first: bool = True,
         file_s: float = NEVER_S,
     ) -> Outcome:
-        """Run tests, all of the files if none are named, and end with the first that fails.
-        `file_s`: after so long the rest of a file is left out.
+        """Run `tests`, or all tests of the files if None, and stop at the first failure. `file_s`:
+        seconds after which the rest of a file is skipped.
         """
         shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
         shutil.rmtree(self.folder / "src" / f"{PROBE}.hits", ignore_errors=True)
@@ -180,25 +180,25 @@ class Copy:
         return Outcome((failed or [None if code in (0, 5) else f"pytest: {code}"])[0], found)
 
     def output(self) -> str:
-        """The last lines of the last run."""
+        """Return the last lines of the last run."""
         return "\n".join(
             (self.folder / "output.txt").read_text(errors="replace").splitlines()[-30:]
         )
 
     def _end_all(self) -> None:
-        """A server whose test was killed runs on; its environment tells whose it is."""
+        """Kill all processes of the copy, found by their environment: a killed test's server runs on."""
         mark = f"{self.folder / 'src'}".encode()
         for process in Path("/proc").iterdir():
             try:
                 if process.name.isdigit() and mark in (process / "environ").read_bytes():
                     os.kill(int(process.name), signal.SIGKILL)
             except OSError:
-                continue  # It has ended, or is somebody else's.
+                continue  # It has ended, or belongs to another user.
 
 
 @dataclass(frozen=True)
 class Run:
-    """The tests of one checkout, or of one of its levels."""
+    """Tests of one checkout, or of one of its levels."""
 
     checkout: Path
     level: str
@@ -215,7 +215,7 @@ def runs_of(checkout: Path) -> list[Run]:
 
 
 class Trial:
-    """The mutants in one run. Everything that is learned lies in `state`, a JSON value."""
+    """The mutants in one run. All results are kept in `state`, a JSON value."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class Trial:
         options: Options,
         console: Console,
     ) -> None:
-        """`killers`: tests that noticed a mutant in another run."""
+        """Prepare this checkout's mutants. `killers`: mutant -> test that noticed it in another run."""
         self._name = run.name
         self._level = run.level
         self._killers = killers
@@ -242,7 +242,7 @@ class Trial:
                 self._places[number] = place
 
     def run(self, save: Any) -> None:
-        """Run what has no result yet; `save()` is called after every step."""
+        """Run all scopes without a result; call `save()` after every step."""
         results = self._state.setdefault("results", {})
         for number, point in enumerate(self._points):
             if number not in self._places and str(number) not in results:
@@ -287,14 +287,14 @@ class Trial:
         self._console.print(f"{now} {self._name}  {text}", markup=False, highlight=False)
 
     def _reach(self) -> dict[str, Any]:
-        """Tests, how long each takes and what it executes; the same of what files share."""
+        """Return tests with times and executed mutants, and the mutants executed by files' fixtures."""
         reach: dict[str, Any] = self._state.setdefault(
             "reach", {"learned": {}, "tests": {}, "files": {}}
         )
         return reach
 
     def _check_killers(self, copied: Copy, mutants: list[int]) -> list[int]:
-        """The mutants whose killer is here as well, and passes without a mutant."""
+        """Return the mutants with a killer that exists here as well and passes without a mutant."""
         killers = {
             number: name
             for number, name in self._killers.items()
@@ -311,7 +311,7 @@ class Trial:
         return [number for number, name in killers.items() if name in passed]
 
     def _learn(self, copied: Copy, scope: str, mutants: list[int]) -> None:
-        """Which tests of a scope execute which mutants' statements, as far as it is not known."""
+        """Record which tests of a scope execute which mutants' statements, where that is not known yet."""
         reach = self._reach()
         learned = reach["learned"].setdefault(scope, [])
         mutants = [number for number in mutants if number not in learned]
@@ -343,7 +343,7 @@ class Trial:
         )
 
     def _files(self, folder: Path, scope: str, mutants: list[int]) -> list[str]:
-        """Test files of a scope that load a mutant's module."""
+        """Return test files of a scope that load a mutant's module."""
         if scope == "live":
             return [f"tests/dist/{name}" for name in LIVE]
         rooms = [path for room in ROOMS for path in _tests_in(folder / "tests" / "unit" / room)]
@@ -356,7 +356,7 @@ class Trial:
         return [str(path.relative_to(folder)) for path in found if loads.any(path, modules)]
 
     def _chosen(self, scope: str, number: int) -> tuple[list[str], int]:
-        """Tests for a mutant in the order to run them, and how many were too many."""
+        """Return the tests for a mutant, in order, and the number left out by the cap."""
         if scope == "known":
             return [self._killers[number]], 0
         reach = self._reach()
@@ -418,7 +418,7 @@ class Trial:
         )
 
     def _killer(self, copied: Copy, scope: str, number: int, tests: list[str]) -> str | None:
-        """The test that notices the change that stands in the copy."""
+        """Return the test that notices the change in the copy."""
         reached = self._reach()["tests"]
         while tests:
             limit_s = (
@@ -427,7 +427,7 @@ class Trial:
             files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
             failed = copied.pytest(files, tests, limit_s).failed
             if failed is None or failed not in tests:
-                return failed  # None of them, or it hangs, or a file cannot be imported.
+                return failed  # No test failed, the run hangs, or a file cannot be imported.
             if scope != "live" and self._points[number].room not in TIMED:
                 return failed
             if copied.pytest([failed.partition("::")[0]], [failed], limit_s).failed:
@@ -438,14 +438,14 @@ class Trial:
 
 
 class Imports:
-    """Which test file loads which modules of `hadal`, through whatever it imports."""
+    """Import graph: which test files load which modules of `hadal`, directly or not."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, set[Path]] = {}
 
     def any(self, path: Path, modules: set[str]) -> bool:
-        """Whether a file, or a conftest.py above it, loads one of the modules."""
+        """Return whether a file, or a conftest.py above it, loads one of the modules."""
         todo = [path, *(above / "conftest.py" for above in path.parents if above != self._folder)]
         seen: set[Path] = set()
         while todo:
@@ -482,7 +482,7 @@ def _tests_in(folder: Path) -> list[Path]:
 
 
 def table_of(points: list[Point], name_to_run: dict[str, Any]) -> Table:
-    """All mutants, and what became of each in each checkout."""
+    """Return a table of all mutants with their result in each checkout."""
     table = Table("", "place", "function", "change", *name_to_run, title="mutants")
     for number, point in enumerate(points):
         results = [run.get("results", {}).get(str(number), {}) for run in name_to_run.values()]
@@ -572,7 +572,7 @@ def _forget(run: dict[str, Any], which: str) -> None:
 
 
 def _killers(name_to_run: dict[str, Any]) -> dict[int, str]:
-    """A test that noticed a mutant in some checkout."""
+    """Return mutant -> a test that noticed it in some checkout."""
     return {
         int(number): result["killed_by"]
         for run in name_to_run.values()
@@ -582,9 +582,9 @@ def _killers(name_to_run: dict[str, Any]) -> dict[int, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command. Returns 0 once all mutants were tried: a survivor is a finding, not an error."""
+    """Run the command. Returns 0 once all mutants were tried: a survivor is a finding, not an error."""
     asked = _options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # With its children.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ends children.
     checkouts = [path.resolve() for path in asked.checkout or [ROOT]]
     console = Console(width=None if sys.stdout.isatty() else 200)
     state: dict[str, Any] = {"runs": {}}

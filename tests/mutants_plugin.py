@@ -1,5 +1,5 @@
-"""A plugin of pytest for `tests.mutants`: runs the tests it is given in the order it is given them,
-and writes down how each ended, how long it took and which mutants' statements it executed.
+"""A pytest plugin for `tests.mutants`. It runs the given tests in the given order and records how
+each ended, how long it took and which mutants' statements it executed.
 
 A copy of this file lies beside `hadal` in a copy of a checkout.
 """
@@ -18,12 +18,12 @@ import mutants_probe as probe  # Beside this file.
 import pytest
 
 _ASKED: dict[str, Any] = json.loads(os.environ["MUTANTS_ASKED"])
-"""`tests`: names, in order, or null for all; `report`: where to write; `file_s`: how long the tests
-of one file may take in all.
+"""Fields: `tests`: ordered names, or null for all; `report`: output file; `file_s`: largest total
+time of one file's tests.
 """
 _tests: dict[str, dict[str, Any]] = defaultdict(lambda: {"s": 0.0, "ok": True, "hits": []})
 _files: dict[str, set[int]] = defaultdict(set)
-"""What a fixture executes that several tests of a file share."""
+"""Test file -> mutants executed by fixtures that several of its tests share."""
 _spent_s: Counter[str] = Counter()
 _first_failed: list[str] = []
 
@@ -55,7 +55,7 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
         return (yield)
     finally:
         _files[_file(request._pyfuncitem.nodeid)].update(probe.taken())
-        for mutant in before:  # They are the test's.
+        for mutant in before:  # These hits belong to the test.
             probe.hit(mutant)
 
 

@@ -1,8 +1,8 @@
-"""Where code can be changed so that a test should notice, and the change itself.
+"""Places where a code change should fail a test, and the change itself.
 
-A point is named by what does not depend on the file it stands in: its room, its function, the text
-of its statement as `ast.unparse` writes it, and which change of that statement it is. So it is
-found again in another checkout, where files lie elsewhere.
+A point is named independently of its file: by room, function, the statement's text from
+`ast.unparse`, and the number of the change within that statement. It is thus found again in another
+checkout with other files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from random import Random
 
 ROOMS = ("roles", "policy", "kv", "runtime", "gateway")
 PROBE = "mutants_probe"
-"""The module that says which mutants' statements were executed; it lies beside `hadal`."""
+"""Module that records which mutants' statements were executed; it lies beside `hadal`."""
 _SPOKEN = re.compile(r"(^|[._])(log|logger|logging|print|warn)\b")
-"""Calls that only tell somebody something."""
+"""Matches calls that only report something."""
 _UNTOUCHED = ("__repr__", "__str__")
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -39,17 +39,17 @@ Put = Callable[[ast.AST], None]
 
 @dataclass(frozen=True)
 class Point:
-    """One mutant, wherever its code lies."""
+    """One mutant, independent of its file."""
 
     room: str
     function: str
-    """With the classes and functions around it."""
+    """Name with the enclosing classes and functions."""
     statement: str
-    """Of `if`, `for`, `while` and `with`: the first line."""
+    """Text of the statement; of `if`, `for`, `while` and `with` only the first line."""
     occurrence: int
-    """Of that statement in the function."""
+    """Index among equal statements of the function."""
     change: int
-    """Of the changes that `_changes` finds in the statement."""
+    """Index among the changes that `_changes` finds in the statement."""
     kind: str
     was: str
     now: str
@@ -70,16 +70,16 @@ class _Change:
     was: ast.AST
     now: ast.AST
     put: Put
-    """Puts what it is given where `was` is."""
+    """Function that puts its argument in place of `was`."""
 
 
 Tree = dict[tuple[str, str, str], list[Place]]
-"""(room, function, statement) -> where it stands, in order"""
+"""(room, function, statement) -> its places, in order."""
 
 
 def read_tree(checkout: Path) -> Tree:
-    """All statements of functions in the rooms. What two functions of one name have is left out:
-    in another checkout one could not tell which of them is meant.
+    """Return all statements of functions in the rooms. Statements that two functions of one name
+    share are left out: another checkout could not tell the two apart.
     """
     tree: Tree = defaultdict(list)
     for room in ROOMS:
@@ -97,7 +97,7 @@ def read_tree(checkout: Path) -> Tree:
 
 
 def points_of(trees: list[Tree]) -> list[Point]:
-    """Those that stand in all of them."""
+    """Return the points that exist in all trees."""
     first = trees[0]
     found = []
     for key, places in sorted(first.items(), key=lambda item: item[0]):
@@ -112,7 +112,7 @@ def points_of(trees: list[Tree]) -> list[Point]:
 
 
 def draw(points: list[Point], num: int, seed: int) -> list[Point]:
-    """The same number from each room."""
+    """Draw equal numbers of points from all rooms, `num` in total."""
     random = Random(seed)
     drawn = []
     for number, room in enumerate(ROOMS):
@@ -123,13 +123,13 @@ def draw(points: list[Point], num: int, seed: int) -> list[Point]:
 
 
 def find(tree: Tree, point: Point) -> Place | None:
-    """Where it stands in a checkout; None if it does not."""
+    """Return a point's place in a checkout; None if it has none."""
     places = tree.get((point.room, point.function, point.statement), [])
     return places[point.occurrence] if point.occurrence < len(places) else None
 
 
 def mutated(place: Place, point: Point) -> str:
-    """The text of the place's file with the change made."""
+    """Return the text of the place's file with the change applied."""
     module, function, statement, put = _again(place)
     changes = _changes(function, statement)
     change = changes[point.change]
@@ -139,7 +139,7 @@ def mutated(place: Place, point: Point) -> str:
 
 
 def probed(path: Path, marked: Iterable[tuple[int, Place]]) -> str:
-    """The text of a file that says of each marked statement when it is reached."""
+    """Return the text of a file with a `hit` call before each marked statement."""
     module = ast.parse(path.read_text(encoding="utf-8"))
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, place in marked:
@@ -153,7 +153,7 @@ def probed(path: Path, marked: Iterable[tuple[int, Place]]) -> str:
 
 
 def _again(place: Place) -> tuple[ast.Module, Function, ast.stmt, Put]:
-    """The place in a module parsed anew, and what replaces its statement."""
+    """Return the place in a newly parsed module, and the function that replaces its statement."""
     module = ast.parse(place.path.read_text(encoding="utf-8"))
     for _, function in _functions(module, ""):
         for statement, siblings in _statements(function.body):
@@ -163,7 +163,7 @@ def _again(place: Place) -> tuple[ast.Module, Function, ast.stmt, Put]:
 
 
 def _position(statement: ast.stmt) -> int:
-    """No two statements of a function begin at one character of a file."""
+    """Return a number unique in a file: no two statements of a function begin at one character."""
     return statement.lineno * 10_000 + statement.col_offset
 
 
@@ -179,7 +179,7 @@ def _functions(node: ast.AST, around: str) -> Iterator[tuple[str, Function]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
-    """Each with the list it stands in, but for those of functions and classes inside."""
+    """Yield each statement with its list, without statements of inner functions and classes."""
     for statement in body:
         if isinstance(statement, Function | ast.ClassDef):
             continue
@@ -200,7 +200,7 @@ def _text(statement: ast.stmt) -> str:
 
 
 def _short(node: ast.AST) -> str:
-    """As one reads it in a table."""
+    """Return the first line of a node's text, for a table."""
     if isinstance(node, ast.If | ast.While | ast.For | ast.AsyncFor | ast.With | ast.AsyncWith):
         bare = copy.copy(node)
         bare.body = [ast.Pass()]
@@ -219,7 +219,7 @@ def _putter(siblings: list[ast.stmt], index: int) -> Put:
 
 
 def _changes(function: Function, statement: ast.stmt) -> list[_Change]:
-    """All that can be changed in a statement, but not in those inside it."""
+    """Return all changes of a statement, without those of inner statements."""
     match statement:
         case ast.Raise() | ast.Assert() | ast.Try() | ast.TryStar() | ast.Match():
             return []
@@ -285,7 +285,7 @@ def _of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _expressions(parent: ast.AST) -> Iterator[tuple[ast.AST, Put]]:
-    """Below a statement, not in statements inside it, in texts or in annotations."""
+    """Yield expressions of a statement, without those in inner statements, f-strings and annotations."""
     for name, value in ast.iter_fields(parent):
         if name == "annotation" or isinstance(value, ast.JoinedStr):
             continue
@@ -312,12 +312,12 @@ def _is_none(value: ast.expr) -> bool:
 
 
 def _is_equality(test: ast.expr) -> bool:
-    """Then the condition turned is the comparison turned."""
+    """Return whether a test is an (in)equality: negating it then equals changing its operator."""
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
 
 
 def _is_text(value: ast.expr) -> bool:
-    """Or a list, which cannot be subtracted: a change that any test notices."""
+    """Return whether a value is a text or a list. Changing + to - on either would fail any test."""
     if isinstance(value, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple):
         return True
     return isinstance(value, ast.Constant) and isinstance(value.value, str | bytes)

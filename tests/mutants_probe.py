@@ -1,6 +1,6 @@
-"""Says which mutants' statements were executed, in any process: code under test calls `hit`.
+"""Records which mutants' statements were executed, in any process: code under test calls `hit`.
 
-A copy of this file lies beside `hadal` in a copy of a checkout; nothing of ours is imported.
+A copy of this file lies beside `hadal` in a copy of a checkout; it imports no module of ours.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from pathlib import Path
 from time import monotonic
 
 EVERYWHERE = ""
-"""In place of a test file: what is executed when modules are imported, which only the first file
-that imports them does.
-"""
+"""Pseudo test file for statements that run at import, which only the first importing file executes."""
 _FOLDER = Path(__file__).with_suffix(".hits")
 _AGAIN_S = 0.2
-"""A process outlives a test, so it says the same again to the next one."""
+"""Seconds until a hit is recorded again: a process outlives a test, and the next one counts anew."""
 _said: dict[int, float] = {}
 
 
 def hit(mutant: int) -> None:
-    """Say that the statement of a mutant is about to be executed."""
+    """Record that a mutant's statement is about to be executed."""
     now_s = monotonic()
     if now_s - _said.get(mutant, -_AGAIN_S) >= _AGAIN_S:
         _said[mutant] = now_s
@@ -30,7 +28,7 @@ def hit(mutant: int) -> None:
 
 
 def taken() -> list[int]:
-    """What was said since the last call."""
+    """Return mutants recorded since the last call, and forget them."""
     _said.clear()
     found: set[int] = set()
     for path in _FOLDER.iterdir() if _FOLDER.exists() else ():

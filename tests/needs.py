@@ -1,7 +1,8 @@
 """Optional tools that tests need, and how to get each.
 
-A test without its tool is left out. `make test` ends with a table of what was left out, why, and the
-command that gets it; both are the two halves of the reason that `leave_out` gives.
+A test without its tool is skipped. `make test` ends with a table of skipped tests, reasons and the
+commands that get the tools. Reason and command are the two halves of the skip reason that
+`leave_out` gives.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from typing import NoReturn
 import pytest
 
 HOW = " | to run: "
-"""Between why a test was left out and the command that changes it, in the reason of its skip."""
+"""Separator, in a skip reason, between the reason and the command that changes it."""
 
 
 WITHOUT = "HADAL_TESTS_WITHOUT"
-"""Environment variable: the name of a tool to be tested without, though it is there."""
+"""Environment variable: name of a tool that is treated as missing."""
 _SYSTEM = "/usr/lib/postgresql/*/bin"
-"""Debian's place for PostgreSQL, which is not in PATH."""
+"""Debian's folder for PostgreSQL, which is not in PATH."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a machine may lack."""
+    """A tool that a machine may lack."""
 
     what: str
     how: str
-    """The command that gets it."""
+    """Command that gets the tool."""
     programs: tuple[str, ...] = ()
     is_any: bool = False
-    """One of the programs is enough."""
+    """True if one of the programs is enough."""
     as_root: bool = False
     also_in: str = ""
-    """Pattern of folders to look in besides PATH."""
+    """Pattern of folders to search besides PATH."""
 
     def is_there(self) -> bool:
-        """Return whether the programs are there, and the rights."""
+        """Return whether the programs and the rights are available."""
         enough = any if self.is_any else all
         return (os.geteuid() == 0 or not self.as_root) and enough(map(self.find, self.programs))
 
     def find(self, program: str) -> Path | None:
-        """Return the path of a program; None if it is not there."""
+        """Return the path of a program; None if it is missing."""
         if found := shutil.which(program):
             return Path(found)
         folders = sorted(glob.glob(self.also_in), reverse=True) if self.also_in else []
@@ -73,11 +74,11 @@ NEEDS = {
         as_root=True,
     ),
 }
-"""Name -> tool. What shows only when it is tried calls `leave_out` itself."""
+"""Name -> tool. A test of something that only a trial reveals calls `leave_out` itself."""
 
 
 def leave_out(why: str, how: str) -> NoReturn:
-    """Skip the running test: `why` is what is missing, `how` the command that gets it."""
+    """Skip the running test: `why` names the missing item, `how` the command that gets it."""
     pytest.skip(why + HOW + how)
 
 
@@ -88,7 +89,7 @@ def need(name: str) -> None:
 
 
 def hide(name: str, folder: Path) -> str:
-    """Fill a folder with links to all programs in PATH but those of a tool; returns it as a PATH."""
+    """Fill a folder with links to all programs in PATH except those of a tool; return it as a PATH."""
     for place in os.environ["PATH"].split(os.pathsep):
         for program in Path(place).glob("*"):
             link = folder / program.name
@@ -98,13 +99,13 @@ def hide(name: str, folder: Path) -> str:
 
 
 def skip_unless(is_there: bool, why: str, how: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that needs what no row of the table can look for."""
+    """Return a skip mark for a test that needs something outside NEEDS."""
     return pytest.mark.skipif(not is_there, reason=why + HOW + how)
 
 
 def shared_data(name: str) -> Path:
-    """Return a file or folder of public data. Skips the running test where it is not at hand."""
-    from bench.shared_data import shared_data as find_folder  # It imports torch.
+    """Return a file or folder of public data. Skips the running test if it is not available."""
+    from bench.shared_data import shared_data as find_folder  # Imports torch.
 
     folder = find_folder()
     if folder is None or not (folder / name).exists():

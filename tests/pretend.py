@@ -1,11 +1,11 @@
-"""A pretend GPU: its tensors say that they lie on cuda:0, and the CPU computes them.
+"""A pretend GPU: its tensors report cuda:0 as their device, and the CPU computes them.
 
-Every call of torch passes through `_call`, on every thread. Where tensors of two devices meet, or
-one of the GPU becomes a numpy array, it raises what CUDA raises; the rest it computes with the CPU's
-values. Streams and events are replaced: work is done when it is queued. NCCL is a meeting of
-threads, each of them one rank.
+Every call of torch passes through `_call`, on every thread. If tensors of two devices meet, or a
+GPU tensor becomes a numpy array, it raises CUDA's error; the CPU computes all other calls. Streams
+and events are replaced: work is done when it is queued. NCCL is replaced by a barrier of threads,
+one thread per rank.
 
-Shows where code mixes devices. Shows no time, no race, no sync, and nothing of CUDA's kernels.
+Detects code that mixes devices. Does not show times, races, synchronisation or CUDA's kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PretendTensor(Tensor):
     """A tensor of the pretend GPU."""
 
     real: Tensor
-    """The same memory as a tensor of the CPU."""
+    """CPU tensor with the same memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,11 +43,11 @@ class PretendTensor(Tensor):
             return _call(func, args, dict(kwargs or {}))
 
     def record_stream(self, stream: Any) -> None:
-        """Do nothing: memory is freed when nothing refers to it."""
+        """Do nothing: memory is freed once it has no references."""
 
 
 class _Mode(TorchFunctionMode):
-    """Sees the calls that have no tensor of the GPU yet: `torch.zeros(3, device="cuda")`."""
+    """Mode that catches calls without a GPU tensor so far, such as `torch.zeros(3, device="cuda")`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,7 +69,7 @@ def _is_on_gpu(tensor: Any) -> bool:
 
 
 def _is_gpu(device: Any) -> bool:
-    """Return whether this names the GPU. Raises RuntimeError where it names a second one."""
+    """Return whether this names the GPU. Raises RuntimeError if it names a second one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda" and device.index not in (None, 0):
         raise RuntimeError("CUDA error: invalid device ordinal")
@@ -77,7 +77,7 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _unwrapped(values: Sequence[Any], found: list[Tensor]) -> list[Any]:
-    """Return the values with the CPU's tensor in place of each of the GPU; add all tensors to `found`."""
+    """Return the values with the CPU's tensor in place of each GPU tensor; add all tensors to `found`."""
     real: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -90,7 +90,7 @@ def _unwrapped(values: Sequence[Any], found: list[Tensor]) -> list[Any]:
 
 
 def _wrapped(result: Any, given: dict[int, Tensor]) -> Any:
-    """Return the result with its tensors on the GPU; those that were given are the very same."""
+    """Return the result with its tensors on the GPU; input tensors in it are the original objects."""
     if isinstance(result, Tensor):
         return given[id(result)] if id(result) in given else _pretend(result)
     if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
@@ -99,7 +99,7 @@ def _wrapped(result: Any, given: dict[int, Tensor]) -> Any:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch, as CUDA would."""
+    """Call a function of torch with CUDA's rules on devices."""
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Tensor):
         return special(*args, **kwargs)
@@ -120,15 +120,15 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not is_made_on_gpu:
         return result
     if func in (torch.as_tensor, torch.asarray):
-        result = result.clone()  # It may be memory of the CPU.
+        result = result.clone()  # The result may share CPU memory.
     return _wrapped(result, given)
 
 
-# What CUDA lets meet.
+# Rules on tensors of two devices in one call.
 
 
 def _check(name: str, args: Sequence[Any], tensors: list[Tensor]) -> None:
-    """Raise RuntimeError where a call may not mix these tensors."""
+    """Raise RuntimeError if a call may not mix these tensors."""
     if name in ("copy_", "set_"):
         return
     first = tensors[0]
@@ -139,10 +139,10 @@ def _check(name: str, args: Sequence[Any], tensors: list[Tensor]) -> None:
                 "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
             )
         if name == "__getitem__" or not _is_list(index):
-            return  # An index may lie on the CPU, and what is assigned to a slice is copied.
+            return  # An index may lie on the CPU, and slice assignment copies.
         tensors = [first, *(part for part in args[2:] if isinstance(part, Tensor))]
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-    # A single number of the CPU goes along with a kernel's arguments.
+    # A CPU scalar is passed with a kernel's arguments.
     is_from_cpu = any(
         not _is_on_gpu(x) and (x.dim() or (is_in_place and x is first)) for x in tensors
     )
@@ -160,7 +160,7 @@ def _has_gpu(index: Any) -> bool:
 
 
 def _is_list(index: Any) -> bool:
-    """Return whether an index lists positions, and is no slice."""
+    """Return whether an index lists positions, instead of a slice."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor | np.ndarray | list) for part in parts)
 
@@ -191,7 +191,7 @@ def _array(own: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_array(own: Tensor) -> None:
-    """Raise TypeError where a tensor of the GPU is to become a numpy array."""
+    """Raise TypeError if a GPU tensor would become a numpy array."""
     if _is_on_gpu(own):
         raise TypeError(
             "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor"
@@ -217,7 +217,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 class _Stream:
-    """A stream, or an event: what is queued is done."""
+    """A stream or an event; queued work is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = DEVICE
@@ -245,11 +245,11 @@ class _Meeting:
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
         self.sent: dict[tuple[int, int], Tensor] = {}
-        """Sender and receiver -> the rows between them."""
+        """(sender, receiver) -> the rows between them."""
 
 
 class PretendNccl:
-    """What `torch.distributed` has of NCCL, for ranks that are threads. A thread has one group."""
+    """NCCL's part of `torch.distributed`, for ranks that are threads. A thread has one group."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -280,7 +280,7 @@ class PretendNccl:
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
     ) -> None:
-        """See torch.distributed. Raises BrokenBarrierError if a rank does not come or aborts."""
+        """See torch.distributed. Raises BrokenBarrierError if a rank is missing or aborts."""
         assert output.is_cuda
         assert input.is_cuda
         meeting, rank = self._of_thread.group
@@ -310,7 +310,7 @@ def on_gpu(value: Any) -> Any:
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """Make torch have the pretend GPU, in this thread and in those that are started meanwhile."""
+    """Give torch the pretend GPU, in this thread and in threads started within the block."""
     run_thread = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
@@ -348,4 +348,4 @@ def pretend_gpu() -> Iterator[None]:
         try:
             yield
         finally:
-            codec.e4m3_values.cache_clear()  # A table of the pretend GPU is none of a real one.
+            codec.e4m3_values.cache_clear()  # A pretend GPU's table must not reach a real one.

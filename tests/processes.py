@@ -1,4 +1,4 @@
-"""Processes as tests look at them."""
+"""Helpers that look at processes."""
 
 from __future__ import annotations
 

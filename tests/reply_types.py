@@ -1,7 +1,8 @@
-"""Replies in OpenAI's and Anthropic's formats, read with the types of their clients for Python.
+"""Replies in OpenAI's and Anthropic's formats, read with the types of their Python clients.
 
-Strict: no value is converted. A reply has every field that its type knows, but for those of LESS; it has
-those of MORE, and no others but those of ASKED. Knows no endpoint: /openapi.json names each reply's type.
+Strict: no value is converted. A reply has every field of its type except those in LESS. It has the
+fields in MORE, and no other unknown fields than those in ASKED. Independent of endpoints:
+/openapi.json names each reply's type.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ASKED = {
     "Choice": {"token_ids"},
     "CompletionChoice": {"prompt_logprobs", "prompt_token_ids", "token_ids"},
 }
-"""Type -> fields that it does not know, sent where they are asked for: vLLM's."""
+"""Type -> fields unknown to it that are sent only on request; they are vLLM's."""
 MORE = {
     "ChatCompletionMessage": {"reasoning_content"},
     "ChoiceDelta": {"reasoning_content"},
@@ -35,11 +36,11 @@ MORE = {
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},
     "SyncCursorPage": {"first_id", "last_id", "object"},
 }
-"""Type -> fields that it does not know and that are always sent: DeepSeek's, and those that the services'
-descriptions have and their clients' types lack.
+"""Type -> fields unknown to it that are always sent: DeepSeek's, and fields in the services'
+descriptions that their clients' types lack.
 """
 _UNHEARD = {"audio_tokens", "image_tokens", "text_tokens"}
-"""Counts of what no model here reads or writes, and one that is the rest."""
+"""Token counts of audio and images, which no model here uses, and of text, which is the rest."""
 LESS = {
     "Batch": {"model", "usage"},
     "ChatCompletion": {"metadata", "moderation", "service_tier"},
@@ -73,13 +74,13 @@ LESS = {
     "ToolUseBlock": {"toolset_name"},
     "Usage": {"speed"},
 }
-"""Type -> fields that it knows and that need not be sent."""
+"""Type -> fields of it that may be missing."""
 ECHOED = {("Response", "tools"), ("Response", "tool_choice"), ("ResponseItemList", "data")}
-"""Type and field where a reply repeats what its client sent."""
+"""(type, field) in which a reply repeats its client's data."""
 
 
 def read(name: str, fields: Any, *, is_event: bool = False) -> Any:
-    """Return a reply, or an event's data, as the type of this name reads it. Raises AssertionError."""
+    """Return a reply, or an event's data, read as the named type. Raises AssertionError on a mismatch."""
     if name == "openai.types.Completion":
         fields = {
             **fields,
@@ -117,8 +118,8 @@ def _check(value: Any, where: str) -> None:
 
 
 def _text_choice(choice: dict[str, Any], *, is_event: bool) -> dict[str, Any]:
-    """Return a choice without nulls that OpenAI sends and its client's type forbids: in an event the
-    reason why the choice ended, and the log-probability of a text's first token.
+    """Return a choice without nulls that OpenAI sends and its client's type forbids: an event's
+    finish reason, and the log-probability of a text's first token.
     """
     if is_event:
         choice = {**choice, "finish_reason": choice["finish_reason"] or "stop"}

@@ -1,8 +1,8 @@
-"""The list of samples: where the output and the figures in README.md and docs/ are from.
+"""The list of samples: sources of the output and the figures in README.md and docs/.
 
     python -m tests.samples [WORD]      run the deterministic commands that contain WORD, and compare
 
-A sample that differs is mended in its page.
+A sample that differs must be corrected in its page.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FIGURE = re.compile(
     r"(?<![\w.,/=-])\$?\d[\d,]*(?:\.\d+)?\s?"
     r"(?:%|[mu]?s\b|(?:second|minute|hour|time)s?\b|tokens/s|[kKMGT]i?B(?:/s)?\b|x\b)"
 )
-"""A number with a unit that something may have measured."""
+"""Matches a number with a unit that may have been measured."""
 _SETTING = re.compile(r"`\s?\(\Z")
-"""What stands before the value of a field: `name` (1.5 s)."""
+"""Matches the text before the value of a field: `name` (1.5 s)."""
 _COLUMNS = "100"
-"""Width of the terminal whose tables the pages show."""
+"""Width of the terminal for the tables in the pages."""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Texts of one page, and the command that they are from. docs/samples.toml describes the fields."""
+    """Texts of one page, and the command that printed them. docs/samples.toml describes the fields."""
 
     page: str
     command: str
@@ -48,7 +48,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures of one page that no run gave."""
+    """Figures of one page that do not come from a run."""
 
     page: str
     kind: str
@@ -96,18 +96,18 @@ def unlisted(page: Path, samples: Samples) -> list[Figure]:
 
 
 def _spans(quote: str, text: str) -> Iterator[tuple[int, int]]:
-    """Yield where the quote stands in the text; a space of it may be a line's end there."""
+    """Yield the quote's spans in the text; its spaces match line ends too."""
     pattern = r"\s+".join(re.escape(word) for word in quote.split())
     return (match.span() for match in re.finditer(pattern, text))
 
 
 def stands_in(quote: str, text: str) -> bool:
-    """Return whether the quote stands in the text."""
+    """Return whether the text contains the quote."""
     return quote == WHOLE or next(_spans(quote, text), None) is not None
 
 
 def output_of(command: str) -> str:
-    """Run `hadal ...` in a folder of its own; return what it prints. A refusal is output, too."""
+    """Run `hadal ...` in a new folder; return its output. A refusal is output, too."""
     program, *arguments = shlex.split(command)
     assert program == "hadal", command
     arguments = [str(ROOT / part) if (ROOT / part).exists() else part for part in arguments]
@@ -125,13 +125,13 @@ def output_of(command: str) -> str:
 
 
 def missing(sample: Sample, output: str) -> list[str]:
-    """Return what the page has of this command that the output has not. A page may cut lines off."""
+    """Return the sample's texts that the output lacks. A page may omit lines."""
     found = " ".join(output.split())
     return [text for text in sample.shows or sample.figures if " ".join(text.split()) not in found]
 
 
 def main() -> int:
-    """Run the commands and print what differs; return the number of samples that differ."""
+    """Run the commands and print differences; return the number of samples that differ."""
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     num_different = 0
     for sample in read().sample:

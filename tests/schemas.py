@@ -1,4 +1,4 @@
-"""JSON schemas that answers are held to in tests, by name. None: any JSON object."""
+"""JSON schemas that constrain answers in tests, by name. None: any JSON object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    """An object with all of these and nothing else."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,

@@ -1,6 +1,6 @@
-"""Stacks of all processes that a test started, for the report of a test that hangs.
+"""Stacks of all processes that a test started, for the report of a hanging test.
 
-Every process of a worker of pytest inherits `VARIABLE`, so that it can be found whoever its parent is.
+Every process of a pytest worker inherits `VARIABLE`, so that it is found under any parent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "HADAL_TESTS_OF"
-"""Environment variable: process id of the pytest process that a process was started by."""
+"""Environment variable: id of the pytest process that started a process, directly or not."""
 _DUMP_S = 20.0
 _PY_SPY = Path(sys.executable).with_name("py-spy")
 
@@ -24,14 +24,14 @@ def mark() -> None:
 
 
 def processes() -> Iterator[int]:
-    """Yield the process ids of all that this pytest process has started, directly or not."""
+    """Yield the ids of all processes that this pytest process started, directly or not."""
     wanted = f"{VARIABLE}={os.getpid()}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)
         except OSError:
-            continue  # It ended, or is another account's.
+            continue  # It ended, or belongs to another account.
 
 
 def dump() -> str:

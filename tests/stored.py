@@ -1,4 +1,4 @@
-"""Weights as a checkpoint may store them, made of plain values."""
+"""Weights in the forms of a checkpoint, made of plain values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BLOCK = 128
 
 
 def stored(values_NK: Tensor, kind: str = "fp32") -> Matrix:
-    """The matrix in this form: what it lost is lost in `dense()`, too."""
-    if kind.startswith("fp32"):  # Rounding: converted, because its scales were in other blocks.
+    """Return the matrix in this form; `dense()` returns the values after its loss."""
+    if kind.startswith("fp32"):  # Rounding: converted, since its scales had other blocks.
         return Matrix(values_NK, is_rounding_inputs=kind != "fp32")
     if kind == "bf16":
         return Matrix(values_NK.bfloat16())
@@ -34,7 +34,7 @@ def stored_mlp(gate: Tensor, up: Tensor, down: Tensor, kind: str = "fp32") -> Ml
 
 
 def stored_experts(gate_up_E: Tensor, down_E: Tensor, kind: str = "fp32") -> Experts:
-    """Of gate_up [E, 2I, D], gate rows first, and down [E, D, I]."""
+    """Store gate_up [E, 2I, D], gate rows first, and down [E, D, I]."""
     return Experts(
         tuple(
             stored_mlp(*gate_up.chunk(2), down, kind)

@@ -1,4 +1,4 @@
-"""What the pages say is there: files they link to, headings in them, and commands of `hadal`."""
+"""The pages refer only to existing files, headings and commands of `hadal`."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").g
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as they are linked to: lower case, words and hyphens."""
+    """Return the link anchors of a page's headings: lower case, words and hyphens."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Marks of sentences that must be read twice: a budget that may only fall, and what counts."""
+"""Marks of unclear sentences: a budget that may only fall, and the rules of counting."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The simulator decides with the code that serves: an import walk from both sides, and nothing
-decided twice.
+"""The simulator decides with the code that serves: a walk of imports from both sides, and no
+decision defined twice.
 
-Who is reached from a server's processes and from the simulator is read out of the sources. The
-tables below hold what differs, each with its reason; an entry that is no longer true fails as well.
+The sources tell which modules a server's processes and the simulator reach. The tables below list
+differences with their reasons; an entry that is no longer true fails as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVER = (
     "hadal.runtime.unit",
     "hadal.runtime.rank.host",
 )
-"""What `hadal serve` starts, and what starts it."""
+"""Modules that `hadal serve` starts, and the one that starts them."""
 SIMULATOR = (
     "hadal.lab.sim.world.world",
     "hadal.lab.sim.day.fluid",
@@ -38,9 +38,9 @@ SIMULATOR = (
     "hadal.lab.sim.replay",
     "hadal.lab.simulate.run",
 )
-"""What simulates. A module that is not there yet is left out."""
+"""Modules that simulate. A missing module is skipped."""
 CONNECT = ("hadal.gateway", "hadal.runtime")
-"""The simulator's walk stops there: what it would reach through the server's own modules says
+"""Packages at which the simulator's walk stops: modules reached through the server's own ones prove
 nothing.
 """
 
@@ -75,8 +75,8 @@ ONLY_LIVE = {
     },
     "policy": {"slow_hosts": RANKS},
 }
-"""Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay`
-runs those, too: it has the server's modules make the roles.
+"""Room -> its modules that the server reaches and the simulator does not -> reason. `hadal replay`
+runs those too, since the server's modules make its roles.
 """
 CACHE_DAY = (
     "a day through the disk cache's own ledger (kv/disk_slots), which is given its policy as the"
@@ -119,8 +119,8 @@ DIRECT = {
     ("expert_loads", "experts.balance.Cluster"): SPREAD,
     ("expert_loads", "experts.balance.ExpertPlan"): SPREAD,
 }
-"""(module of sim/, class or function of policy/) used past the roles -> why. Constants and types
-may be.
+"""(module of sim/, class or function of policy/) used without a role -> reason. Constants and types
+may be used freely.
 """
 
 DECIDES = (
@@ -136,16 +136,16 @@ DECIDES = (
     "scale",
     "forecast",
 )
-"""First words of what a decision is called."""
+"""First words of a decision's name."""
 NOT_DECIDED: dict[str, str] = {}
-"""Such a name in sim/ -> why it decides nothing that serves."""
+"""Function in sim/ with such a name -> why it decides nothing that serves."""
 ROLES = (
     "front.front.Front",
     "prefill.leader.PrefillLeader",
     "decode.leader.DecodeLeader",
     "fleet.fleet.Fleet",
 )
-"""Those that a simulated fleet is made of."""
+"""Roles of a simulated fleet."""
 
 
 class Tree:
@@ -162,12 +162,12 @@ class Tree:
         return ast.parse(self.module_to_path[module].read_text(encoding="utf-8"))
 
     def room(self, name: str) -> list[str]:
-        """Modules of a room."""
+        """Return the modules of a room."""
         return [module for module in self.module_to_path if module.startswith(f"hadal.{name}.")]
 
     @functools.cache  # noqa: B019
     def imports(self, module: str) -> frozenset[str]:
-        """Modules of ours that it imports when it runs."""
+        """Return our modules that this one imports at run time."""
         found = set()
         for node in _running(self.parsed(module)):
             if isinstance(node, ast.Import):
@@ -178,7 +178,7 @@ class Tree:
         return frozenset(found & self.module_to_path.keys())
 
     def reached(self, entries: tuple[str, ...], stops: tuple[str, ...] = ()) -> set[str]:
-        """All modules that these import, and those that they import in turn."""
+        """Return all modules that the entries import, directly or not."""
         seen: set[str] = set()
         waiting = [entry for entry in entries if entry in self.module_to_path]
         while waiting:
@@ -189,18 +189,18 @@ class Tree:
         return seen
 
     def defined(self, module: str) -> set[str]:
-        """Classes and functions at its top."""
+        """Return the classes and functions at the module's top level."""
         kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         return {node.name for node in self.parsed(module).body if isinstance(node, kinds)}
 
     def functions(self, module: str) -> set[str]:
-        """At any depth, methods too."""
+        """Return functions at any depth, including methods."""
         kinds = ast.FunctionDef | ast.AsyncFunctionDef
         return {node.name for node in ast.walk(self.parsed(module)) if isinstance(node, kinds)}
 
 
 def _running(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements but those that only a type checker sees."""
+    """Yield all statements except those for type checkers only."""
     for node in ast.iter_child_nodes(tree):
         match node:
             case ast.expr() | ast.If(test=ast.Name("TYPE_CHECKING")):
@@ -212,13 +212,15 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def short(modules: set[str], room: str) -> set[str]:
-    """Of those in a room, the names inside it."""
+    """Return the names, within a room, of its modules among `modules`."""
     prefix = f"hadal.{room}."
     return {module.removeprefix(prefix) for module in modules if module.startswith(prefix)}
 
 
 def unlike(tree: Tree, room: str) -> tuple[set[str], set[str]]:
-    """Modules of a room that only the server reaches, and that only the simulator reaches."""
+    """Return the modules of a room that only the server reaches, and those only the simulator
+    reaches.
+    """
     live, simulated = (
         short(tree.reached(SERVER), room),
         short(tree.reached(SIMULATOR, CONNECT), room),
@@ -227,8 +229,8 @@ def unlike(tree: Tree, room: str) -> tuple[set[str], set[str]]:
 
 
 def direct(tree: Tree) -> set[tuple[str, str]]:
-    """(module of sim/, class or function of policy/) that it imports; a whole module of policy/
-    counts as one.
+    """Return (module of sim/, class or function of policy/) for all its imports. An imported module
+    of policy/ counts as one.
     """
     found = set()
     for module in tree.room("lab.sim"):
@@ -252,9 +254,7 @@ def direct(tree: Tree) -> set[tuple[str, str]]:
 
 
 def decided_again(tree: Tree) -> set[str]:
-    """What sim/ defines that has the name of something in roles/ or policy/, or is called as a
-    decision would be.
-    """
+    """Return names in sim/ that equal a name in roles/ or policy/, or that sound like a decision."""
     deciding = [*tree.room("roles"), *tree.room("policy")]
     taken = {
         name for module in deciding for name in tree.defined(module) if not name.startswith("_")
@@ -304,7 +304,7 @@ def test_both_reach_every_role(tree: Tree, role: str) -> None:
     "simulator: both reach the same roles and policies"
 )
 def test_they_are_the_very_classes() -> None:
-    """What the modules that host roles mean by their names."""
+    """Compares the classes that the modules which host roles have imported."""
     assert hadal.lab.sim.world.world.Front is hadal.gateway.assembly.Front
     assert hadal.lab.sim.world.units.make_leader is hadal.runtime.rank.host.make_leader
     deployment = Deployment(fleet=FleetConfig(mode="auto"))
@@ -325,9 +325,7 @@ def test_nothing_is_decided_twice(tree: Tree) -> None:
 
 
 def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
-    """A simulator with a front, a policy and a decision of its own, beside a server that uses the
-    real ones.
-    """
+    """A simulator with its own front, policy and decision, beside a server that uses the real ones."""
     front = [
         "from hadal.policy import admission",
         "from hadal.policy.prefill_balance import choose_rank",

@@ -1,4 +1,4 @@
-"""The list of samples covers the pages, and its deterministic commands print what the pages show."""
+"""The list of samples covers the pages, and its deterministic commands print the output shown in them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What runs the suite, on parts of one file: nothing that went wrong counts as passed, and what was left
-out is told.
-"""
+"""The suite's runner, on parts of one file: no failure counts as passed, and skipped tests are reported."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(path: Path, *options: str, level: str = "test") -> tuple[int, list[Event], str]:
-    """Run a file as a part; returns the exit code, its events and what it printed."""
-    # Outside the folder of the tests their conftest.py is a plugin that is asked for.
+    """Run a file as a part; return the exit code, its events and its output."""
+    # Outside the tests' folder their conftest.py must be loaded as a plugin.
     command = ("-p", "tests.conftest", "-c", str(suite_parts.ROOT / "pyproject.toml"), *options)
     running = Running(Part("one", (str(path),)), command, {"HADAL_LEVEL": level})
     running._process.wait(120)
@@ -131,7 +129,8 @@ def test_a_hang_shows_the_stacks_of_all_processes(tmp_path: Path) -> None:
     assert code == suite_parts.SOME_FAILED
     assert "still not: the moon is blue" in output
     assert "Stacks of all processes" in output
-    # An ordinary user may be forbidden to look into other processes; then the report says so.
+    # An ordinary user may lack the right to inspect other processes; then the report contains that
+    # fact.
     assert "waits_in_vain (" in output or os.geteuid()
 
 

@@ -1,8 +1,7 @@
-"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long a
-function may be.
+"""Rules of the tree: allowed imports, modules that deciding code may not use, and the length of
+functions.
 
-The tables here are the ones ARCHITECTURE.md describes. A rule is changed here on purpose or not at
-all.
+ARCHITECTURE.md describes the tables here. Change a rule here on purpose or not at all.
 """
 
 import ast
@@ -95,12 +94,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "apps/terminal",
     },
 }
-"""Room -> rooms it may import, besides itself. `cli` and `progress` are modules that are rooms by
-themselves; a room of a house has the house's name before its own. Only `commands` and `cli` import from
-other houses.
+"""Room -> rooms it may import, besides itself. `cli` and `progress` are single modules that count
+as rooms. A room of a house has the house's name before its own. Only `commands` and `cli` import
+from other houses.
 """
 HOUSES = ("lab", "apps")
-"""Folders of rooms with an extra of the package."""
+"""Folders of rooms that need an extra of the package."""
 GATEWAY_MAY_IMPORT: dict[str, set[str]] = {
     "edge": set(),
     "text": {"edge"},
@@ -108,8 +107,8 @@ GATEWAY_MAY_IMPORT: dict[str, set[str]] = {
     "desk": {"edge", "text", "api"},
     "": {"edge", "text", "api", "desk"},
 }
-"""Room of the gateway -> its rooms that it may import, besides itself. "": files beside the rooms, which
-put them together.
+"""Room of the gateway -> its rooms that it may import, besides itself. "": files beside the rooms,
+which connect them.
 """
 
 DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "lab/sim", "lab/perf"}
@@ -119,22 +118,20 @@ LAZY: dict[str, set[str]] = {
     # `hadal --help` must not wait for torch and the server.
     "cli": {"hadal", "httpx"},
     "commands": {"hadal", "rich"},
-    # Its page has plotly's script.
+    # The module's page contains plotly's script.
     "lab/simulate": {"hadal"},
 }
-"""Room -> top-level modules that may be imported inside a function. Everywhere else imports stand
-at the top.
-"""
+"""Room -> top-level modules that may be imported inside a function. All other imports stand at the top."""
 
 CODE = ("src", "tests", "train", "bench", "evals", "examples")
 MAX_FUNCTION_LINES = dict.fromkeys(CODE, 70) | {"bench": 90, "tests": 90}
-"""Folder -> lines of a function's body, its docstring included; a signature is a table. A test may
-tell a longer story.
+"""Folder -> most lines of a function's body with its docstring; a signature may be long. Tests may
+be longer.
 """
 MAX_UNDOCUMENTED_LINES = 8
-"""A public function or class longer than this says in a docstring what it is for."""
+"""Longest public function or class that needs no docstring."""
 
-# In two pieces, so that this file does not offend against itself.
+# In two pieces, so that this file does not contain the forbidden text.
 NOT_IN_TEXT = [
     "/wo" + "rk/",
     "/op" + "t/",
@@ -151,8 +148,8 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """`src/hadal/core/x.py` is in room core, `src/hadal/cli.py` is room cli; the package's own
-    __init__ is in none.
+    """Return the room of a file: `core` for `src/hadal/core/x.py`, `cli` for `src/hadal/cli.py`.
+    The package's own __init__ belongs to none.
     """
     parts = path.relative_to(SRC).with_suffix("").parts
     return room_in(parts) if parts[-1] != "__init__" or len(parts) > 1 else "__init__"
@@ -176,12 +173,12 @@ def parse(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(tree: ast.AST) -> list[ast.AST]:
-    """All below `tree` and itself: walked once for all tests."""
+    """Return `tree` and all nodes below, walked once for all tests."""
     return list(ast.walk(tree))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted module) of every import below `tree`, those inside functions included."""
+    """Yield (line, dotted module) of every import below `tree`, including those inside functions."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -278,7 +275,7 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_the_lender_alone_knows_ray() -> None:
-    """It is a process of its own, so that what serves says nothing through Ray."""
+    """The lender is a process of its own, so that serving processes do not communicate through Ray."""
     lender = SRC / "runtime" / "ray_cluster.py"
     fail_on(
         [
@@ -292,7 +289,7 @@ def test_the_lender_alone_knows_ray() -> None:
 
 
 def test_the_console_alone_knows_nicegui() -> None:
-    """It is a process of its own, so that no other waits for the pages to be imported."""
+    """The console is a process of its own, so that no other process waits for its imports."""
     fail_on(
         [
             f"{name(path)}:{line}: imports {module}"
@@ -323,8 +320,8 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_public_things_say_what_they_are() -> None:
-    """Classes and functions too long to be read at a glance. Enums are apart: their members
-    speak.
+    """Checks classes and functions too long to understand at a glance. Enums are exempt: their
+    members explain them.
     """
     offenders = []
     for path in python_files("src/hadal"):
@@ -358,7 +355,7 @@ def test_errors_are_not_swallowed() -> None:
 
 
 def tracked_files() -> list[Path]:
-    """What a commit would hold. Outside a git checkout there is nothing to look at."""
+    """Return the files that a commit would contain. Skips the test outside a git checkout."""
     found = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -393,8 +390,8 @@ def test_unit_tests_mirror_the_source() -> None:
 
 
 def test_deciding_and_connecting_code_loads_no_torch() -> None:
-    """Not even through something it imports: a simulation runs without torch, and a gateway starts
-    without waiting.
+    """Indirect imports count too: a simulation runs without torch, and a gateway starts without
+    waiting for it.
     """
     modules = [
         ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
@@ -416,7 +413,7 @@ def test_deciding_and_connecting_code_loads_no_torch() -> None:
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """pytest's own list of folders to leave out has `dist` in it, which is one of ours."""
+    """pytest's default list of skipped folders contains `dist`, which is one of ours."""
     skipped = set(pytestconfig.getini("norecursedirs"))
     folders = {
         path.name
@@ -428,7 +425,7 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
 
 
 def test_ruff_looks_at_every_folder() -> None:
-    """Its own list of folders to leave out has `dist` in it as well."""
+    """Ruff's default list of skipped folders contains `dist` as well."""
     found = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--show-files", "tests"],
         cwd=ROOT,
@@ -442,7 +439,7 @@ def test_ruff_looks_at_every_folder() -> None:
 
 
 def test_no_class_name_stands_twice() -> None:
-    """A name means one class, for readers and for a search; a leading underscore makes no other name."""
+    """A name means one class, for readers and searches; a leading underscore makes no difference."""
     name_to_places: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
         for node in nodes(parse(path)):
@@ -458,18 +455,18 @@ CLOCKS = {
     "date": {"today"},
     "timeit": {"timeit", "repeat", "default_timer"},
 }
-"""Module or class -> functions that read a clock; with `_ns` behind them too."""
+"""Module or class -> functions that read a clock, also with the suffix `_ns`."""
 READS_CLOCKS = {"tests/waiting.py", "tests/dist/gate.py", "tests/dist/link.py"}
-"""Files that may read a clock: the waits, the gate, which opens by itself in the end, and a slow link. The tools of the
-suite may as well (TOOLS), for they print how long it took.
+"""Files that may read a clock: the waits, the gate, which opens after a limit, and a slow link. The
+suite's tools (TOOLS) may too, because they print durations.
 """
 TOOLS = ("tests/suite/", "tests/mutants", "tests/clients/__main__.py", "tests/sim/swarm.py")
 GIVEN = {"deadline", "unix_now"}
-"""Functions of tests/waiting.py that return a time to hand on, and never to compare."""
+"""Functions of tests/waiting.py that return a time for other code; tests must not compare it."""
 
 
 def clock_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, code) of every call that reads a clock, `loop.time()` and `reply.elapsed` included."""
+    """Yield (line, code) of every call that reads a clock, including `loop.time()` and `reply.elapsed`."""
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr == "elapsed":
             yield node.lineno, ast.unparse(node)
@@ -487,7 +484,7 @@ def clock_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_tests_read_no_clock() -> None:
-    """A verdict that depends on a time depends on how busy the machine is. Tests wait with
+    """A verdict that depends on a time depends on the machine's load. Tests wait with
     `tests.waiting`, assert order and outcome, and leave times to simulations and to `bench`.
     """
     fail_on(
@@ -522,7 +519,7 @@ def test_times_that_tests_hand_on_are_not_compared() -> None:
 
 
 def is_given(value: ast.expr, names: set[str]) -> bool:
-    """Return whether a value is a time that tests/waiting.py gave, or a sum with one."""
+    """Return whether a value is a time from tests/waiting.py, or a sum with one."""
     if isinstance(value, ast.Call):
         return ast.unparse(value.func).rpartition(".")[2] in GIVEN
     if isinstance(value, ast.BinOp):

@@ -1,7 +1,7 @@
-"""Waits of tests: the only file in `tests` that reads a clock.
+"""Waits of tests. Other tests read no clock (tests/test_tidy.py has the exceptions).
 
-A test waits for a condition and asserts order and outcome, never a time: how long something takes says
-how busy the machine is. The deadline is generous and only turns a hang into a failure, which
+A test waits for a condition and asserts order and outcome, never a time, because durations depend
+on the machine's load. The deadline is generous and only turns a hang into a failure, which
 `tests.stacks` explains with the stack of every process.
 """
 
@@ -17,9 +17,9 @@ from tests import stacks
 
 T = TypeVar("T")
 DEADLINE_S = 180.0
-"""Time until a wait counts as a hang. Below pytest's own timeout, so that the message names the wait."""
+"""Time after which a wait counts as hanging. Below pytest's timeout, so that the message names it."""
 _FIRST_PERIOD_S, _LAST_PERIOD_S = 0.0005, 0.01
-"""Between two looks: what comes at once is seen at once."""
+"""First and longest pause between two checks; a condition that is true soon is noticed soon."""
 
 
 class Hang(AssertionError):
@@ -28,7 +28,7 @@ class Hang(AssertionError):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.stacks = stacks.dump()
-        """Of all processes, as they are now: the test ends some of them before it is reported."""
+        """Stacks of all processes now, because the test ends some of them before its report."""
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
 async def wait_for(
     condition: Callable[[], T | Awaitable[T]], what: str, deadline_s: float = DEADLINE_S
 ) -> T:
-    """Like `wait_until`, in a coroutine; `condition` may be one too."""
+    """Like `wait_until`, in a coroutine; `condition` may be a coroutine function too."""
     until_s, period_s = time.monotonic() + deadline_s, _FIRST_PERIOD_S
     while True:
         value = condition()
@@ -60,7 +60,7 @@ async def wait_for(
 
 
 def join(*threads: threading.Thread) -> None:
-    """Wait for the ends of threads. Raises Hang if one runs on."""
+    """Wait for the ends of threads. Raises Hang if one still runs at the deadline."""
     for thread in threads:
         thread.join(DEADLINE_S)
         if thread.is_alive():
@@ -68,10 +68,10 @@ def join(*threads: threading.Thread) -> None:
 
 
 def deadline(seconds: float = DEADLINE_S) -> float:
-    """Monotonic time at which a call shall give up, for code under test that takes a deadline."""
+    """Return a monotonic time, `seconds` from now, for code under test that takes a deadline."""
     return time.monotonic() + seconds
 
 
 def unix_now() -> float:
-    """Unix time, for code under test that takes one."""
+    """Return the Unix time, for code under test that takes one."""
     return time.time()

@@ -1,5 +1,5 @@
-"""Answers of a running server: in one piece, many at once, and streaming, held in the middle by its
-gate.
+"""Answers of a running server: a whole reply, many replies at once, and streams that the gate stops
+midway.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def ask_all(
     bodies: list[dict[str, Any]],
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Any]:
-    """Return the choices of every request."""
+    """Return the choices of every request, at most CONCURRENCY requests at a time."""
     free, model = asyncio.Semaphore(CONCURRENCY), server.model
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
 
@@ -67,7 +67,7 @@ async def ask_all(
 
 
 def events_of(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed reply as they come."""
+    """Yield the events of a streamed reply as they arrive."""
     if "model" not in body:
         body = {**body, "model": server.model}
     body = {**body, "stream": True}
@@ -80,16 +80,16 @@ def events_of(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[
 
 @dataclass
 class Asked:
-    """Requests that a plain server has answered, to be asked of servers of all kinds."""
+    """Requests that a plain server has answered, to be sent to servers of every kind."""
 
     path: str
     bodies: list[dict[str, Any]]
     what_came: Callable[[Any], Any]
-    """Of a reply's choices all that is the same wherever they are made."""
+    """Function: choices of a reply -> the part that must be equal on every kind of server."""
     folder: Path
-    """Of the model."""
+    """Folder of the model."""
     answers: list[Any] = field(default_factory=list)
-    """Choices of each request; empty before it is asked."""
+    """Choices of each request; empty until `ask` has run."""
 
     def ask(self, server: Server) -> None:
         self.answers = asyncio.run(ask_all(server, self.path, self.bodies))
@@ -97,7 +97,9 @@ class Asked:
     def assert_same(
         self, server: Server, while_running: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """What is computed anew `while_running` may differ where a draw lies beside a border."""
+        """Assert that a server gives the stored answers. With `while_running`, KV may be
+        recomputed, so an answer may differ where a draw lies beside a border (tests/dist/borders).
+        """
         answers = asyncio.run(ask_all(server, self.path, self.bodies, while_running))
         for body, ours, theirs in zip(self.bodies, answers, self.answers, strict=True):
             if self.what_came(ours) == self.what_came(theirs):
@@ -107,7 +109,7 @@ class Asked:
 
 
 class Streams:
-    """Greedy completions of the same prompt that stream, each read by a thread."""
+    """Greedy completions of one prompt, streamed, each read by its own thread."""
 
     def __init__(self, server: Server, number: int, num_tokens: int) -> None:
         self.texts = [""] * number
@@ -122,7 +124,7 @@ class Streams:
             thread.start()
 
     def join(self) -> list[str]:
-        """Return all texts, once they are whole. Raises what a reader raised."""
+        """Return all texts once they are complete. Raises the error of a reader thread."""
         join(*self._threads)
         if self._errors:
             raise self._errors[0]
@@ -140,8 +142,8 @@ class Streams:
 def under_way(
     server: Server, unit: str, num_tokens: int, number: int = 1, after: int = 5
 ) -> Streams:
-    """Start streams and return once `unit` works on all of them, and is held by the gate: a prefill unit
-    before their first step, a decode unit at most `after` steps into them.
+    """Start streams and return once `unit` works on all of them and the gate holds it: a prefill
+    unit before its first step, a decode unit at most `after` steps in.
     """
     is_prefill = unit.startswith("prefill")
     kind, state = (gate.PREFILL, "prefilling") if is_prefill else (gate.DECODE, "decoding")
@@ -152,7 +154,8 @@ def under_way(
         f"{number} answers are {state}",
     )
     if not is_prefill:
-        # Each has its first token, from prefill, and then another: all are in a step's batch.
+        # A first token comes from prefill, a second from a decode step: all streams are in its
+        # batch.
         wait_until(lambda: all(streams.texts), "all answers have begun")
         begun = list(map(len, streams.texts))
         server.gate.hold(kind, after)

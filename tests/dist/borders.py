@@ -1,8 +1,8 @@
-"""Whether two answers may differ. The logits of a request that is computed anew differ in their last bits.
-A draw beside the border of two tokens may then fall on its other side. Where two experts score nearly
-the same, the last bits choose between them, and the border itself moves by a hundredth.
+"""Decide whether two answers to one request may differ. Recomputed logits differ in their last
+bits, so a draw beside the border of two tokens may fall on its other side. Where two experts score
+nearly the same, the last bits choose between them, and the border itself moves by about 0.01.
 
-    body --the gateway's own code--> what ranks are asked --the plain loop, exact and with NOISE-->
+    body --the gateway's own code--> the generations sent to ranks --the plain loop, exact and with NOISE-->
     logits of the common beginning --bias, penalties, mask, temperature--> the tokens within EDGE of the draw
 """
 
@@ -34,16 +34,16 @@ from hadal.tokens.grammars import Grammars
 from hadal.tokens.table import read_token_table
 
 EDGE = 1e-4
-"""Share of the cumulative distribution. Kernels and the plain loop differ by about a tenth of it."""
+"""Width of a border in cumulative probability. Kernels and the plain loop differ by about a tenth of it."""
 NOISE, NUM_NOISY = 1e-5, 16
-"""Relative noise on the input of experts and their router, about as much as rounding makes; its draws."""
+"""NOISE: relative noise on inputs of experts and router, about as rounding. NUM_NOISY: its draws."""
 COMPLETIONS = "/v1/completions"
 
 
 def beside_a_border(
     folder: Path, path: str, body: dict[str, Any], ours: list[Any], theirs: list[Any]
 ) -> bool:
-    """Return whether choices of a request first differ in tokens beside a border, each that does."""
+    """Return whether every differing choice first differs in two tokens that share a border."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         pairs = list(zip(one["token_ids"], other["token_ids"], strict=False))
         at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
@@ -60,7 +60,7 @@ def beside_a_border(
 
 
 def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generation]:
-    """What ranks are asked for a body."""
+    """Return the generations that the gateway sends to ranks for a body."""
 
     async def begin() -> Work:
         model = read_served_model(folder, "m")
@@ -78,8 +78,8 @@ def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generati
 
 
 def near(folder: Path, generation: Generation, output: list[int]) -> Iterator[set[int]]:
-    """Yield the tokens that a draw behind `output` gives within EDGE of its number: for exact weights, then
-    also for those with noise. The sets grow.
+    """Yield growing sets of tokens that a draw after `output` gives within EDGE of its number: for
+    exact weights, then also for each draw of noisy weights.
     """
     exact, found = _weights(folder), set[int]()
     for seed in range(-1, NUM_NOISY):

@@ -1,5 +1,5 @@
-"""A browser that looks at the console's pages, and notes what no page may do: ask another host, or
-complain.
+"""A browser that opens the console's pages and records violations: requests to another host, errors
+and warnings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDE, NARROW = (1400, 900), (390, 844)
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Debian's Chromium, without a screen. The test is left out where there is none."""
+    """Yield Debian's Chromium, headless. Skips the test if it is not installed."""
     need("chromium")
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
@@ -33,7 +33,7 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def looking(browser: Browser, url: str, path: str = "/", **context: Any) -> Iterator[Page]:
-    """A page with a storage of its own. At the end nothing may have been wrong."""
+    """Yield a page with its own storage. Raises AssertionError at the end if a violation was recorded."""
     width, height = context.pop("size", WIDE)
     wrong: list[str] = []
     with browser.new_context(viewport={"width": width, "height": height}, **context) as opened:

@@ -40,17 +40,17 @@ TOTALS = {
     EVICTED_BLOCKS: ("hadal_cache_evicted_blocks_total{", 'tier="memory"'),
     DISK_EVICTED_BLOCKS: ("hadal_cache_evicted_blocks_total{", 'tier="disk"'),
 }
-"""How a series of each count begins in /metrics, and what else is in it."""
+"""Count -> beginning of its series in /metrics, and a label that the series must have ("": any)."""
 ON_DISK = ("hadal_cache_blocks{", 'tier="disk"')
-"""The same for the blocks on disk that a unit can find."""
+"""Beginning and label of the series that counts the blocks on disk that a unit can find."""
 HEARTBEAT_S = 0.1
 
 
 def cache_fields(
     folder: Path | None = None, *, memory: bool = True, disk_mb: int = 256
 ) -> dict[str, Any]:
-    """Return fields of a deployment that reads what is on disk (on an idle machine hadal-tiny
-    computes it sooner), and whose counts come soon.
+    """Return deployment fields for a server that always reads from disk and reports counts soon. An
+    idle machine would compute hadal-tiny's KV faster than it reads it.
     """
     disk = {} if folder is None else {"folder": str(folder), "disk_mb": disk_mb, "recompute": OFF}
     return {
@@ -60,21 +60,21 @@ def cache_fields(
 
 
 def counts(server: Server, key: str = "") -> dict[str, int]:
-    """Return each of TOTALS, summed over units; 0 where nothing was counted yet."""
+    """Return each of TOTALS, summed over units; 0 if nothing was counted yet."""
     lines = _metrics(server, key)
     return {total: sum(_values(lines, *series)) for total, series in TOTALS.items()}
 
 
 def total(server: Server, name: str, label: str) -> int:
-    """Return the sum of a counter's series that have a label; 0 where nothing was counted yet."""
+    """Return the sum of a counter's series that have a label; 0 if nothing was counted yet."""
     return sum(_values(_metrics(server, ""), f"{name}{{", label))
 
 
 def settle(server: Server, key: str = "") -> dict[str, int]:
-    """Wait until nothing is asked, read or written any more; return the counts then.
+    """Wait until no request, read or write is in progress; return the counts then.
 
-    What a unit counts reaches the front before the answer to an audit that comes after it. The
-    ledgers of all units must add up: else it fails with what is wrong.
+    A unit's counts reach the front before its answer to a later audit does. The ledgers of all
+    units must add up; otherwise this raises Hang with the last audit.
     """
 
     def is_done() -> str:
@@ -90,8 +90,8 @@ def settle(server: Server, key: str = "") -> dict[str, int]:
 
 
 def wait_found(server: Server, folder: Path, key: str = "") -> None:
-    """Wait until every unit can find all blocks that lie in a folder and are its model's. Only for
-    a server that does not write meanwhile.
+    """Wait until every unit can find all of its model's blocks in a folder. Valid only while the
+    server does not write.
     """
     fingerprint = read_run(server.folder).fingerprint
 
@@ -104,8 +104,9 @@ def wait_found(server: Server, folder: Path, key: str = "") -> None:
 
 
 def num_on_disk(server: Server, folder: Path, prompts: Iterable[tuple[int, ...]]) -> int:
-    """Return the tokens of prompts, sent without a key, that are found if all that lies in a folder
-    is: whole blocks from each prompt's first on, and never its last position.
+    """Return the number of prompt tokens found if every block in the folder can be found: whole
+    blocks from the start of each prompt, never its last position. Valid for prompts sent without a
+    key.
     """
     run = read_run(server.folder)
     there, root = names_on_disk(folder, run.fingerprint), root_of(run.fingerprint.encode())
@@ -119,7 +120,7 @@ def num_on_disk(server: Server, folder: Path, prompts: Iterable[tuple[int, ...]]
 
 
 def _wait_right(wrong: Callable[[], str], what: str) -> None:
-    """Wait until a look finds nothing wrong; fails with what the last one found."""
+    """Wait until `wrong` returns an empty string; raises Hang with the last non-empty one."""
     last = [""]
 
     def is_right() -> bool:

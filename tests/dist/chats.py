@@ -1,10 +1,10 @@
-"""Chats of several turns with the shipped model: every prompt holds the ones before it, as those of
-clients do.
+"""Chats of several turns with the shipped model. Every prompt contains the earlier turns, as
+clients send it.
 
-A chat's prompt k is prompt k-1, its greedy answer and a new question, in token ids, so that what
-has to be found in the cache again is known exactly. Half of the chats keep the whole answer in
-their history, the others what follows its reasoning, as DeepSeek-R1's template does. Chats share
-system prompts, and first prompts end at the borders of blocks.
+Prompt k of a chat is prompt k-1, its greedy answer and a new question, in token ids, so the tokens
+that the cache must find are known exactly. Half of the chats keep the whole answer in their
+history. The others keep only the text after its reasoning, as DeepSeek-R1's template does. Chats
+share system prompts, and first prompts end at or beside block borders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOKENS = 80
 NUM_TURNS = 4
 EVERYDAY_SEED = 7
 SYSTEM_TOKENS = (150, 64, 20)
-"""Of the system prompts that chats share."""
+"""Lengths of the system prompts that chats share, in tokens."""
 FIRST = (
     (64, 2),
     (0, 0),
@@ -42,35 +42,33 @@ FIRST = (
     (127, 1),
     (129, 1),
 )
-"""Tokens of a first prompt (0: as many as it has) and its system prompt, by turns."""
+"""(tokens, index of the system prompt) of each chat's first prompt, in rotation. 0: natural length."""
 QUESTION_TOKENS = 32
-"""Most of a question in a prompt of given length."""
+"""Longest question in a prompt of a given length, in tokens."""
 MAX_QUESTION_TOKENS = 128
 
 Chat = list[Case]
-"""Its turns."""
+"""Turns of one chat."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said to one turn."""
+    """The server's answer to one turn."""
 
     tokens: tuple[int, ...]
     hit: int
-    """Prompt tokens from the cache, by the reply's usage."""
+    """Prompt tokens read from the cache, as the reply's usage reports."""
     miss: int
 
 
 class ChatMaker:
-    """Draws chats; `weights` answer them. A seed and a number of chats make the same chats
-    always.
-    """
+    """Draws chats and answers them with `weights`. Equal seeds and numbers of chats give equal chats."""
 
     def __init__(self, seed: int, weights: ModelWeights | None = None) -> None:
         folder = model_folder("")
         self._rng = random.Random(seed)
         self._vocabulary: Vocabulary = read_vocabulary(folder)
-        torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+        torch.set_num_threads(1)  # Two threads would wait for each other on a busy machine.
         self._weights = weights or load_weights(folder)
         examples = held_out_examples(24, seed)
         self._questions = [example.messages[-1]["content"] for example in examples]
@@ -82,27 +80,27 @@ class ChatMaker:
         self._think_close = self._ids("</think>")[0]
 
     def text_ids(self, num_tokens: int) -> tuple[int, ...]:
-        """So many tokens of plain text."""
+        """Return `num_tokens` tokens of plain text."""
         ids: list[int] = []
         while len(ids) < num_tokens:
             ids += self._vocabulary.encode_plain(self._rng.choice(self._questions) + " ")
         return tuple(ids[: max(0, num_tokens)])
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """A prompt of exactly that many tokens, which no other call returns."""
+        """Return a prompt of exactly `num_tokens` tokens that no other call returns."""
         asked = (*self._question(QUESTION_TOKENS), *self._assistant)
         return (*self._bos, *self.text_ids(num_tokens - len(asked) - len(self._bos)), *asked)
 
     def chats(
         self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS
     ) -> list[Chat]:
-        """Return chats and what the plain single-request loop answers to them. Fewer chats and fewer
-        turns are the first ones of more.
+        """Return chats with the answers of the plain single-request loop. Fewer chats or turns are
+        a prefix of more.
         """
         return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
 
     def answer(self, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> Case:
-        """The plain loop's answer."""
+        """Return the prompt with the plain loop's answer."""
         return Case(prompt, plain_answer(self._weights, prompt, max_tokens))
 
     def _chat(self, number: int, num_turns: int, max_tokens: int) -> Chat:
@@ -141,27 +139,27 @@ class ChatMaker:
 def everyday_chats(
     num_chats: int, seed: int, num_turns: int = NUM_TURNS, weights: ModelWeights | None = None
 ) -> list[Chat]:
-    """Return chats of a seed of the file's own at full sizes; else of the one that all files share,
-    so that the plain loop answers once for all.
+    """Return chats for `seed` at full sizes, else for EVERYDAY_SEED, which all files share so that
+    the plain loop answers them once.
     """
     return ChatMaker(seed if FULL else EVERYDAY_SEED, weights).chats(num_chats, num_turns)
 
 
 class Named:
-    """Which blocks a cache can have: the full ones of the texts it was shown."""
+    """Prediction of the blocks a cache can have: the full blocks of the texts passed to `add`."""
 
     def __init__(self) -> None:
         self._prefixes: set[tuple[int, ...]] = set()
 
     def add(self, tokens: tuple[int, ...]) -> None:
-        """All of them have KV."""
+        """Record that all of these tokens have KV."""
         self._prefixes |= {
             tokens[:end] for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
         }
 
     def hit(self, prompt: tuple[int, ...]) -> int:
-        """Tokens of a prompt that can be found: whole blocks from the first on, and never the last
-        position.
+        """Return the number of a prompt's tokens that can be found: whole blocks from the start,
+        never the last position.
         """
         end = 0
         while end + BLOCK_TOKENS < len(prompt) and prompt[: end + BLOCK_TOKENS] in self._prefixes:
@@ -170,7 +168,7 @@ class Named:
 
 
 def with_kv(case: Case) -> tuple[int, ...]:
-    """The text of which decode has KV: the last token drawn was never computed."""
+    """Return the tokens that have KV after decode: all but the last one, which was only drawn."""
     return (*case.prompt, *case.output[:-1])
 
 
@@ -182,7 +180,7 @@ async def ask(
     *,
     cache_salt: str = "",
 ) -> Answer:
-    """One turn, greedy. Raises httpx.HTTPError where the server is gone."""
+    """Send one turn, greedy. Raises httpx.HTTPError if the server is gone."""
     body = {
         "model": model,
         "prompt": list(case.prompt),
@@ -206,7 +204,7 @@ async def ask(
 
 
 def client_for(url: str, concurrency: int, key: str = "") -> httpx.AsyncClient:
-    """`key`: of the API."""
+    """Return a client that sends `key` as the API key and allows `concurrency` requests at once."""
     limits = httpx.Limits(max_connections=concurrency + 4)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, headers=headers)
@@ -222,7 +220,7 @@ def talk(
     max_tokens: int = MAX_TOKENS,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Answer]]:
-    """Hold all chats, each turn after the one before it, `concurrency` of them at once."""
+    """Run all chats, the turns of each in order, `concurrency` chats at once."""
 
     async def run() -> list[list[Answer]]:
         gate = asyncio.Semaphore(concurrency)
@@ -244,9 +242,7 @@ def talk(
 
 
 def wrong(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[str]:
-    """What is not as it must be, told so that it can be repeated: tokens, and what the usage says
-    of the prompt.
-    """
+    """Return errors in tokens and in the usage of prompts, with enough detail to repeat them."""
     found = []
     for number, (chat, replies) in enumerate(zip(chats, answers, strict=True)):
         for turn, (case, answer) in enumerate(zip(chat, replies, strict=True)):
@@ -269,5 +265,5 @@ def wrong(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[st
 
 
 def num_hit(answers: Sequence[Sequence[Answer]]) -> int:
-    """Prompt tokens of all answers that came from the cache."""
+    """Return the prompt tokens of all answers that came from the cache."""
     return sum(answer.hit for replies in answers for answer in replies)

@@ -1,4 +1,4 @@
-"""Running servers for tests: borrowed from a pool, or one of their own."""
+"""Running servers for tests: borrowed from a pool, or a test's own."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ __all__ = ["Server", "StartServer", "starting"]
 
 @contextmanager
 def starting() -> Iterator[StartServer]:
-    """What `start_server` yields; its servers end with the block."""
+    """Yield the function behind `start_server`; its servers end with the block."""
     servers: list[Server] = []
     folders: list[Path] = []
 
@@ -30,7 +30,7 @@ def starting() -> Iterator[StartServer]:
     ) -> Server:
         folders.append(
             Path(tempfile.mkdtemp(prefix="hadal-t-"))
-        )  # Sockets need a short path; tmp_path is a long one.
+        )  # Sockets need a short path; tmp_path is too long.
         server = launch(folders[-1], arguments, environment or {}, **overrides)
         servers.append(server)
         if wait:
@@ -48,11 +48,11 @@ def starting() -> Iterator[StartServer]:
 
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
-    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a
-    server that is ready.
+    """Yield a function that starts a server of its own and waits until it is ready.
 
-    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not
-    wait for it.
+    `start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`.
+    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: return
+    at once.
     """
     with starting() as start:
         yield start
@@ -60,7 +60,7 @@ def start_server() -> Iterator[StartServer]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For a disk cache. Short-lived, and on a disk where the temporary folder is."""
+    """Yield a folder for a disk cache, on the temporary folder's disk and deleted after the test."""
     made = Path(tempfile.mkdtemp(prefix="hadal-c-"))
     yield made
     shutil.rmtree(made, ignore_errors=True)
@@ -68,7 +68,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """All servers that tests of this process borrow."""
+    """Yield the pool of servers that the tests of this process borrow."""
     servers = Pool()
     yield servers
     servers.close()
@@ -78,7 +78,7 @@ def pool() -> Iterator[Pool]:
 def _lending(
     pool: Pool, give_back: Callable[[Pooled], None], *, is_mortal: bool = False
 ) -> Iterator[StartServer]:
-    """What borrows from the pool; all of it is given back at the end of the block."""
+    """Yield a function that borrows from the pool; all servers are given back at the end of the block."""
     borrowed: list[Pooled] = []
 
     def take(*arguments: str, **overrides: Any) -> Server:
@@ -86,15 +86,16 @@ def _lending(
         return borrowed[-1].server
 
     yield take
-    with contextlib.ExitStack() as stack:  # Each is audited, whatever becomes of the others.
+    with contextlib.ExitStack() as stack:  # Audits each server, even if another one's audit fails.
         for one in borrowed:
             stack.callback(give_back, one)
 
 
 @pytest.fixture
 def borrow(pool: Pool) -> Iterator[StartServer]:
-    """`borrow("--api-key", "k", decode={"drafts": 1})`: a server of this configuration that other
-    tests have used, and will use. It is audited at the end of the test.
+    """Yield a function that lends a server shared with other tests, audited at the end of the test.
+
+    Example: `borrow("--api-key", "k", decode={"drafts": 1})`.
     """
     with _lending(pool, pool.give_back) as take:
         yield take
@@ -102,8 +103,8 @@ def borrow(pool: Pool) -> Iterator[StartServer]:
 
 @pytest.fixture
 def mortal(pool: Pool) -> Iterator[StartServer]:
-    """Like `borrow`, for tests that end or freeze processes of a server that goes on: it is audited once
-    all run again, and is lent to other such tests then.
+    """Like `borrow`, for tests that end or freeze processes of a server that keeps running. The
+    server is audited once all its processes run again, then lent to other such tests.
     """
     with _lending(pool, pool.give_back, is_mortal=True) as take:
         yield take
@@ -111,14 +112,14 @@ def mortal(pool: Pool) -> Iterator[StartServer]:
 
 @pytest.fixture
 def ending(pool: Pool) -> Iterator[StartServer]:
-    """Like `mortal`, for a test that ends its server: one that other tests have done with, or a new one."""
+    """Like `mortal`, for a test that ends its server: an idle one of the pool, or a new one."""
     with _lending(pool, pool.end, is_mortal=True) as take:
         yield take
 
 
 @pytest.fixture
 def server(borrow: StartServer) -> Server:
-    """A server as it is by default, for a test that leaves it as it found it."""
+    """Return a server with the default configuration, for a test that leaves it unchanged."""
     return borrow()
 
 

@@ -1,11 +1,12 @@
-"""A process that writes blocks to a disk cache until it is killed, and prints what it was told is
-durable. Forked from a warm one (served.py), and killed by the kernel when the test's process ends.
+"""A process that writes blocks to a disk cache until it is killed, and prints which blocks were
+acknowledged as durable. It is forked from a warm process (served.py). The kernel kills it when the
+test's process ends.
 
     tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
 
-Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged ones, `F n` for n
-that were not written, `D name...` for names that made room. With LIMIT it ends in order after so
-many blocks.
+Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged blocks, `F n` for
+n blocks that were not written, `D name...` for evicted names. With LIMIT it exits normally after
+LIMIT blocks.
 """
 
 import os
@@ -29,24 +30,25 @@ IN_FLIGHT = 4
 
 
 def content(name: bytes) -> bytes:
-    """What a block of this name holds."""
+    """Return the content of the block with this name."""
     return np.random.Generator(np.random.PCG64(int.from_bytes(name, "little"))).bytes(BLOCK_BYTES)
 
 
 def say(what: str, *words: object) -> None:
-    """In one write: a line is whole or not there."""
+    """Print a line in one write, so that a kill leaves it whole or absent."""
     os.write(1, (" ".join((what, *map(str, words))) + "\n").encode())
 
 
 def told(stored: BlocksStored, names: list[bytes]) -> int:
-    """Say what came of a store; return how many blocks were written."""
+    """Print the outcome of a store; return how many blocks were written."""
     assert len(names) == len(stored.locations)
     kept = [
         name.hex()
         for name, location in zip(names, stored.locations, strict=True)
         if location is not None
     ]
-    # First: killed in between, it has not told of blocks as written which put out others unsaid.
+    # Evictions are printed first: a kill in between must not leave written blocks acknowledged
+    # while the names that they evicted were never printed.
     if stored.dropped:
         say("D", *(name.hex() for name in split(stored.dropped)))
     if kept:

@@ -1,10 +1,10 @@
-"""Balancers that decide by loads alone, in a server of a test.
+"""Balancers that decide by load alone, in a test's server.
 
-A live unit moves experts and requests where seconds gained exceed seconds spent. Both are measured on
-this machine, so whether anything moves depends on how busy it is. Here experts cost so much in a step
-that every gain pays, gains by chance included, loads are counted as often as a prefill unit counts them, and
-moves of requests are judged by the terms of an unmeasured unit. Loads, placements, installations and moves are
-the server's own.
+A live unit moves experts and requests where the seconds gained exceed the seconds spent. Both are
+measured on this machine, so whether anything moves depends on how busy it is. Here each step's
+expert time is so large that every gain pays, chance gains included. Loads are counted as often as a
+prefill unit counts them, and moves of requests use the terms of an unmeasured unit. Loads,
+placements, installations and moves are the server's own.
 
     start_server(environment=eager.ENVIRONMENT)
 """
@@ -25,13 +25,13 @@ from hadal.roles.experts.gain import PREFILL_TERMS
 VARIABLE = "HADAL_TEST_EAGER"
 ENVIRONMENT: Mapping[str, str] = {VARIABLE: "1"}
 _GROWING_S = 1.0
-"""Seconds of one MoE layer's experts in a step."""
+"""Seconds per step of one MoE layer's experts."""
 EAGER_TERMS = replace(PREFILL_TERMS, num_sigmas=0.0, gain_min=0.0, rest_intervals=1)
-"""Any gain is enough, whether or not it may be chance, and a layer is looked at again at once."""
+"""Any gain is enough, chance gains included, and a layer may be balanced again at once."""
 
 
 def install() -> None:
-    """Make the balancers of this process and of those forked from it eager, if the environment says so."""
+    """Make the balancers of this process and its forks eager if the environment asks for it."""
     if VARIABLE not in os.environ:
         return
     plan = ExpertBalancer.plan

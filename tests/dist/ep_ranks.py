@@ -1,5 +1,5 @@
-"""What the rank processes of test_ep_model run: real runners over a mesh, driven in lockstep by a
-script all know.
+"""Rank processes of test_ep_model: real runners over a mesh, driven in lockstep by a script that
+every rank has.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from hadal.reference.params import ModelWeights
 GREEDY = Sampling(temperature=0.0)
 CHUNK_TOKENS = 96
 MAX_TOKENS = 2048
-"""Of a micro-batch."""
+"""Largest number of tokens in a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a unit serves: everything that must change no token."""
+    """Settings of a unit that must change no token."""
 
     num_redundant: int = 0
     mode: str = "normal"
@@ -60,7 +60,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Script:
-    """Prompts and how many tokens each gets. Prompt n is rank n % num_ranks's."""
+    """Prompts and the number of tokens each gets. Rank n % num_ranks owns prompt n."""
 
     prompts: tuple[tuple[int, ...], ...]
     num_tokens: tuple[int, ...]
@@ -74,18 +74,18 @@ class Script:
 
 @dataclass(frozen=True)
 class Served:
-    """What one rank made of its prompts."""
+    """Results of one rank for its prompts."""
 
     outputs: dict[int, list[int]]
     first_logits: dict[int, Tensor]
-    """After the prompt, [V]."""
+    """Prompt number -> logits after its last position, [V]."""
     decode_times: tuple[OpTime, ...]
-    """Of the last full decode step."""
+    """Operation times of the last full decode step."""
     num_loaded: int
 
 
 class Listened(DeepseekV3):
-    """A model whose prefill logits are kept."""
+    """Model that also stores its prefill logits in `kept`."""
 
     def __init__(
         self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None, kept: list[Tensor]
@@ -115,7 +115,7 @@ class Rank:
         self.rank = 0 if group is None else group.rank
         self.script, self.way, self.num_ranks = script, way, num_ranks
         self._logits: list[Tensor] = []
-        """Of the last prefill step, by micro-batch."""
+        """Logits of the last prefill step, by micro-batch."""
         num_layers = config.num_hidden_layers - config.first_k_dense_replace
         self.placement = spread(num_layers, config.n_routed_experts, num_ranks, way.num_redundant)
         cache = KvCache(config, script.num_blocks())
@@ -156,7 +156,7 @@ class Rank:
         return formed
 
     def serve(self, num_loaded: int = 0) -> Served:
-        """Prefill all prompts, a chunk of each per step, then decode until the last is done."""
+        """Prefill all prompts, one chunk of each per step, then decode until all are done."""
         script, way = self.script, self.way
         mine = [n for n in range(len(script.prompts)) if n % self.num_ranks == self.rank]
         blocks, at = {}, 1
@@ -182,7 +182,7 @@ class Rank:
     def _chunks(
         self, step: int, mine: list[int], blocks: dict[int, tuple[int, ...]]
     ) -> tuple[list[Chunk], list[Chunk]]:
-        """Every prompt's next tokens, in two micro-batches cut within the prompts."""
+        """Return every prompt's next tokens, in two micro-batches cut within the prompts."""
         chunks: list[Chunk] = []
         second: list[Chunk] = []
         for n in mine:
@@ -235,7 +235,7 @@ class Rank:
 
 
 def everybody(group: Group, epoch: str, port: int) -> tuple[Member, ...]:
-    """The members of a formed group, whose ports they tell one another."""
+    """Exchange ports within a formed group and return its members."""
     peers = [peer for peer in group.members if peer != group.rank]
     told = torch.tensor([port], dtype=torch.int32).view(torch.uint8)
     ports = {
@@ -249,8 +249,8 @@ def everybody(group: Group, epoch: str, port: int) -> tuple[Member, ...]:
 def serve_ways(
     group: MeshGroup, folder: str, script: Script, ways: tuple[Way, ...]
 ) -> list[Served]:
-    """On every rank of a formed group: serve the script once in every way, each in a generation of
-    its own.
+    """Serve the script once in every way, each in a formation of its own. Runs on every rank of a
+    formed group.
     """
     members = everybody(group, group.epoch, group.port)
     results = []

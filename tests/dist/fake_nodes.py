@@ -1,12 +1,12 @@
-"""A Ray cluster of many nodes on one host: a raylet each, with eight GPUs that are not there.
+"""A Ray cluster of many nodes on one host: one raylet per node, with eight GPUs that do not exist.
 
-The head is as any. Of the others, what Ray runs beside a raylet (an agent for its dashboard and one
-for environments, 120 MB of Python a node) is replaced by a shell that says that it has no ports: so
-a node takes 14 MB, and a process for each actor on it.
+The head is a normal one. On the other nodes a shell script replaces the two processes that Ray runs
+beside a raylet (the agents for its dashboard and for environments, 120 MB of Python per node). It
+reports that it has no ports. A node then takes 14 MB, plus a process for each actor on it.
 
     python -m tests.dist.fake_nodes ADDRESS PORT NUM_NODES
 
-Prints a line of JSON a second: `ClusterState`.
+Prints a JSON line per second: `ClusterState`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ else
 fi
 exec sleep infinity
 """
-"""Where a raylet looks for the ports of its two agents: files of these names."""
+"""Shell stand-in for both agents. A raylet reads its agents' ports from files with these names."""
 
 
 class ClusterState(msgspec.Struct):
-    """What the cluster has and lends."""
+    """Nodes, free GPUs and placement groups of the cluster."""
 
     num_nodes: int
     num_free_gpus: int
     groups: dict[str, list[str]]
-    """Ray's ids of the nodes that each placement group has, by its name."""
+    """Name of a placement group -> Ray's ids of its nodes."""
 
 
 def start(address: str, port: int, num_nodes: int) -> None:
-    """The head and the nodes, one after the other."""
+    """Start the head, then the nodes one after another."""
     common = {"node_ip_address": address, "num_cpus": 0, "object_store_memory": 80_000_000}
     head = {"gcs_server_port": port, "include_dashboard": False, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
@@ -71,7 +71,7 @@ def start(address: str, port: int, num_nodes: int) -> None:
 
 
 def state() -> ClusterState:
-    """As Ray sees it now."""
+    """Return the cluster's state as Ray reports it now."""
     groups = {
         group["name"]: list(group["bundles_to_node_id"].values())
         for group in placement_group_table().values()

@@ -1,16 +1,16 @@
-"""A gate before the steps of a served unit: a test holds a stream where it is until it has seen what it
-wants, instead of hoping that the answer is long enough.
+"""A gate before the steps of a served unit. A test holds a stream in place until its condition is
+met, instead of hoping that the answer is long enough.
 
     test                      unit
-      |-- hold(DECODE, 20)      |   20 steps more, then its computing thread waits
-      |                         |   (heartbeats go on, and a broken formation is not waited for)
+      |-- hold(DECODE, 20)      |   20 more steps, then its compute thread waits
+      |                         |   (heartbeats continue; a step of a broken formation does not wait)
       |-- ... looks, kills      |
       |-- open() -------------->|   the next step begins
 
-While a unit is held or counted, its plans have one pass of the model each, so that a test knows which
-token a step ends at. The gate is a file that every process of a server maps. A test's server is forked
-from a process that has imported this module (`served`), which wraps `Compute`; a server that is
-started as users start it has no gate.
+While a unit is held or counted, each of its plans has one pass of the model, so that a test knows
+the token at which a step ends. The gate is a file that every process of a server maps. A test's
+server is forked from a process that has imported this module (`served`), which wraps `Compute`. A
+server started by the usual command has no gate.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ VARIABLE = "HADAL_TEST_GATE"
 """Environment variable: path of a server's gate."""
 PREFILL, DECODE = 0, 1
 _LAYOUT = struct.Struct("<qqqq")
-"""For prefill, then decode: number of the hold, and steps that it lets through; negative: all."""
+"""Pairs for prefill and decode: the hold's number, and the steps it allows (negative: no limit)."""
 _PERIOD_S = 0.002
 _HELD_MAX_S = 240.0
-"""A test that ended without opening its gate holds nobody for ever."""
+"""Longest hold: a test that ended without opening its gate does not block units forever."""
 
 
 class Gate:
-    """The test's end. All units are free at first."""
+    """Test side of a gate. All units are free at first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,12 +47,12 @@ class Gate:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def hold(self, kind: int, after: int = 0) -> None:
-        """Let each unit of a kind run `after` steps more, then hold it before the next."""
+        """Hold each unit of a kind after `after` more steps."""
         self._set(kind, after)
 
     def stepping(self, kind: int, condition: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a condition to wait for, each look at which lets one step through: however late
-        something comes, few steps are done until then.
+        """Return a condition to wait for that allows one more step at each check. However late it
+        becomes true, few steps run until then.
         """
 
         def look() -> bool:
@@ -62,7 +62,7 @@ class Gate:
         return look
 
     def open(self) -> None:
-        """Let all units go on."""
+        """Release all units."""
         for kind in (PREFILL, DECODE):
             self._set(kind, -1)
 
@@ -73,7 +73,7 @@ class Gate:
 
 
 class _Unit:
-    """The unit's end, in a process of its own."""
+    """Unit side of a gate, in a process of its own."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -83,11 +83,11 @@ class _Unit:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a test counts the steps of decode."""
+        """True while a test limits decode steps."""
         return bool(_LAYOUT.unpack(self._map)[2 * DECODE + 1] >= 0)
 
     def pass_through(self, compute: Any, kind: int, formation: int) -> None:
-        """Wait until a step may begin, or is void."""
+        """Wait until a step may begin, its formation is outdated, or _HELD_MAX_S is over."""
         until_s = time.monotonic() + _HELD_MAX_S
         while time.monotonic() < until_s and compute._formation <= formation:
             hold, num_allowed = _LAYOUT.unpack(self._map)[2 * kind : 2 * kind + 2]
@@ -100,7 +100,7 @@ class _Unit:
 
 
 def install(path: str) -> None:
-    """Put a gate before every step that this process and those forked from it will compute."""
+    """Wrap `Compute` so that every step of this process and its forks passes the gate."""
     plain_run, plain_passes = Compute._run, shape.passes_of
     opened = functools.lru_cache(maxsize=1)(lambda: _Unit(path))
 

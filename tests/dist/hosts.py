@@ -1,10 +1,9 @@
-"""Hosts on one machine: each has a network, processes, a name and shared memory of its own, and all
-are joined by one bridge.
+"""Hosts on one machine, joined by one bridge. Each has its own network, processes, host name and
+shared memory.
 
-Needs root, ip, tc, nsenter and unshare (Debian: iproute2, util-linux).
-Units on hosts have the gate of tests/dist/gate, as those of one host.
-Hosts differ from real ones in that they share cores, a clock and the file system, where only the model
-and what is installed is read.
+Needs root, ip, tc, nsenter and unshare (Debian: iproute2, util-linux). Units on hosts have the gate
+of tests/dist/gate, like those of one host. Unlike real hosts, these share cores, a clock and the
+file system. Only the model and installed software are read from that file system.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.98.0"
 PORT = 6379
-"""Of the Ray head."""
+"""Port of the Ray head."""
 TEMP = "/dev/shm/t"
-"""Folder for temporary files, on each host its own."""
+"""Folder for temporary files, separate on each host."""
 NODE_START_S = 60.0
-"""A Ray node that starts on a busy machine takes this long."""
+"""Time that a Ray node takes to start on a busy machine."""
 RAY = ("/ray/", "ray::", "hadal.runtime.ray_cluster")
-"""Words in the command lines of Ray's own processes, but for `ray start`, which only waits, and in that
-of the lender, its one client.
+"""Words in the command lines of Ray's own processes and of the lender, its one client. `ray start`
+is missing on purpose, for it only waits.
 """
 _CLONE_NEWNET = 0x40000000
 _INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); signal.pause()"
-"""The first process of a host: reaps what others leave, or a dead raylet counts as alive."""
+"""Program of a host's first process: reaps orphans, because an unreaped raylet counts as alive."""
 
 
 def run(*command: str) -> None:
-    """Run to its end, which is to be a good one."""
+    """Run a command to its end; raises AssertionError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
 def why_no_hosts() -> str:
-    """Why hosts cannot be made here; empty if they can."""
+    """Return why hosts cannot be made here; empty if they can."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))):
         return "hosts need root, ip, tc, nsenter and unshare"
     if not os.path.exists("/dev/net/tun"):
@@ -77,31 +76,31 @@ NEEDS_HOSTS = skip_unless(
 
 
 def remove_network(name: str) -> None:
-    """Delete a network namespace, if there is one of this name."""
+    """Delete the network namespace of this name, if it exists."""
     subprocess.run(
         ["ip", "netns", "delete", name], capture_output=True, timeout=DEADLINE_S, check=False
     )
 
 
 def send_signal(process: subprocess.Popen[Any], number: int) -> None:
-    """Send a signal to what a process of nsenter started: it passes none on."""
+    """Send a signal to the child of an nsenter process, which does not forward signals itself."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[0]), number)
 
 
 class Host:
-    """One of them. What runs on it dies with it."""
+    """One host of `Hosts`. Its first process's end kills all its other processes."""
 
     def __init__(self, number: int, switch: str, environment: Mapping[str, str]) -> None:
         self.number = number
         self.address = f"{NETWORK}.{number + 1}"
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.num_cpus = 0
-        """Of its Ray node."""
+        """Cores of its Ray node."""
         self.label = ""
-        """Of its Ray node, "key=value"."""
+        """Label of its Ray node, "key=value"."""
         self.environment = dict(environment)
-        """Of all that is started on it."""
+        """Environment of every process started on this host."""
         self._net = f"{switch}-{number}"
         self._switch = switch
         self._init: subprocess.Popen[bytes] | None = None
@@ -117,7 +116,7 @@ class Host:
         self.boot()
 
     def boot(self) -> None:
-        """Start its first process."""
+        """Start the host's first process, in new namespaces."""
         mounts = f"mount -t tmpfs tmpfs /dev/shm && mkdir {TEMP} && hostname host-{self.number}"
         self._init = subprocess.Popen(
             [
@@ -134,14 +133,14 @@ class Host:
 
     @property
     def _inner(self) -> int:
-        """Pid here of its first process."""
+        """Pid of the host's first process, in this process's namespace."""
         assert self._init is not None
         path = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children")
         return int(path.read_text().split()[0])
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """Words before a command that run it there."""
+        """Command prefix that runs a command on this host."""
         return ("nsenter", "-t", str(self._inner), "-n", "-m", "-p", "-u", "--")
 
     def start(
@@ -151,7 +150,7 @@ class Host:
         environment: Mapping[str, str] | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start a process there; its output goes to a file, for `log`."""
+        """Start a process on this host; its output goes to the file that `log` reads."""
         with open(self.log_path(name), "wb") as log:
             process = subprocess.Popen(
                 [*self.prefix, *command],
@@ -172,7 +171,7 @@ class Host:
         return process
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to what was started under this name."""
+        """Send a signal to the process started under this name."""
         send_signal(self.started[name], number)
 
     def log_path(self, name: str) -> Path:
@@ -182,7 +181,7 @@ class Host:
         return self.log_path(name).read_text(errors="replace")
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function in a thread whose sockets are this host's."""
+        """Call a function in a thread with this host's network."""
         result: list[Any] = []
 
         def inside() -> None:
@@ -196,14 +195,14 @@ class Host:
 
         thread = threading.Thread(target=inside)
         thread.start()
-        thread.join()  # What is called has deadlines of its own.
+        thread.join()  # The function has deadlines of its own.
         is_good, value = result[0]
         if not is_good:
             raise value
         return value  # type: ignore[no-any-return]
 
     def processes(self) -> Iterator[Path]:
-        """Folders in /proc of its processes."""
+        """Yield the /proc folders of the host's processes."""
         space = os.readlink(f"/proc/{self._inner}/ns/pid")
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -211,7 +210,7 @@ class Host:
                     yield path
 
     def pids(self, word: str) -> list[int]:
-        """Pids here of its processes whose command line has this word."""
+        """Return pids, as seen here, of the host's processes with this word in their command line."""
         found = []
         for path in self.processes():
             with contextlib.suppress(OSError):
@@ -220,16 +219,16 @@ class Host:
         return found
 
     def num_bytes_sent(self) -> int:
-        """Bytes that have left it, whatever sent them."""
+        """Return the bytes sent by all processes of the host."""
         counts = Path(f"/proc/{self._inner}/net/dev").read_text().partition("e0:")[2].split()
         return int(counts[8])
 
     def names(self) -> Counter[str]:
-        """Names of its processes, as those that are forked give themselves."""
+        """Return a count of process names on the host, as forked processes set them."""
         return Counter(name for _, name in self._pids_and_names())
 
     def pid_of(self, name: str) -> int:
-        """Here, of the one process that gives itself this name."""
+        """Return the pid, in this process's namespace, of the one process with this name."""
         [pid] = [pid for pid, found in self._pids_and_names() if found == name]
         return pid
 
@@ -239,17 +238,17 @@ class Host:
                 yield int(path.name), (path / "comm").read_text().strip()
 
     def pools(self) -> list[str]:
-        """KV pools in its shared memory."""
+        """Return names of the KV pools in the host's shared memory."""
         shared = Path(f"/proc/{self._inner}/root{SHM_FOLDER}")
         return [path.name for path in shared.glob(f"{PREFIX}*")]
 
     @property
     def has_ray(self) -> bool:
-        """Whether its Ray node came up."""
+        """True once its Ray node has started."""
         return "Ray runtime started" in self.log("ray")
 
     def kill_ray(self) -> None:
-        """Kill its Ray node alone, the head if it is that."""
+        """Kill only the host's Ray node, or the head if it runs here."""
         words = ("ray start", "raylet", "gcs_server", "ray::", "default_worker", "ray/_private")
         for pid in {pid for word in words for pid in self.pids(word)}:
             with contextlib.suppress(ProcessLookupError):
@@ -263,7 +262,7 @@ class Host:
         run("ip", "-n", self._switch, "link", "set", f"h{self.number}", "up")
 
     def shape(self, *discipline: str) -> None:
-        """Limit or disturb what leaves it: the words of a queueing discipline of tc(8)."""
+        """Limit or disturb the host's outgoing traffic, by the words of a queueing discipline of tc(8)."""
         run(
             *("ip", "netns", "exec", self._net, "tc", "qdisc", "replace", "dev", "e0", "root"),
             *discipline,
@@ -271,7 +270,7 @@ class Host:
 
     @contextlib.contextmanager
     def slow_link(self, delay_s: float, lost_share: float) -> Iterator[None]:
-        """In the block, what it sends and what comes to it is late, and a share of it is lost."""
+        """Within the block, delay the host's traffic in both directions and lose a share of it."""
         command = [
             *("ip", "netns", "exec", self._switch, sys.executable, "-m", "tests.dist.link"),
             *(f"h{self.number}", "br0", str(delay_s), str(lost_share)),
@@ -287,7 +286,7 @@ class Host:
                 relay.wait(DEADLINE_S)
 
     def kill(self) -> None:
-        """Kill all that runs on it at once, as a loss of power does. It can be booted again."""
+        """Kill all processes of the host at once, like a power loss. `boot` starts it again."""
         assert self._init is not None
         os.kill(self._inner, signal.SIGKILL)
         wait_until(self._has_ended, f"host {self.number} has ended")
@@ -307,8 +306,9 @@ class Host:
 
 
 def reap_orphans() -> None:
-    """Reap processes of hosts whose starter was killed. They become children of this process where it
-    is a subreaper (runtime/process/forks), and a host ends only when all that ran on it is reaped.
+    """Reap processes of hosts that have lost their parent. They become children of this process if
+    it is a subreaper (runtime/process/forks), and a host ends only when all its processes are
+    reaped.
     """
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ LOGS = Path("/tmp/hadal-hosts")
 
 
 class Hosts:
-    """Some hosts on a bridge. The first is the one with Ray's head and the supervisor."""
+    """Hosts on one bridge. The first runs Ray's head and the supervisor."""
 
     _numbers = itertools.count()
 
@@ -343,7 +343,7 @@ class Hosts:
         LOGS.mkdir(exist_ok=True)
         self._switch = f"hadal-{os.getpid()}-{next(self._numbers)}"
         self.gate = gate.Gate(LOGS / f"{self._switch}-gate")
-        """Holds the steps of all units on these hosts."""
+        """Gate for the steps of all units on these hosts."""
         run("ip", "netns", "add", self._switch)
         run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", self._switch, "link", "set", "br0", "up")
@@ -364,14 +364,14 @@ class Hosts:
         return self.hosts[number]
 
     def start_ray(self, *num_cpus_of_each: int, is_volatile: bool = False) -> None:
-        """A Ray node on each host, the first with the head, each with so many cores for units."""
+        """Start a Ray node on each host, with these numbers of cores for units. The first is the head."""
         for host, num_cpus in zip(self.hosts, num_cpus_of_each, strict=True):
             host.num_cpus = num_cpus
         self.start_head(is_volatile=is_volatile)
 
         def are_up() -> bool:
-            """Few start at once, for Ray gives a node up that takes 30 s, which cannot be set; such
-            a one is tried again.
+            """Keep the number of nodes that start at once small. Ray abandons a node that takes 30
+            s, a limit that cannot be set; such a node is started again.
             """
             for host in self.hosts:
                 self.keep_ray_node(host)
@@ -412,14 +412,14 @@ class Hosts:
         )
 
     def keep_ray_node(self, host: Host) -> None:
-        """Start its Ray node again if that has ended."""
+        """Start the host's Ray node again if it has ended."""
         node = host.started.get("ray")
         if node is not None and node.poll() is not None:
             self.start_ray_node(host) if host is not self.hosts[0] else self.start_head()
 
     def serve(self, folder: Path, name: str = "serve", number: int = 0, **tables: Any) -> Server:
-        """Start `hadal serve` on a host, its units on the Ray nodes unless `tables`, which are
-        fields of the deployment, say otherwise. `name`: of its log. Does not wait for it.
+        """Start `hadal serve` on a host and return without waiting. `tables`: fields of the
+        deployment; by default units run on the Ray nodes. `name`: name of its log.
         """
         config = folder / "deployment.toml"
         fields = {
@@ -431,14 +431,14 @@ class Hosts:
         }
         config.write_text(to_toml(fields))
         command = ["hadal", "serve", "--config", str(config), "--run-folder", str(folder / "run")]
-        command.append("--open-to-network")  # It is these namespaces alone.
+        command.append("--open-to-network")  # The network is made of these namespaces alone.
         process = self.hosts[number].start(name, command)
         return Server(process, folder / "run", self.hosts[number].log_path(name), self.gate)
 
     @property
     def cluster(self) -> dict[str, Any]:
-        """The deployment's table. All hosts share this machine's cores, so they may be silent for
-        longer than real ones.
+        """Table `cluster` of the deployment. All hosts share this machine's cores, so the timeout
+        for silent nodes is longer than usual.
         """
         address = f"{self.hosts[0].address}:{PORT}"
         return {"on": "ray", "address": address, "node_timeout_s": 10.0}

@@ -15,11 +15,11 @@ from tests.dist.serving import Server
 TIMEOUT_S = 180.0
 AUDITOR = "auditor"
 CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
-"""Of all threads: to make one takes longer than to ask."""
+"""HTTP client that all threads share: making one takes longer than a request."""
 
 
 def keys_command(path: Path, *arguments: str) -> str:
-    """What `hadal keys` prints."""
+    """Return the output of `hadal keys`."""
     command = [sys.executable, "-m", "hadal.cli", "keys", *arguments, "--file", str(path)]
     done = subprocess.run(
         command,
@@ -33,7 +33,7 @@ def keys_command(path: Path, *arguments: str) -> str:
 
 
 def with_keys(*keys: str) -> list[str]:
-    """Return options of a server that the pool audits with a key of its own, AUDITOR."""
+    """Return server options with these keys, and AUDITOR, an operator key for the pool's audits."""
     return [word for key in (f"{AUDITOR} operator", *keys) for word in ("--api-key", key)]
 
 
@@ -48,6 +48,6 @@ def header(key: str) -> dict[str, str]:
 
 def ask(server: Server, key: str, model: str, prompt: str = "hi", **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-    # Every request on a connection of its own: that may be another gateway's.
+    # Every request has a connection of its own, which may reach another gateway.
     headers = {**header(key), "connection": "close"}
     return CLIENT.post(f"{server.url}/v1/completions", json=body | fields, headers=headers)

@@ -1,12 +1,13 @@
-"""A process that writes a ledger until it is killed, and prints which facts it was told are kept. Forked
-from a warm one (served.py), and killed by the kernel when the test's process ends.
+"""A process that writes a ledger until it is killed, and prints which facts were acknowledged as
+durable. It is forked from a warm process (served.py). The kernel kills it when the test's process
+ends.
 
     tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
 
-Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many
-are said twice; those named "both-..." are said by every process alike. With LIMIT it ends in order
-after so many facts. With OUTAGES (0 to 1) the database is down for that share of its writes, so
-that facts wait in the outbox.
+Lines on stdout: `A id...` for durable facts. Facts are a function of their id, and many are written
+twice; every process writes the facts named "both-...". With LIMIT it exits normally after LIMIT
+facts. With OUTAGES (0 to 1) the database is down for that share of its writes, so that facts wait
+in the outbox.
 """
 
 import os
@@ -29,7 +30,7 @@ START_S = 1_740_628_800
 
 
 def fact_of(request_id: str) -> RequestFact:
-    """The one fact there is under this id."""
+    """Return the only fact that exists for this id."""
     rng = random.Random(blake2b(request_id.encode(), digest_size=8).digest())
     hit, miss, out = rng.randrange(5000), rng.randrange(5000), rng.randrange(1, 2000)
     completed_us = START_S * 10**6 + rng.randrange(86_400 * 10**6)
@@ -55,8 +56,8 @@ def fact_of(request_id: str) -> RequestFact:
 
 
 class FlakyStore(Store):
-    """Down for a share of its writes, before or after they happened: the writer cannot tell
-    which.
+    """Store that fails a share of its writes, before or after they took effect; the writer cannot
+    distinguish the two.
     """
 
     def __init__(self, url: str, rng: random.Random, outages: float) -> None:
@@ -74,7 +75,7 @@ class FlakyStore(Store):
 
 
 def say(facts: Sequence[Fact]) -> None:
-    """In one write: a line is whole or not there."""
+    """Print ids in one write, so that a kill leaves the line whole or absent."""
     ids = [fact.request_id for fact in facts if isinstance(fact, RequestFact)]
     if ids:
         os.write(1, (" ".join(("A", *ids)) + "\n").encode())
@@ -84,8 +85,8 @@ def main() -> int:
     url, seed, name = ledger_url(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     rng = random.Random(seed)
-    # The store draws in the writer's thread: from its own numbers, so that what is said is a
-    # function of the seed.
+    # The store draws in the writer's thread, from a generator of its own. The printed ids thus stay
+    # a function of the seed.
     store = FlakyStore(url, random.Random(~seed), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     writer = LedgerWriter(
         store,

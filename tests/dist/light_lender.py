@@ -1,7 +1,7 @@
-"""The lender with agents that run nothing: an actor says once that it is its node, and rests.
+"""The lender with agents that run nothing: an actor reports its node once, then rests.
 
-The agent that serves imports torch before it is told to start anything, which hundreds on one host
-cannot. Everything else is the lender's own.
+The serving agent imports torch before it is asked to start anything. One host has no memory for
+hundreds of such agents. Everything else is the lender's own.
 
     python -m tests.dist.light_lender --folder RUN_FOLDER --epoch-number 1
 """
@@ -25,11 +25,11 @@ from hadal.runtime.wire import ZmqWire
 from hadal.runtime.wire_sockets import Network
 
 NUM_AGENTS = "HADAL_AGENTS"
-"""Environment variable: nodes below this number have an actor. Each is a process of some 50 MB."""
+"""Environment variable: nodes below this number have an actor. Each is a process of about 50 MB."""
 
 
 class LightActor:
-    """What NodeActor is to a node, and its agent in one."""
+    """Stand-in for both NodeActor and the node's agent."""
 
     def __init__(self, joining: bytes) -> None:
         asked = msgspec.json.decode(joining, type=Joining)
@@ -42,11 +42,11 @@ class LightActor:
         self._wire.send(SUPERVISOR, NodeNews(asked.node, boot, listens, address, (), {}))
 
     def renew(self, joining: bytes) -> None:
-        """No other supervisor comes."""
+        """Do nothing: no other supervisor follows."""
 
 
 class LightLender(ray_cluster.RayLender):
-    """The lender, with actors on as many nodes as this machine bears."""
+    """Lender that starts actors on the first NUM_AGENTS nodes only, as many as this machine can bear."""
 
     def _start(self, node: int, *where: object) -> None:
         if node < int(os.environ[NUM_AGENTS]):

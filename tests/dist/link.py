@@ -1,10 +1,10 @@
-"""A slow link of one host: what goes over it comes later, and some of it never.
+"""A slow link of one host: frames arrive later, and a share of them is lost.
 
     ip netns exec SWITCH python -m tests.dist.link PORT BRIDGE DELAY_S LOST_SHARE
 
-A frame goes from the host's PORT over a bridge and two taps of this process to BRIDGE, or back.
-Kernels of small machines have no netem(8), which does the same. Ends with SIGTERM, and PORT is on
-BRIDGE again.
+A frame passes from the host's PORT over a bridge and two taps of this process to BRIDGE, or back.
+Kernels of small machines lack netem(8), which does the same. On SIGTERM it ends and puts PORT back
+on BRIDGE.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 _FRAME_BYTES = 65_536
 _BURST = 64
-"""Frames read at a time, so that those that are due do not wait."""
+"""Frames read at a time; a limit, so that due frames do not wait."""
 
 
 def ip(*words: str) -> None:
@@ -34,14 +34,14 @@ def ip(*words: str) -> None:
 
 
 def open_tap(name: str) -> int:
-    """A new network device, whose frames are read from and written to the descriptor."""
+    """Create a network device and return the descriptor of its frames."""
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return tap
 
 
 def relay(one: int, other: int, delay_s: float, lost_share: float) -> None:
-    """Pass frames on, each way `delay_s` later, until a signal ends the process."""
+    """Forward frames, each way `delay_s` later, until a signal ends the process."""
     rng = random.Random(1)
     to_frames: dict[int, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
     peer = {one: other, other: one}
@@ -63,13 +63,13 @@ def relay(one: int, other: int, delay_s: float, lost_share: float) -> None:
 
 
 def write(tap: int, frame: bytes) -> None:
-    """Hand a frame to the kernel, or lose it where that is full, as a network does."""
+    """Send a frame to the kernel; drop it if the kernel's queue is full, as a network does."""
     with contextlib.suppress(BlockingIOError):
         os.write(tap, frame)
 
 
 def main(port: str, bridge: str, delay_s: float, lost_share: float) -> None:
-    """The command."""
+    """Relay frames until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     near, far, middle = f"{port}-n", f"{port}-f", f"{port}-b"
     with contextlib.ExitStack() as undo:

@@ -1,8 +1,8 @@
-"""What schemathesis is told of this server: which model there is, to ask for short replies, and to read
-good replies and streams with the clients' types that /openapi.json names.
+"""Hooks for schemathesis: name the served model, keep replies short, and read good replies and
+streams with the client types that /openapi.json names.
 
-Two requests of three name the model that is served, since one drawn at random is refused before
-anything else is looked at; and where a chat may be empty as far as its type says, it is not.
+Two requests of three name the served model, because a request with a random name is refused before
+any other check. A chat that its type allows to be empty gets a message.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
             body[name] = [{"role": "user", "content": "hi"}]
     for name in _LIMITS:
         value = body.get(name)
-        if type(value) is int and MAX_TOKENS < value < 2**63:  # Beyond it is no number of theirs.
+        if type(value) is int and MAX_TOKENS < value < 2**63:  # Clients cannot hold more.
             body[name] = MAX_TOKENS
 
 
 @schemathesis.check
 def read_by_its_client(context: Any, response: Any, case: Any) -> None:
-    """Read a good reply, or each event of a stream, with the type that its description names."""
+    """Read a good reply, or each event of a stream, with the client type that its schema names."""
     path = case.operation.schema.raw_schema["paths"][case.operation.path]
     operation = path.get(case.method.lower())
     if operation is None or response.status_code != 200:

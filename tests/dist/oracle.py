@@ -1,5 +1,5 @@
-"""Prompts, and the greedy tokens the plain single-request loop gives for them: what every way of
-serving must equal.
+"""Prompts and the greedy tokens that the plain single-request loop gives for them. Every way of
+serving must give the same tokens.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
 TIMEOUT_S = 300.0
-"""Time until a request counts as a hang."""
+"""Time after which a request counts as hanging, seconds."""
 BORDER = range(4, 64) if FULL else range(4, 46)
-"""Tokens that a block has room for behind a prompt: with less than a few it is full before it matters,
-and few answers are as long as most of a block.
+"""Range of a prompt's distance to the end of its block, in tokens. Below 4 the block is full too
+early to matter; few answers fill most of a block.
 """
 
 
@@ -61,8 +61,8 @@ class Case:
 
 
 def everyday_cases(num_cases: int, seed: int) -> list[Case]:
-    """Return cases of a seed of the file's own at full sizes; else the first of those that all files
-    share, because the plain loop takes longer for them than most tests for all else.
+    """Return cases of `seed` at full sizes, else the first ones of a seed that all files share: the
+    plain loop takes longer for its answers than most tests for the rest.
     """
     if FULL:
         return make_cases(num_cases, seed)
@@ -71,16 +71,14 @@ def everyday_cases(num_cases: int, seed: int) -> list[Case]:
 
 
 def make_cases(num_cases: int, seed: int) -> list[Case]:
-    """Return held-out chat prompts of every task, each third one made long by the conversations
-    before it.
-    """
+    """Return held-out chat prompts of every task. Earlier conversations make every third one long."""
     return [_case(prompt) for prompt in _prompts(num_cases, seed)]
 
 
 def plain_answer(
     weights: ModelWeights, prompt: tuple[int, ...], max_tokens: int
 ) -> tuple[int, ...]:
-    """The greedy tokens of the plain loop, computed by one process of the run."""
+    """Return the greedy tokens of the plain loop, computed by only one process of a test run."""
     folder = os.environ.get(ANSWERS)
     if not folder:
         return tuple(generate(weights, prompt, max_tokens, weights.config.eos_token_ids))
@@ -91,13 +89,13 @@ def plain_answer(
         output = generate(weights, prompt, max_tokens, weights.config.eos_token_ids)
         own = path.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps(output))
-        own.rename(path)  # A reader sees all of it or none.
+        own.rename(path)  # The rename is atomic: a reader sees the whole file or none.
     return tuple(json.loads(path.read_text()))
 
 
 def bordering_cases(num_prompts: int, seed: int) -> list[Case]:
-    """Return those of so many whose answers begin a few tokens before the end of a block of two at
-    most.
+    """Return those of `num_prompts` prompts of at most two blocks that end in BORDER: their answers
+    begin a few tokens before the end of a block.
     """
     return [
         _case(prompt)
@@ -113,7 +111,7 @@ def _case(prompt: tuple[int, ...]) -> Case:
 
 @cache
 def _weights() -> ModelWeights:
-    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+    torch.set_num_threads(1)  # Two threads would wait for each other on a busy machine.
     return load_weights(model_folder(""))
 
 
@@ -152,8 +150,8 @@ async def complete_all(
     max_tokens: int = MAX_TOKENS,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Greedy tokens of every case through HTTP, `concurrency` in flight; `while_running` runs
-    beside them.
+    """Return the greedy tokens of every case through HTTP, `concurrency` in flight, while
+    `while_running` runs beside them.
     """
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency + 4)
@@ -181,7 +179,7 @@ async def complete_all(
 
 
 def differences(cases: list[Case], outputs: list[tuple[int, ...]]) -> list[str]:
-    """What differs, told so that it can be repeated."""
+    """Return a line per case that differs, with enough detail to repeat it."""
     return [
         f"case {number}: prompt of {len(case.prompt)} tokens, first difference at output"
         f" {next((i for i, (a, b) in enumerate(zip(case.output, output, strict=False)) if a != b), 'length')}"

@@ -1,9 +1,9 @@
-"""Servers that tests borrow, by configuration: a server is started once for all tests of a process that
-ask for the same options and deployment, and is audited whenever it is returned.
+"""Pool of servers that tests borrow, by configuration. The tests of a process share one server per
+set of options and deployment fields, and every return of a server is audited.
 
-A clean server has no request, no block in use, ledgers that add up, and the processes that it was
-borrowed with; and it has counted the output tokens that its ledger has, to the token. A dirty one is
-ended, and the test that returned it fails.
+A clean server has no request, no block in use, ledgers that add up, and the processes it was
+borrowed with. Its count of output tokens equals its ledger's. A dirty server is ended, and the test
+that returned it fails.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.dist.serving import Server, finish, launch, metric
 from tests.waiting import Hang, wait_until
 
 MAX_IDLE = 2
-"""Idle servers that a process keeps beside a plain one: each is a tree of five processes or more."""
+"""Idle servers that a process keeps besides a plain one. Each is a tree of at least five processes."""
 AUDIT_S = 60.0
-"""What a test leaves behind is freed within this time: a client that left is noticed at its next token."""
+"""Time within which a test's leftovers are freed: a disconnect is noticed at the request's next token."""
 ALIVE = ("ready", "resting")
-"""Phases of processes that run, or need not."""
+"""Phases of processes that run or need not run."""
 OUTPUT_TOKENS = "hadal_output_tokens_total"
 
 
@@ -50,10 +50,10 @@ class Pooled:
     folder: Path
     api_key: str
     gateways: dict[str, int]
-    """Those that it was started with: the count of one that was killed is lost."""
+    """Gateway name -> pid at the start. A killed gateway's count is lost: no comparison is made."""
     pids: dict[str, int]
     is_mortal: bool
-    """Tests end its processes, and others take their places."""
+    """True if tests end its processes and others replace them."""
 
 
 class Pool:
@@ -65,14 +65,14 @@ class Pool:
     def borrow(
         self, arguments: tuple[str, ...], fields: dict[str, Any], *, is_mortal: bool = False
     ) -> Pooled:
-        """Return an idle server of this configuration, or a new one. `is_mortal`: for a test that ends
-        processes of it, and leaves it when others have taken their places.
+        """Return an idle server of this configuration, or a new one. `is_mortal`: for a test that
+        ends processes and waits for their replacements.
         """
         key = _key(arguments, fields, is_mortal)
         pooled = self._idle.pop(key, None)
         if pooled is None:
-            # Room is made first: three servers of many ranks would share two cores. Most files ask for
-            # a plain one, which stays.
+            # End others first, so that three servers of many ranks never share two cores. The plain
+            # server stays, because most files use it.
             others = [other for other in self._idle if other != PLAIN]
             while len(others) >= MAX_IDLE:
                 self._end(self._idle.pop(others.pop(0)))
@@ -94,7 +94,7 @@ class Pool:
         self._idle[pooled.key] = pooled
 
     def end(self, pooled: Pooled) -> None:
-        """End a borrowed server, or what is left of it."""
+        """End a borrowed server, or its remaining processes."""
         pooled.server.gate.open()
         self._end(pooled)
 
@@ -159,8 +159,8 @@ def _gateways(pids: dict[str, int]) -> dict[str, int]:
 
 
 def check_tokens(server: Server, key: str = "") -> int:
-    """Return the output tokens in the ledger of a server that is idle. A fact is written a moment after its
-    request, and a line of a batch is charged then. Raises AssertionError if the metric has others.
+    """Return the output tokens in an idle server's ledger. Waits, because facts and batch lines are
+    written after their request. Raises AssertionError if the metric stays different.
     """
     counts = 0.0, 0
 
@@ -179,7 +179,7 @@ def check_tokens(server: Server, key: str = "") -> int:
 
 
 def _tokens_in_ledger(server: Server) -> int:
-    """0 before there is one."""
+    """Return the ledger's output tokens; 0 if no ledger exists yet."""
     path = server.folder.parent / "ledger.sqlite"
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as ledger:

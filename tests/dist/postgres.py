@@ -1,5 +1,5 @@
-"""A PostgreSQL of the tests' own, on a socket in a temporary folder. A test is left out where none is
-installed.
+"""A PostgreSQL server for tests, on a socket in a temporary folder. Tests are skipped if PostgreSQL
+is not installed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Postgres:
     _user: str | None
 
     def stop(self) -> None:
-        """At once, as if it had crashed: it recovers from its log when it starts."""
+        """Stop at once, like a crash: the server recovers from its log at the next start."""
         self._call("pg_ctl", "stop", "-D", str(self._folder / "data"), "-m", "immediate", "-w")
 
     def start(self) -> None:
-        """Start, and wait until it takes connections."""
+        """Start, and wait until the server accepts connections."""
         options = f"{_OPTIONS} -k {self._folder}"
         log = str(self._folder / "log")
         self._call(
@@ -56,12 +56,12 @@ class Postgres:
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """Set one up, and remove it with all that it holds."""
+    """Yield a new server, removed with its data at the end."""
     need("postgresql")
     initdb = NEEDS["postgresql"].find("initdb")
     assert initdb is not None
     user = None
-    if os.geteuid() == 0:  # It refuses to run as root.
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root.
         user = "postgres"
         if user not in {entry.pw_name for entry in pwd.getpwall()}:
             leave_out(

@@ -1,5 +1,5 @@
-"""A disk cache's folder seen from outside, by the format of runtime/store/segments: what lies
-there, and ways to break it.
+"""Outside view of a disk cache's folder, by the format of runtime/store/segments: its blocks, and
+ways to damage them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from hadal.runtime.store.segments import (
 
 @dataclass(frozen=True)
 class Record:
-    """A block that can be found."""
+    """A block that readers can find."""
 
     name: bytes
     segment: int
     disk_slot: int
     sequence: int
     is_whole: bool
-    """Its bytes are what the record says."""
+    """True if the block's bytes match the record's checksum."""
 
 
 def records_on_disk(folder: Path) -> list[Record]:
-    """Every block that the tables in a folder name and that nobody found damaged, each looked
-    at.
+    """Return every block that a table in the folder names and that is not marked damaged. Each
+    block's checksum is tested.
     """
     found = []
     for number in segment_numbers(folder):
@@ -59,14 +59,14 @@ def records_on_disk(folder: Path) -> list[Record]:
 
 
 def names_on_disk(folder: Path, fingerprint: str = "") -> set[bytes]:
-    """Return the names of all blocks that can be found; with a fingerprint, those of its model. The
-    blocks are not looked at, so that it can be done while a server works on them.
+    """Return the names of all blocks that can be found; with a fingerprint, only its model's.
+    Blocks are not read, so this is safe while a server writes them.
     """
     names = set()
     for number in segment_numbers(folder):
         try:
             segment = Segment.open(folder, number)
-        except (SegmentError, FileNotFoundError):  # Cut off, or gone meanwhile.
+        except (SegmentError, FileNotFoundError):  # The file was cut off, or deleted meanwhile.
             continue
         try:
             if fingerprint:
@@ -83,7 +83,7 @@ def names_on_disk(folder: Path, fingerprint: str = "") -> set[bytes]:
 
 # ---- damage ----
 def flip_bits(folder: Path, rng: random.Random) -> int:
-    """One bit in every block that lies there; returns how many that are."""
+    """Flip one bit in every block; return the number of blocks."""
     records = records_on_disk(folder)
     for record in records:
         path, at = _block(folder, record)
@@ -95,7 +95,7 @@ def flip_bits(folder: Path, rng: random.Random) -> int:
 
 
 def cut_off(folder: Path, rng: random.Random) -> int:
-    """Every segment ends in the middle of a block that lies there; returns how many segments."""
+    """Truncate every segment within one of its blocks; return the number of segments."""
     records = records_on_disk(folder)
     for number in segment_numbers(folder):
         used = [record for record in records if record.segment == number]
@@ -108,7 +108,7 @@ def cut_off(folder: Path, rng: random.Random) -> int:
 
 
 def tables_of(folder: Path) -> dict[int, bytes]:
-    """What each segment's table is now."""
+    """Return segment number -> current table."""
     tables = {}
     for number in segment_numbers(folder):
         segment = Segment.open(folder, number)
@@ -118,9 +118,7 @@ def tables_of(folder: Path) -> dict[int, bytes]:
 
 
 def put_back(folder: Path, tables: dict[int, bytes]) -> int:
-    """Tables of long ago over blocks of today; returns how many of their records speak of blocks
-    that are gone.
-    """
+    """Write old tables over newer blocks; return how many of their records name blocks that are gone."""
     before = records_on_disk(folder)
     for number in segment_numbers(folder):
         if number in tables:
@@ -132,7 +130,7 @@ def put_back(folder: Path, tables: dict[int, bytes]) -> int:
 
 
 def _block(folder: Path, record: Record) -> tuple[Path, int]:
-    """The file and the offset at which the block begins."""
+    """Return a block's file and the offset at which the block begins."""
     segment = Segment.open(folder, record.segment)
     try:
         return segment.path, _data_at(segment, record.disk_slot)
@@ -141,7 +139,7 @@ def _block(folder: Path, record: Record) -> tuple[Path, int]:
 
 
 def _data_at(segment: Segment, slot: int) -> int:
-    """The slots are the end of the file."""
+    """Return a slot's offset; the slots are the last part of the file."""
     return segment.total_bytes - (segment.num_slots - slot) * segment.slot_bytes
 
 

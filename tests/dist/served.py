@@ -1,13 +1,13 @@
-"""`hadal serve`, and what else tests start, in a process that is forked from one which has imported all
-that it needs: a server of a test is ready in half a second, and its imports cost nothing.
+"""Fork `hadal serve` and other child programs of tests from a warm process that has imported their
+modules. A test's server is then ready in 0.5 s, without the cost of imports.
 
     pytest                        warm process                  hadal serve                its units
        |-- Job (runtime/process/forks) -->|-- fork ------------------>|   main() of this file
        |                                  |                           |-- fork -->  its fork server, warm
        |                                  |                           |             from the first
 
-What differs from a start by a user is who imports, and nothing else: from `hadal.cli` on it is the same
-code. Tests of how a server starts and ends ask for the plain way (`launch`).
+Only the importing process differs from a user's start: from `hadal.cli` on the code is the same.
+Tests of how a server starts and ends use the plain start (`launch`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHILDREN = ("tests.dist.ledger_child", "tests.dist.disk_child")
 PROCESSOR = "HADAL_TEST_PROCESSOR"
 """Environment variable: number of the only processor that a server and its processes may use."""
 RETRY = "HADAL_TEST_RETRY_S"
-"""Environment variable: seconds until what could not start is tried again for the first time."""
+"""Environment variable: seconds until the first retry of a failed start."""
 STAGED = "HADAL_TEST_STAGED"
 """Environment variable: if set, every KV cache lies beside its pool, as on a GPU."""
 _PLAIN_START = forks.start
@@ -46,7 +46,7 @@ _warm: list[forks.Forks] = []
 
 
 class Forked:
-    """A forked server with as much of `subprocess.Popen` as tests ask for."""
+    """A forked server with the part of the `subprocess.Popen` interface that tests use."""
 
     def __init__(self, forked: forks.Forked) -> None:
         self._forked = forked
@@ -73,7 +73,7 @@ class Forked:
 
 
 def fork(arguments: Sequence[str], environment: Mapping[str, str], log_fd: int) -> Forked:
-    """Start `hadal ARGUMENTS` in a warm process; what it prints goes to `log_fd`."""
+    """Start `hadal ARGUMENTS` in a fork of the warm process; its output goes to `log_fd`."""
     forked = fork_module(__name__, [str(log_fd), *arguments], environment, (log_fd,))
     forked.stdout.close()
     return Forked(forked)
@@ -82,7 +82,7 @@ def fork(arguments: Sequence[str], environment: Mapping[str, str], log_fd: int) 
 def fork_module(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()
 ) -> forks.Forked:
-    """Start `python -m MODULE ARGUMENTS` in a warm process; what it prints is its `stdout`."""
+    """Start `python -m MODULE ARGUMENTS` in a fork of the warm process, with its output as `stdout`."""
     if not _warm:
         path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
         modules = (__name__, *CHILDREN, "json")
@@ -96,7 +96,7 @@ def fork_module(
 
 
 def main() -> int:
-    """Be `hadal`, whose fork server is a fork of this process. Returns the exit code."""
+    """Run `hadal` with a fork server that is a fork of this process. Returns the exit code."""
     log_fd = int(sys.argv[1])
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -107,11 +107,11 @@ def main() -> int:
         os.sched_setaffinity(0, {int(os.environ[PROCESSOR])})
     if RETRY in os.environ:
         backoff.PUT_OFF_S = fleet.BACKOFF_S = float(os.environ[RETRY])
-    if STAGED in os.environ:  # A cache without a pool is as it was.
+    if STAGED in os.environ:  # A cache without a pool is unaffected.
         KvCache.__init__ = functools.partialmethod(  # type: ignore[assignment]
             KvCache.__init__, is_staged=True
         )
-    if gate.VARIABLE in os.environ:  # A command that serves nothing has none.
+    if gate.VARIABLE in os.environ:  # Commands that do not serve have no gate.
         gate.install(os.environ[gate.VARIABLE])
     eager.install()
     try:
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 class _Process:
-    """The fork server, as `Forks` knows it."""
+    """The fork server, with the part of `subprocess.Popen` that `Forks` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -137,8 +137,8 @@ class _Process:
 def _start(
     fd: int, environment: Mapping[str, str], modules: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """As `forks.start`, without a new interpreter. A server that makes another later has threads by
-    then, and takes a new one.
+    """Replace `forks.start` without a new interpreter. Only the first call forks: later the server
+    has threads, so it uses the plain start.
     """
     forks.start = _PLAIN_START
     pid = os.fork()
@@ -149,7 +149,7 @@ def _start(
             try:
                 os.close(other)
             except OSError:
-                continue  # That of the listing itself.
+                continue  # The descriptor of the listing itself.
     os.setsid()
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)

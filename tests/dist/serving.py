@@ -1,4 +1,4 @@
-"""`hadal serve` as its users start it: a tree of processes, looked at from outside, and gone
+"""`hadal serve` as users start it: a tree of processes, observed from outside, that must end
 without a trace.
 """
 
@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "prefill": {"threads": 1, "kv_memory_mb": 64},
     "decode": {"threads": 1, "kv_memory_mb": 64},
 }
-"""What every server of the tests has unless a test says otherwise."""
+"""Deployment fields of every test server unless the test sets others."""
 RANKED: dict[str, Any] = {
     "collective_timeout_s": 120.0,
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
@@ -44,18 +44,18 @@ RANKED: dict[str, Any] = {
         "redundant_experts": 32,
     },
 }
-"""Units of many ranks. A step that a gate holds, or that a busy machine stretches, is not broken off."""
+"""Fields for units of many ranks. A step that a gate or a busy machine delays is not broken off."""
 
 
 FORMED = re.compile(
     r"^\S+ (\S+) .*formation (\d+) done in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
 )
-"""unit, formation, seconds, ranks, in a server's log"""
+"""Unit, formation, seconds and ranks in a line of a server's log."""
 _NOTICED = re.compile(r"^\S+ (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
 
 
 def noticed_in(log: str) -> set[tuple[str, int, int]]:
-    """Return (unit, rank, lost rank) of every rank that noticed the loss of another of its unit."""
+    """Return (unit, rank, lost rank) for every rank that noticed the loss of another rank of its unit."""
     return {(unit, int(rank), int(gone)) for unit, rank, gone in _NOTICED.findall(log)}
 
 
@@ -67,11 +67,11 @@ class Server:
     folder: Path
     log_path: Path
     gate: Gate
-    """Holds its units' steps; without effect where the server was started as users start it."""
+    """Gate for its units' steps; without effect in a server that was not forked."""
     seen_pids: set[int] = field(default_factory=set)
 
     def status(self) -> Status:
-        """What its supervisor says of it now."""
+        """Return the supervisor's current status."""
         status = read_status(self.folder)
         assert status is not None
         self.seen_pids |= {p.pid for p in status.processes.values() if p.pid}
@@ -79,7 +79,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Without /v1."""
+        """Base URL without /v1."""
         return self.status().url
 
     @property
@@ -88,23 +88,23 @@ class Server:
         return str(httpx.get(f"{self.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
     def pids(self) -> dict[str, int]:
-        """Of "gateway", "prefill-0", "decode-0" ...; 0 while it does not run."""
+        """Return process name ("gateway", "prefill-0", "decode-0" ...) -> pid; 0 if it does not run."""
         return {name: process.pid for name, process in self.status().processes.items()}
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to one of its processes; returns the pid it had."""
+        """Send a signal to one of its processes; return the pid."""
         pid = self.pids()[name]
-        assert pid, f"{name} does not run"  # 0 would be all processes of the test's group.
+        assert pid, f"{name} does not run"  # kill(0) would signal the test's own group.
         os.kill(pid, number)
         return pid
 
     @staticmethod
     def headers(api_key: str) -> dict[str, str]:
-        """Headers of a request with an API key, or of one without."""
+        """Return headers of a request with this API key; {} if it is empty."""
         return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def wait_ready(self) -> None:
-        """Wait until /health says that requests can be answered."""
+        """Wait until /health reports that the server can answer requests."""
         wait_until(self.is_healthy, "the server is ready")
 
     def wait_restarted(self, name: str, old_pid: int) -> None:
@@ -118,7 +118,7 @@ class Server:
         self.wait_ready()
 
     def shared_pools(self) -> list[str]:
-        """Names of its KV pools in shared memory."""
+        """Return names of the server's KV pools in shared memory."""
         return [
             name
             for name in os.listdir(SHM_FOLDER)
@@ -126,18 +126,18 @@ class Server:
         ]
 
     def log(self) -> str:
-        """What it and its processes have printed."""
+        """Return the output of the server and its processes."""
         return self.log_path.read_text(errors="replace")
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM, then wait for the end; returns the exit code."""
+        """Send SIGTERM and wait for the end; return the exit code."""
         self.gate.open()
         self.status()
         self.process.terminate()
         return self.process.wait(timeout_s)
 
     def is_healthy(self) -> bool:
-        """Return whether /health says that requests can be answered. Fails if it has ended."""
+        """Return whether /health is 200. Raises AssertionError if the server has ended."""
         assert self.process.poll() is None, (
             f"hadal serve ended with {self.process.returncode}:\n{self.log()}"
         )
@@ -151,14 +151,14 @@ class Server:
 
 
 def blocks_used(server: Server) -> int:
-    """By the audit of every ledger, which must add up."""
+    """Return the used blocks of all units, from an audit in which every ledger must add up."""
     reply = httpx.get(f"{server.url}/audit", timeout=30)
     assert reply.status_code == 200, reply.text
     return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
 
 
 def metric(server: Server, name: str, label: str = "", *, key: str = "") -> float:
-    """Return the sum of a metric over its labels, or of those series that have this one."""
+    """Return the sum of a metric over its series, or only over those with this label."""
     reply = httpx.get(f"{server.url}/metrics", timeout=60, headers=Server.headers(key))
     lines = reply.text.splitlines()
     values = [
@@ -173,7 +173,7 @@ def metric(server: Server, name: str, label: str = "", *, key: str = "") -> floa
 async def kill_at_work(
     server: Server, unit: str, num_steps: int = 3, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """Send a signal to a unit, or a rank, that is held before a step, so that it has requests."""
+    """Send a signal to a unit or rank while the gate holds it before a step, so that it has requests."""
     is_prefill = unit.startswith("prefill")
     state = "prefilling" if is_prefill else "decoding"
     server.gate.hold(gate.PREFILL if is_prefill else gate.DECODE, num_steps)
@@ -186,7 +186,7 @@ async def kill_at_work(
 
 
 def to_toml(fields: dict[str, Any]) -> str:
-    """Top-level values first, then one table per nested dict."""
+    """Return TOML: first the top-level values, then one table per nested dict."""
     plain = [
         f"{name} = {_value(value)}" for name, value in fields.items() if not isinstance(value, dict)
     ]
@@ -210,9 +210,9 @@ def launch(
     is_plain: bool = False,
     **overrides: Any,
 ) -> Server:
-    """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for
-    it. `is_plain`: as a user's shell does, not forked from a warm process; so is one that finds its
-    code elsewhere.
+    """Start `hadal serve` in `folder` with overridden deployment fields; does not wait. `is_plain`:
+    start a new interpreter, like a user's shell, instead of a fork. A server with code from another
+    place is always plain.
     """
     fields: dict[str, Any] = {
         "port": 0,
@@ -255,8 +255,8 @@ _LOG_SHOWN = 8000
 
 
 def finish(server: Server) -> None:
-    """Stop the server if it runs, and see that no process and no pool outlive it. The end of its log is
-    shown where the test failed.
+    """Stop the server if it runs, and check that no process and no pool outlives it. The end of its
+    log is shown if the test failed.
     """
     print(server.log()[-_LOG_SHOWN:])
     status = read_status(server.folder)
@@ -275,7 +275,7 @@ def finish(server: Server) -> None:
     )
     if status is not None:
         mark = f"{PREFIX}{status.run_id}."
-        # Of one that was killed the fork server clears up, once it hears of that.
+        # The fork server of a killed server removes its pools once it has noticed the kill.
         wait_until(
             lambda: not any(name.startswith(mark) for name in os.listdir(SHM_FOLDER)),
             "no pools are left in shared memory",

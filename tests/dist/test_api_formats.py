@@ -1,5 +1,5 @@
-"""Three formats, one service: /v1/messages and /v1/responses of a running server say what
-/v1/chat/completions says, to the token, and cost, leave and are counted as it does.
+"""/v1/messages and /v1/responses of a running server give the tokens of /v1/chat/completions. Their
+costs, disconnects and counts are the same too.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ def test_a_client_that_leaves_frees_its_blocks(
 
 @pytest.fixture
 def twofold(mortal: StartServer) -> Server:
-    """A server of two gateways, with keys."""
+    """A server with two gateways and keys."""
     keys = with_keys("sk-one name=one", "sk-two name=two", "sk-four name=four")
     return mortal("--gateways", "2", *keys)
 
 
 @LIVE
 def test_what_they_cost_is_written_down(twofold: Server) -> None:
-    """By tenant, to the token, as of any other request."""
+    """Each tenant is charged to the token, like for any other request."""
     server, path = twofold, twofold.folder.parent / "ledger.sqlite"
     messages: Any = [{"role": "user", "content": ASKED}]
     model = "hadal-tiny"
@@ -184,14 +184,14 @@ def test_what_they_cost_is_written_down(twofold: Server) -> None:
 @pytest.mark.promise("One that does not answer is a 503 to try again")
 @LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> None:
-    """Also while the one that keeps it stands still: then it is said that it does not answer. When
-    it has ended, what it kept is gone, and that is said, too.
+    """Any gateway continues any other's response. If the storing gateway is frozen, the reply is an
+    error that it does not answer; if it has ended, the response is reported as lost.
     """
     server, url, headers = twofold, twofold.url, twofold.headers("sk-four")
     made: dict[str, str] = {}
 
     def post(previous: str = "") -> httpx.Response:
-        """On a connection of its own, which either of the two may accept."""
+        """Send a request on a new connection, which either gateway may accept."""
         body: dict[str, Any] = {"model": "hadal-tiny", "input": ASKED, "max_output_tokens": 3}
         if previous:
             body["previous_response_id"] = previous
@@ -227,7 +227,7 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> No
     assert post(made["0"]).status_code == 200
 
 
-# ---- tools, with weights that know nothing ----
+# ---- tools, with random weights ----
 
 
 TOOL = {
@@ -243,7 +243,7 @@ FUNCTION = {
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small DeepSeek-V3.1 with random weights, whose tokens and template are of its family."""
+    """A small DeepSeek-V3.1 with random weights and the tokens and template of its family."""
     folder = tmp_path_factory.mktemp("caller")
     fields = tokenizer_of(CONTROLS)
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -259,9 +259,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @LIVE
 def test_forced_calls_are_the_same_in_all_formats(borrow: StartServer, caller: Path) -> None:
-    """Arguments are nonsense, and the same nonsense; what they gave back is gone on from the
-    same.
-    """
+    """Arguments are nonsense but equal in all formats, and their results continue equally."""
     server = borrow("--model", str(caller), "--model-name", "caller")
     url, common = server.url, {"model": "caller", "temperature": 0}
 

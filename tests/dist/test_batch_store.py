@@ -1,5 +1,5 @@
-"""The store of files and batches in SQLite and in PostgreSQL: of two gateways that change a batch at the
-same instant one does, and the other sees it; an answer and what it cost are written together, once.
+"""The store of files and batches in SQLite and in PostgreSQL. If two gateways change a batch at the
+same instant, one succeeds and the other sees it. An answer and its cost are written together, once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.dist.postgres import postgres
 from tests.waiting import DEADLINE_S, join
 
 MEANWHILE_S = 0.2
-"""How long the other store may try what a lock keeps it from."""
+"""Time in which the other store may try an operation that a lock blocks."""
 NUM_LINES = 4
 ENDPOINT = "/v1/chat/completions"
 LATE = b'"response":null,"error":{}'
@@ -53,7 +53,7 @@ def url(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 @pytest.fixture
 def stores(url: str) -> Iterator[tuple[BatchStore, BatchStore]]:
-    """Those of two gateways."""
+    """Stores of two gateways."""
     one, other = BatchStore(url), BatchStore(url)
     yield one, other
     one.close()
@@ -61,7 +61,7 @@ def stores(url: str) -> Iterator[tuple[BatchStore, BatchStore]]:
 
 
 def begun(store: BatchStore, status: str = IN_PROGRESS) -> BatchRow:
-    """A new batch that stands there."""
+    """Return a new batch, already in the store."""
     batch = BatchRow(
         id=f"batch_{uuid.uuid4().hex}",
         tenant="alice",
@@ -100,8 +100,8 @@ def fact_of(request_id: str) -> RequestFact:
 
 
 def just_before_it_changes(store: BatchStore, act: Callable[[], Any]) -> list[threading.Thread]:
-    """Have `act` run when the store is about to change a batch that it has read. It is waited for
-    as long as it may take without a lock: in SQLite the store's transaction keeps it out.
+    """Run `act` when the store is about to change a batch that it has read. The wait for it is
+    limited, because in SQLite the store's transaction blocks it.
     """
     threads: list[threading.Thread] = []
 
@@ -122,7 +122,7 @@ def test_no_move_overwrites_a_cancellation(
     mine, theirs = stores
     batch = begun(mine, IN_PROGRESS if move in ("finalize", "expire") else VALIDATING)
     said: list[BatchRow | None] = []
-    theirs.batches("alice", "", 1)  # It is connected.
+    theirs.batches("alice", "", 1)  # Connects now, not during the race.
     threads = just_before_it_changes(
         mine, lambda: said.append(theirs.cancel("alice", batch.id, 20))
     )
@@ -141,7 +141,7 @@ def test_no_move_overwrites_a_cancellation(
     now = now_of(mine, batch)
     assert now.status == answered.status, "what the client was told is so"
     if now.status == CANCELLING:
-        # A cancelled batch ends as such: nothing else was made of it.
+        # Once cancelled, a batch must not change in any other way.
         assert (now.times[CANCELLING], now.output_file_id, now.error_file_id) == (20, None, None)
         assert now.times.keys() <= {IN_PROGRESS, CANCELLING}
         mine.finalize(now, 22)
@@ -154,7 +154,7 @@ def test_no_move_overwrites_a_cancellation(
 
 
 def test_gateways_at_once_leave_one_order_of_states(stores: tuple[BatchStore, BatchStore]) -> None:
-    """Whoever wins: a batch that was told to be cancelled is, and times are those of its states."""
+    """A batch ends cancelled if a cancellation was acknowledged; its times are those of its states."""
     mine, theirs = stores
     dice = random.Random(5)
     seen: set[str] = set()
@@ -235,7 +235,7 @@ def test_what_a_tenant_may_have_is_counted_where_it_is_written(
 def test_uploads_at_one_instant_are_counted_together(
     stores: tuple[BatchStore, BatchStore],
 ) -> None:
-    """One has counted and is not yet committed when the other is written."""
+    """One upload is counted but not yet committed when the other is written."""
     mine, theirs = stores
     tenant = uuid.uuid4().hex
     kept: list[FileRow | None] = []
@@ -245,7 +245,7 @@ def test_uploads_at_one_instant_are_counted_together(
         kept.append(store.add_file(row, iter([b"x" * 60]), 100))
 
     thread = threading.Thread(target=add, args=(theirs,))
-    theirs.batches(tenant, "", 1)  # It is connected.
+    theirs.batches(tenant, "", 1)  # Connects now, not during the race.
 
     @sa.event.listens_for(mine._engine, "after_cursor_execute")
     def interrupt(connection: Any, cursor: Any, statement: str, *given: Any) -> None:

@@ -1,5 +1,6 @@
-"""/v1/files and /v1/batches through the official client: every custom_id once in the output, also over
-`kill -9`; tenants apart; their own price; and others served as without.
+"""/v1/files and /v1/batches through the official client. Every custom_id appears once in the
+output, even after `kill -9`. Tenants are separate, batches have their own price, and other requests
+are served as before.
 """
 
 import json
@@ -89,13 +90,13 @@ def server(mortal: StartServer) -> Server:
 
 @pytest.fixture
 def twofold(borrow: StartServer) -> Server:
-    """A server of two gateways that works on a line at a time."""
+    """A server with two gateways that runs one batch line at a time."""
     fields = {"gateway": {"processes": 2}, "batches": {"max_running": 1}}
     return borrow(*OPTIONS, ledger={"prices": PRICES}, **fields)
 
 
 def charges(folder: Path) -> dict[str, tuple[str, str, int]]:
-    """Generation -> tenant, model, pico-dollars, as the ledger has them."""
+    """Return generation -> (tenant, model, pico-dollars) from the ledger."""
     engine = sa.create_engine(f"sqlite:///{folder / 'ledger.sqlite'}")
     query = "SELECT request_id, tenant, model, income_pico_usd FROM hadal_requests"
     query += " ORDER BY completed_us"
@@ -162,7 +163,7 @@ def test_a_batch_from_file_to_file_at_half_the_price(server: Server) -> None:
 @LIVE
 def test_files_are_kept_listed_and_deleted(server: Server) -> None:
     client = client_of(server, "sk-bob")
-    for file in client.files.list():  # Another test's.
+    for file in client.files.list():  # Files of other tests.
         client.files.delete(file.id)
     ids = [upload(client, [line("a")], f"f{n}.jsonl") for n in range(5)]
     found = client.files.retrieve(ids[0])
@@ -257,7 +258,7 @@ def test_a_batch_that_cannot_be_is_refused(
 
 @LIVE
 def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
-    """More lines than run at once: some of them are short, and the others are held."""
+    """More lines than run at once: short ones finish, and the gate holds the rest."""
     client = client_of(server)
     server.gate.hold(gate.DECODE, after=60)
     lines = [line(f"r{n}", ignore_eos=True, max_tokens=300 if n % 8 else 5) for n in range(40)]
@@ -275,7 +276,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
 
 @LIVE
 def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
-    """How little it costs them is decided by roles/front (tests/unit/roles/front/test_front.py)."""
+    """The cost to other requests is decided by roles/front (tests/unit/roles/front/test_front.py)."""
     client, bob = client_of(server), client_of(server, "sk-bob")
 
     def num_now(state: str = "") -> float:
@@ -311,7 +312,7 @@ def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
     def spent() -> int:
         return sum(charge for tenant, _, charge in charges(folder).values() if tenant == "carol")
 
-    # 40 tokens at 2 micro-dollars and a prompt of some ten at 1: there is no room for another line.
+    # A line costs 40 tokens at 2 micro-dollars and about 10 prompt tokens at 1: no other line fits.
     wait_until(lambda: spent() > 10**9 - 95 * 10**6, "the budget ends it, for today")
     client.batches.cancel(batch_id)
     assert 2 <= wait_ended(client, batch_id).request_counts.completed < 30
@@ -320,7 +321,7 @@ def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
 
 @LIVE
 def test_what_never_fits_is_an_error_and_the_rest_goes_on(twofold: Server) -> None:
-    """A line asks for more choices than there are prefill ranks; two can never be let in."""
+    """One line asks for more choices than there are prefill ranks. Two lines can never be admitted."""
     dave, carol = (client_of(twofold, key, max_retries=10) for key in ("sk-dave", "sk-carol"))
     long = " and ".join(["one"] * 60)
     of_dave = create(dave, [line("long", long), line("short", "Hi")])
@@ -342,8 +343,8 @@ def test_what_never_fits_is_an_error_and_the_rest_goes_on(twofold: Server) -> No
 def test_any_gateway_takes_files_and_batches(twofold: Server) -> None:
     batches: list[Any] = []
 
-    def ask(n: int) -> None:  # A connection each: the kernel chooses the gateway.
-        # The second gateway says 503 until it has heard of the keys.
+    def ask(n: int) -> None:  # One connection each: the kernel chooses the gateway.
+        # The second gateway replies 503 until it has received the keys.
         client = client_of(twofold, max_retries=10)
         batches.append((client, create(client, [line(f"{n}-{i}") for i in range(2)])))
 
@@ -357,8 +358,8 @@ def test_any_gateway_takes_files_and_batches(twofold: Server) -> None:
 
 
 def struck(server: Server, tenant: str, strike: Callable[[], Server]) -> None:
-    """Strike while a batch is worked on: each custom_id stands once in the output and is charged once.
-    `strike` returns the server that goes on.
+    """Call `strike` during a batch: each custom_id appears once in the output and is charged once.
+    `strike` returns the server to ask afterwards.
     """
     client, folder = client_of(server, f"sk-{tenant}"), server.folder.parent
     names = [f"r{n}" for n in range(30)]
@@ -371,8 +372,8 @@ def struck(server: Server, tenant: str, strike: Callable[[], Server]) -> None:
     done = rows(client, batch.output_file_id) + rows(client, batch.error_file_id)
     assert sorted(row["custom_id"] for row in done) == sorted(names)
     assert batch.request_counts.completed == 30
-    # What stands in the output is charged, each line once, and nothing that was thrown away is. What
-    # is left to be charged is looked at in order, so another batch's charges are the last.
+    # Each line in the output is charged once, and discarded work is not. Charges are written in
+    # order, so those of a later batch come last.
     later = wait_ended(client, create(client, [line("later")]))
     done += rows(client, later.output_file_id)
     written = sorted(row["response"]["request_id"] for row in done)

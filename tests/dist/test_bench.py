@@ -1,6 +1,4 @@
-"""`hadal bench` against a live server: its counts are the server's own, and it ends well however it
-ends.
-"""
+"""`hadal bench` against a live server: its counts equal the server's, and it ends cleanly in every case."""
 
 import json
 import os
@@ -33,7 +31,7 @@ def bench(server: Server, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def num_refused(server: Server) -> float:
-    """Return the number of requests that were refused; there is no metric before the first."""
+    """Return the number of refused requests; the metric is missing before the first."""
     with suppress(AssertionError):
         return metric(server, "hadal_refusals_total")
     return 0.0
@@ -42,7 +40,7 @@ def num_refused(server: Server) -> float:
 def test_what_it_counts_is_what_the_server_counts(server: Server) -> None:
     names = ("hadal_generations_total", "hadal_output_tokens_total", "hadal_prompt_tokens_total")
     before = [metric(server, name) for name in names]
-    # hadal-tiny reads most words letter by letter, so a few drawn words differ much in tokens.
+    # hadal-tiny reads most words letter by letter, so a few random words differ widely in tokens.
     words = ("--seed", "7")
     given = ("--requests", "9", "--duration", "600", "--warm-up", "2", "--output", "5-15", *words)
     found = bench(server, "--rate", "20", "--concurrency", "3", *given, "--shared", "128")
@@ -91,14 +89,14 @@ def test_a_trace_is_sent_as_it_is(server: Server, tmp_path: Path) -> None:
 
 @pytest.fixture
 def narrow(borrow: StartServer) -> Server:
-    """A server with a key and room for two requests."""
+    """A server with a key and capacity for two requests."""
     return borrow("--api-key", "k", limits={"max_queued": 1}, decode={"max_requests": 1})
 
 
 @pytest.mark.more(MORE)
 @pytest.mark.slow("answers are late after 10 s")
 def test_refusals_and_late_answers_are_told_apart(narrow: Server) -> None:
-    """Nothing is answered until all that is too much is refused, and then nothing at all."""
+    """No answer is complete before all excess requests are refused, and none comes after that."""
     server = narrow
     server.gate.hold(gate.DECODE)
     before = num_refused(server)
@@ -139,12 +137,13 @@ def test_ctrl_c_shows_what_was_measured_so_far(server: Server, tmp_path: Path) -
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"},
-        # A shell that runs the tests in the background ignores it, and so would this.
+        # A shell that runs the tests in the background ignores SIGINT, and the child would inherit
+        # that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     finished = "hadal_generations_total", 'end="finished"'
     before = metric(server, *finished)
-    # Two ask before the load begins, and two may have ended that were not read yet.
+    # Two requests precede the load, and two may have ended before their answers were read.
     wait_until(lambda: metric(server, *finished) >= before + 8, "some are answered")
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=DEADLINE_S)

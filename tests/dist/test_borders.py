@@ -1,4 +1,4 @@
-"""What tests.dist.borders lets pass, and what not."""
+"""Tests of tests/dist/borders: the differences that it accepts and rejects."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The KV cache changes when a token comes, never which: greedy answers are the plain loop's
-wherever KV came from.
+"""The KV cache changes when a token arrives, never which one: greedy answers equal the plain
+loop's, wherever KV came from.
 
-Off, in memory, on disk, both, after restarts, under eviction, by every hand-over, for one rank and
-for two. And it is used: what a reply's usage says was cached is what the blocks say, and
-what the metrics add up to.
+Tested: cache off, in memory, on disk, both, after restarts, under eviction, with every kind of
+hand-over, for one rank and for two. The cache must also be used: the cached tokens in a reply's
+usage equal the found blocks and the sums of the metrics.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from tests.needs import leave_out
 
 FEW = LEVEL == "test"
 NUM_CHATS, NUM_FRESH, NUM_TURNS = (75, 15, 4) if FULL else (3, 1, 3) if FEW else (6, 2, 4)
-"""How many, how many of them with a fresh seed, and the turns of each."""
+"""Chats, chats among them with a fresh seed, and turns per chat."""
 NUM_PAIRS = 4 if FULL else 2
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to serve."""
+    """One way to serve."""
 
     memory: bool = True
     disk: bool = True
     disk_mb: int = 256
     is_storm: bool = False
-    """Too little room for what is asked."""
+    """True if capacity is too small for the load, so that blocks are evicted."""
     fields: dict[str, Any] = field(default_factory=dict)
 
 
 def ranks(number: int) -> dict[str, Any]:
-    """Fields of [prefill] or [decode]."""
+    """Return fields of [prefill] or [decode]."""
     return {"ranks": number, "kv_memory_mb": 32, "max_requests": 16}
 
 
@@ -108,7 +108,7 @@ def setups() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
-    """Fixed chats and fresh ones; the fresh seed is printed when a test fails."""
+    """Return fixed and fresh chats; the fresh seed is printed if a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh chats: seed {seed}")
     own = ChatMaker(seed).chats(NUM_FRESH, NUM_TURNS)
@@ -116,7 +116,7 @@ def chats() -> list[Chat]:
 
 
 def possible(chats: list[Chat]) -> int:
-    """Return the tokens that are found if all of these were asked before."""
+    """Return the tokens found if all of these chats were served before."""
     named = Named()
     for chat in chats:
         for case in chat:
@@ -125,14 +125,12 @@ def possible(chats: list[Chat]) -> int:
 
 
 def on_disk(server: Server, folder: Path, chats: list[Chat]) -> int:
-    """Return the tokens of all prompts that are found if all is that lies on disk."""
+    """Return the tokens of all prompts found if every block on disk can be found."""
     return num_on_disk(server, folder, (case.prompt for chat in chats for case in chat))
 
 
 def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
-    """Usage and metrics say the same. Only where no attempt was made twice: units count
-    attempts.
-    """
+    """Assert that usage and metrics agree. Skipped after retries, since units count attempts."""
     seen = settle(server)
     answers = [
         answer for round_answers in rounds for replies in round_answers for answer in replies
@@ -164,7 +162,7 @@ def test_answers_are_the_plain_loops(
     before = settle(server)
     if has_all:
         wait_found(server, folder)
-    # What was not written, for its block was needed or the disk was behind, is not found there.
+    # Blocks that were not written (evicted first, or the disk fell behind) are not found.
     least = on_disk(server, folder, chats) if has_all else 0
     again = talk(server.url, server.model, chats)
     assert wrong(chats, again) == []
@@ -179,7 +177,8 @@ def test_answers_are_the_plain_loops(
         )
     else:
         check_books(server, [pairs, first, again])
-        # One pool has all that was ever said; with several a chat may go where less of it is.
+        # One pool has every earlier token; with several, a chat may reach a unit with fewer of its
+        # blocks.
         if setup.memory and "ranks" not in name and "units" not in name:
             assert num_hit(first) > 0
             least = possible(chats)
@@ -191,7 +190,7 @@ def test_answers_are_the_plain_loops(
 
 
 def check_next_turns(server: Server, folder: Path, chats: list[Chat]) -> list[list[Answer]]:
-    """Blocks that decode filled reach the next turn through the disk. Return the answers."""
+    """Assert that blocks filled by decode reach the next turn through the disk. Return the answers."""
     pairs = grown(chats)[:NUM_PAIRS]
     assert pairs, "no chat has what this test is about"
     named, answers = Named(), []
@@ -209,7 +208,7 @@ def check_next_turns(server: Server, folder: Path, chats: list[Chat]) -> list[li
 
 
 def check_restarted(server: Server, folder: Path, chats: list[Chat], setup: Setup) -> None:
-    """A new server finds on disk what the old one left there."""
+    """Assert that a new server finds the old one's blocks on disk."""
     wait_found(server, folder)
     least = 0 if setup.is_storm else max(1, on_disk(server, folder, chats))
     answers = talk(server.url, server.model, chats)
@@ -221,7 +220,7 @@ def check_restarted(server: Server, folder: Path, chats: list[Chat], setup: Setu
 
 
 def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
-    """Turns that filled a block with generated text, each with the next turn, which can find it."""
+    """Return turns that filled a block with generated text, each with the next turn, which can find it."""
     found = []
     for chat in chats:
         for before, after in itertools.pairwise(chat):
@@ -234,7 +233,7 @@ def grown(chats: list[Chat]) -> list[tuple[Case, Case]]:
 
 
 def test_the_test_can_fail(chats: list[Chat]) -> None:
-    """A changed token and a wrong count are seen."""
+    """A changed token and a wrong count are detected."""
     answers = [[Answer(case.output, 0, len(case.prompt)) for case in chat] for chat in chats]
     assert wrong(chats, answers) == []
     case = chats[0][1]

@@ -1,9 +1,9 @@
-"""A disk cache that is broken, foreign, full or gone: noticed, counted, computed again, and no
-answer shows it.
+"""Faults of a disk cache: damaged, foreign, full or deleted. Each is noticed and counted, the KV is
+recomputed, and no answer changes.
 
-A server that keeps nothing in memory answers chats whose KV it has written, or tries to write it.
-Answers are the plain loop's, the server stays healthy and does not fill its log. Tests of the store
-start on folders that are broken (unit/runtime/store).
+A server without a memory cache answers chats after it has written their KV or tried to. Answers
+equal the plain loop's, and the server stays healthy and does not flood its log. Tests of the store
+start on folders that are already damaged (unit/runtime/store).
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ OTHER_FAULT = pytest.mark.more(
     "another fault; tests of the store have each, and one is in `make test`"
 )
 MAX_LOG_LINES = 6
-"""Of one trouble of the cache: one from each process of a server."""
+"""Most log lines for one problem of the cache: one from each process of a server."""
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """A server that keeps KV on disk alone."""
+    """A server that caches KV only on disk."""
 
     server: Server
     folder: Path
 
     def find_all(self, chats: list[Chat]) -> dict[str, int]:
-        """Let it write the chats' KV and find all of it; return the counts then."""
+        """Have the server write the chats' KV and wait until all of it can be found; return the counts."""
         assert wrong(chats, talk(self.server.url, self.server.model, chats)) == []
         seen = settle(self.server)
         wait_found(self.server, self.folder)
         return seen
 
     def check_serves(self, chats: list[Chat]) -> dict[str, int]:
-        """Answers are right, twice, and everything is in order; returns the counts."""
+        """Assert that answers are right twice and that the server is healthy; return the counts."""
         for _ in range(2):
             assert wrong(chats, talk(self.server.url, self.server.model, chats)) == []
             seen = settle(self.server)
@@ -73,7 +73,7 @@ class Keeper:
         return seen
 
     def check_log(self, words: str = "") -> None:
-        """The cache's trouble is in the log, with these words, and not again and again."""
+        """Assert that the log has the cache's problem, with these words, in few lines."""
         log = self.server.log()
         lines = [line for line in log.splitlines() if "disk cache: " in line and words in line]
         assert lines, f"no line of the log says {words}"
@@ -88,7 +88,7 @@ def chats() -> list[Chat]:
 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[Keeper]:
-    """One for all that happens to its folder."""
+    """One server for all faults of its folder."""
     with tempfile.TemporaryDirectory(prefix="hadal-c-") as made, starting() as start:
         folder = Path(made) / "cache"
         yield Keeper(start(**cache_fields(folder, memory=False)), folder)
@@ -100,9 +100,7 @@ def keeper() -> Iterator[Keeper]:
 def test_another_models_folder(
     keeper: Keeper, start_server: StartServer, chats: list[Chat], tmp_path: Path
 ) -> None:
-    """KV of a model is never another's: nothing is hit that was not written by it. Both find their
-    own.
-    """
+    """A model's KV is never used for another model; each model finds only its own."""
     other = tmp_path / "model"
     shutil.copytree(model_folder(""), other)
     config = other / "config.json"
@@ -148,8 +146,8 @@ FAULTS: dict[str, tuple[Callable[[Path, random.Random], int], str, str]] = {
     "deleted": (delete, STORED_BLOCKS, "is gone"),
     "cut": (cut_off, MISS_TOKENS, "computed"),
 }
-"""Ways to break a folder, each with what a server counts then, and what its log says. A segment that is
-cut off is found out by a look at the folder or, sooner, by a read, which alone counts it as damage.
+"""Fault -> (damaging function, count that rises, words in the log). A truncated segment is found by
+a scan of the folder or, sooner, by a read; only a read counts it as damage.
 """
 
 
@@ -158,7 +156,7 @@ cut off is found out by a look at the folder or, sooner, by a read, which alone 
     "fault", [pytest.param(name, marks=OTHER_FAULT if name != "bits" else ()) for name in FAULTS]
 )
 def test_damage_under_a_running_server(keeper: Keeper, chats: list[Chat], fault: str) -> None:
-    """What it wrote itself and knows of is not believed either."""
+    """Blocks that the server wrote itself are checked too."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     before = keeper.find_all(chats)
@@ -185,7 +183,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
         why = done.stderr.decode().strip()
         leave_out(f"no small file system can be mounted here ({why})", "sudo make test-more")
     yield folder
-    # The server may still have files there: it is ended after this.
+    # The server may still have files open: it ends after this fixture.
     subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, timeout=60, check=True)
 
 
@@ -194,14 +192,14 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_a_full_disk(start_server: StartServer, chats: list[Chat], small_disk: Path) -> None:
     server = start_server(**cache_fields(small_disk, memory=False, disk_mb=64))
     keeper = Keeper(server, small_disk)
-    # The budget is far beyond the disk: what fits there is used, and made room in.
+    # The budget is far larger than the disk: the server uses what fits and evicts within it.
     assert keeper.check_serves(chats)[DISK_EVICTED_BLOCKS] > 0
     keeper.check_log()
 
 
 @OTHER_FAULT
 def test_a_folder_that_cannot_be_written(start_server: StartServer, folder: Path) -> None:
-    """Below a file, so that it holds for root, too."""
+    """A file as parent makes the folder unwritable for root, too."""
     (folder / "file").write_text("no folder\n")
     server = start_server(**cache_fields(folder / "file" / "cache", memory=False), wait=False)
     assert server.process.wait(STOP_TIMEOUT_S) == EXIT_CONFIG

@@ -1,11 +1,11 @@
 """`kill -9` at any moment of a server that writes its KV to disk: every restart serves, and never
-from a broken block.
+returns an answer from damaged KV.
 
-Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant
-(out of its blocks) and of a new tenant (whose blocks it has to write), and is killed: all of it,
-its supervisor only, or first one unit, which comes back while the load goes on. The first rounds have a
-roomy budget, the others a tight one. Each moment is a number of looks at the folder, drawn from a seed,
-which is printed. `HADAL_LEVEL=all`: 200 rounds.
+Rounds share one folder. A server starts on the last round's blocks. It answers chats of that
+round's tenant from them and of a new tenant, which adds blocks. It is then killed: the whole tree,
+only its supervisor, or first one unit, which restarts under load. The first rounds have a large
+budget, the others a tight one. Each moment is a number of scans of the folder, drawn from a printed
+seed. `HADAL_LEVEL=all`: 200 rounds.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from tests.waiting import wait_until
 NUM_ROOMY, NUM_TIGHT = (100, 100) if FULL else (2, 1)
 NUM_CHATS = 24 if FULL else 8
 NUM_ASKED_AGAIN = 4
-"""Chats of the tenant before."""
+"""Chats of the previous round's tenant."""
 CONCURRENCY = 8
 MAX_LOOKS = 60
-"""The kill comes after so many looks at most."""
+"""Most scans of the folder before the kill."""
 WAYS = ("group", "supervisor", "one process", "one process")
-"""The last: a unit or a rank."""
+"""Kinds of kills; "one process" kills a unit or a rank."""
 RANKS = (1, 1, 1, 2)
-"""Of both units, by chance: a writer for each, so that segments change hands."""
+"""Ranks of both units, drawn. Each rank has a writer, so that segments change owners."""
 ROOMY_MB, TIGHT_MB = 4096, 1
-"""A budget under which nothing is ever overwritten, and one under which nearly everything is."""
+"""Budgets: with ROOMY_MB no block is ever overwritten, with TIGHT_MB nearly every block is."""
 
 LAST_TOKENS = 8 * BLOCK_TOKENS
-"""What a tight budget has room for."""
+"""Tokens that fit into a tight budget."""
 
 
 @dataclass
 class Found:
-    """What is known of the folder, over all rounds."""
+    """Knowledge of the folder over all rounds."""
 
     records: set[Record] = field(default_factory=set)
-    """Found by the last look."""
+    """Records found by the last scan."""
     num_acknowledged: int = 0
     num_disk_hit_tokens: int = 0
     num_killed_writing: int = 0
@@ -68,13 +68,13 @@ def chats() -> list[Chat]:
 
 
 def key_of(number: int) -> str:
-    """A tenant for each round: the same chats, other blocks."""
+    """Return the tenant of a round: the same chats then have other blocks."""
     return f"tenant-{number}"
 
 
 @dataclass
 class Load:
-    """Chats under way on a server that will be killed."""
+    """Chats in progress on a server that will be killed."""
 
     server: Server
     cache: Path
@@ -86,7 +86,7 @@ class Load:
     is_killed: bool = False
 
     async def run(self, chats: list[Chat], rng: random.Random, victim: str) -> None:
-        """Hold the chats until the kill. A process's is no reason to stop: it comes back."""
+        """Run the chats until the kill. After the kill of one process they continue, since it restarts."""
         url, model = self.server.url, model_of(self.server, self.key)
         gate = asyncio.Semaphore(CONCURRENCY)
         async with client_for(url, CONCURRENCY, self.key) as client:
@@ -118,12 +118,12 @@ class Load:
     async def _watch(
         self, num_looks: int, holding: asyncio.Future[list[None]], num_writes: int | None = None
     ) -> None:
-        """Note what the server says is durable, for so many looks, or until so many of them saw
-        something written. What `holding` raises is raised.
+        """Record the durable blocks, for `num_looks` scans or until `num_writes` of them saw new
+        blocks. Raises any error of `holding`.
         """
         for _ in range(num_looks):
             seen = await asyncio.to_thread(counts, self.server, self.key)
-            # A unit that starts again counts from 0, but what it said is still so.
+            # A restarted unit counts from 0, but blocks reported earlier stay durable.
             self.acknowledged = max(self.acknowledged, seen[STORED_BLOCKS])
             num_seen = len(self.seen)
             self.seen |= await asyncio.to_thread(names_on_disk, self.cache)
@@ -137,7 +137,7 @@ class Load:
 
 
 def kill_all(server: Server, way: str) -> None:
-    """The whole tree, or its supervisor, with which the kernel ends the others."""
+    """Kill the whole tree, or its supervisor; the kernel then ends the rest."""
     pids = [pid for pid in server.pids().values() if pid]
     if way == "supervisor":
         server.process.kill()
@@ -150,7 +150,7 @@ def kill_all(server: Server, way: str) -> None:
 def serve(
     start_server: StartServer, cache: Path, disk_mb: int, keys: list[str], **fields: Any
 ) -> Server:
-    """Start a server, the first of whose keys is an operator's, that finds all there is on disk."""
+    """Start a server that finds every block on disk. The first key is an operator's."""
     known = {"HADAL_API_KEYS": ",".join([f"{keys[0]} operator", *keys[1:]])}
     server = start_server(environment=known, **cache_fields(cache, disk_mb=disk_mb), **fields)
     wait_found(server, cache, keys[0])
@@ -166,7 +166,7 @@ def one_round(
     number: int,
     found: Found,
 ) -> None:
-    """Start, look back, write, be killed, look."""
+    """Run one round: start, read the earlier blocks, write, kill, and scan the folder."""
     keys = [key_of(number), key_of(number - 1)]
     units = {"ranks": rng.choice(RANKS), "kv_memory_mb": 32}
     server = serve(
@@ -195,9 +195,7 @@ def one_round(
 
 
 def look(cache: Path, disk_mb: int, load: Load, found: Found, told: str) -> None:
-    """What lies in the folder after the kill: all of it whole, and under a roomy budget all that
-    was ever there.
-    """
+    """Assert that all blocks in the folder are whole, and under a large budget that none is lost."""
     records = set(records_on_disk(cache))
     assert [r for r in records if not r.is_whole] == [], (
         f"{told}: blocks that can be found and are broken"
@@ -229,7 +227,7 @@ def test_every_restart_serves(start_server: StartServer, chats: list[Chat], fold
         one_round(start_server, chats, folder, disk_mb, rng, number, found)
         if number % 20 == 0:
             print(f"{number} rounds, {found.num_acknowledged} blocks durable", flush=True)
-    # Under a tight budget the last that was written is there, and nothing else for certain.
+    # Under a tight budget only the last written blocks are certain to be found.
     keys = [key_of(number + 1), key_of(number + 2)]
     fitting = [chat for chat in chats if len(chat[-1].prompt) < LAST_TOKENS]
     last = [max(fitting, key=lambda chat: len(chat[-1].prompt))]
@@ -248,5 +246,5 @@ def test_every_restart_serves(start_server: StartServer, chats: list[Chat], fold
     )
     assert found.num_acknowledged > 0
     assert settle(server, keys[0])[DISK_HIT_TOKENS] > 0
-    # In a few rounds it may be that nothing of the tenant before is left, or was asked for.
+    # In a few rounds the previous tenant may have no blocks left, or none that were requested.
     assert not FULL or found.num_disk_hit_tokens > 0

@@ -1,9 +1,9 @@
-"""Tenants share no KV, and nothing that a tenant can see depends on what another one has asked; what
-is public is shared.
+"""Tenants share no KV, and nothing visible to one depends on another's requests; public blocks are
+shared.
 
-What a tenant sees of another's requests would be hits, or the time that they save. The names of
-blocks are salted by tenant, so a prompt that another tenant has in the cache is no hit, and makes
-exactly the work of a prompt that nobody sent before: the counts of both are the same.
+Hits, or the time that they save, would reveal another tenant's requests. Block names are salted by
+tenant. A prompt in another tenant's cache is thus no hit and makes exactly the work of a new
+prompt: the counts of both are equal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tests.fresh import fresh
 
 ALICE, BOB = "alice-key", "bob-key"
 NUM_TOKENS = 200
-"""Of a prompt: three blocks, and a rest that is computed in any case."""
+"""Tokens of a prompt: three blocks, and a remainder that is always computed."""
 HIT_TOKENS = 192
 MAX_TOKENS = 24
-"""Of an answer: no block is filled by it."""
+"""Tokens of an answer: too few to fill a block."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def cache() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(cache: Path) -> Iterator[Server]:
-    """A server with a disk cache and two tenants."""
+    """Start a server with a disk cache and two tenants."""
     with starting() as start:
         yield start(
             environment={"HADAL_API_KEYS": f"{ALICE} operator,{BOB}"}, **cache_fields(cache)
@@ -58,7 +58,7 @@ def server(cache: Path) -> Iterator[Server]:
 
 
 def answer_of(server: Server, key: str, case: Case) -> Answer:
-    """The one answer to a tenant, which must be right."""
+    """Return the one answer to a tenant, after checking its tokens."""
     model = model_of(server, ALICE)
     [[answer]] = talk(server.url, model, [[case]], key=key, max_tokens=MAX_TOKENS)
     assert wrong([[case]], [[answer]]) == []
@@ -66,7 +66,7 @@ def answer_of(server: Server, key: str, case: Case) -> Answer:
 
 
 def work_of(server: Server, key: str, case: Case) -> tuple[int, dict[str, int]]:
-    """Tokens that a tenant is told were cached, and all that the units counted for its request."""
+    """Return the cached tokens reported to a tenant, and all counts of the units for its request."""
     before = settle(server, ALICE)
     answer = answer_of(server, key, case)
     after = settle(server, ALICE)
@@ -93,7 +93,7 @@ def test_a_tenant_finds_nothing_of_anothers_and_makes_the_work_of_a_new_prompt(
     assert len(names_on_disk(cache)) == 3 * len(names_of_alice), (
         "two tenants' blocks of one text are twice as many blocks"
     )
-    # Its own it finds: the counts above would show a hit.
+    # Each tenant finds its own blocks, so the counts above would show a hit.
     for key in (ALICE, BOB):
         hit, found = work_of(server, key, asked)
         assert hit == found[MEMORY_HIT_TOKENS] == HIT_TOKENS
@@ -101,7 +101,7 @@ def test_a_tenant_finds_nothing_of_anothers_and_makes_the_work_of_a_new_prompt(
 
 
 def test_names_of_tenants_have_nothing_in_common() -> None:
-    """Not one, whatever the texts: neither the whole names nor the halves that summaries keep."""
+    """Names are disjoint for all texts, in whole and in the halves that summaries store."""
     prompt = Random(3).choices(range(2000), k=640)
     chains = [
         extend(b"root", b"", prompt, salt)
@@ -119,7 +119,7 @@ def test_names_of_tenants_have_nothing_in_common() -> None:
 def chat(
     server: Server, key: str, system: str, question: str, cache_salt: str | None
 ) -> dict[str, int]:
-    """Ask; returns the usage."""
+    """Send a chat; return the reply's usage."""
     body = {
         "model": model_of(server, ALICE),
         "temperature": 0,
@@ -139,7 +139,7 @@ def chat(
     " whole blocks, with everybody who sends the same and says so too"
 )
 def test_a_public_system_prompt_is_shared(server: Server) -> None:
-    """Its blocks, and none of what the user says."""
+    """Its blocks are shared, and none of the user's message."""
     system = " ".join(f"Rule {number}: be short and exact." for number in range(40))
     question = "What is 12 + 30? " * 20
     first = chat(server, ALICE, system, question, "public")
@@ -150,7 +150,7 @@ def test_a_public_system_prompt_is_shared(server: Server) -> None:
     assert shared < second["prompt_tokens"] - 2 * BLOCK_TOKENS, "what the user said was shared, too"
     other = chat(server, BOB, system, "What is 1 + 1? " * 20, "public")
     assert other["prompt_cache_hit_tokens"] == shared
-    # Without the field nothing is shared but with the tenant itself.
+    # Without the field, only the tenant itself finds its blocks.
     private = chat(server, BOB, system, question, None)
     assert private["prompt_cache_hit_tokens"] == 0
     assert chat(server, BOB, system, question, None)["prompt_cache_hit_tokens"] > 0

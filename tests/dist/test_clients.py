@@ -1,4 +1,4 @@
-"""Other people's clients and suites against hadal-tiny as it ships; `python -m tests.clients`."""
+"""Third-party clients and test suites against the shipped hadal-tiny; see `python -m tests.clients`."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 OFFICIAL = ("openai", "anthropic")
-"""Tried by `make test-more`; all others by `make test-all`."""
+"""Clients that `make test-more` tries; `make test-all` tries all others."""
 
 CLIENT = "python -m tests.clients"
 
 REFUSED = {
-    ("", "Image Input"),  # The models have no eyes.
-    # Events of reasoning have the names that OpenAI's clients know.
+    ("", "Image Input"),  # The models take no images.
+    # Reasoning events have the names that OpenAI's clients expect.
     ("open-responses", "Streaming Response"),
     ("open-responses", "Streaming Usage"),
     ("open-responses", "Compaction Endpoint"),
     ("open-responses", "Compaction Missing Required Model"),
 }
-"""What other people's suites try and is not served: part of the client's name, and the trial."""
+"""Trials of third-party suites that are not served: part of the client's name, and the trial."""
 _NOT_THERE = {"retrieve", "list_with_all_params"}
 REFUSED_CALLS = {
     "test_models": {"delete"},
-    # Fields for audio and images; chats that are stored.
+    # Fields for audio and images; stored chats.
     "chat/test_completions": {"create_with_all_params", "delete", "list", "update", *_NOT_THERE},
     "test_completions": {"create_with_all_params"},
-    # Calls without a body, and compaction; responses that are not there.
+    # Calls without a body, compaction, and responses that do not exist.
     "test_responses": {
         *("cancel", "compact", "compact_with_all_params", "create", "create_with_all_params"),
         *("delete", "retrieve", "retrieve_with_all_params"),
     },
-    # Files that hold no requests, and that are not there.
+    # Files without requests, and files that do not exist.
     "test_files": {"create", "create_with_all_params", "delete", "retrieve_content", *_NOT_THERE},
     "test_batches": {"cancel", "create", "create_with_all_params", *_NOT_THERE},
 }
-"""Calls in openai-python's tests that are not served, or what they name is not there, by file."""
+"""File of openai-python's tests -> calls that are not served or that name a missing object."""
 
 
 def is_refused(trial: Trial) -> bool:
-    """Whether it tries what is refused on purpose, and nothing else failed."""
+    """Return whether a trial fails only in calls that are refused on purpose."""
     passed, _, failed = trial.seen.partition(" passed; not: ")
     if failed and trial.what in REFUSED_CALLS:
         calls = {re.sub(r"_overload_\d+$", "", call) for call in failed.split(", ")}
@@ -73,7 +73,7 @@ def tiny() -> Iterator[str]:
     [pytest.param(n, marks=[] if n in OFFICIAL else pytest.mark.full) for n in CLIENTS],
 )
 def test_what_a_client_tries_works(tiny: str, name: str) -> None:
-    """Every row says works, but those that try what is refused on purpose."""
+    """Every trial works, except those of calls that are refused on purpose."""
     model = httpx.get(f"{tiny}/v1/models", timeout=DEADLINE_S).json()["data"][0]["id"]
     trials = tried(name, tiny, model)
     assert trials

@@ -1,6 +1,4 @@
-"""The output tokens that a server's metrics count are those that its ledger has, to the token, however its
-requests end.
-"""
+"""A server's metrics count exactly the output tokens that its ledger has, however its requests end."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ ENDING = (
     *(TEXT | STOP, TEXT | STREAM | STOP | {"n": 2}, SCORED, SCORED | STREAM),
     *(TEXT | {"max_tokens": 1}, TEXT | {"max_tokens": 0}),
 )
-"""Requests that end by themselves."""
+"""Requests that end normally."""
 LONG = TEXT | {"max_tokens": 400}
 HELD = (LONG, LONG | STREAM, LONG | {"n": 2}, LONG | STREAM | {"n": 2, "stop": ["zz"]})
 NUM_HELD = 6
-"""Choices of HELD."""
+"""Number of choices in HELD."""
 NUM_CROWD = 16
 NUM_STEPS = 8
 
@@ -53,7 +51,7 @@ def batches(server: Server) -> Iterator[OpenAI]:
 
 
 async def decoding(server: Server, num_choices: int) -> None:
-    """Wait until this many choices are decoded."""
+    """Wait until at least `num_choices` choices are in decode."""
     await wait_for(
         lambda: metric(server, "hadal_generations_now", 'state="decoding"') >= num_choices,
         f"{num_choices} choices are decoded",
@@ -61,7 +59,7 @@ async def decoding(server: Server, num_choices: int) -> None:
 
 
 async def held(server: Server, ask: Ask) -> list[asyncio.Task[httpx.Response]]:
-    """Return requests that are held after some NUM_STEPS steps, and counted so far."""
+    """Return requests held after at least NUM_STEPS steps, with their tokens so far counted."""
     before = metric(server, OUTPUT_TOKENS)
     server.gate.hold(gate.DECODE)
     tasks = [ask(fields) for fields in HELD]
@@ -73,10 +71,10 @@ async def held(server: Server, ask: Ask) -> list[asyncio.Task[httpx.Response]]:
 
 
 async def end_in_every_way(server: Server, batches: OpenAI) -> None:
-    """Requests end by themselves, their clients leave, they time out, they are refused, and they lose their
-    unit, while a batch runs.
+    """End requests in every way (normal end, disconnect, time-out, refusal, loss of their unit)
+    while a batch runs.
     """
-    # A connection for each, so that any gateway may have it.
+    # A connection for each, so that it may reach any gateway.
     async with httpx.AsyncClient(
         base_url=server.url,
         timeout=DEADLINE_S,
@@ -97,7 +95,7 @@ async def end_in_every_way(server: Server, batches: OpenAI) -> None:
         await asyncio.wait(left)
         server.gate.open()
 
-        await asyncio.wait(await held(server, ask))  # Until they time out.
+        await asyncio.wait(await held(server, ask))  # Waits until they time out.
         server.gate.open()
 
         server.gate.hold(gate.DECODE)

@@ -1,5 +1,5 @@
-"""Dashboards and alert rules name what a live server's /metrics has: who renames a metric or a label
-finds it here. A server with a ledger, as the pool's are.
+"""Dashboards and alert rules name only metrics and labels of a live server's /metrics, so a renamed
+one fails here. Uses a server with a ledger, like all of the pool.
 """
 
 import json
@@ -31,15 +31,15 @@ ALERTS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][0]["r
 SCRAPED = {"job", "instance"}
 """Labels that Prometheus adds."""
 ELSEWHERE = {"up"}
-"""Metrics that Prometheus makes itself."""
+"""Metrics that Prometheus adds."""
 NOT_HERE = {
     "hadal_drafts_tried_total": {"unit", "place"},
     "hadal_drafts_accepted_total": {"unit", "place"},
     "hadal_link_bytes_total": {"unit", "kind", "nodes"},
     "hadal_refused_connections_total": {"process", "kind"},
 }
-"""Metrics whose series come with drafts and with units of many ranks, which listen to each other; named
-in gateway/desk/metrics with these labels.
+"""Metric -> labels; its series exist only with drafts or with units of many ranks, which listen to
+each other. gateway/desk/metrics defines them.
 """
 _SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
 _GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
@@ -50,7 +50,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where it stands, and a PromQL expression."""
+    """Yield (title of the panel or alert, PromQL expression)."""
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
@@ -63,7 +63,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
-    """Metric, label and value of each selector; a grouping's labels are of every metric in it."""
+    """Yield (metric, label, value) of each selector. A grouping's labels apply to every metric in it."""
     for metric, inside in _SELECTOR.findall(expression):
         for label, value in re.findall(r'([a-z]+) ?=~? ?"([^"]*)"', inside):
             yield metric, label, value
@@ -74,7 +74,7 @@ def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
 
 
 def series_of(text: str) -> dict[str, list[dict[str, str]]]:
-    """Metric -> labels of its series."""
+    """Return metric -> labels of its series."""
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -110,7 +110,7 @@ def test_labels_of_legends_are_in_their_expressions() -> None:
 
 
 def test_metrics_that_come_only_with_some_deployments_are_those() -> None:
-    """That they come then: test_drafts, test_ep_exactness and test_stranger."""
+    """Live series of such deployments: test_drafts, test_ep_exactness, test_stranger."""
     drafted = {"drafts_tried": (2,), "drafts_accepted": (1,), "link_bytes": LinkBytes((1, 1))}
     unit = UnitReport("decode-0", "e", 100, 0, 0, 8, 0, **drafted)
     snapshot = FrontSnapshot(False, {}, {"decode-0": unit}, {}, Totals())

@@ -1,5 +1,5 @@
-"""Writers of a disk cache are killed at random moments: what they were told is durable is found
-again, byte for byte, and a reader beside them is never given a wrong block. `HADAL_LEVEL=all`: 200
+"""Writers of a disk cache are killed at random moments. Blocks acknowledged as durable are found
+again, byte for byte, and a concurrent reader never gets a wrong block. `HADAL_LEVEL=all`: 200
 rounds.
 """
 
@@ -27,15 +27,15 @@ from tests.waiting import DEADLINE_S, deadline, join, wait_until
 
 NUM_ROUNDS = 200 if FULL else 4 if LEVEL == "test" else 12
 MAX_READS = 40
-"""A writer is killed after so many reads beside it at most."""
+"""Most concurrent reads before a writer is killed."""
 ROUNDS_OF_A_FOLDER = 3
-"""Then a new one: what the first rounds left is adopted by the next ones."""
+"""Rounds per folder: later rounds adopt the segments of the first ones."""
 TINY_BYTES = segment_bytes(24, BLOCK_BYTES)
 AMPLE_BYTES = 64 << 20
 
 
 class Child:
-    """One writer. Its lines are read as they come, so that it never waits for us."""
+    """One writer. Its lines are read at once, so that it never blocks on output."""
 
     def __init__(self, folder: Path, seed: int, share_bytes: int, limit: int = 0) -> None:
         arguments = [str(folder), str(seed), str(share_bytes), str(limit)]
@@ -77,7 +77,7 @@ class Child:
 
 
 class Reader:
-    """Knows what is on disk by a view of it, and reads it; never gets a wrong block."""
+    """Reader of blocks that a view finds on disk; fails on a wrong block."""
 
     def __init__(self, folder: Path) -> None:
         self.view = DiskView(folder, FINGERPRINT, lambda: None, look_s=0.02)
@@ -95,12 +95,12 @@ class Reader:
             self.locations.update(zip(split(news.added), news.locations, strict=True))
 
     def wait_look(self) -> None:
-        """Learn all there is."""
+        """Wait for the view's first scan and record all blocks."""
         for one in wait_until(self.view.take, "the view has looked"):
             self.locations.update(zip(split(one.added), one.locations, strict=True))
 
     def read(self, names: list[bytes]) -> int:
-        """Load blocks; return how many of them, from the first on, came."""
+        """Load blocks; return how many loaded, counted from the first."""
         self._next_id += 1
         locations = tuple(self.locations[name] for name in names)
         self.loader.submit(
@@ -129,7 +129,7 @@ class Reader:
 
 
 def found(folder: Path) -> set[bytes]:
-    """Return the names whose blocks a fresh reader finds; each is read."""
+    """Return the names of blocks that a new reader finds and loads."""
     reader = Reader(folder)
     reader.wait_look()
     whole: set[bytes] = set()
@@ -148,10 +148,11 @@ def play_round(
     share_bytes: int,
     names_of: int | None = None,
 ) -> int:
-    """One or two writers, killed one after the other; checks and updates what is `alive`. Returns
-    blocks written.
+    """Run one or two writers, kill them one after another, then check and update `alive`. Returns
+    the number of blocks written.
 
-    `names_of`: all write the blocks of this seed, over and over; None: each its own.
+    `names_of`: seed of the blocks that all writers write again and again; None: each writes its
+    own.
     """
     seeds = [names_of or rng.getrandbits(60) for _ in range(rng.choice((1, 1, 2)))]
     children = [Child(folder, seed, share_bytes) for seed in seeds]
@@ -177,8 +178,7 @@ def play_round(
     alive -= dropped
     whole = found(folder)
     missing = alive - whole
-    # Blocks that were being written when the kill came may have put others out without having said
-    # so.
+    # At the kill, blocks in progress may have evicted others without reporting it.
     num_excused = (
         sum(child.num_in_flight() for child in children) if share_bytes == TINY_BYTES else 0
     )
@@ -224,7 +224,7 @@ def test_a_writer_that_ends_in_order_leaves_all_it_was_told_is_durable(tmp_path:
 
 
 def test_a_table_of_long_ago_names_no_wrong_block(tmp_path: Path) -> None:
-    """Its records speak of blocks that were overwritten since: each is found out when it is read."""
+    """Its records name blocks that were overwritten since: every read detects that."""
     tables: dict[int, bytes] = {}
     for seed in (1, 2):
         child = Child(tmp_path, seed, TINY_BYTES, limit=60)

@@ -1,6 +1,7 @@
-"""Drafts (speculative decoding) change when tokens come, never which: a server that drafts gives what
-one without drafts gives, whatever is sampled, on ranks or without, killed, preempted, moved, from
-memory and from disk. And drafts are as often right as they should be, however a prompt's KV came.
+"""Drafts (speculative decoding) change when tokens arrive, never which: a server with drafts
+answers like one without. Tested for all sampling, with and without ranks, after kills, preemption
+and moves, with KV from memory and from disk. The share of right drafts is as expected, wherever a
+prompt's KV came from.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ SLOW = pytest.mark.slow("steps in halves on six ranks")
 TIMEOUT_S = 300.0
 CONCURRENCY = 24
 POINT = 0.01
-"""How far the share of right drafts may be from the offline measure."""
+"""Largest difference between the share of right drafts and the offline measure."""
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
+    """Return fixed and fresh prompts; the fresh seed is printed if a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
     return everyday_cases(NUM_CASES - NUM_FRESH, seed=7) + make_cases(NUM_FRESH, seed=seed)
 
 
 def sampled(number: int, rng: random.Random, prompts: list[Case]) -> dict[str, Any]:
-    """A request of its own seed; which fields it has is drawn."""
+    """Return a request with `number` as its seed and randomly chosen fields."""
     body: dict[str, Any] = {
         "prompt": list(rng.choice(prompts).prompt),
         "max_tokens": rng.choice([1, 2, 3, 17, 40, 90]),
@@ -77,7 +78,7 @@ def sampled(number: int, rng: random.Random, prompts: list[Case]) -> dict[str, A
 
 
 async def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
-    """The choices of every request."""
+    """Return the choices of every request."""
     gate, model = asyncio.Semaphore(CONCURRENCY), server.model
     limits = httpx.Limits(max_connections=CONCURRENCY + 4)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as client:
@@ -92,7 +93,7 @@ async def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
 
 
 def what_came(choices: Any) -> Any:
-    """Of every choice its tokens, text and end."""
+    """Return tokens, text and finish reason of every choice."""
     return [(choice["token_ids"], choice["text"], choice["finish_reason"]) for choice in choices]
 
 
@@ -114,7 +115,7 @@ Strike = Callable[[], Awaitable[None]]
 
 
 def check_greedy(server: Server, cases: list[Case], strike: Strike | None = None) -> None:
-    """Greedy answers are the plain loop's, whatever happens beside them."""
+    """Assert that greedy answers equal the plain loop's while `strike` runs."""
     outputs = asyncio.run(
         complete_all(server.url, server.model, cases, concurrency=16, while_running=strike)
     )
@@ -131,8 +132,8 @@ def share_right(server: Server, cases: list[Case], strike: Strike | None = None)
 
 @functools.cache
 def expected_share(cases: tuple[Case, ...]) -> float:
-    """The offline measure, of the drafts that one a step checks: behind a right one the next is not
-    made.
+    """Return the offline share of right drafts. It counts only drafts that a step with one draft
+    checks: after a right draft the next position has none.
     """
     weights = load_weights(model_folder(""), held=AS_STORED, with_mtp=True)
     config = weights.config
@@ -187,7 +188,7 @@ def test_sampled_requests_get_the_same_tokens(
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         what = f"request {number} of seed {seed}: {bodies[number]}"
         assert what_came(ours) == what_came(theirs), what
-        # Ranks add in another order than the fused step, and prompts are cut where others end.
+        # Ranks add in another order than the fused step, and their prompts are cut elsewhere.
         assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), what
     assert metric(server, "hadal_drafts_accepted_total") > 0
     assert server.pids() == pids
@@ -217,7 +218,7 @@ def test_a_rank_that_is_killed(mortal: StartServer, cases: list[Case]) -> None:
         await kill_at_work(server, "decode-0.2", num_steps=10)
 
     undisturbed = share_right(server, cases)
-    # Those that stayed join again where they were.
+    # The surviving ranks join again at their step.
     assert share_right(server, cases, kill) == pytest.approx(undisturbed, abs=2 * POINT)
 
 

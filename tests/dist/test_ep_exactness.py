@@ -1,9 +1,9 @@
-"""Expert parallelism changes when a token comes, never which: widths, placements, schedules, modes
-and dispatch formats.
+"""Expert parallelism changes when a token arrives, never which: widths, placements, schedules,
+modes and dispatch formats.
 
-With FP32 dispatch every deployment gives the tokens of the plain single-request loop. With FP8
-out and BF16 back the activations are rounded, so tokens may be others than the loop's, but they are
-the same for every width: what is rounded does not depend on where an expert lives.
+With FP32 dispatch every deployment gives the tokens of the plain single-request loop. FP8 dispatch
+and BF16 combine round activations, so tokens may differ from the loop's. They are equal for every
+width, because the rounding does not depend on an expert's rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FEW = 6
 
 
 def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "") -> dict[str, Any]:
-    """Fields of [prefill] or [decode]. Steps of two tokens are split already, so that the tests'
-    small ones are.
+    """Return fields of [prefill] or [decode]. The small steps of tests are split too, from two
+    tokens on.
     """
     return {
         "ranks": ranks,
@@ -64,12 +64,12 @@ def deployed(borrow: StartServer, name: str) -> Server:
 
 
 MARKS = {"dual_five_redundant": pytest.mark.more("one deployment stays in `make test`")}
-"""All others are at full sizes."""
+"""Marks of a deployment; all others run at full sizes."""
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
+    """Return fixed and fresh prompts; the fresh seed is printed if a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
     return everyday_cases(NUM_CASES - NUM_FRESH, seed=17) + make_cases(NUM_FRESH, seed=seed)
@@ -87,7 +87,7 @@ def test_units_of_two_and_four_ranks_give_the_plain_loops_tokens(ranked: Server)
 
 
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
-    """Return (schedule, micro-batches) of the next steps of a unit."""
+    """Return (schedule, micro-batches) of a unit's next steps."""
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
     assert reply.status_code == 200, reply.text
@@ -115,10 +115,10 @@ def test_fp32_dispatch_gives_the_plain_loops_tokens(
             unit: asyncio.ensure_future(trace(server, unit)) for unit in ("prefill-0", "decode-0")
         }
         async with httpx.AsyncClient(base_url=server.url, timeout=180) as client:
-            for _ in range(3):  # The gateway hears of the traces before it has answered these.
+            for _ in range(3):  # The gateway receives the traces before it answers these.
                 await client.get("/health")
         server.gate.hold(gate.PREFILL, after=10**6)
-        # Steps of few requests are not split.
+        # Steps with few requests are not split.
         await wait_for(
             lambda: metric(server, "hadal_generations_now", 'state="decoding"') >= 16,
             "many answers are in decode",
@@ -136,8 +136,8 @@ def test_fp32_dispatch_gives_the_plain_loops_tokens(
 
 
 def logprobs_of(server: Server, case: Case) -> list[float]:
-    """Return those of a prompt's greedy tokens, alone on the server, so that its steps are the same at
-    every width.
+    """Return log-probabilities of a prompt's greedy tokens. The prompt runs alone, so that its
+    steps are equal at every width.
     """
     body = {
         "model": server.model,
@@ -169,7 +169,7 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 def test_what_is_rounded_gives_the_same_tokens_at_every_width(
     borrow: StartServer, cases: list[Case], rounding: dict[str, str]
 ) -> None:
-    """Tokens on their way to experts, or everything that FP8 matrices multiply."""
+    """Rounds either tokens on their way to experts, or all inputs of FP8 matrices."""
     widths, logprobs = [], []
     exact = deployed(borrow, "dual_five_redundant")
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
@@ -181,7 +181,7 @@ def test_what_is_rounded_gives_the_same_tokens_at_every_width(
         )
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
         logprobs.append(logprobs_of(server, cases[0]))
-    # Tokens hardly tell that anything was rounded; their probabilities do.
+    # Tokens rarely show that rounding happened; log-probabilities do.
     assert all(of_width == logprobs[0] for of_width in logprobs[1:])
     assert logprobs_of(exact, cases[0]) != logprobs[0], "nothing was rounded"
     narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]

@@ -1,5 +1,5 @@
-"""Runners of several rank processes over TCP: their tokens are the plain loop's, whatever the width
-and the way.
+"""Runners of several rank processes over TCP give the plain loop's tokens at every width and in
+every way.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ WIDER = (
 )
 FP8 = Way(dispatch_format="fp8", schedule="decode_five")
 FP8_BOUND = 2**-4
-"""E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the
-returned BF16 adds 1/512. Experts are near linear in so small a change, and the residual stream
-carries more than they add, so the mean change of a logit is to stay below that part of the logits'
-spread.
+"""Largest mean change of a logit, as a share of the logits' spread. E4M3 has three fraction bits,
+so a dispatched value is off by at most 1/16; the returned BF16 adds 1/512. Experts are nearly
+linear in so small a change, and the residual stream carries more than they add.
 """
 
 
@@ -53,7 +52,7 @@ def script(cases: list[Case]) -> Script:
 
 
 def merge(ranks: list[Served]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
-    """Outputs and the logits after each prompt, by prompt."""
+    """Return outputs and the logits after each prompt, by prompt."""
     outputs = {n: tuple(output) for served in ranks for n, output in served.outputs.items()}
     logits = {n: row for served in ranks for n, row in served.first_logits.items()}
     return [outputs[n] for n in sorted(outputs)], torch.stack([logits[n] for n in sorted(logits)])
@@ -62,7 +61,7 @@ def merge(ranks: list[Served]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
 def serve(
     num_ranks: int, folder: Path, script: Script, ways: tuple[Way, ...]
 ) -> list[list[Served]]:
-    """[way][rank]"""
+    """Return results as [way][rank]."""
     if num_ranks == 1:
         torch.set_num_threads(1)
         return [[Rank(folder, None, script, 1, way).serve()] for way in ways]
@@ -90,7 +89,7 @@ def ways_of(num_ranks: int) -> tuple[Way, ...]:
             every[4],
             every[11],
         )  # Each schedule, both modes, with and without replicas.
-    # Each value of each field with each schedule's once.
+    # Each value of each field, once per schedule.
     return (every[0], every[4], every[8], every[9], Way(mode="low_latency", num_micro_batches=1))
 
 
@@ -100,7 +99,7 @@ def fp8_ways_of(num_ranks: int) -> tuple[Way, ...]:
 
 @cache
 def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Served]]:
-    """What all tests ask of a width, of one set of processes."""
+    """Return the results of all ways at one width, computed by one set of processes for all tests."""
     ways = (*ways_of(num_ranks), *(fp8_ways_of(num_ranks) if LEVEL != "test" else ()))
     return dict(zip(ways, serve(num_ranks, folder, script, ways), strict=True))
 

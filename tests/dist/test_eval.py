@@ -1,4 +1,4 @@
-"""The model that ships answers what its card claims: held-out prompts, asked through the API."""
+"""The shipped model answers held-out prompts through the API as accurately as its card claims."""
 
 from __future__ import annotations
 

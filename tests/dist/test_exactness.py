@@ -1,4 +1,4 @@
-"""However a request is served, its greedy tokens are those of the plain single-request loop."""
+"""Greedy tokens of a request equal the plain single-request loop's, however it is served."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tests.waiting import wait_for
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (10, 2) if LEVEL == "test" else (36, 12)
 NUM_GROWING = 48 if FULL else 32
 CONCURRENCY = 16
-"""Where one is killed, so that others come after it."""
+"""Concurrency of tests that kill a unit, so that requests arrive after the kill."""
 OTHER_WAY = pytest.mark.more("another way to serve; small chunks are in `make test`")
 CHUNK_TOKENS = 16
-"""Of the server that is flooded: no other deployment has smaller chunks."""
+"""Chunk size of the flooded server. No other deployment has smaller chunks."""
 DECODING = 'state="decoding"'
 NUM_SLOTS, NUM_BLOCKS = 4, 6
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
+    """Return fixed and fresh prompts; the fresh seed is printed if a test fails."""
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
     return everyday_cases(NUM_CASES - NUM_FRESH, seed=7) + make_cases(NUM_FRESH, seed=seed)
@@ -69,7 +69,7 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
 @OTHER_WAY
 @pytest.mark.timeout(900)
 def test_preemption(borrow: StartServer) -> None:
-    # All need one block more before they end, and the pool has room for a few without it.
+    # All need one more block before they end, and the pool has room for only a few without it.
     def num_blocks(num_tokens: int) -> int:
         return -(-num_tokens // BLOCK_TOKENS)
 
@@ -103,7 +103,7 @@ def test_preemption(borrow: StartServer) -> None:
 
 
 async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list[Any]:
-    """What came of every request of a key, all asked at once: tokens, or the text of a stream."""
+    """Return the result of every request of a key, all sent at once: tokens, or the text of a stream."""
 
     async def one(body: dict[str, Any]) -> Any:
         if not body.get("stream"):
@@ -185,7 +185,7 @@ def test_killed_midway(mortal: StartServer, cases: list[Case], victim: str) -> N
 
 
 def test_the_test_can_fail(cases: list[Case]) -> None:
-    """A changed token is seen."""
+    """A changed token is detected."""
     changed: list[Any] = [case.output for case in cases]
     changed[3] = (*changed[3][:-1], changed[3][-1] + 1)
     assert len(differences(cases, changed)) == 1

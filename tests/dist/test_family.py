@@ -1,5 +1,5 @@
-"""A small Kimi-K2, served: its config.json, FP8 weights, tiktoken.model, chat template and
-generation config, from the folder to the text of a reply.
+"""A small Kimi-K2 is served from its folder: config.json, FP8 weights, tiktoken.model, chat
+template and generation config.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`hadal serve` with a fleet: units come when they are needed and go when they are not, and no
-stream notices.
+"""`hadal serve` with a fleet: units start when they are needed and stop when they are not, without
+effect on streams.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FLEET: dict[str, Any] = {
     "hold_s": 0.5,
 }
 SLOW = {**FLEET, "decode_tokens_per_s": 0.01}
-"""Whatever is asked is too much for one unit."""
+"""Fleet configuration with which any load is too much for one unit."""
 HEARTBEAT_S = 0.1
-"""How often the fleet is told of the demand: it forgets what was asked within 15 times that."""
+"""Interval at which the fleet receives the demand. It forgets demand after 15 intervals."""
 
 
 def phase(server: Server, name: str) -> str:
@@ -38,7 +38,7 @@ def phase(server: Server, name: str) -> str:
 
 @contextmanager
 def asking(server: Server) -> Iterator[None]:
-    """Ask for one token after another, which prefill computes, until the end of the block."""
+    """Within the block, request one token after another, which prefill computes."""
     is_enough = threading.Event()
 
     def ask() -> None:
@@ -53,8 +53,8 @@ def asking(server: Server) -> Iterator[None]:
 
 
 def on_both(server: Server) -> list[Streams]:
-    """Start a stream on either decode unit, the second of which comes for it. Both are held, and as soon
-    as no more is asked one of the units is not needed.
+    """Start a stream on each decode unit; the second unit starts because of the load. The gate
+    holds both, and once the load ends, one unit is not needed.
     """
     first = under_way(server, "decode-0", NUM_TOKENS)
     with asking(server):
@@ -67,7 +67,7 @@ def on_both(server: Server) -> list[Streams]:
 
 
 def wait_for_one_to_rest(server: Server) -> None:
-    """Either may be the one that goes."""
+    """Wait until a decode unit rests; it may be either of the two."""
     units = ("decode-0", "decode-1")
     wait_until(lambda: "resting" in [phase(server, unit) for unit in units], "one of them rests")
 
@@ -105,9 +105,9 @@ def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer
     assert server.stop() == 0
 
 
-@pytest.mark.full  # test_supervision kills units, and roles/test_fleet a fleet's.
+@pytest.mark.full  # test_supervision kills units, and roles/test_fleet kills a fleet's.
 def test_a_unit_of_the_fleet_that_dies_is_replaced(start_server: StartServer) -> None:
-    """Units say themselves how much they may be asked for, and one of them is enough for this."""
+    """Units measure their own rate here, so one unit is enough for this load."""
     server = start_server(fleet=FLEET)
     undisturbed = complete(server, NUM_TOKENS)
 

@@ -1,11 +1,11 @@
-"""The fleet on six hosts, for a compressed day: units come and go as in the simulator, and the job in
-the valley has the hosts that they leave.
+"""The fleet on six hosts for a compressed day. Units start and stop as in the simulator, and the
+off-peak job uses the hosts that they leave.
 
-Every request of the day is due at a time that is drawn beforehand, by the shape of DeepSeek's
-published day. `[fleet]` says what a unit does, so that the policy's thresholds decide and not this
-machine. The simulator is the real fleet role beside the real front and leaders (tests/sim/fleet),
-given the same requests and the start-up, stop and step times that were measured. What both did is
-printed side by side, and not compared: a second more or less on a busy machine makes a step.
+Every request of the day has a due time, drawn beforehand by the shape of DeepSeek's published day.
+`[fleet]` sets a unit's speed, so that the policy's thresholds decide and not this machine. The
+simulator is the real fleet role with the real front and leaders (tests/sim/fleet). It gets the same
+requests and the measured start-up, stop and step times. The results of both are printed side by
+side, not compared: on a busy machine one second more or less changes a step.
 
     HADAL_LEVEL=all HADAL_HOUR_S=10 pytest tests/dist/test_fleet_hosts.py -s
 """
@@ -48,15 +48,15 @@ from tests.sim.world import Faults
 from tests.waiting import DEADLINE_S, unix_now, wait_until
 
 HOUR_S = float(os.environ.get("HADAL_HOUR_S", "60"))
-"""Of an hour of the day."""
+"""Real duration of an hour of the day, seconds."""
 DAY_S = 24 * HOUR_S
 SEED = 17
 RATE_PER_S = 0.9
-"""Requests, the day's mean. Two cores bear the peak, a third more."""
+"""Mean requests per second of the day. Two cores bear the peak, which is a third higher."""
 LENGTHS = [(num_in, num_out) for num_in in (48, 96, 144) for num_out in (12, 20, 28, 36)]
-"""Tokens of each prompt and of its answer: 96 and 24 in the mean."""
+"""(prompt tokens, answer tokens) of each kind; 96 and 24 on average."""
 SHARE_2_PREFILL, SHARE_2_DECODE = 0.0285, 0.01775
-"""Share of the day in an hour, above which a second unit is needed; a third one at twice as much."""
+"""Share of the day's load in one hour above which a second unit is needed; a third at twice the share."""
 FLEET: dict[str, Any] = {
     "mode": "auto",
     "prefill_max": 2,
@@ -71,12 +71,12 @@ FLEET: dict[str, Any] = {
 }
 FLOOR, PEAK = {"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 3}
 QUIET_S = (NUM_SAMPLES + 1) * FLEET["period_s"] + FLEET["hold_s"]
-"""After this the fleet has forgotten what was asked before."""
+"""Seconds after which the fleet has forgotten earlier demand."""
 PIECE_S = 3.0
 PIECE_SIZE = 20_000
 LIMIT = 10**8
 PATIENCE: dict[str, Any] = {"unit_timeout_s": 8.0}
-"""All hosts share this machine's cores."""
+"""Patient timeouts, because all hosts share this machine's cores."""
 UNITS = {**SMALL, "max_requests": 16}
 _EVENT = re.compile(
     r"^(\S+) supervisor .*?(?:(starting|draining|keeping|stopping) ((?:prefill|decode)-\d+)\b"
@@ -98,7 +98,7 @@ class Asked:
 
 
 def requests_of_the_day() -> list[Asked]:
-    """They come one by one, independently of each other, by the load clock of the published day."""
+    """Return the day's requests: a Poisson process under the load clock of the published day."""
     rng = np.random.default_rng(SEED)
     scale = REAL_HOUR_S / HOUR_S
     gaps = rng.exponential(scale / RATE_PER_S, int(2 * DAY_S * RATE_PER_S) + 50)
@@ -115,10 +115,10 @@ def prompts() -> list[list[int]]:
 # ---- what a fleet did ----
 @dataclass(frozen=True)
 class Move:
-    """What the fleet did, or what came of it: starting, draining, keeping, stopping, ready, ended."""
+    """Action of the fleet or its result: starting, draining, keeping, stopping, ready, ended."""
 
     at_s: float
-    """Since the day began."""
+    """Seconds since the day began."""
     what: str
     unit: str
 
@@ -128,13 +128,13 @@ class Move:
 
 
 class Moves:
-    """All of a run, in order."""
+    """All moves of a run, in order of time."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = sorted(moves, key=lambda move: move.at_s)
 
     def steps(self) -> dict[str, list[int]]:
-        """By role, the number of units that work or start after each change in the day."""
+        """Return role -> number of working or starting units after each change within the day."""
         steps: dict[str, list[int]] = {role: [] for role in ROLES}
         units = {role: set[str]() for role in ROLES}
         for move in self.moves:
@@ -149,7 +149,7 @@ class Moves:
         return steps
 
     def node_s(self, begin_s: float, end_s: float) -> float:
-        """Seconds that units had nodes in this time, from their start to their end, summed."""
+        """Return the seconds that units had nodes between these times, from start to end, summed."""
         since: dict[str, float] = {}
         total = 0.0
         for move in self.moves:
@@ -160,7 +160,7 @@ class Moves:
         return total + sum(_overlap(at_s, end_s, begin_s, end_s) for at_s in since.values())
 
     def took_s(self, first: str, then: str) -> list[float]:
-        """How long it was from one to the other, of each unit that came to both in the day."""
+        """Return seconds from move `first` to `then` of each unit, for first moves within the day."""
         since: dict[str, float] = {}
         found = []
         for move in self.moves:
@@ -178,7 +178,7 @@ def _overlap(one_s: float, two_s: float, begin_s: float, end_s: float) -> float:
 
 
 def moves_in(log: str, began_unix_s: float) -> Moves:
-    """What a server's log tells."""
+    """Return the moves in a server's log."""
     found = []
     for at, what, unit, other, became in _EVENT.findall(log):
         at_s = datetime.fromisoformat(at).timestamp() - began_unix_s
@@ -188,7 +188,7 @@ def moves_in(log: str, began_unix_s: float) -> Moves:
 
 # ---- the simulator ----
 class SimulatedDay(FleetWorld):
-    """The same day, with times as they were measured."""
+    """Simulation of the same day, with measured times."""
 
     def __init__(self, asked: Sequence[Asked], start_s: float, stop_s: float, step_s: float):
         self.moves: list[Move] = []
@@ -255,13 +255,13 @@ def _generation(number: int, num_in: int, num_out: int) -> Generation:
 
 # ---- live ----
 class LiveDay:
-    """Requests of the day to a deployment, and what came of them."""
+    """The day's requests to a deployment, and their results."""
 
     def __init__(self, deployed: Deployed) -> None:
         self.began_unix_s = 0.0
         self.differing: list[str] = []
         self.token_s: list[float] = []
-        """Seconds of each answer, by its tokens."""
+        """Seconds per token of each answer."""
         self._url = deployed.server.url
         self._prompts = prompts()
 
@@ -285,12 +285,12 @@ class LiveDay:
         return httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits)
 
     async def quiet(self) -> list[list[int]]:
-        """What is answered when nobody else asks."""
+        """Return the answers of an otherwise idle deployment."""
         async with self.client() as client:
             return [await self.ask(client, kind) for kind in range(len(LENGTHS))]
 
     async def day(self, asked: Sequence[Asked], expected: list[list[int]]) -> None:
-        """Send each when it is due."""
+        """Send each request when it is due."""
         self.began_unix_s = unix_now()
         async with self.client() as client:
 
@@ -306,7 +306,7 @@ class LiveDay:
 
 
 class ValleyJob:
-    """The example job, on the first host."""
+    """The off-peak example job, on the first host."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
@@ -316,13 +316,13 @@ class ValleyJob:
         self._process = hosts[0].start("valley", [*command, *limits, "--piece-s", str(PIECE_S)])
 
     def end(self) -> dict[str, Any]:
-        """Have it end, and return what it says of its work."""
+        """Stop the job and return its last report."""
         self._hosts[0].signal("valley", signal.SIGTERM)
         assert self._process.wait(DEADLINE_S) == 0, self._hosts[0].log("valley")
         return self._told()[-1]
 
     def node_s(self, begin_s: float, end_s: float) -> float:
-        """Seconds that it had nodes, in this Unix time, summed."""
+        """Return the node seconds of the job between two Unix times."""
         told = [one for one in self._told() if "nodes" in one]
         ends = [one["unix_s"] for one in told[1:]] + [end_s]
         return sum(
@@ -359,7 +359,7 @@ print(json.dumps([len(groups), len(floor)]))
 
 
 def in_ray(hosts: Hosts, name: str) -> tuple[int, int]:
-    """Return how many groups Ray has, and how many bundles its autoscaler was told to have."""
+    """Return the number of placement groups in Ray, and of bundles requested from its autoscaler."""
     script = _LEFT.replace("ADDRESS", f"{hosts[0].address}:{PORT}")
     process = hosts[0].start(name, [sys.executable, "-c", script])
     assert process.wait(DEADLINE_S) == 0, hosts[0].log(name)
@@ -370,7 +370,7 @@ def in_ray(hosts: Hosts, name: str) -> tuple[int, int]:
 def table(
     asked: Sequence[Asked], live: Moves, simulated: Moves, job: ValleyJob, began_unix_s: float
 ) -> str:
-    """Hour by hour, for the log of experiments."""
+    """Return a table by hour, for the log of experiments."""
     rows = [
         "| hour | requests | tokens/s out | nodes live | simulated | of the job |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -389,7 +389,7 @@ def table(
 
 
 def owned(deployed: Deployed) -> dict[str, int]:
-    """Units that have nodes, by role."""
+    """Return role -> number of units that have nodes."""
     units = deployed.server.status().processes
     return {
         role: sum(name.startswith(role) and units[name].phase != "resting" for name in units)
@@ -422,7 +422,7 @@ def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() ->
         job = ValleyJob(hosts)
         wait_until(lambda: owned(deployed) == FLOOR, "only the floor is there")
         time.sleep(QUIET_S)
-        told = (2 + 3, 2)  # The floor's groups and the job's, and what Ray was told.
+        told = (2 + 3, 2)  # Groups of the floor and of the job, and bundles requested from Ray.
         wait_until(lambda: in_ray(hosts, "before") == told, "Ray has them")
         hosts[0].call(lambda: asyncio.run(live.day(asked, expected)))
         log = deployed.server.log()

@@ -1,5 +1,5 @@
-"""Answers are held to their format: valid whatever is drawn, and the same with drafts, over many
-ranks, after kills, after preemption and on another unit.
+"""Structured outputs are valid under any sampling, and equal with drafts, over many ranks, after
+kills and preemption, and on another unit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.waiting import DEADLINE_S, wait_for
 
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
-"""Among so many tokens that are about as likely the model's own top_p would cut beside a border, which
-rounding moves where a request is computed anew (LOG.md).
+"""Sampling of all requests. Among many tokens of similar probability the model's own top_p would
+cut beside a border, which rounding moves when a request is recomputed (LOG.md).
 """
 NUM_EACH = 10 if FULL else 2
 SERVED = pytest.mark.more("drafts, ranks, kills and preemption, each with a server of its own")
@@ -46,7 +46,7 @@ def response_format(schema: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def bodies_of(seed: int) -> list[dict[str, Any]]:
-    """Requests at random under every schema; those of no schema stand among them."""
+    """Return random requests under every schema, with some of no schema between them."""
     rng = random.Random(seed)
     bodies: list[dict[str, Any]] = []
     for number in range(NUM_EACH):
@@ -69,7 +69,7 @@ def bodies_of(seed: int) -> list[dict[str, Any]]:
 
 
 def num_valid(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
-    """How many answers ended; fails for one that is not what its schema allows."""
+    """Return the number of finished answers; raises an error if one violates its schema."""
     num = 0
     for body, choices in zip(bodies, answers, strict=True):
         asked = body.get("response_format", {})
@@ -93,7 +93,7 @@ def requests() -> Asked:
 
 @pytest.fixture
 def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
-    """The requests, answered by a server of two units of one rank, without drafts."""
+    """Requests answered by a server of two one-rank units, without drafts."""
     if not requests.answers:
         requests.ask(request.getfixturevalue("server"))
         assert num_valid(requests.bodies, requests.answers) > len(requests.bodies) / 5
@@ -127,7 +127,7 @@ def test_units_that_are_killed(mortal: StartServer, asked: Asked, victim: str) -
 def test_a_rank_and_a_leader_that_are_killed(
     mortal: StartServer, asked: Asked, victim: str
 ) -> None:
-    """A dead rank's requests go on elsewhere, and a dead leader's where they are."""
+    """A dead rank's requests continue on other ranks, and a dead leader's where they are."""
     server = mortal(prefill=units(2), decode={**units(4), "drafts": 1})
     asked.assert_same(server, lambda: kill_at_work(server, victim))
 
@@ -135,11 +135,11 @@ def test_a_rank_and_a_leader_that_are_killed(
 @SERVED
 @pytest.mark.timeout(900)
 def test_preemption(borrow: StartServer, server: Server) -> None:
-    """Each of four answers needs four blocks, two are decoded before a step is done, and the pool has four
-    beside the scratch block.
+    """Each of four answers needs four blocks, two are decoded before a step is done, and the pool
+    has four blocks besides the scratch block.
     """
     schemas = [
-        {"type": "array", "items": items, "minItems": MAX_TOKENS}  # A token an item or more.
+        {"type": "array", "items": items, "minItems": MAX_TOKENS}  # An item has at least one token.
         for items in (INTEGER, {"enum": ["a", "b", None]})
     ]
     bodies = [
@@ -179,7 +179,7 @@ def test_preemption(borrow: StartServer, server: Server) -> None:
 
 
 def chat(server: Server, body: dict[str, Any], content: str = PROMPT) -> dict[str, Any]:
-    """The first choice of a chat."""
+    """Return the first choice of a chat."""
     asked = {"messages": [{"role": "user", "content": content}], **body}
     (choice,) = asyncio.run(ask_all(server, "/v1/chat/completions", [asked]))[0]
     assert isinstance(choice, dict)
@@ -205,8 +205,8 @@ def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
     "An answer that satisfies the schema by itself stays as it is, token by token."
 )
 def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> None:
-    """hadal-tiny answers a sum with a number, which is JSON. Asked as text: the template of a chat shows
-    the model its format, and what it is asked is another thing then.
+    """hadal-tiny answers a sum with a number, which is JSON. The prompt is text, because a chat's
+    template would add the format and thus change the prompt.
     """
     thought = "sum: 12 + 30\n2 1 + 0 3\n2+0=2, 2\n1+3=4, 42\n"
     prompt = f"{BOS}<｜User｜>What is 12 + 30?<｜Assistant｜><think>\n{thought}</think>\n\n"
@@ -220,8 +220,8 @@ def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> No
 
 @pytest.mark.more("six answers of 400 tokens; tests/unit/tokens has the blanks")
 def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
-    """Of blanks it would draw as many as it may. Outside of strings two line breaks and twenty other
-    blanks stand side by side at most, and its answer is whole.
+    """Such a model would draw blanks endlessly. Outside of strings at most two line breaks and
+    twenty other blanks may follow each other, and the answer is complete.
     """
     small = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = closed(
@@ -246,7 +246,7 @@ def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
 
 
 def test_streams_and_limits(server: Server) -> None:
-    """In a stream come the same texts; an answer that is cut off says so."""
+    """Streams give the same texts, and a truncated answer has finish reason "length"."""
     schema = closed(words={"type": "array", "items": {"type": "string"}, "minItems": 40})
     body = {
         "prompt": "Words: ",

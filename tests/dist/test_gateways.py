@@ -1,5 +1,5 @@
-"""`hadal serve --gateways 2`: two processes on one port. Each may die, hang or be asked to end
-while answers stream.
+"""`hadal serve --gateways 2`: two processes on one port. Each may die, hang or drain while answers
+stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.more("one gateway is killed in `make test`")
 
 
 class Asking:
-    """A stream that one of the gateways serves, read in a thread from `start` on."""
+    """A stream from one of the gateways, read in a thread once `start` is called."""
 
     def __init__(self, server: Server, gateway: str) -> None:
         self.text = ""
@@ -41,7 +41,7 @@ class Asking:
         self._thread.start()
 
     def end(self) -> str:
-        """Wait for it to end by itself; returns its text."""
+        """Wait for the normal end of the stream; return its text."""
         join(self._thread)
         self._client.close()
         return self.text
@@ -50,9 +50,7 @@ class Asking:
         return self.text != "" or self.is_broken
 
     def _connect(self, gateway: str) -> None:
-        """Make the connection, which is kept, while the other gateway is stopped, so that this one accepts
-        it.
-        """
+        """Open the persistent connection while the other gateway is frozen, so that this one accepts it."""
         stopped = self._server.kill(OTHER if gateway == FRONT else FRONT, signal.SIGSTOP)
         try:
             self._client.get(f"{self._server.url}/v1/models")
@@ -72,7 +70,7 @@ class Asking:
 
 
 def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
-    """A stream of each, all of which have begun and are held: each connects before any of them does."""
+    """Start a held stream of each gateway. All connect before any starts; return once all have begun."""
     while True:
         pids = server.pids()
         asking = {gateway: Asking(server, gateway) for gateway in gateways}
@@ -82,7 +80,7 @@ def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
         wait_until(lambda each=asking: all(one.has_begun() for one in each.values()), "they stream")
         if server.pids() == pids:
             return asking
-        # The machine is so busy that one was stopped for longer than a gateway may be silent.
+        # On a busy machine a gateway can be frozen for longer than its heartbeat timeout.
         server.gate.open()
         for one in asking.values():
             one.end()
@@ -95,9 +93,7 @@ def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
 )
 @pytest.mark.slow("a gateway that hangs is noticed after 2 s, and four of them end")
 def test_the_end_of_one_gateway_costs_its_own_streams_alone(mortal: StartServer) -> None:
-    """The front goes with the first, and the other's streams go on under the next one, where they
-    stopped.
-    """
+    """The front ends with the first gateway; the other's streams continue under the next front."""
     server = mortal("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
     for victim, number in (
@@ -110,7 +106,7 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(mortal: StartServer)
         old_pid = server.kill(victim, number)
         wait_replaced(server, victim, old_pid)
         server.gate.open()
-        # Nobody is refused meanwhile.
+        # No request is refused during the replacement.
         begun = complete(server, 8)
         assert begun
         assert undisturbed.startswith(begun)
@@ -128,7 +124,7 @@ def test_the_end_of_one_gateway_costs_its_own_streams_alone(mortal: StartServer)
 
 @pytest.mark.parametrize("is_front_killed", [False, True])
 def test_a_drain_waits_for_the_streams_of_both(ending: StartServer, is_front_killed: bool) -> None:
-    """Of the other's where the front is being replaced."""
+    """A drain waits for the other gateway's streams too, while the front is being replaced."""
     server = ending("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
     asking = streaming(server, *([OTHER] if is_front_killed else [FRONT, OTHER]))

@@ -1,7 +1,8 @@
-"""Units over gloo: the plain loop's tokens, and a killed rank that no request shows.
+"""Units over gloo give the plain loop's tokens, and a killed rank costs no request.
 
-Gloo notices a dead peer by its connection or not at all; the leader's news must end the wait. Here the
-deadline of an exchange is so late that a test which waits for it hangs. `HADAL_LEVEL=all`: 64 prompts.
+Gloo notices a dead peer by its connection or never; otherwise the leader's message must end the
+wait. The deadline of an exchange is so late here that a test that waits for it hangs.
+`HADAL_LEVEL=all`: 64 prompts.
 """
 
 from __future__ import annotations

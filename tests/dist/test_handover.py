@@ -1,5 +1,5 @@
-"""Served with KV going from prefill to decode over TCP and NIXL: the tokens are those of shared memory and
-of the plain loop; a unit that is killed in the middle costs no request, and nothing leaks.
+"""KV transfer from prefill to decode over TCP and NIXL. Tokens equal those of shared memory and of
+the plain loop, a unit killed midway costs no request, and nothing leaks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.waiting import wait_until
 NUM_CASES = 200 if FULL else 24
 NEEDS_NIXL = skip_unless(package() is not None, "no NIXL", "pip install 'hadal[nixl]'")
 AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
-"""On one host UCX would take shared memory, and a dead process would never be noticed by it."""
+"""Environment for UCX. On one host it would use shared memory and never notice a dead process."""
 KILLS = ["decode-0", "prefill-0"] * (10 if FULL else 1)
 CONCURRENCY = 8
-"""Where one is killed, so that others come after it."""
+"""Concurrency of tests that kill a unit, so that requests arrive after the kill."""
 TAKEN = re.compile(r"KV of (\S+) comes over (\w+)")
 
 
@@ -36,7 +36,7 @@ def transports(server: Server) -> set[str]:
 
 
 def is_clean(server: Server) -> bool:
-    """Return whether no block of any unit is held."""
+    """Return whether no unit has a used block and the audit finds no problem."""
     reply = httpx.get(f"{server.url}/audit", timeout=60).json()
     return reply["problems"] == [] and not any(
         unit["num_blocks_used"] for unit in reply["units"].values()
@@ -44,7 +44,7 @@ def is_clean(server: Server) -> bool:
 
 
 def served(server: Server, cases: list[Case], transport: str) -> None:
-    """Check the tokens, and that no KV had to come twice or otherwise."""
+    """Check the tokens, and that all KV came over this transport at the first attempt."""
     num_retries = metric(server, "hadal_retries_total")
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
     assert differences(cases, outputs) == []

@@ -1,6 +1,6 @@
-"""KV pulled between two hosts (tests/dist/hosts.py), with 400 Mbit/s between them.
+"""KV transfer between two hosts (tests/dist/hosts.py) over a link of 400 Mbit/s.
 
-Real hosts differ in their clocks and drivers, not in anything the hand-over looks at.
+Real hosts also differ in clocks and drivers, which the hand-over does not use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 NUM_BLOCKS = 130
 BLOCK_BYTES = 128 << 10
 NETWORK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "e0", "UCX_LOG_LEVEL": "fatal"}
-"""The kernel is the same, so UCX would try shared memory between these hosts."""
+"""Environment for UCX, which would otherwise try shared memory, because both hosts have one kernel."""
 NEEDS_NIXL = skip_unless(package() is not None, "nixl-cu13 is not installed", "make setup")
 OVER_NETWORK = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 
@@ -38,7 +38,7 @@ def hosts() -> Iterator[Hosts]:
 
 @contextmanager
 def peer(host: Host, what: str, handover: str, where: str) -> Iterator[Peer]:
-    """A process on a host."""
+    """Yield a peer process on a host."""
     prefix, blocks = host.prefix, NUM_BLOCKS
     with Peer(what, RUN, handover, where, blocks, prefix=prefix, environment=NETWORK) as found:
         try:
@@ -49,7 +49,7 @@ def peer(host: Host, what: str, handover: str, where: str) -> Iterator[Peer]:
 
 
 def outcome(line: str) -> tuple[str | None, bool, str]:
-    """Return (why it failed, whether the bytes are right, transport) of one pull."""
+    """Return (reason of the failure, whether the bytes are right, transport) of one pull."""
     error, is_right, transport = json.loads(line)
     return error, is_right, transport
 
@@ -70,7 +70,7 @@ def test_the_bytes_go_over_the_link(hosts: Hosts, handover: str) -> None:
 
 @pytest.mark.parametrize("handover", OVER_NETWORK)
 def test_a_link_that_is_cut_is_noticed(hosts: Hosts, handover: str) -> None:
-    """tests/unit/runtime/transfer/test_kv.py kills and freezes either end."""
+    """Killed and frozen ends are tested by tests/unit/runtime/transfer/test_kv.py."""
     with (
         peer(hosts[0], "owner", handover, hosts[0].address) as owner,
         peer(hosts[1], "puller", handover, owner.address) as puller,

@@ -1,7 +1,7 @@
-"""Units over several hosts, on Ray: the same texts as on one, also while nodes and links fail.
+"""Units over several hosts, on Ray, give the same texts as on one, also while nodes and links fail.
 
-Hosts are network namespaces with a Ray node each (tests/dist/hosts.py). Tests hold the decode unit before
-a step while they break something, so that requests are under way then.
+Hosts are network namespaces with a Ray node each (tests/dist/hosts.py). Tests hold the decode unit
+before a step while they cause a fault, so that requests are then in progress.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ THREE_HOSTS = {
     "gateway": {"nodes": 1},
     "collective_timeout_s": 100.0,
 }
-"""Each process has one host where it fits. A step that a test holds is not broken off."""
+"""Deployment in which each process fits on one host only. A step that a test holds is not broken off."""
 FAULT = pytest.mark.more("needs three hosts, and waits until what it breaks is whole again")
 
 
 @dataclass
 class Deployed:
-    """A deployment on a cluster, asked from the host that its first gateway is on."""
+    """A deployment on a cluster, with requests sent from its first gateway's host."""
 
     hosts: Hosts
     server: Server
@@ -63,7 +63,7 @@ class Deployed:
         while_running: Callable[[], Awaitable[None]] | None = None,
         url: str = "",
     ) -> list[tuple[int, ...]]:
-        """What it answers; `url`: of another gateway."""
+        """Return the answers to all cases; `url`: address of another gateway."""
 
         async def ask() -> list[tuple[int, ...]]:
             return await complete_all(
@@ -73,26 +73,26 @@ class Deployed:
         return self.hosts[0].call(lambda: asyncio.run(ask()))
 
     def blocks_used(self) -> int:
-        """By the audit of every ledger, which must add up."""
+        """Return the used blocks of all units, from an audit in which every ledger must add up."""
         return self.hosts[0].call(lambda: blocks_used(self.server))
 
     def host_of(self, process: str) -> Host:
-        """The host that a process runs on."""
+        """Return the host that a process runs on."""
         name = self.server.status().processes[process].host
         return self.hosts[int(name.removeprefix("host-"))]
 
     def pid_of(self, process: str) -> int:
-        """On its host."""
+        """Return a process's pid on its host."""
         return self.server.status().processes[process].pid
 
     def count(self, name: str, label: str = "") -> float:
-        """Return the sum of a metric over its labels, or of those series that have this one."""
+        """Return the sum of a metric over its series, or only over those with this label."""
         return self.hosts[0].call(lambda: metric(self.server, name, label))
 
     @contextlib.asynccontextmanager
     async def held(self, num_requests: int = 0, after: int = 2) -> AsyncIterator[None]:
-        """More than `num_requests` are under way in the block, held before a step of decode, and go
-        on after it. `after`: steps that each process may run before.
+        """Within the block, hold more than `num_requests` requests before a decode step; release
+        them after it. `after`: steps that each process may still run.
         """
         self.hosts.gate.hold(DECODE, after)
 
@@ -108,7 +108,7 @@ class Deployed:
 
     def wait_whole(self) -> None:
         """Wait until every process is ready. Ray nodes that ended are started again, as systemd or
-        Kubernetes does: one that was given up ends when it hears of that.
+        Kubernetes does; a node that Ray has given up ends on that message.
         """
 
         def is_whole() -> bool:
@@ -122,7 +122,7 @@ class Deployed:
             self.hosts.keep_ray_node(host)
 
     def wait_started_again(self, process: str, num_starts: int) -> None:
-        """Wait until a process was lost, and until all are ready."""
+        """Wait until a process was started again and all are ready."""
 
         def is_started_again() -> bool:
             return self.server.status().processes[process].num_starts > num_starts
@@ -132,14 +132,14 @@ class Deployed:
 
 
 def serve(hosts: Hosts, folder: Path, name: str = "serve", **tables: Any) -> Deployed:
-    """Start `hadal serve` on the first host; `name`: of its log."""
+    """Start `hadal serve` on the first host; `name`: name of its log."""
     return Deployed(hosts, hosts.serve(folder, name, **tables), name)
 
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    """Prefill on the first of three hosts, a decode unit of two ranks over the others, and a gateway
-    on one of those besides the first one's. It ends well, whatever the tests did to it.
+    """Three hosts: prefill on the first, a decode unit of two ranks over the others, and one of
+    those with a second gateway. It must end cleanly after all tests.
     """
     with Hosts(3) as hosts, tempfile.TemporaryDirectory(prefix="hadal-h-") as folder:
         hosts.start_ray(2, 4, 4)
@@ -158,7 +158,7 @@ def deployed() -> Iterator[Deployed]:
 
 
 def is_gone(hosts: Hosts) -> bool:
-    """Whether no process and no pool of a deployment is left."""
+    """Return whether no process and no pool of a deployment is left."""
     return not any(
         any(name.startswith(("prefill", "decode")) for name in host.names()) or host.pools()
         for host in hosts
@@ -182,7 +182,7 @@ def test_the_texts_are_those_of_one_host_also_if_a_rank_dies(deployed: Deployed)
 
 @FAULT
 def test_a_step_needs_nothing_of_ray(deployed: Deployed) -> None:
-    """All of Ray's processes and the lender stand still, and requests are answered."""
+    """Requests are answered while all of Ray's processes and the lender are frozen."""
     cases = everyday_cases(12, SEED)
     rays = {pid for host in deployed.hosts for word in RAY for pid in host.pids(word)}
     assert len(rays) > 6, "a raylet and an actor of each host, and the head"
@@ -210,7 +210,7 @@ def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: De
     ended: list[httpx.RemoteProtocolError] = []
 
     async def kill() -> None:
-        async with deployed.held(len(cases)):  # Some of each gateway.
+        async with deployed.held(len(cases)):  # Requests of both gateways.
             os.kill(host.pid_of("gateway-1"), signal.SIGKILL)
 
     async def ask_and_kill() -> None:
@@ -337,7 +337,7 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
     deployed: Deployed,
 ) -> None:
-    """All of its host dies with it, also the front. A gateway elsewhere keeps its streams."""
+    """The kill ends its whole host, also the front. Another host's gateway keeps its streams."""
     cases = everyday_cases(12, SEED)
     far = [*OURS, "gateway-1"]
     before = {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far}
@@ -424,8 +424,8 @@ def test_a_supervisor_that_is_cut_off_is_followed_on_another_host_and_ends_when_
 
 @pytest.fixture(scope="module")
 def spread() -> Iterator[Callable[..., Any]]:
-    """Serves on seven hosts: the head's and the supervisor's, two of a prefill unit of two ranks,
-    and four of a decode unit of four.
+    """Deployments on seven hosts: one for head and supervisor, two for a prefill unit of two ranks,
+    four for a decode unit of four.
     """
     with Hosts(7) as hosts:
         hosts.start_ray(0, *[1] * 6)
@@ -465,7 +465,7 @@ def test_the_texts_over_seven_hosts(
 
 
 async def power(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """All that runs on it is killed at once; it is there again a while later."""
+    """Kill all processes of a host at once; boot it again after at most 5 s."""
     await asyncio.to_thread(host.kill)
     await asyncio.sleep(rng.uniform(0.0, 5.0))
     await asyncio.to_thread(host.boot)
@@ -473,28 +473,28 @@ async def power(hosts: Hosts, host: Host, rng: random.Random) -> None:
 
 
 async def ray_node(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """Its Ray node is killed, and with it what it runs."""
+    """Kill a host's Ray node with everything it runs, then start it again."""
     await asyncio.to_thread(host.kill_ray)
     await asyncio.sleep(rng.uniform(0.0, 5.0))
     await asyncio.to_thread(hosts.start_ray_node, host)
 
 
 async def ray_head(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """Ray's head is killed, and is there again a while later."""
+    """Kill Ray's head, then start it again after 2 to 15 s."""
     await asyncio.to_thread(hosts[0].kill_ray)
     await asyncio.sleep(rng.uniform(2.0, 15.0))
     await asyncio.to_thread(hosts.start_head)
 
 
 async def cut(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """Its link is down for a while."""
+    """Take a host's link down for 1 to 30 s."""
     host.unplug()
     await asyncio.sleep(rng.choice((1.0, 5.0, 30.0)))
     host.plug()
 
 
 async def flapping(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """Its link is down for a tenth of the time, and with it a tenth of its packets is lost."""
+    """Take a host's link down for a tenth of the time, which loses about a tenth of its packets."""
     for _ in range(50):
         host.unplug()
         await asyncio.sleep(0.02)
@@ -503,13 +503,13 @@ async def flapping(hosts: Hosts, host: Host, rng: random.Random) -> None:
 
 
 async def lossy(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """A tenth of the packets from and to it is lost."""
+    """Lose a tenth of a host's packets in both directions."""
     with host.slow_link(0.0, 0.1):
         await asyncio.sleep(10.0)
 
 
 async def slow(hosts: Hosts, host: Host, rng: random.Random) -> None:
-    """It sends no more than 2 Mbit/s."""
+    """Limit a host's outgoing traffic to 2 Mbit/s."""
     host.shape("tbf", "rate", "2mbit", "burst", "32kb", "latency", "400ms")
     await asyncio.sleep(10.0)
     host.shape("pfifo_fast")
@@ -521,7 +521,7 @@ NUM_ROUNDS = int(os.environ.get("HADAL_ROUNDS", "40"))
 
 @pytest.mark.full
 def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
-    """A fault in each round while answers stream: the same texts, none lost, whole again."""
+    """One fault per round while answers stream: equal texts, none lost, and full recovery."""
     rng = random.Random(SEED)
     with spread() as deployed:
         for number in range(NUM_ROUNDS):

@@ -1,6 +1,6 @@
-"""Processes that write one ledger are killed at random moments: what they were told is kept is
-there, each fact once, and the sums are exact. In SQLite and in PostgreSQL, whose server is stopped
-as well. A moment is a number of facts, drawn from a seed. `HADAL_LEVEL=all`: 100 rounds.
+"""Processes that write one ledger are killed at random moments. Every acknowledged fact is in the
+ledger, each once, and sums are exact. Tested with SQLite and with PostgreSQL (its server is
+stopped as well). A moment is a number of facts, drawn from a seed. `HADAL_LEVEL=all`: 100 rounds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.waiting import DEADLINE_S, join, wait_until
 NUM_ROUNDS = 100 if FULL else 1 if LEVEL == "test" else 4
 MORE = pytest.mark.more("a file with outages is in `make test`")
 MAX_FACTS = 300
-"""A writer is killed after so many facts at most."""
+"""Most acknowledged facts before a writer is killed."""
 ALWAYS = (0, 2**60)
 
 
 class Child:
-    """One writer. Its lines are read as they come, so that it never waits for us."""
+    """One writer. Its lines are read at once, so that it never blocks on output."""
 
     def __init__(
         self, url: str, seed: int, name: str, limit: int = 0, outages: float = 0.0
@@ -53,7 +53,7 @@ class Child:
                 self.errors.append(line.decode())
 
     def wait_for(self, num_facts: int) -> None:
-        """Wait until it was told that so many facts are kept."""
+        """Wait until this number of facts is acknowledged."""
         wait_until(lambda: len(self.kept) >= num_facts, f"{num_facts} facts are kept")
 
     def end(self, *, kill: bool) -> None:
@@ -67,7 +67,7 @@ class Child:
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the outbox of a ledger on a server is."""
+    """Set the folder of the outbox for a ledger on a server."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -78,7 +78,7 @@ def server() -> Iterator[Postgres]:
 
 
 def clear(url: str) -> None:
-    """Begin with an empty ledger on a server that earlier tests used."""
+    """Empty the ledger of a server that earlier tests used."""
     store = Store(ledger_url(url))
     store.prepare()
     with store._begin() as connection:
@@ -88,8 +88,8 @@ def clear(url: str) -> None:
 
 
 def check(url: str, kept: set[str]) -> int:
-    """All that was kept is there; all that is there is true, once; sums are exact. Returns how many
-    facts there are.
+    """Assert that all acknowledged facts are there, that facts are right and unique, and that sums
+    are exact. Return the number of facts.
     """
     store = Store(ledger_url(url))
     with store._begin(is_reading=True) as connection:
@@ -111,7 +111,7 @@ def check(url: str, kept: set[str]) -> int:
 
 
 def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
-    """Two processes at once, each killed in its own moment, again and again on one ledger."""
+    """Run two writers at once and kill each at its own moment, for several rounds on one ledger."""
     rng = random.Random(seed)
     kept: set[str] = set()
     for number in range(num_rounds):
@@ -122,7 +122,7 @@ def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
             child.wait_for(rng.randrange(MAX_FACTS))
             child.end(kill=True)
         kept = kept.union(*(child.kept for child in children))
-    # One more takes up what the dead left in the outbox.
+    # One more writer takes over the facts that killed writers left in the outbox.
     last = Child(url, 0, "last", limit=200)
     last.end(kill=False)
     kept |= last.kept
@@ -150,7 +150,7 @@ def test_killed_writers_of_a_server(server: Postgres, tmp_path: Path, outages: f
 @MORE
 @pytest.mark.slow("PostgreSQL is stopped and started again")
 def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Path) -> None:
-    """Facts wait in the outbox, and are in the ledger once it is up again."""
+    """Facts wait in the outbox, and reach the ledger after the restart."""
     clear(server.url)
     children = [Child(server.url, seed, f"c{seed}") for seed in range(2)]
     for child in children:
@@ -173,7 +173,7 @@ def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Pat
 def test_two_processes_that_say_the_same(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Both end in order: the ledger holds every fact of either, and those that both said once."""
+    """Both exit normally: the ledger has every fact of either, and facts written by both once."""
     url = str(tmp_path / "l.sqlite") if kind == "file" else request.getfixturevalue("server").url
     if kind == "server":
         clear(url)

@@ -1,5 +1,5 @@
-"""Facts that a running server writes: `hadal report` prints what its clients saw, to the token, however
-their requests ended.
+"""Facts that a running server writes: `hadal report` prints what its clients received, to the
+token, however their requests ended.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TIMEOUT_S = 120.0
 NUM_LONG = 4
 DECODING = 'state="decoding"'
 MORE_TOKENS = 100
-"""Tokens that are made while a client leaves, or that wait for a text to be shown."""
+"""Tokens made while a client disconnects, or made but not yet sent as text."""
 
 
 def report(path: Path, *arguments: str) -> dict[str, Any]:
-    """`hadal report --json` of this ledger."""
+    """Return the output of `hadal report --json` for this ledger."""
     with tempfile.TemporaryFile() as said:
         command = ["report", "--ledger", str(path), "--json", *arguments]
         done = fork(command, os.environ, said.fileno())
@@ -55,7 +55,7 @@ def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
 
 
 def wait_for_rows(path: Path, number: int) -> None:
-    """Facts are written a moment after their replies."""
+    """Wait for this number of facts; they are written shortly after their replies."""
     wait_until(
         lambda: rows(path, "SELECT count(*) FROM hadal_requests")[0][0] >= number,
         f"{number} facts",
@@ -63,7 +63,7 @@ def wait_for_rows(path: Path, number: int) -> None:
 
 
 async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any) -> dict[str, Any]:
-    """A completion's usage, as its client is told it."""
+    """Send a completion; return its usage as the client receives it."""
     body = {"model": model, "stream": stream, **WHOLE, **fields}
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -81,11 +81,11 @@ async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any
 
 
 def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, int]:
-    """Leave after some tokens of a request that is held once it has MORE_TOKENS more. Returns the
-    reply's id, and the tokens that came in all.
+    """Disconnect after some tokens of a request that is held MORE_TOKENS later. Returns the reply's
+    id, and the number of tokens received.
     """
-    settle(server)  # No step is left that the gate would count.
-    server.gate.hold(gate.DECODE, after + MORE_TOKENS - 1)  # Prefill makes the first.
+    settle(server)  # Otherwise the gate could count a step of an earlier request.
+    server.gate.hold(gate.DECODE, after + MORE_TOKENS - 1)  # Prefill makes the first token.
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(
         {
@@ -112,7 +112,7 @@ def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, in
 
 
 def chunks_in(data: bytes) -> list[dict[str, Any]]:
-    """Return the events that came whole."""
+    """Return the completely received events."""
     events = [part.partition(b"\n\n") for part in data.split(b"data: ")[1:]]
     return [json.loads(event) for event, end, _ in events if end and event.endswith(b"}")]
 
@@ -125,8 +125,8 @@ def num_tokens_in(data: bytes) -> int:
     "A fact for every generation, when its HTTP request has ended, however it did."
 )
 def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path) -> None:
-    """Streams, whole replies, choices, hits, clients that leave, a decode unit that is killed under
-    its streams.
+    """Covers streams, whole replies, several choices, cache hits, disconnects, and a decode unit
+    killed under its streams.
     """
     path = folder / "l.sqlite"
     server = start_server(ledger={"url": str(path), "prices": "1/2/3", "gpu_hour_usd": 0.5})
@@ -221,7 +221,7 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
     start_server: StartServer, folder: Path
 ) -> None:
     """Another process holds the ledger's lock: clients are answered, facts wait on disk, and the
-    gateway's death loses none that were there. (That `add` waits for nothing: unit/runtime/ledger.)
+    gateway's death loses none of those. (That `add` never waits: unit/runtime/ledger.)
     """
     path = folder / "l.sqlite"
     server = start_server(ledger={"url": str(path)})

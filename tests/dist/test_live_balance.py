@@ -1,10 +1,10 @@
-"""Experts and requests move between the ranks of a live EP4 decode unit while it serves, and no token
-shows it.
+"""Experts and requests move between the ranks of a live EP4 decode unit while it serves, and no
+token changes.
 
-The balancers decide by loads alone (tests/dist/eager), and the load goes on until something has moved.
-Every answer is compared with the plain loop's. That loads become even, and that no request stands still
-for long, is asserted in simulated units (tests/sim/test_experts.py, tests/sim/test_moves.py); what it is
-worth is measured by bench/balance_live. `HADAL_LEVEL=all`: more prompts, twenty kills.
+The balancers decide by load alone (tests/dist/eager), and the load continues until something has
+moved. Every answer is compared with the plain loop's. Simulated units assert that loads become even
+and that no request pauses for long (tests/sim/test_experts.py, tests/sim/test_moves.py).
+bench/balance_live measures the gain. `HADAL_LEVEL=all`: more prompts, 20 kills.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STAGING = (
     r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move:"
     r" ([1-9]\d*)"
 )
-"""Lines of a leader's log: an installation that is whole, and the begin of one that moves replicas."""
+"""Lines of a leader's log. FLIPPED: a complete installation. STAGING: a start that moves replicas."""
 UNIT = "decode-0"
 LABEL = f'unit="{UNIT}"'
 NUM_CLIENTS = 20
@@ -45,12 +45,12 @@ NUM_CASES = 24 if MORE else 6
 NUM_FRESH = 80 if FULL else 8 if MORE else 0
 NUM_KILLS = 20 if FULL else 1
 NUM_SKEWED = 3
-"""Prompts that are asked at a time while ranks die: the fewer, the more skewed are the experts' loads."""
+"""Different prompts at a time while ranks die: fewer prompts skew the experts' loads more."""
 NUM_ANSWERS = 2 * NUM_CLIENTS
-"""Answers after which others are asked."""
+"""Answers after which the next prompts are sent."""
 ABANDONED = "keeps its placement: the formation is over"
 PATIENT: dict[str, Any] = {**RANKED, "rank_timeout_s": 60.0, "unit_timeout_s": 90.0}
-"""No process is replaced however busy the machine is."""
+"""Deployment in which no process is replaced, however busy the machine is."""
 MOVED = ("hadal_replicas_moved_total", "hadal_requests_moved_total")
 
 
@@ -61,7 +61,7 @@ def server() -> Iterator[Server]:
 
 
 class Load:
-    """A closed loop of greedy requests, every answer compared."""
+    """A closed loop of greedy requests with every answer compared."""
 
     def __init__(self, loop: ClosedLoop, groups: Sequence[Sequence[Case]]) -> None:
         self.loop = loop
@@ -81,7 +81,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(server: Server, groups: Sequence[Sequence[Case]]) -> AsyncIterator[Load]:
-    """A server that serves groups of cases in turn; at the end all answers were the plain loop's."""
+    """Have a server answer groups of cases in turn; at the end all answers must be the plain loop's."""
     async with http_client(server.url, NUM_CLIENTS) as http:
         load = Load(ClosedLoop(http, server.model, [], NUM_CLIENTS), groups)
         async with load.loop:
@@ -141,7 +141,7 @@ def test_a_rank_dies_while_experts_move(server: Server) -> None:
 
 
 async def one_kill(server: Server, rng: random.Random, groups: Sequence[Sequence[Case]]) -> None:
-    """Kill a rank in the middle of an installation, as near as one can see it."""
+    """Kill a rank during an installation, as far as the log shows one."""
     async with loaded(server, groups) as load:
 
         def num_lines(pattern: str) -> int:

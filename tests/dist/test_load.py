@@ -1,5 +1,5 @@
-"""Hundreds of requests, 64 at a time, with tools, formats and a tenant's quota; every tenth client walks
-away: the others finish, and nothing is left behind.
+"""Hundreds of requests, 64 at a time, with tools, structured outputs and a tenant's quota. Every
+tenth client disconnects: the others finish, and nothing leaks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.waiting import DEADLINE_S, wait_until
 
 PATH = "/v1/chat/completions"
 MOST_AT_ONCE = 20
-"""Of one of two tenants: some of its requests are refused."""
+"""Quota of concurrent requests of one of two tenants, low enough that some are refused."""
 
 NUM_REQUESTS, NUM_FIRST = (500, 150) if FULL else (300, 100)
 CONCURRENCY = 64
 MAX_GROWTH = 1.10
-"""Resident memory after the load, over that after a first round of it."""
+"""Largest ratio of resident memory after the load to that after a first round of it."""
 
 
 async def load(
@@ -42,8 +42,8 @@ async def load(
     *,
     concurrency: int = CONCURRENCY,
 ) -> list[str]:
-    """Send requests, of all tenants that there are, and return how each ended: "done", "left" (the client
-    walked away), "refused" or what went wrong.
+    """Send requests of all tenants and return how each ended: "done", "left" (the client
+    disconnected), "refused" or the error.
     """
     gate = asyncio.Semaphore(concurrency)
     model = model_of(server, keys[0]) if keys else server.model
@@ -111,7 +111,7 @@ def _refused(reply: httpx.Response) -> str:
 
 
 def _judged(body: dict[str, Any], choice: dict[str, Any]) -> str:
-    """ "done", or nothing for what an answer must not be."""
+    """Return "done"; an empty string for an invalid answer."""
     if choice["finish_reason"] == "stop" and "response_format" in body:
         said = body["response_format"].get("json_schema", {"schema": {"type": "object"}})
         jsonschema.validate(json.loads(choice["message"]["content"]), said["schema"])
@@ -122,7 +122,7 @@ def _judged(body: dict[str, Any], choice: dict[str, Any]) -> str:
 
 
 def resident_mb(pid: int) -> float:
-    """Memory of a process that is its own (not the shared pools), in MB."""
+    """Return a process's own memory (without shared pools), in MB."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -134,7 +134,7 @@ def resident_mb(pid: int) -> float:
 @pytest.mark.slow("hundreds of requests")
 @pytest.mark.timeout(600)
 def test_everyone_else_finishes_and_nothing_leaks(borrow: StartServer) -> None:
-    """What is left of blocks and slots, the audit of the pool finds."""
+    """The pool's audit finds leaked blocks and slots."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -154,7 +154,7 @@ def test_everyone_else_finishes_and_nothing_leaks(borrow: StartServer) -> None:
         if after[name] > MAX_GROWTH * before[name] + 4
     }
     assert grown == {}, "memory grew (MB before, after)"
-    # Whoever left has given back what its quota counted.
+    # Requests that ended have released their tenant's quota.
     model = model_of(server, keys[1])
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
         asked = pool.map(lambda n: ask(server, keys[1], model, f"{n}"), range(MOST_AT_ONCE))

@@ -1,4 +1,4 @@
-"""A stream of a quarter of an hour, under a timeout of a minute."""
+"""A stream of 15 minutes, under a timeout of one minute."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NUM_TOKENS = 3500
 NUM_HOLDS = 20
 STEPS_A_HOLD = 100
 HELD_S = 46.0
-"""From one hold to the next: less than the timeout, and 15 minutes in all."""
+"""Seconds between two holds: less than the timeout, and 15 minutes in total."""
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_stream_that_makes_tokens_has_no_deadline(start_server: StartServer) -> None:
-    """Simulated time has it in `make test` (tests/sim/test_waiting.py)."""
+    """`make test` has this in simulated time (tests/sim/test_waiting.py)."""
     server = start_server(limits={"request_timeout_s": 60.0})
     server.gate.hold(gate.DECODE, STEPS_A_HOLD)
     streams = Streams(server, 1, NUM_TOKENS)

@@ -1,6 +1,4 @@
-"""Malformed bodies against a running server: never a 500, never a hang, and it still answers
-afterwards.
-"""
+"""Malformed bodies never cause a 500 or a hang of a running server, which still answers afterwards."""
 
 from __future__ import annotations
 
@@ -46,10 +44,10 @@ PATH_TO_BODIES: dict[str, tuple[dict[str, Any], Any]] = {
     "/anthropic/v1/messages/count_tokens": (TEXT, MESSAGES_FIELDS),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, RESPONSES_FIELDS),
 }
-"""Path -> a body that is taken, and what its fields may be."""
+"""Path -> (a body that is accepted, strategies for its fields)."""
 
 
-# The server is the same for all examples, and each leaves it clean.
+# All examples share the server; each leaves it clean.
 @settings(
     suppress_health_check=[
         HealthCheck.too_slow,
@@ -71,7 +69,7 @@ def test_bodies(client: httpx.Client, model: str, path: str, data: st.DataObject
 
 
 def exchange(server: Server, data: bytes) -> bytes:
-    """Send raw bytes, read until the server closes or falls silent."""
+    """Send raw bytes; return the reply's beginning, read until its headers end or the server closes."""
     url = urllib.parse.urlsplit(server.url)
     with socket.create_connection(
         (url.hostname or "", url.port or 0), timeout=DEADLINE_S
@@ -113,7 +111,7 @@ def test_endless_body_without_length(server: Server) -> None:
 
 
 def test_body_that_is_cut_off(server: Server, client: httpx.Client) -> None:
-    """The client leaves in the middle of its body: nobody to answer, and nothing is left of it."""
+    """The client disconnects within its body: no reply is possible, and nothing may leak."""
     url = urllib.parse.urlsplit(server.url)
     for _ in range(20):
         with socket.create_connection(

@@ -1,6 +1,6 @@
-"""The model's files change under a server that has mapped them: cut off, written over by another
-model's, put back. A unit ends with a clear word, nothing wrong is ever answered, and it works again
-when the files are whole.
+"""A model's files change under a server that has mapped them: truncated, replaced by another
+model's, restored. A unit ends with a clear message, no answer is wrong, and the unit works again
+once the files are restored.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ SHARD = "model-00002-of-00003.safetensors"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that tries again soon to start units, and the folder of its model, which tests leave as
-    it was.
-    """
+    """A server that soon retries failed starts, and the folder of its model, which tests must restore."""
     folder = tmp_path_factory.mktemp("files") / "model"
     shutil.copytree(model_folder(""), folder)
     with starting() as start:
-        # Without a cache, whose fingerprint would tell another model's KV apart.
+        # A cache's fingerprint would detect another model, so there is none.
         yield (
             start(model=str(folder), cache={"memory": "off"}, environment={RETRY: "0.2"}),
             folder,
@@ -44,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
 
 
 def answer_is(server: Server, expected: str) -> bool:
-    """Ask once. Fails where the answer is another."""
+    """Return whether one request is answered. Raises AssertionError on any other answer."""
     body = asked(server, NUM_TOKENS)
     try:
         reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
@@ -72,7 +70,7 @@ def test_a_file_that_shrinks_ends_the_units_until_it_is_whole(served: tuple[Serv
 
 
 def test_another_models_weights_are_refused(served: tuple[Server, Path]) -> None:
-    """Put in their place by a rename, as a download does: those that are mapped stay as they are."""
+    """The file is replaced by a rename, like in a download: mapped weights stay unchanged."""
     server, folder = served
     expected = complete(server, NUM_TOKENS)
     whole = (folder / SHARD).read_bytes()
@@ -88,7 +86,7 @@ def test_another_models_weights_are_refused(served: tuple[Server, Path]) -> None
         "the other weights are refused",
     )
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(answer_is, server, expected)  # It is not answered with those.
+        early = pool.submit(answer_is, server, expected)  # Must not get the other weights' answer.
         (folder / "new").write_bytes(whole)
         (folder / "new").rename(folder / SHARD)
         wait_until(lambda: answer_is(server, expected), "it works again")

@@ -1,7 +1,7 @@
-"""The next turn finds the last answer in memory, by default: all full blocks of it, and its tokens are the
-plain loop's.
+"""The next turn finds all full blocks of the last answer in memory by default, and its tokens are
+the plain loop's.
 
-The servers are those that other tests use; a salt of its own keeps each chat apart from all they asked.
+The servers are shared with other tests; a salt per chat separates its blocks from theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.fresh import fresh
 
 NUM_CHATS, NUM_TURNS = 3, 3
 DEPLOYMENTS: dict[str, Any] = {"one_rank": {}, "ranks": RANKED, "tcp": {"handover": "tcp"}}
-"""Ranks: two of prefill, four of decode."""
+"""Deployments by name; RANKED has two prefill ranks and four decode ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_the_next_turn_finds_the_last_answer(
 
 
 def hold(server: Server, chat: Chat, salt: str) -> list[Answer]:
-    """One turn after the other, each when all that the last one left has been copied."""
+    """Run a chat's turns one by one, each after the blocks of the last one were copied."""
 
     async def turn(case: Case) -> Answer:
         async with client_for(server.url, 1) as client:
@@ -64,13 +64,13 @@ def hold(server: Server, chat: Chat, salt: str) -> list[Answer]:
 
 
 def settled(server: Server) -> None:
-    """Twice: what decode said before it answered the first audit has reached prefill before the second."""
+    """Settle twice: decode's reports before the first audit have reached prefill before the second."""
     settle(server)
     settle(server)
 
 
 def possible(chat: Chat, *, is_answer_kept: bool = True) -> list[int]:
-    """Return the tokens of each turn's prompt that are found if nothing of the chat was lost."""
+    """Return how many tokens of each turn's prompt are found if no block of the chat was lost."""
     named, found = Named(), []
     for case in chat:
         found.append(named.hit(case.prompt))

@@ -49,7 +49,7 @@ def client_of(server: Server, **options: object) -> OpenAI:
 
 
 def is_empty(server: Server) -> bool:
-    """No generation in the front, no block in use in any unit."""
+    """Return whether the front has no generation and no unit has a used block."""
     return metric(server, NOW) == 0 == metric(server, "hadal_kv_blocks_used")
 
 
@@ -180,7 +180,7 @@ def test_chat_logprobs(client: OpenAI, model: str) -> None:
 
 
 class Verdict(BaseModel):
-    """What an answer is parsed into."""
+    """Type that an answer is parsed into."""
 
     colour: Literal["red", "green"]
     sure: bool
@@ -210,7 +210,7 @@ def test_a_bad_request(client: OpenAI, model: str) -> None:
 
 
 def test_many_at_once(server: Server, model: str) -> None:
-    """The asynchronous client: streams and whole replies side by side, each as if it were alone."""
+    """The asynchronous client: concurrent streams and whole replies get the same texts as alone."""
 
     async def run() -> list[str]:
         async with AsyncOpenAI(
@@ -252,7 +252,7 @@ def test_many_at_once(server: Server, model: str) -> None:
 @pytest.mark.promise("Both units free its blocks within a second.")
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=FEW), True])
 def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream: bool) -> None:
-    """Nothing is left of three choices that were held in the middle when it left."""
+    """No block stays used after a client leaves while its three choices are held."""
     server.gate.hold(gate.DECODE, after=3)
     wait_until(lambda: is_empty(server), "the server is idle")
 
@@ -287,7 +287,7 @@ def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream:
 
 @pytest.mark.more("it ends its server; tests/unit/gateway has each of it")
 def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
-    """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first
+    """One request runs, one waits with keep-alives, the third is refused. After SIGTERM the first
     two finish.
     """
     server = start_server(limits={"max_running": 1, "max_queued": 1}, keep_alive_s=0.1)

@@ -1,8 +1,8 @@
-"""A running server against its own description: schemathesis draws requests from /openapi.json, good
-ones and bad ones, and compares what comes back.
+"""A running server against its own description: schemathesis draws valid and invalid requests from
+/openapi.json and checks the replies.
 
-That a body which the description allows is accepted is not asked: rules between fields, such as
-"top_logprobs needs logprobs", no schema says, and those are refused by name.
+A body that the description allows may still be refused, by name: no schema expresses rules between
+fields, such as "top_logprobs needs logprobs".
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_what_is_served_is_what_is_described(
         f"{server.url}/openapi.json",
         *("--checks", ",".join(CHECKS), "--phases", PHASES),
         *("--max-examples", str(NUM_EXAMPLES), "--request-timeout", "180"),
-        *("--exclude-path", "/trace"),  # A unit without work takes no steps: 504, after a while.
+        *("--exclude-path", "/trace"),  # An idle unit takes no steps: 504, after a while.
         *("--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off"),
         *("--no-color", "--generation-database", "none"),
         *(() if FULL else ("--seed", "1")),
@@ -67,7 +67,7 @@ def test_what_is_served_is_what_is_described(
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     ran = subprocess.run(
         command,
-        cwd=tmp_path,  # It leaves a folder of its own there.
+        cwd=tmp_path,  # It writes a folder of its own there.
         env=environment,
         capture_output=True,
         text=True,

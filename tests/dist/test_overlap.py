@@ -1,7 +1,7 @@
-"""Schedules over ranks in processes change no bit of a model, and send the bytes of the formulas.
+"""Schedules over rank processes change no bit of a model, and send the bytes of the formulas.
 
-That communication hides under computation is a claim of times: `make bench-quick` measures it, and
-tests/unit/test_overlap_bench.py asserts it in made-up time.
+Whether communication hides behind computation is a question of times: `make bench-quick` measures
+it, and tests/unit/test_overlap_bench.py asserts it in simulated time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("mode", [FIRST, *OTHERS])
 def test_schedules_change_no_bit_of_a_real_model(ranks: Ranks, mode: str) -> None:
-    """The same micro-batches under every schedule, real ops, tokens and experts' rows over the
-    mesh.
+    """Runs the same micro-batches under every schedule, with real ops, tokens and experts' rows
+    over the mesh.
     """
     ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode))}, LIMIT_S)
     digests = [
@@ -47,8 +47,8 @@ def test_schedules_change_no_bit_of_a_real_model(ranks: Ranks, mode: str) -> Non
 
 @pytest.mark.parametrize("mode", [FIRST, *OTHERS])
 def test_dispatched_bytes_are_the_formulas(ranks: Ranks, mode: str) -> None:
-    """What the mesh sent, beside what the chosen experts cost by the formula; FP8 and BF16 to 40 %
-    of FP32.
+    """Compares the bytes that the mesh sent with the formula for the chosen experts. FP8 with BF16
+    takes at most 40 % of FP32.
     """
     sent: dict[str, int] = {}
     for dispatch_format in DISPATCH_FORMATS:

@@ -1,5 +1,5 @@
-"""The pages in a real browser, served by the console's process of a live server: a chat, and the
-console while a rank dies, experts move, the fleet changes and money comes in.
+"""The pages in a real browser, served by the console's process of a live server. Tested: a chat,
+and the console while a rank dies, experts move, the fleet changes and income arrives.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ QUESTIONS = (
     "Which day is 9 days after May 28?",
 )
 NUM_CHATS = 16
-"""At a time: what more tokens a step save of more is what pays."""
+"""Concurrent chats. Moves pay off only if they save time for many tokens per step."""
 MOST_CHANGES = 300
-"""Of the document by one refresh of a page that shows 2,224 ranks: what stays is not made anew. The
-milliseconds that takes are measured by `python -m bench.pages --refresh`.
+"""Most changes of the document by one refresh of a page with 2,224 ranks: unchanged parts must not
+be rebuilt. `python -m bench.pages --refresh` measures the milliseconds.
 """
 COUNT_CHANGES = """() => {
     window.numChanged = 0;
@@ -60,7 +60,7 @@ COUNT_CHANGES = """() => {
     new MutationObserver(count).observe(document.body, all);
 }"""
 NUM_OF_A_KIND = 128
-"""Questions of one kind, one behind the other."""
+"""Consecutive questions of one kind."""
 MORE_PAGES = pytest.mark.more("one chat in a browser stands in `make test`")
 
 
@@ -76,7 +76,7 @@ def server(mortal: StartServer) -> Server:
 
 
 def pages_of(server: Server) -> str:
-    """Address of the pages, once they are served."""
+    """Wait until the pages are served; return their address."""
     url = server.status().console_url
     wait_until(lambda: server.status().processes["console"].phase == "ready", "pages are there")
     return url
@@ -88,7 +88,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def done(page: Page, number: int = 1) -> None:
-    """Wait until so many answers have their figures."""
+    """Wait until this number of answers have their figures."""
     expect(page.locator(".h-stats")).to_have_count(number)
     expect(page.locator(".h-stats").last).to_contain_text("tokens/s")
     expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
@@ -148,7 +148,7 @@ def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browse
 
 @MORE_PAGES
 def test_an_answer_stays_until_something_takes_its_place(server: Server, browser: Browser) -> None:
-    """Also where the page is loaded anew before anything has come."""
+    """Also if the page is reloaded before the new answer has begun."""
     with looking(browser, pages_of(server)) as page:
         ask(page, "What is 12 + 30?")
         done(page)
@@ -174,7 +174,7 @@ def test_what_is_too_long_to_send_stays_in_the_field(server: Server, browser: Br
         )
         expect(page.locator("#h-input")).to_have_value(long)
         expect(page.locator(".h-asked-text")).to_have_count(0)
-        # The page still works, and what it does take arrives.
+        # The page still works, and accepts a message within the limit.
         page.fill("#h-input", "x" * 390_000)
         page.press("#h-input", "Enter")
         expect(page.locator(".h-asked-text")).to_have_count(1)
@@ -190,7 +190,7 @@ def test_what_is_too_long_to_send_stays_in_the_field(server: Server, browser: Br
 def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
     server: Server, browser: Browser
 ) -> None:
-    """A conversation out of the storage, as if a model had written it."""
+    """Opens a conversation from the browser's storage, as if a model had written it."""
     bad = (
         '<img src="http://198.51.100.7/x.png" onerror="document.title=1"> <script>alert(1)</script>'
     )
@@ -220,7 +220,7 @@ def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
 
 
 def calling(vocabulary: Vocabulary) -> Script:
-    """What a model writes that calls two tools, one of them badly, then says what came of it."""
+    """Script of a model that calls two tools, one of them wrongly, then states the result."""
     args = '{"a": 4321, "operator": "*", "b": 1234}'
     calls = "".join(
         f"{V31.call_begin}{name}{V31.separator}{text}{V31.call_end}"
@@ -244,7 +244,7 @@ def calling(vocabulary: Vocabulary) -> Script:
 
 @contextmanager
 def caller(*, can_call: bool = True) -> Iterator[ServedModel]:
-    """A model that can call tools, but for its weights."""
+    """Yield a model that can call tools, without weights."""
     marks = V31.marks if can_call else ()
     vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "</think>", *marks])
     end = vocabulary.control_ids[EOS]
@@ -257,7 +257,7 @@ def caller(*, can_call: bool = True) -> Iterator[ServedModel]:
 
 
 def ticking(vocabulary: Vocabulary) -> Script:
-    """Says the same for as long as it is listened to."""
+    """Return a script that repeats the same words without end."""
     ids = vocabulary.encode_plain("tick tock ")
     return lambda generation, index: ids[index % len(ids)]
 
@@ -270,7 +270,7 @@ def scripted(
     can_call: bool = True,
     **options: Any,
 ) -> Iterator[tuple[Page, Serving]]:
-    """A chat page, and its gateway, whose units write a script."""
+    """Yield a chat page and its gateway with units that write a script."""
     with (
         caller(can_call=can_call) as model,
         serving(model, script(model.vocabulary), **options) as gateway,
@@ -282,7 +282,7 @@ def scripted(
 
 @contextmanager
 def child(*arguments: str) -> Iterator[str]:
-    """The pages alone in a process of their own, as `hadal console` serves them."""
+    """Serve the pages from a process of their own, like `hadal console`; yield their address."""
     command = [sys.executable, "-m", "hadal.cli", "console", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -296,7 +296,7 @@ def child(*arguments: str) -> Iterator[str]:
 @MORE_PAGES
 @pytest.mark.slow("a page that lost its line has 20 s to come back")
 def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
-    """Its answer would take ten minutes. A page that lost its line has 20 s to come back."""
+    """Its answer would take 10 minutes. A page that lost its connection has 20 s to reconnect."""
     with scripted(browser, lambda _: lambda *_: 5, step_s=1.0) as (page, gateway):
 
         def num_open() -> float:
@@ -311,7 +311,7 @@ def test_a_page_that_is_closed_lets_its_answer_go(browser: Browser) -> None:
 
 
 def kept_chat(number: int, result: str) -> tuple[str, str]:
-    """A name in the browser's storage and what is there: a conversation with a tool's long result."""
+    """Return (name, text) of an entry in the browser's storage: a conversation with a long tool result."""
     call = {"id": "c", "name": "look", "arguments": "{}", "result": result}
     answers = [{"calls": [call], "finish": "tool_calls"}, {"content": "Seen.", "finish": "stop"}]
     chat = {"id": f"{number}", "title": f"chat {number}", "changed_ms": number}
@@ -321,8 +321,8 @@ def kept_chat(number: int, result: str) -> tuple[str, str]:
 
 @MORE_PAGES
 def test_five_megabytes_of_conversations_are_listed_and_opened(browser: Browser) -> None:
-    """Nearly all that a browser keeps for a page, one of them longer than a socket's message may be;
-    its characters are of two code units, so that pieces end between halves of some.
+    """The chats fill nearly all of a browser's storage for a page. One is longer than a socket's message
+    may be; its characters have two code units, so that some pieces end within a character.
     """
     chats = [kept_chat(0, "." + 600_000 * "🙂")] + [
         kept_chat(number, 950_000 * "x") for number in range(1, 5)
@@ -366,7 +366,7 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
             expect(said).to_be_visible()
             page.click("text=OK")
             expect(said).to_be_hidden()
-            # It would have been kept again meanwhile: so many words take 1.5 s at least.
+            # It would have been stored again by now: these words take at least 1.5 s.
             expect(page.locator(".h-answer").last).to_contain_text("tick tock " * 15 + "tick")
             expect(said).to_be_hidden()
             page.evaluate("localStorage.clear()")
@@ -380,7 +380,7 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
 )
 @MORE_PAGES
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
-    """Another conversation is opened, and then the page is loaded anew, while an answer comes in."""
+    """While an answer streams, another conversation is opened, and later the page is reloaded."""
     with scripted(browser, step_s=0.1) as (page, _):
         ask(page, "first")
         answer = page.locator(".h-answer").last
@@ -507,7 +507,7 @@ SLOW_ANSWERS = """
         setTimeout(() => emit(name, ...said), name === "javascript_response" ? 500 : 0);
     };
 """
-"""Half a second in which an answer has ended and its page has not yet heard that it is kept."""
+"""Delays the browser's replies by 0.5 s, so that an answer ends before its storage is confirmed."""
 
 
 @MORE_PAGES
@@ -539,9 +539,7 @@ def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
 
 @MORE_PAGES
 def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
-    """Several calls at once, one of them wrong: the gateway is the real one, its units write a
-    script.
-    """
+    """Several calls at once, one of them wrong. The gateway is real; its units write a script."""
     with scripted(browser, calling, step_s=0.002) as (page, _):
         ask(page, "What is 4321 * 1234?")
         done(page, 2)
@@ -555,7 +553,7 @@ def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
 
 @MORE_PAGES
 def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> None:
-    """Greedy: at its own temperature it is wrong now and then."""
+    """Greedy, because at its own temperature the model is sometimes wrong."""
     with looking(browser, pages_of(server)) as page:
         page.click(".h-quiet")
         page.get_by_text("The model's own temperature").click()
@@ -591,9 +589,8 @@ def tab(page: Page, name: str) -> None:
 
 @contextmanager
 def kept_busy(server: Server) -> Iterator[None]:
-    """Some chats at a time, as long as it is looked at: a slow host gets there later. All are of one
-    kind for some seconds and then of another, so that there is always something that pays to be
-    moved.
+    """Send several chats at a time until the block ends. Their kind changes every few seconds, so
+    that a move of experts always pays.
     """
     enough, numbers = threading.Event(), itertools.count()
 
@@ -617,7 +614,7 @@ def kept_busy(server: Server) -> Iterator[None]:
 
 @contextmanager
 def without_forks(server: Server) -> Iterator[None]:
-    """Nothing that ended is started again: the process that ranks are forked from stands still."""
+    """Within the block, restart no ended process: the process that ranks are forked from is frozen."""
     status = Path(f"/proc/{server.pids()['decode-0.1']}/stat").read_text()
     parent = int(status.rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGSTOP)
@@ -681,7 +678,7 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
 
 @MORE_PAGES
 def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) -> None:
-    """That a key in a file is withdrawn while a server runs: test_quotas."""
+    """A withdrawn key of a file is tested by test_quotas."""
     left = "asks-only"
     with scripted(browser, keys=(left, "runs-all name=op operator")) as (page, gateway):
         url = page.url.rstrip("/")
@@ -722,7 +719,7 @@ def test_278_nodes_are_shown(browser: Browser, tmp_path: Path) -> None:
         name_to_num = {}
         for name in ("Overview", "Experts", "Fleet", "Money"):
             tab(page, name)
-            wait_frames(page, 2)  # It is made anew once; what follows are refreshes.
+            wait_frames(page, 2)  # The tab is built once; later frames are refreshes.
             page.evaluate("window.numChanged = 0")
             num_frames = wait_frames(page, 3)
             name_to_num[name] = round(page.evaluate("window.numChanged") / num_frames)
@@ -731,7 +728,7 @@ def test_278_nodes_are_shown(browser: Browser, tmp_path: Path) -> None:
 
 
 def wait_frames(page: Page, num: int) -> int:
-    """Wait for frames of the feed; returns how many came."""
+    """Wait for `num` frames of the feed; return how many arrived."""
     first = page.evaluate("window.hadalFrames")
     wait_until(lambda: page.evaluate("window.hadalFrames") >= first + num, "frames come")
     return int(page.evaluate("window.hadalFrames")) - first

@@ -1,7 +1,8 @@
-"""Ranks killed in the middle of exchanges: every survivor is told, forms anew and goes on.
+"""Ranks killed during exchanges: every survivor is notified, forms anew and continues.
 
-A kill is noticed by the end of a connection: the deadline of an exchange is so late there that a test which
-waits for it hangs. How soon all are told is asserted in simulated time (tests/sim/test_membership.py).
+The end of a connection reveals a kill. The deadline of an exchange is so late here that a test
+which waits for it hangs. How soon all are notified is asserted in simulated time
+(tests/sim/test_membership.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAYLOAD_BYTES = 4 << 20
 
 
 def serve(rank: int, epoch: str, pipe: Connection) -> None:
-    """A rank that does what the test tells it: form, or exchange until its generation ends."""
+    """Run a rank that follows the test's commands: form, or exchange until a peer is lost."""
     torch.set_num_threads(1)
     group = MeshGroup(rank, epoch, key=b"k" * 32, deadline_s=NEVER_S)
     pipe.send(group.port)
@@ -53,7 +54,7 @@ def serve(rank: int, epoch: str, pipe: Connection) -> None:
 
 
 def run_until_lost(group: MeshGroup) -> tuple[int, ...]:
-    """Exchange large payloads, two in flight. Return whom the failure named."""
+    """Exchange large payloads, two in flight. Return the ranks that the failure named."""
     peers = [rank for rank in group.members if rank != group.rank]
     data = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8)
     recvs = [{peer: torch.empty_like(data) for peer in peers} for _ in range(2)]
@@ -70,11 +71,10 @@ def run_until_lost(group: MeshGroup) -> tuple[int, ...]:
 
 
 class Ranks:
-    """The processes of a unit, as its leader would keep them."""
+    """Processes of a unit, managed like a leader does."""
 
     def __init__(self) -> None:
-        # Forked off a process that has loaded torch and runs nothing: a replacement is there at
-        # once.
+        # Forked from an idle process that has loaded torch, so that a replacement starts at once.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "tests.dist.test_peer_loss"])
         self._processes: dict[int, Any] = {}
@@ -129,7 +129,7 @@ class Ranks:
 
 
 def lose_one(ranks: Ranks, seed: int, *, is_half_way: bool) -> None:
-    """One round."""
+    """Run one round: form, exchange, kill one rank, form again."""
     chance = random.Random(seed)
     everybody = list(range(NUM_RANKS))
     ranks.form(everybody)
@@ -139,7 +139,7 @@ def lose_one(ranks: Ranks, seed: int, *, is_half_way: bool) -> None:
     ranks.tell(everybody, ("run",))
     assert [ranks.answer(rank) for rank in everybody] == ["running"] * NUM_RANKS
     time.sleep(chance.uniform(0.0, 0.15))
-    if is_half_way:  # It stops reading first, so that what is sent to it and by it surely is.
+    if is_half_way:  # Freezes the victim first, so that messages to and from it are incomplete.
         ranks.signal(victim, signal.SIGSTOP)
         time.sleep(chance.uniform(0.02, 0.2))
     ranks.signal(victim, signal.SIGKILL)

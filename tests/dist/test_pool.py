@@ -1,5 +1,5 @@
-"""Servers that tests borrow: the same one for the same configuration, audited when it is returned; and the
-gate that holds a stream under way.
+"""Pool of servers: equal configurations share one server, audited at its return. Also tests the
+gate that holds a stream in progress.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.dist.serving import Server, metric
 from tests.waiting import join, wait_until
 
 FIELDS = {"limits": {"max_queued": 7}}
-"""A configuration that no other test has."""
+"""A configuration that no other test uses."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def own_pool() -> Iterator[Pool]:
 
 
 def pieces(server: Server, num_tokens: int) -> Iterator[str]:
-    """Yield the tokens of a completion as they come."""
+    """Yield the tokens of a completion as they arrive."""
     for event in events_of(server, "/v1/completions", asked(server, num_tokens, "held")):
         yield event["choices"][0]["text"]
 
@@ -39,7 +39,7 @@ def test_a_server_is_borrowed_again_unless_it_is_dirty(own_pool: Pool) -> None:
     own_pool.give_back(first)
     again = own_pool.borrow((), FIELDS)
     assert again.server.process is process
-    # Held, a stream stays where it is: its tokens so far are there, and it goes on from there.
+    # A held stream stays in place with its tokens so far, and continues from there.
     held: list[str] = []
     counted = metric(again.server, OUTPUT_TOKENS)
     again.server.gate.hold(gate.DECODE, after=10)
@@ -50,7 +50,7 @@ def test_a_server_is_borrowed_again_unless_it_is_dirty(own_pool: Pool) -> None:
     )
     assert metric(again.server, "hadal_generations_now", 'state="decoding"') == 1
     assert len("".join(held)) < len(free)
-    again.pids["decode-0"] += 1  # As if the unit had been replaced.
+    again.pids["decode-0"] += 1  # Imitates a replaced unit.
     with pytest.raises(AssertionError, match="dirty"):  # The audit opens the gate.
         own_pool.give_back(again)
     join(reader)

@@ -1,5 +1,6 @@
-"""How likely a prompt's own tokens are: as transformers computes, whatever the server's chunks, ranks,
-schedules and caches; in the forms that evaluation harnesses and vLLM's clients read.
+"""Log-probabilities of a prompt's own tokens equal those of transformers, for all chunk sizes,
+ranks, schedules and caches. Replies have the forms that evaluation harnesses and vLLM's clients
+read.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ TOLERANCE = 1e-4
 OTHER_WAY = pytest.mark.more("tests/unit/roles/prefill has the scores of each chunk")
 LENGTHS = (1, 2, 63, 64, 65, 130, 400)
 Scores = list[tuple[float, int, list[float]]]
-"""Of every token behind the first: its log-probability, its rank, and the five best ones'."""
+"""Scores of every token after the first: log-probability, rank, the five best log-probabilities."""
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """hadal-tiny as transformers has it."""
+    """hadal-tiny in transformers."""
     from transformers import DeepseekV3ForCausalLM
 
     folder = tmp_path_factory.mktemp("fp32")
@@ -42,7 +43,7 @@ def logits_of(theirs: Any, prompt: list[int]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """The later ones begin as the first does, so that a cache would find something of them."""
+    """Prompts that are prefixes of the first one, so that a cache would find blocks of them."""
     rng = random.Random(3)
     tokens = [rng.randrange(20, 1500) for _ in range(max(LENGTHS))]
     return [tokens[:length] for length in sorted(LENGTHS, reverse=True)]
@@ -86,7 +87,7 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
             assert close(one[str(token)]["logprob"], logprob)
             likelier = sorted((each["rank"], each["logprob"]) for each in one.values())
             assert all(close(ours[1], best[at]) for at, ours in enumerate(likelier[:5]))
-            # Two that are as good as equal may change places.
+            # Two almost equal tokens may change places.
             assert abs(one[str(token)]["rank"] - rank) <= 2
 
 
@@ -97,7 +98,7 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
 @OTHER_WAY
 @pytest.mark.slow("transformers is imported, and scores the prompts")
 def test_one_rank(server: Server, prompts: list[list[int]], expected: list[Scores]) -> None:
-    """Twice: what the first time left behind is not found."""
+    """Scores each prompt twice: the second request finds no block of the first."""
     for _ in range(2):
         assert_scored(server, prompts, expected)
         plain = ask(server, prompt=prompts[0], max_tokens=1)
@@ -118,8 +119,8 @@ def test_ranks_small_chunks_two_micro_batches_and_drafts(
 
 @pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 def test_echo_is_what_harnesses_read(server: Server) -> None:
-    """As lm-evaluation-harness does: of all tokens but the last, which was drawn, those behind the
-    context count.
+    """Reads the reply like lm-evaluation-harness: the last token was drawn, and of the others those
+    after the context count.
     """
     text = "Once there was a red fox, é"
     for max_tokens in (1, 0):

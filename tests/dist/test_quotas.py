@@ -1,5 +1,5 @@
-"""A served keys file: keys that come and go, quotas, a budget that a killed gateway does not forget,
-and what a flood of one tenant costs the others.
+"""A served keys file: added and revoked keys, quotas, a budget that survives a killed gateway, and
+the cost of one tenant's flood to the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.dist.test_replay import check as replayed
 from tests.waiting import wait_until
 
 ANSWERED = re.compile(r"^\S+ (gateway\S*) .*POST /v1/completions", re.M)
-"""Gateway of a line of the log."""
+"""Matches the gateway of a line of the log."""
 LIVE = pytest.mark.more("tests/unit has each of it without a server; one case of two tenants stays")
 PRICES = "1/1/2"
 PLAIN, SPENDER = "sk-plain", "sk-spender"
@@ -61,7 +61,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     model = model_of(server, first)
 
     def statuses(key: str) -> set[int]:
-        """Statuses of connections until both gateways have answered some, by their log."""
+        """Return the statuses of new requests, sent until both gateways have answered one, by their log."""
         begin, found = len(server.log()), set[int]()
         while len({*ANSWERED.findall(server.log()[begin:])}) < 2:
             found.add(ask(server, key, model, max_tokens=1).status_code)
@@ -98,7 +98,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
 def budgeted(
     request: pytest.FixtureRequest, mortal: StartServer, start_server: StartServer, keys_file: Path
 ) -> Iterator[tuple[Server, str]]:
-    """A server, and where its ledger is, as `--ledger` has it."""
+    """A server, and its ledger as `--ledger` takes it."""
     if request.param == "sqlite":
         server = twofold(mortal, keys_file)
         yield server, str(server.folder.parent / "ledger.sqlite")
@@ -120,11 +120,11 @@ def budgeted(
 @LIVE
 @pytest.mark.parametrize("budgeted", ["sqlite", "postgresql"], indirect=True)
 def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, str]) -> None:
-    """The ledger says what was spent: never more than the budget, and after kill -9 the rest of it
-    and not all of it again.
+    """The spending in the ledger never exceeds the budget. After kill -9 only the rest is left, not
+    a new budget.
     """
     server, ledger = budgeted
-    # A token read costs 1 micro-dollar and one drawn 2: 10 + 2 x 4 for each request at most.
+    # A prompt token costs 1 micro-dollar and an output token 2: at most 10 + 2 x 4 per request.
     budget_micro_usd = 500
     key, other = SPENDER, PLAIN
     model = model_of(server, other)
@@ -136,7 +136,7 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, st
             return int(connection.execute(sa.text(query)).scalar() or 0) // 10**6
 
     def spend(until: Callable[[], bool] = lambda: False) -> Counter[int]:
-        """Ask until it is so, or until the next day is waited for."""
+        """Send requests until `until` is true or the budget is spent for the day."""
         statuses: Counter[int] = Counter()
 
         def one(number: int) -> None:
@@ -149,7 +149,7 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, st
                 if reply.status_code == 429:
                     assert reply.json()["error"]["code"] == "insufficient_quota"
                     if float(reply.headers["retry-after"]) > 2:
-                        return  # Until tomorrow.
+                        return  # The budget is spent until tomorrow.
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(one, range(4)))
@@ -181,7 +181,7 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, st
     )
     assert refused.json()["error"]["code"] == "insufficient_quota"
     assert ask(server, other, model).status_code == 200
-    # A shorter prompt may have fitted into what was left.
+    # A shorter prompt may have fitted into the remaining budget.
     assert spent <= spent_micro_usd() <= budget_micro_usd
 
 
@@ -213,15 +213,15 @@ def test_what_quotas_decided_is_decided_again(start_server: StartServer, folder:
 
 
 NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12
-"""Requests of the flood, requests of each other tenant, and tokens of each."""
+"""Requests of the flood, requests of each other tenant, and tokens of each request."""
 
 
 @pytest.mark.slow("a flood of requests is answered")
 def test_a_flood_has_its_share_and_no_more_while_others_wait(
     borrow: StartServer, folder: Path
 ) -> None:
-    """Counted in service and not in seconds: 40 requests of one tenant stand before 4 of each of three
-    others, for 4 slots, and all of them are there before a slot is free.
+    """Counts service, not seconds: 40 requests of one tenant stand before 4 of each of three
+    others, for 4 slots, and all are queued before a slot is free.
     """
     path, others = folder / "keys.txt", ("sk-a", "sk-b", "sk-c")
     flood = keys_command(path, "add", "flood")
@@ -255,7 +255,7 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
     wait_for_rows(ledger, num_all)
     tenants = [name for (name,) in rows(ledger, ORDER)]
     last = max(at for at, name in enumerate(tenants) if name != "flood")
-    # A quarter of the slots; beside it, those that had begun before the others came, in prefill too.
+    # Its quarter of the slots, plus requests that began before the others arrived, in prefill too.
     had = tenants[:last].count("flood")
     print("the flood had", had, "and each other", NUM_OTHER)
     assert had <= 4 * NUM_OTHER

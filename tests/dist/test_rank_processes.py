@@ -1,8 +1,8 @@
-"""Units of many ranks as processes: ranks and leaders die or freeze while answers stream, no answer shows
-it, and the unit is whole again.
+"""Units of many ranks as processes: ranks and leaders die or freeze while answers stream, no answer
+changes, and the unit recovers.
 
-One server takes all of it, so each test leaves it whole. `HADAL_LEVEL=all`: 30 rounds of each leader,
-50 kills and 20 stops of ranks.
+All tests share one server, so each must leave it whole. `HADAL_LEVEL=all`: 30 rounds of each
+leader, 50 kills and 20 stops of ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.waiting import wait_until
 NUM_ROUNDS = 30 if FULL else 2 if MORE else 1
 NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (3, 1)
 NUM_TOKENS = 300 if FULL else 100 if MORE else 50
-"""Of an answer during which a process is struck."""
+"""Tokens of an answer during which a process is struck."""
 FEW_TOKENS = 20
-"""Enough to show KV or experts that are not as they were."""
+"""Enough tokens to reveal changed KV or experts."""
 RANKS = {
     "prefill-0": [f"prefill-0.{rank}" for rank in range(2)],
     "decode-0": [f"decode-0.{rank}" for rank in range(4)],
@@ -43,8 +43,8 @@ OTHERS = pytest.mark.more(
 
 @pytest.fixture
 def struck(mortal: StartServer) -> Server:
-    """A server for tests that strike its ranks and leaders."""
-    # Requests do not move between ranks: what moves when a leader dies is computed again.
+    """A server for tests that kill or freeze its ranks and leaders."""
+    # Requests may not move between ranks: one that moves when a leader dies is recomputed.
     return mortal(**RANKED | {"decode": RANKED["decode"] | {"request_balance": "no_moves"}})
 
 
@@ -71,13 +71,13 @@ def is_whole(server: Server) -> bool:
 
 
 def is_clean(server: Server) -> bool:
-    """Return whether all ledgers add up, and every rank has its pool and no other is left."""
+    """Return whether all ledgers add up, and every rank's pool exists and no other."""
     audit = httpx.get(f"{server.url}/audit", timeout=60)
     return audit.status_code == 200 and len(server.shared_pools()) == sum(WHOLE.values())
 
 
 def wait_replaced(server: Server, victim: str, log_before: int) -> None:
-    """Wait until all others of a rank's unit have noticed that it was gone, and it is back."""
+    """Wait until all other ranks of the unit have noticed the loss, and the rank is back."""
     unit, _, rank = victim.rpartition(".")
     everybody = set(range(len(RANKS[unit])))
     noticed = {(unit, other, int(rank)) for other in everybody - {int(rank)}}
@@ -158,7 +158,7 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
 def test_no_request_shows_that_any_rank_is_gone(
     struck: Server, number: signal.Signals, num_rounds: int
 ) -> None:
-    """A rank that is drawn, at a moment that is drawn, while 16 answers are under way."""
+    """Kills or freezes a random rank at a random moment while 16 answers are in progress."""
     seed = 31 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, cases = random.Random(seed), everyday_cases(24 if FULL else 16, seed=23)
@@ -203,7 +203,7 @@ def test_the_next_leader_takes_over_ranks_that_live_with_their_kv(
         struck.wait_restarted(leader, old_pid)
         log = struck.log()[log_before:]
         assert number == signal.SIGKILL or f"{leader} has sent no heartbeat" in log
-        # On a busy machine a rank may answer its leader too late, and so may a leader the front.
+        # On a busy machine a rank may answer its leader too late, or a leader the front.
         is_timely = (
             len(formations(log, leader)[0]) == len(ranks) and "took its ranks over" not in log
         )
@@ -231,7 +231,7 @@ def test_health_names_dead_ranks(struck: Server) -> None:
         return reply.status_code, reply.json()["status"], reply.json()["missing"]
 
     def see(names: Sequence[str], state: tuple[int, str, list[str]]) -> None:
-        """Kill these ranks whenever they are started, until the state is seen."""
+        """Kill these ranks whenever they are started, until /health shows the state."""
         killed = set[int]()
 
         def is_seen() -> bool:

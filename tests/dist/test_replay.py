@@ -1,5 +1,5 @@
-"""A live server under load, recorded, and decided again by the simulator: the same decisions in the
-same order.
+"""A live server's run under load is recorded and replayed by the simulator: the same decisions in
+the same order.
 
 `HADAL_LEVEL=all`: more requests.
 """
@@ -32,8 +32,8 @@ CONCURRENCY = 32
 
 
 def run_load(server: Server, num_requests: int) -> None:
-    """The engine's load test: chats of several lengths, some streamed, every tenth client leaves
-    early.
+    """Run the engine's load test: chats of several lengths, some streamed; every tenth client
+    disconnects early.
     """
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
@@ -64,7 +64,7 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
     assert report.num_processes == 3
     assert report.events["Submit"] == NUM_REQUESTS
     assert report.decisions["Prefill"] >= NUM_REQUESTS
-    assert report.decisions["Execute"] > 0  # As many as plans, which have several passes.
+    assert report.decisions["Execute"] > 0  # Once per plan of several passes.
     assert report.decisions["Deliver"] > NUM_REQUESTS
     done = CliRunner().invoke(app, ["replay", str(folder), "--json"])
     assert done.exit_code == 0, done.stderr
@@ -75,8 +75,8 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
 @pytest.mark.slow("three runs are recorded, and decided again")
 @pytest.mark.timeout(600)
 def test_also_where_processes_died(start_server: StartServer, folder: Path) -> None:
-    """A unit, a rank and a leader are killed under load; each successor is another role under the same
-    name, and takes ranks over where it leads some. KV goes to disk as well, and comes back.
+    """A unit, a rank and a leader are killed under load. Each successor is a new role under the
+    same name, and a leader takes its ranks over. KV goes to disk as well, and is read back.
     """
     cache = {"folder": str(folder / "kv"), "disk_mb": 64}
     server = start_server(
@@ -95,7 +95,7 @@ def test_also_where_processes_died(start_server: StartServer, folder: Path) -> N
     server.stop()
     report = check(read_recordings(folder / "rec"))
     assert report.num_processes >= 1 + 2 + 2 + 3  # The gateway, units, leaders, ranks.
-    # The supervisor saw them die.
+    # The supervisor reported the deaths.
     assert all(report.events[name] for name in ("UnitDown", "LeaderDown"))
     assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0

@@ -1,5 +1,5 @@
-"""`hadal rollout` on a server that is busy: units are replaced one by one, and every answer is what
-one kind of weights gives, the old or the new.
+"""`hadal rollout` on a busy server: units are replaced one by one, and every answer is that of one
+set of weights, the old or the new.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def ask(server: Server, prompt: Tokens) -> Tokens:
 
 
 class Askers:
-    """Clients that ask the same few things until the block ends, each of them once more at least."""
+    """Clients that repeat a few prompts until the block ends; each prompt is answered at least once."""
 
     def __init__(self, server: Server) -> None:
         self.answers: list[tuple[Tokens, Tokens]] = []
@@ -70,7 +70,7 @@ class Askers:
         join(*self._threads)
 
     def check(self, *known: dict[Tokens, Tokens]) -> None:
-        """No request failed, and each answer is one of those that are known."""
+        """Assert that no request failed and that each answer is a known one."""
         assert self.wrong == []
         strange = [(p, got) for p, got in self.answers if got not in [each[p] for each in known]]
         assert strange == []
@@ -97,7 +97,7 @@ def unit_pids(server: Server) -> dict[str, int]:
 
 
 def other_weights(folder: Path) -> None:
-    """A copy of the model that says the next token where this one says one."""
+    """Write a copy of the model that draws token n + 1 where this one draws n."""
     shutil.copytree(model_folder(""), folder)
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
@@ -109,7 +109,7 @@ def other_weights(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_units() -> Iterator[Server]:
-    """A server with two decode units, which the last of its tests ends."""
+    """A server with two decode units; the last test ends it."""
     with starting() as start:
         yield start(decode={"units": 2}, environment={RETRY: "0.2"})
 
@@ -175,12 +175,12 @@ def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
 def test_every_unit_is_replaced_and_no_request_fails(
     request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path, kind: str
 ) -> None:
-    """By one of new weights, and where there are more units once more, as it is. Each answer is the old
-    model's or the new one's, whole; at the end all are the new one's.
+    """One rollout to new weights; with two units also another one that changes nothing. Each answer
+    is completely the old model's or the new one's, and at the end all are the new one's.
     """
     folder = tmp_path / "model"
     other_weights(folder)
-    torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+    torch.set_num_threads(1)  # Two threads would wait for each other on a busy machine.
     weights = load_weights(folder)
     new = {prompt: tuple(generate(weights, prompt, NUM_TOKENS, ())) for prompt in PROMPTS}
     if kind == "two units":
@@ -204,7 +204,7 @@ def test_every_unit_is_replaced_and_no_request_fails(
     assert server.pids()["gateway"] == gateway
     for name in before:
         assert server.status().processes[name].num_starts >= num_starts[name] + len(rollouts)
-    # A process that dies later serves the new ones, too; so does a gateway.
+    # A process that dies later serves the new weights, too; so does a gateway.
     for name in ("decode-0", "prefill-0", "gateway") if is_again else ():
         pid = server.kill(name)
         server.wait_restarted(name, pid)

@@ -1,10 +1,10 @@
-"""Any process of a server dies or freezes while answers stream: the texts are those of an undisturbed
-server.
+"""Any process of a server dies or freezes while answers stream: the texts equal those of an
+undisturbed server.
 
-Each round strikes one process, the gateway, a leader, a rank or the supervisor, with SIGKILL or SIGSTOP,
-while the gate holds the answers in the middle. A plain client asks: where its connection breaks, which
-only the end of the gateway or of the whole server may cause, it asks again. The test alone starts a
-supervisor again; a stopped one goes on after a while. `HADAL_LEVEL=all`: 30 rounds, and 10 on a starved
+Each round strikes one process (gateway, leader, rank or supervisor) with SIGKILL or SIGSTOP while
+the gate holds the answers midway. A plain client repeats its request if its connection breaks,
+which only the end of the gateway or of the whole server may cause. The test itself restarts a
+supervisor; a stopped one continues after PAUSE_S. `HADAL_LEVEL=all`: 30 rounds, and 10 on a starved
 processor.
 """
 
@@ -35,11 +35,11 @@ pytestmark = pytest.mark.more(
 NUM_ROUNDS = 30 if FULL else 8 if MORE else 2
 NUM_STARVED = 10
 RANKS = 2
-"""Of each unit, so that each has a leader of its own."""
+"""Ranks of each unit, more than one, so that each unit has a leader process."""
 NUM_ANSWERS = 6
 NUM_TOKENS = 240 if FULL else 100
 PAUSE_S = 3.0
-"""Of a stopped supervisor."""
+"""Seconds for which a supervisor is stopped."""
 GATEWAY, LEADER, RANK, SUPERVISOR = KINDS = ("gateway", "leader", "rank", "supervisor")
 Strike = tuple[Signals, str]
 STRIKES: list[Strike] = [(number, kind) for number in (SIGKILL, SIGSTOP) for kind in KINDS]
@@ -47,7 +47,7 @@ STRIKES: list[Strike] = [(number, kind) for number in (SIGKILL, SIGSTOP) for kin
 
 @dataclass
 class Answer:
-    """What one client has of its answer."""
+    """Part of an answer that one client has."""
 
     text: str = ""
     is_done: bool = False
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass
 class Rounds:
-    """A server, or one after another, and the texts it gives undisturbed."""
+    """Servers struck one after another, and their texts without disturbance."""
 
     start: Callable[[], Server]
     rng: random.Random
@@ -70,7 +70,7 @@ class Rounds:
         self.texts = [answer.text for answer in answers]
 
     def run(self, strike: Strike) -> None:
-        """One round."""
+        """Strike once while answers stream; assert that they are right and that the server recovers."""
         number, kind = strike
         before = self.server.pids()
         victim = self._victim(kind)
@@ -96,7 +96,7 @@ class Rounds:
         return kind
 
     async def _strike_midway(self, strike: Strike, victim: str, answers: list[Answer]) -> None:
-        """Ask, strike when a part of an answer is there, and get every answer."""
+        """Ask, strike once an answer has begun, and read every answer to its end."""
         number, kind = strike
         before = self.server.pids()
         self.server.gate.hold(gate.DECODE, self.rng.randrange(5, NUM_TOKENS - 5))
@@ -125,8 +125,8 @@ class Rounds:
         return answers
 
     async def _ask(self, client: httpx.AsyncClient, index: int, answer: Answer) -> None:
-        """Ask until an answer has come to its end. What came before a break is forgotten, and was
-        right so far.
+        """Ask until an answer is complete. Text received before a break must be right so far, then
+        is dropped.
         """
         while not answer.is_done:
             try:
@@ -158,7 +158,7 @@ class Rounds:
                     answer.text += "".join(choice["text"] for choice in event["choices"])
 
     async def _is_whole(self, victim: str, before: dict[str, int]) -> bool:
-        """Everything runs and is known to the front, and the victim is another."""
+        """Return whether every process is ready, all ranks are counted, and the victim was replaced."""
         processes = self.server.status().processes
         if any(process.phase != "ready" for process in processes.values()):
             return False
@@ -174,7 +174,7 @@ class Rounds:
 
 
 def _is_near(name: str, victim: str) -> bool:
-    """Whether the end of a process may be another's as well: a leader's is, of its ranks."""
+    """Return whether a victim's end may end this process as well: a leader's may end its ranks."""
     return name == victim or name.startswith(f"{victim}.")
 
 
@@ -185,7 +185,7 @@ def start_ranked(start_server: StartServer, **options: Any) -> Server:
 
 
 def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:
-    """Each of STRIKES once before any of them comes again, in random order."""
+    """Return strikes in random order: all of STRIKES once before any repeats."""
     found: list[Strike] = []
     while len(found) < num_rounds:
         found += rng.sample(STRIKES, len(STRIKES))

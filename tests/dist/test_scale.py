@@ -1,5 +1,5 @@
-"""The published fleet at its peak on a Ray cluster of as many nodes, which are raylets on one host:
-the lender finds a group for every unit, whole nodes each, and gives all of them back.
+"""The published fleet at its peak on a Ray cluster with as many nodes, all raylets on one host. The
+lender finds a group of whole nodes for every unit, and gives all of them back.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.waiting import unix_now, wait_until
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
 
 PREFILL, DECODE = map(int, os.environ.get("HADAL_UNITS", "29,9").split(","))
-"""Units, at the peak of 278 nodes; HADAL_UNITS=3,1 asks for one bundle of 30."""
+"""Units at the peak of 278 nodes; HADAL_UNITS=3,1 asks for one bundle of 30."""
 LIGHT = int(os.environ.get(NUM_AGENTS, "30"))
 """Nodes that get an agent."""
 SECRET = bytes(range(32))
 START_S, PLACE_S = 1200.0, 600.0
-"""Hundreds of nodes share the cores of one host."""
+"""Timeouts for starts and placement. They are long, because hundreds of nodes share one host's cores."""
 PATIENT = {"RAY_worker_register_timeout_seconds": "600"}
-"""All actors start at once, on the cores of one host."""
+"""Environment of Ray, since all actors start at once on one host's cores."""
 
 
 def state(host: Host) -> ClusterState | None:
-    """The last that the cluster said of itself; None: it is not up yet."""
+    """Return the cluster's last state; None before it is up."""
     lines = [line for line in host.log("nodes").splitlines() if line.startswith("{")]
     return msgspec.json.decode(lines[-1], type=ClusterState) if lines else None
 
@@ -57,7 +57,7 @@ def wait_for(host: Host, is_so: Callable[[ClusterState], bool], what: str) -> Cl
 
 
 class Asking:
-    """The supervisor, as far as the lender and agents see of it."""
+    """Stand-in for the supervisor, with the part that lender and agents use."""
 
     def __init__(self, host: Host, folder: Path, run: Run) -> None:
         network = Network(host.address, SECRET)
@@ -65,12 +65,12 @@ class Asking:
         write_run(folder, run)
         write_address(folder, SUPERVISOR, Address(1, self._wire.endpoint))
         self.found: tuple[tuple[int, ...], ...] | None = None
-        """Groups that the lender found, as it said last."""
+        """Groups in the lender's last report."""
         self.agents: set[int] = set()
-        """Nodes that spoke."""
+        """Nodes that have sent a message."""
 
     def have(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Ask for these groups, again and again as the supervisor does, until they are found."""
+        """Ask for these groups repeatedly, like the supervisor, until the lender has found them."""
         wanted = set(groups)
 
         def are_found() -> bool:
@@ -82,7 +82,7 @@ class Asking:
         wait_until(are_found, f"{len(groups)} groups are found", PLACE_S)
 
     def hear_agents(self, num_agents: int) -> None:
-        """Wait until this number of nodes spoke."""
+        """Wait until this number of nodes has sent a message."""
 
         def have_spoken() -> bool:
             self._hear()

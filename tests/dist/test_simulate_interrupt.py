@@ -1,8 +1,7 @@
-"""Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment of
-theirs.
+"""Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment.
 
-Whatever they are at, all of them end, with the code of a command that was interrupted, and
-nothing is said. `HADAL_LEVEL=all`: forty moments.
+All processes end with the exit code of an interrupted command and without error output.
+`HADAL_LEVEL=all`: 40 moments.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 NUM_JOBS = 2
 DELAYS_S = (0.0, 0.2, 0.7, 2.5)
-"""After the first process of the simulation is there: when it is born, imports, is given its part,
-is at work.
+"""Seconds after the simulation's first process appears: while it starts, imports, receives its
+part, and works.
 """
 MOMENTS_S = tuple(0.1 * index for index in range(40)) if FULL else DELAYS_S
 
 
 @dataclass(frozen=True)
 class Running:
-    """One `hadal simulate` in a session of its own."""
+    """One `hadal simulate` in its own session."""
 
     process: subprocess.Popen[bytes]
     said: Path
 
     def members(self) -> list[int]:
-        """Living processes of its group."""
+        """Return the living processes of its group."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -54,7 +53,7 @@ class Running:
         return found
 
     def workers(self) -> list[int]:
-        """Those that simulate a part of the day."""
+        """Return the processes that simulate a part of the day."""
         found = []
         for pid in self.members():
             try:
@@ -66,11 +65,11 @@ class Running:
         return found
 
     def interrupt(self) -> None:
-        """Ctrl-C in its terminal."""
+        """Send SIGINT to its group, like Ctrl-C in its terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def check_end(self) -> None:
-        """It ends as a command that was interrupted does, alone and in silence."""
+        """Assert that all processes end, with an interrupted command's code and no error output."""
         code = self.process.wait(DEADLINE_S)
         wait_until(lambda: not self.members(), "every process of the command has ended")
         said = self.said.read_text(errors="replace")
@@ -81,8 +80,8 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    """A day without a cache, of which no process is there yet. Each takes longer (minutes) than may
-    pass after Ctrl-C.
+    """Start a simulated day without a cache. Each worker takes minutes, more than the end may take
+    after Ctrl-C.
     """
     config = tmp_path / "day.toml"
     window = replace(small().window, seconds=3000.0, prefill_seconds=3000.0)
@@ -105,7 +104,8 @@ def running(tmp_path: Path) -> Iterator[Running]:
             cwd=ROOT,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": path},
-            # Whoever runs the tests in the background ignores it, and so would this.
+            # A shell that runs the tests in the background ignores SIGINT, and the child would
+            # inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     made = Running(process, said)

@@ -1,6 +1,5 @@
-"""A small DeepSeek-V3.2, served: prompts longer than a token attends to, and every greedy token is the
-reference loop's, by one rank and by many, in small chunks, behind cached blocks, after preemption and
-from the disk.
+"""A small DeepSeek-V3.2 with prompts longer than its sparse attention covers. Every greedy token equals the
+reference loop's: with one rank and many, small chunks, cached blocks, preemption and blocks from disk.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.more("tests of the model hold sparse attention, parted 
 MAX_TOKENS = 32
 LENGTHS = (30, 50, 112, 230, 118, 300)
 LENGTHS = (*LENGTHS, 100, 180, 40, 105) if FULL else LENGTHS
-"""Of prompts: all longer than index_topk, which is 16; half fill their last block while they answer."""
+"""Prompt lengths, all above index_topk (16); half of the prompts fill their last block while answering."""
 NOISE = 1e-5
 NUM_NOISY = 3
 NUM_GROWING, NUM_BLOCKS = 30, 4
@@ -46,7 +45,7 @@ WIDE = {
 @pytest.fixture(scope="module")
 def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_folder(tmp_path_factory.mktemp("v32"))
-    # V3.2's own repository has none, and nothing is served without.
+    # V3.2's repository has no chat template, and a server needs one.
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     num_tokens = len(some_tokens())
@@ -64,9 +63,9 @@ def cases(folder_of_model: Path) -> list[Case]:
 
 
 def clear_cases(weights: ModelWeights) -> Iterator[Case]:
-    """A prompt of each length whose answer does not hang on last bits. In a random model two scores,
-    of positions, experts or tokens, are now and then as good as equal: a prompt is taken if weights
-    that are a little off, by more than kernels round, give the same answer.
+    """Yield a prompt of each length with an answer that does not depend on last bits. In a random model
+    two scores (of positions, experts or tokens) are sometimes almost equal. A prompt is therefore used
+    only if noisy weights, with noise above the kernels' rounding, give the same answer.
     """
     rng = random.Random(5)
     embed_VD = weights.embed.values
@@ -122,7 +121,7 @@ def test_many_ranks_and_hand_over_by_tcp(
     assert wrong(server, cases) == []
 
 
-@pytest.mark.full  # test_ep_exactness has it of another model.
+@pytest.mark.full  # test_ep_exactness has it for another model.
 @pytest.mark.timeout(600)
 def test_rounded_inputs_give_the_same_tokens_at_every_width(
     borrow: StartServer, folder_of_model: Path, cases: list[Case]

@@ -1,5 +1,5 @@
-"""Units whose cache lies beside their pool, as on a GPU, but on the CPU: no reader sees a stale byte of
-a pool, whose memory is zero until something is published or pulled.
+"""Units with a cache beside their pool, like on a GPU, but on the CPU. No reader sees a stale byte
+of a pool: its memory is zero until blocks are published or pulled.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def cases() -> list[Case]:
 def test_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], num_ranks: int
 ) -> None:
-    """Few blocks, so that requests are preempted and blocks used again; with ranks, one is killed,
-    and the requests of the other one join again with KV that only its cache has.
+    """Few blocks, so that requests are preempted and blocks reused. With ranks, one is killed;
+    requests of the other rejoin with KV that only its cache has.
     """
     server = start_server(
         environment={STAGED: "1"},

@@ -1,8 +1,8 @@
-"""A host with far more to do than it can: no process is given up for it, and no answer is lost.
+"""A heavily overloaded host: no process is given up because of it, and no answer is lost.
 
-Server and spinning processes share one processor, so that all else here is left alone. That a frozen
-process is found there all the same is asserted in simulated time (tests/sim/test_starving.py).
-`HADAL_LEVEL=all`: for some minutes.
+Server and spinning processes share one processor, so that other work here is undisturbed. That a
+frozen process is still detected there is asserted in simulated time (tests/sim/test_starving.py).
+`HADAL_LEVEL=all`: some minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.dist.serving import RANKED, metric
 from tests.levels import FULL
 
 NUM_SPINNING = 15
-"""On one processor: the load that thirty make on two."""
+"""Spinning processes on one processor: the load per processor of 30 on two."""
 NUM_ANSWERS = 100 if FULL else 6
 FEW_TOKENS = 16
 ONE = max(os.sched_getaffinity(0))
@@ -33,7 +33,7 @@ ON_ONE_PROCESSOR = {PROCESSOR: str(ONE)}
 
 @contextmanager
 def spinning(number: int) -> Iterator[None]:
-    """Keep that processor busy with so many processes."""
+    """Keep that processor busy with `number` processes."""
     spin = f"import os; os.sched_setaffinity(0, {{{ONE}}})\nwhile True: pass"
     processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(number)]
     try:

@@ -1,4 +1,4 @@
-"""`hadal status` and `hadal logs` of a live server: who runs where, what was started again and why."""
+"""`hadal status` and `hadal logs` of a live server: hosts of processes, restarts and their reasons."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A stranger on the same host, with an account of its own, against a server that answers meanwhile.
+"""A stranger on the same host, with its own account, attacks a server that answers requests
+meanwhile.
 
-It knows all that is public: every port (/proc/net/tcp), every name in shared memory, run, ranks,
-epochs, generation, and the protocols. It does not know the secret. It may read nothing, is refused
-wherever it speaks, and disturbs nobody. Without root it cannot be another user, and runs as a
-process of our own without the secret.
+The stranger has all public facts: every port (/proc/net/tcp), every name in shared memory, run,
+ranks, epochs, generation, and the protocols. It lacks the secret. It must read nothing, be refused
+on every connection, and disturb no request. Without root it cannot be another user, and runs as one
+of our processes without the secret.
 """
 
 from __future__ import annotations
@@ -123,12 +124,12 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def networked() -> Iterator[Server]:
-    """A server whose ranks and units speak over TCP, with a key in its environment."""
+    """A server with TCP between ranks and units, and a key in its environment."""
     with starting() as start:
         yield start(
             transport="tcp",
             handover="tcp",
-            # No rank is taken for lost that a busy machine keeps from speaking.
+            # No rank may count as lost because a busy machine delays its heartbeats.
             rank_timeout_s=30.0,
             collective_timeout_s=120.0,
             unit_timeout_s=60.0,
@@ -155,7 +156,7 @@ def ask(server: Server, number: int) -> str:
 
 
 def num_refused(server: Server) -> float:
-    """Return the number of refused connections; there is no metric before the first."""
+    """Return the number of refused connections; the metric is missing before the first."""
     with suppress(AssertionError):
         return metric(server, "hadal_refused_connections_total", key=KEY)
     return 0.0
@@ -209,8 +210,7 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(networked: Server) -> None
     )
     assert found["attacks"] == NUM_ATTACKS
     assert num_ports >= 4, "two of the mesh, and of KV or experts"
-    # A challenge and a proof, or what a listener says to whoever connects: nothing that was asked
-    # for.
+    # A challenge and a proof, or a listener's greeting: no requested data.
     assert found["most_bytes"] <= 72
     if os.geteuid() == 0:
         assert found["opened"] == []
@@ -246,7 +246,7 @@ def test_the_secret_is_nowhere_but_in_the_run_file(networked: Server) -> None:
 
 
 def listening(pids: set[int]) -> list[int]:
-    """The TCP ports that these processes listen at."""
+    """Return the TCP ports that these processes listen at."""
     inodes = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

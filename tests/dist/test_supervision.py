@@ -1,5 +1,5 @@
-"""What `hadal serve` does when its processes die, hang, or are asked to end: no request lost,
-nothing left behind.
+"""Behaviour of `hadal serve` when its processes die, hang or are asked to end: no request is lost,
+and nothing is left behind.
 """
 
 import json
@@ -30,7 +30,7 @@ NUM_TOKENS = 60
 
 
 def wait_replaced(server: Server, name: str, old_pid: int) -> None:
-    """Wait until its end was noticed."""
+    """Wait until the supervisor has noticed the end."""
     wait_until(lambda: server.pids()[name] != old_pid, f"the end of {name} was noticed")
 
 
@@ -80,7 +80,7 @@ def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartSe
     with pytest.raises(httpx.TransportError):
         streams.join()
     server.gate.open()
-    # Nobody is refused meanwhile.
+    # No connection is refused during the restart.
     with socket.create_connection((address.host, address.port), timeout=DEADLINE_S):
         server.wait_restarted("gateway", old_pid)
     assert complete(server, NUM_TOKENS) == undisturbed
@@ -100,7 +100,7 @@ def test_streams_outlive_a_gateway_that_stands_still(
     streams = under_way(server, "decode-0", NUM_TOKENS, number=12)
     pid = server.kill("gateway", signal.SIGSTOP)
     server.gate.open()
-    time.sleep(3.0)  # Longer than others take to miss a front.
+    time.sleep(3.0)  # Longer than the timeout after which others look for a new front.
     os.kill(pid, signal.SIGCONT)
     assert streams.join() == [undisturbed] * 12
     assert server.pids()["gateway"] == pid
@@ -130,7 +130,7 @@ def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(mortal: Start
 
 @pytest.mark.more("a disk that is full is rare")
 def test_a_status_that_cannot_be_written_ends_nothing(mortal: StartServer) -> None:
-    """As on a disk that is full."""
+    """Imitates a full disk."""
     server = mortal()
     undisturbed = complete(server, 8)
     (server.folder / "status.json.new").mkdir()
@@ -150,9 +150,9 @@ def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: Star
     server = mortal()
     pids, num_bytes = server.pids(), len(server.log())
     server.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)  # Longer than it lets a gateway or a unit be silent.
+    time.sleep(3.0)  # Longer than its timeouts for gateways and units.
     server.process.send_signal(signal.SIGCONT)
-    # It has judged all of them by the time at which it has started another in the place of one.
+    # When it has replaced one unit, it has judged all processes.
     server.kill("prefill-0")
     server.wait_restarted("prefill-0", pids["prefill-0"])
     left = {name: pid for name, pid in pids.items() if name != "prefill-0"}
@@ -168,7 +168,7 @@ def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: Star
 def test_a_silent_unit_is_killed_and_its_requests_go_on(mortal: StartServer) -> None:
     server = mortal()
     undisturbed = complete(server, NUM_TOKENS)
-    time.sleep(2.0)  # It must have lived longer than unit_timeout_s to be taken for silent.
+    time.sleep(2.0)  # Only a unit older than unit_timeout_s can count as silent.
     streams = under_way(server, "decode-0", NUM_TOKENS)
     old_pid = server.kill("decode-0", signal.SIGSTOP)
     server.gate.open()
@@ -237,7 +237,7 @@ def test_every_line_of_a_json_log_is_an_object(json_server: Server) -> None:
 )
 @pytest.mark.promise("the fork server removes its run folder and shared memory at once")
 def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
-    """As a user's shell starts it, which is slower."""
+    """Started like a user's shell does, which is slower."""
     server = start_server(is_plain=True)
     assert complete(server, NUM_TOKENS)
     pids = list(server.pids().values())
@@ -246,22 +246,22 @@ def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: Sta
     server.process.kill()
     server.process.wait(DEADLINE_S)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), "every child is gone")
-    # What it could not remove itself its fork server does, when the socket between them ends.
+    # The fork server removes the rest, once the socket to its supervisor closes.
     wait_until(lambda: not server.shared_pools(), "its shared memory is gone")
     wait_until(lambda: not (server.folder / RUN_FILE).exists(), "its secret is gone")
 
 
 @pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) -> None:
-    """Beside another signal, as make passes on what its whole group was sent: both count as one."""
+    """Sent with another signal, as make passes on what its whole group got: both count as one."""
     server = ending()
     undisturbed = complete(server, NUM_TOKENS)
     url, body = server.url, asked(server, 5)
     with httpx.Client(timeout=DEADLINE_S) as client:
-        client.get(f"{url}/health")  # A connection that is open already.
+        client.get(f"{url}/health")  # The connection is open before the drain.
         streams = under_way(server, "decode-0", NUM_TOKENS)
         for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-            server.process.send_signal(number)  # When it goes on, it is sent both at once.
+            server.process.send_signal(number)  # It gets both when it continues.
         wait_until(
             lambda: client.get(f"{url}/health").json()["status"] == "draining",
             "the gateway drains",
@@ -311,8 +311,8 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
 @pytest.mark.more("it waits 10 s for a line of the log")
 @pytest.mark.slow("a start is told of every 10 s")
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:
-    """A compiler that takes long, and then fails (the second unit's at once): what waits for it is
-    told every 10 s, and what it means.
+    """The compiler is slow, then fails (for the second unit at once). The waiting processes and the
+    reason are logged every 10 s.
     """
     compiler = tmp_path / "slow-c++"
     compiler.write_text(

@@ -1,5 +1,5 @@
-"""Attacks of one tenant on a live server: another tenant's requests are all answered, and none
-waits for an answer for ever. What it costs in time is measured by `python -m bench.attacks`.
+"""Attacks of one tenant on a live server: another tenant's requests are all answered, none waits
+forever. `python -m bench.attacks` measures the cost in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.waiting import DEADLINE_S
 
 SPAN_S = 4.0 if FULL else 1.0
 NUMBERS = itertools.count()
-"""Of the requests: no two are the same."""
+"""Numbers of the requests, so that no two are equal."""
 
 
 @pytest.mark.promise(
@@ -40,7 +40,7 @@ NUMBERS = itertools.count()
 def test_an_attack_costs_another_tenant_no_answer(
     borrow: StartServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The server is the same for all attacks: each leaves it at rest."""
+    """All attacks share the server: each leaves it at rest."""
     monkeypatch.setattr(attacks, "WAIT_S", DEADLINE_S)
     unit: dict[str, Any] = {"kv_memory_mb": 256}
     server = borrow(*with_keys(OTHER, ATTACKER), prefill=unit, decode=unit)

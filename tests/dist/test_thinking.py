@@ -1,5 +1,5 @@
-"""A budget of reasoning, on a running server: the same tokens up to it, then the mark that ends the
-reasoning, and all the same with drafts.
+"""A budget of reasoning tokens on a running server: equal tokens up to the budget, then the mark
+that ends the reasoning. With drafts the tokens are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUDGETS = (0, 1, 7)
 
 
 def bodies_of(budget: int) -> list[dict[str, Any]]:
-    """Chats that think; a budget of -1 is none."""
+    """Return chats that think; a budget of -1 is no budget."""
     return [
         {
             "messages": [{"role": "user", "content": text}],
@@ -43,7 +43,7 @@ def bodies_of(budget: int) -> list[dict[str, Any]]:
 
 
 def ids_of(server: Server, budget: int) -> list[list[int]]:
-    """Return the tokens of each reply, and check that schemas are kept to."""
+    """Return the tokens of each reply, after checking that schemas hold."""
     bodies = bodies_of(budget)
     answers = asyncio.run(ask_all(server, CHATS, bodies))
     for body, (choice,) in zip(bodies, answers, strict=True):
@@ -53,7 +53,7 @@ def ids_of(server: Server, budget: int) -> list[list[int]]:
 
 
 def check_budget(free: list[list[int]], bounded: list[list[int]], budget: int) -> int:
-    """Return the token that ended reasonings at their budget; -1 if none came so far."""
+    """Return the token that ended reasoning at its budget; -1 if no reasoning reached it."""
     ends = set()
     for one, other in zip(bounded, free, strict=True):
         assert one[:budget] == other[:budget], "the same tokens up to there"

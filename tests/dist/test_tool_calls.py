@@ -1,8 +1,8 @@
-"""Calls of tools that are held to their schemas, by a server: right whatever is drawn, and the same with
-drafts, over many ranks, after kills, after preemption and in streams.
+"""Tool calls that a server constrains by their schemas: valid under any sampling, and equal with
+drafts, over many ranks, after kills and preemption, and in streams.
 
-The model is hadal-tiny, for other families with their marks in the place of some words: it draws
-them at random, and a grammar says where.
+The model is hadal-tiny. For other families their marks replace some words; the model draws them at
+random, and a grammar decides where.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.waiting import DEADLINE_S
 
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
-"""Among so many tokens that are about as likely the model's own top_p would cut beside a border, which
-rounding moves where a request is computed anew (LOG.md).
+"""Sampling of all requests. Among many tokens of similar probability the model's own top_p would
+cut beside a border, which rounding moves when a request is recomputed (LOG.md).
 """
 NUM_EACH = 20 if FULL else 6 if MORE else 2
 NUM_STEPS = {"decode-0": 3, "prefill-0": 0}
@@ -55,7 +55,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def model_with_marks(folder: Path, format: ToolFormat) -> Path:
-    """A folder with hadal-tiny that knows a family's marks."""
+    """Write a copy of hadal-tiny that has a family's marks."""
     source = model_folder("")
     for path in source.iterdir():
         if path.suffix == ".safetensors":
@@ -104,7 +104,7 @@ def bodies_of(seed: int) -> list[dict[str, Any]]:
                     "messages": [{"role": "user", "content": rng.choice(["Hi", "2 + 2?"])}],
                     "tools": [{"type": "function", "function": each} for each in functions],
                     "thinking": rng.random() < 0.3,
-                    # Of every way two in three may go on until a call is whole.
+                    # In every way two of three requests may run until a call is complete.
                     "max_tokens": 30 if number % 3 == 1 else MAX_TOKENS,
                     "seed": rng.randrange(1 << 30),
                     **DRAWN,
@@ -126,8 +126,8 @@ async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> l
 
 
 def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
-    """How many calls were complete; fails for one that is not right, and for any reply that is not
-    what was asked.
+    """Return the number of complete calls. Raises an error if a call is invalid or a reply breaks
+    its request.
     """
     num = 0
     for body, choices in zip(bodies, answers, strict=True):
@@ -160,7 +160,7 @@ def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
 
 
 def what_came(choices: Any) -> Any:
-    """Ids of calls are the gateway's own."""
+    """Return the comparable parts of choices, without call ids, which the gateway draws."""
     return [
         (
             choice["token_ids"],
@@ -182,7 +182,7 @@ def requests(folder: Path) -> Asked:
 
 @pytest.fixture
 def marked(borrow: StartServer, folder: Path) -> Server:
-    """A server of two units of one rank, without drafts."""
+    """A server of two one-rank units, without drafts."""
     return borrow(model=str(folder))
 
 
@@ -223,7 +223,7 @@ def test_units_that_are_killed(
 
 
 def streamed(server: Server, body: dict[str, Any]) -> Any:
-    """The calls of a reply as its deltas add up, and its end."""
+    """Return the calls that a reply's deltas add up to, and its finish reason."""
     calls: list[dict[str, str]] = []
     finish = None
     given = {key: value for key, value in body.items() if key != "return_token_ids"}
@@ -270,7 +270,7 @@ def test_a_reply_without_calls_is_the_free_one(marked: Server) -> None:
 
 @SERVED
 def test_prefixes(marked: Server) -> None:
-    """An answer of a format goes on from what there is of it, in DeepSeek's way and in vLLM's."""
+    """A structured answer continues from its given beginning, in DeepSeek's form and in vLLM's."""
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": '{"answer": "y'},
@@ -335,7 +335,7 @@ def test_responses_are_a_call_or_an_answer_in_its_format(marked: Server) -> None
 @SERVED
 @pytest.mark.parametrize("prefix", ["", '{"answer": "'])
 def test_messages_are_a_call_or_an_answer_in_its_format(marked: Server, prefix: str) -> None:
-    """Behind what the assistant said already, the format holds for both together."""
+    """The format applies to the assistant's given text and its continuation together."""
     begun = [{"role": "assistant", "content": prefix}] if prefix else []
     body = {
         "messages": [{"role": "user", "content": "Hi"}, *begun],

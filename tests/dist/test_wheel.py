@@ -1,5 +1,5 @@
-"""A wheel has all that `hadal serve` needs: the model, the deployments and the kernels' sources,
-outside a checkout.
+"""A wheel has all that `hadal serve` needs outside a checkout: the model, deployments and the
+kernels' sources.
 """
 
 import os
@@ -16,14 +16,14 @@ from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("src", "models", "configs", "pyproject.toml", "README.md", "LICENSE")
-"""What a wheel is built from."""
+"""Paths that a wheel is built from."""
 WITHOUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what a wheel of this checkout installs. Built from a copy: setuptools writes
-    beside its sources.
+    """Folder with the installed wheel of this checkout. It is built from a copy, because setuptools
+    writes beside its sources.
     """
     folder = tmp_path_factory.mktemp("wheel")
     for part in PARTS:

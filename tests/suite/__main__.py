@@ -1,4 +1,4 @@
-"""Run the suite at a level, show how far it is, and end with what was left out and what it cost.
+"""Run the suite at a level, show its progress, and end with skipped tests and costs.
 
     python -m tests.suite test                        8 minutes on two quiet cores
     python -m tests.suite more                        what `test` leaves out, and larger campaigns
@@ -8,7 +8,7 @@
     python -m tests.suite test --without promtool     as on a machine without a tool
     python -m tests.suite test tests/dist -k drafts   options and paths are pytest's
 
-The last line counts what passed, failed and was skipped. Output of each part: .pytest_cache/PART.log.
+The last line counts passed, failed and skipped tests. Output of each part: .pytest_cache/PART.log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OVER_BUDGET = "HADAL_HOLD_BUDGET"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts at the same time; returns the worst exit code."""
+    """Run the parts at the same time; return the worst exit code."""
     asked, rest = _parser().parse_known_args(arguments)
     options, paths = chosen_options(rest)
     console = suite_console()
@@ -81,18 +81,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def suite_console() -> Console:
-    """Where the suite prints. Names of tests have brackets, which are no markup."""
+    """Return the suite's console. Names of tests have brackets, so markup is off."""
     width = None if sys.stdout.isatty() else 140
     return Console(width=width, highlight=False, markup=False)
 
 
 def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Variables for the processes of all parts. `folder` lasts as long as the run."""
+    """Return variables for the processes of all parts. `folder` lasts as long as the run."""
     answers, programs = folder / "answers", folder / "programs"
     answers.mkdir()
     made = {VARIABLE: RUN, ANSWERS: str(answers), levels.VARIABLE: asked.level}
     if asked.without:
-        folder.chmod(0o755)  # PostgreSQL runs as another user, who looks for programs too.
+        folder.chmod(0o755)  # PostgreSQL runs as another user, which must find programs too.
         programs.mkdir()
         made |= {"PATH": needs.hide(asked.without, programs), needs.WITHOUT: asked.without}
     return made
@@ -102,7 +102,7 @@ def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
 def _running(
     chosen: Sequence[Part], options: Sequence[str], environment: dict[str, str]
 ) -> Iterator[list[Running]]:
-    """Processes of the parts, which end with the block."""
+    """Yield processes of the parts, ended with the block."""
     running = [Running(part, options, environment) for part in chosen]
     try:
         yield running
@@ -112,7 +112,7 @@ def _running(
 
 
 def _follow(running: Sequence[Running], summary: Summary, budget: Budget, console: Console) -> None:
-    """Read what the parts tell until all have ended, and show how far they are."""
+    """Read the parts' events until all have ended, and show their progress."""
     start_s = time.monotonic()
     with Bar("tests", 1.0, console=console) as bar:
         is_last = False
@@ -129,7 +129,7 @@ def _follow(running: Sequence[Running], summary: Summary, budget: Budget, consol
 
 
 def _show(one: Running, code: int, console: Console) -> None:
-    """Print the output of a part where something failed, from the first failure on."""
+    """Print a part's output if a test failed, else only its last line."""
     text = one.output.read_text(errors="replace")
     if code in (0, NOTHING_TO_RUN):
         text = "\n".join(text.splitlines()[-1:])
@@ -157,11 +157,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _interrupt(*_: object) -> None:
-    """SIGTERM ends the parts as Ctrl-C does."""
+    """Raise KeyboardInterrupt, so that SIGTERM ends the parts like Ctrl-C."""
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)  # Also where a shell in the background ignored it.
+    signal.signal(signal.SIGINT, _interrupt)  # Also if a shell in the background ignored it.
     sys.exit(main(sys.argv[1:]))

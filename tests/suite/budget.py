@@ -1,7 +1,7 @@
-"""The budget of the suite: processor time that each folder of tests may take, in units of a loop that runs
-beside the suite, so that a slow or busy machine has longer.
+"""The budget of the suite: processor time that each folder of tests may use. The unit is a loop
+that runs beside the suite, so that a slow or busy machine has more seconds.
 
-`tests/budget.toml` holds it, by level. A change that needs more raises it there, where it is seen.
+`tests/budget.toml` holds the budget by level. A change that needs more raises it there, visibly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATH = Path(__file__).resolve().parents[1] / "budget.toml"
 PERIOD_S = 20.0
 MARGIN = 1.25
 LEAST = 20.0
-"""Smallest budget of a folder, units: smaller amounts are noise."""
+"""Smallest budget of a folder, in units: smaller amounts are noise."""
 _ABOUT = (
     "# Processor time by folder of tests and level, in units of the loop of tests/suite/budget.py: about",
     "# 0.1 s of a core of an AMD EPYC. `python -m tests.suite LEVEL --write-budget` writes what a run used;",
@@ -30,10 +30,10 @@ _SIZE = 200_000
 
 
 class Budget:
-    """Units by folder, of one level."""
+    """Budgets of one level: folder -> units."""
 
     SLACK: ClassVar[float] = 1.5
-    """A folder above its budget by more than this factor is over it."""
+    """Factor above its budget from which a folder counts as over it."""
 
     def __init__(self, level: str) -> None:
         self._units: dict[str, float] = tomllib.loads(PATH.read_text())["units"].get(level, {})
@@ -44,7 +44,7 @@ class Budget:
 
     @staticmethod
     def write(level: str, folder_to_units: Mapping[str, float]) -> None:
-        """Make what a run used the budget of its level, with MARGIN for a busy machine's caches."""
+        """Set a level's budget to a run's use, with MARGIN for cache misses on a busy machine."""
         tables: dict[str, Mapping[str, float]] = tomllib.loads(PATH.read_text())["units"]
         tables[level] = {
             folder: max(LEAST, MARGIN * units) for folder, units in folder_to_units.items()
@@ -57,7 +57,7 @@ class Budget:
 
 
 def loop_s() -> float:
-    """Run the loop once: half of it in the interpreter, half in numpy. Returns its processor seconds."""
+    """Run the loop once, about half in the interpreter and half in numpy. Return its processor seconds."""
     values = np.arange(_SIZE, dtype=np.float64)
     start_s = time.thread_time()
     total = 0

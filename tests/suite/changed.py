@@ -1,8 +1,8 @@
-"""Files of tests for a change, chosen by the import law (tests/test_tidy.py).
+"""Test files for a change, chosen by the allowed imports (tests/test_tidy.py).
 
-A change of a room can be seen by the rooms that may import it, directly or through others; their unit
-tests run, and tests of served processes where such a room is served. Files of tests are followed by
-their own imports. What touches everything runs everything; a merge runs all.
+Rooms that may import a changed room, directly or not, depend on it. Their unit tests run, and tests
+of served processes if such a room is served. For test files their own imports count. A change to a
+file of EVERYTHING runs all tests. Before a merge all tests run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tests.test_tidy import MAY_IMPORT, ROOT, room_in, room_of
 ALWAYS = ("tests/test_tidy.py", "tests/test_docs.py", "tests/test_same_code.py")
 EVERYTHING = ("pyproject.toml", "requirements.txt", "tests/conftest.py", "Makefile")
 SERVED = {"runtime", "gateway", "apps/console"}
-"""Rooms whose processes `hadal serve` starts."""
+"""Rooms with processes that `hadal serve` starts."""
 FOLDER_TO_ROOMS = {"tests/sim": {"lab/sim"}, "tests/dist": SERVED, "tests/gpu": {"model"}}
 
 
 def tests_of_changes(since: str) -> list[str]:
-    """Return the files of tests to run for what changed since the merge base with a commit, what is not
-    committed included.
+    """Return the test files for all changes since the merge base with a commit, including
+    uncommitted ones.
     """
     return chosen(_changed(since))
 
 
 def chosen(changed: Iterable[str]) -> list[str]:
-    """Return the files of tests for changed files, all as paths from the root."""
+    """Return the test files for changed files, all as paths from the root."""
     changed = set(changed)
     everything = sorted(path.relative_to(ROOT).as_posix() for path in _test_files())
     if changed & set(EVERYTHING):
@@ -53,7 +53,7 @@ def _importers(rooms: set[str]) -> set[str]:
 
 
 def _rooms_tested(path: Path) -> set[str]:
-    """Return the rooms that a file of tests is about: by its place, and by what it imports of them."""
+    """Return the rooms that a test file tests, by its place and its imports."""
     parts = path.relative_to(ROOT).parts
     found = {room_in(parts[2:])} if parts[1] == "unit" and len(parts) > 3 else set()
     found |= FOLDER_TO_ROOMS.get("/".join(parts[:2]), set())
@@ -63,7 +63,7 @@ def _rooms_tested(path: Path) -> set[str]:
 
 
 def _is_about(path: Path, changed: set[str]) -> bool:
-    """Return whether a file of tests names a changed file that is no module: a page, a model, a script."""
+    """Return whether a test file names a changed file that is no module: a page, a model, a script."""
     others = {one for one in changed if not one.endswith(".py")}
     text = path.read_text(encoding="utf-8") if others else ""
     return any(one.split("/")[-1] in text or f'"{one.split("/")[0]}"' in text for one in others)
@@ -71,7 +71,7 @@ def _is_about(path: Path, changed: set[str]) -> bool:
 
 @functools.cache
 def _loads(path: Path) -> frozenset[str]:
-    """Return the files outside `src` that a file of tests imports, directly or not."""
+    """Return the files outside `src` that a test file imports, directly or not."""
     found, todo = set[str](), [path, *_conftests(path)]
     while todo:
         one = todo.pop()

@@ -1,5 +1,5 @@
-"""A plugin of pytest for `tests.suite`: writes down what each test came to, line by line, as it ends, and
-how much processor time each folder of tests took.
+"""A pytest plugin for `tests.suite`. It writes each test's result as a line when the test ends, and
+the processor time of each folder of tests.
 
     python -m tests.suite              pytest of a part              its workers (pytest-xdist)
         reads PART.events <------------- writes a line a test  <------ reports
@@ -22,9 +22,9 @@ from tests.levels import SLOW_S
 from tests.suite.folders import folder_of
 
 VARIABLE = "HADAL_SUITE_EVENTS"
-"""Environment variable: the file to write to."""
+"""Environment variable: path of the output file."""
 USED = "hadal_used"
-"""Name under which a worker sends what it used, to the process that hears of every test."""
+"""Key under which a worker sends its use to the process that receives all reports."""
 num_servers = 0
 """Servers that this process has started for tests."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,22 +37,22 @@ class Selected(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """What one test came to."""
+    """Result of one test."""
 
     test: str
     outcome: str
-    """passed, failed, error or skipped"""
+    """One of: passed, failed, error, skipped."""
     seconds: float
     why: str = ""
-    """Of a test that was left out."""
+    """Reason of a skipped test."""
     is_slow_without_reason: bool = False
 
 
 class Used(msgspec.Struct, tag=True):
-    """What one process that runs tests has used."""
+    """Use of one process that runs tests."""
 
     folder_to_s: dict[str, float]
-    """Processor seconds by folder of tests."""
+    """Folder of tests -> processor seconds."""
     num_servers: int = 0
 
 
@@ -60,12 +60,12 @@ Event = Selected | Ended | Used
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process and of all that it started, since it began."""
+    """Return the processor seconds of this process and of all processes it started, since their starts."""
     return sum(_seconds(pid) for pid in {os.getpid(), *stacks.processes()})
 
 
 def _seconds(pid: int) -> float:
-    """Of one process and of its children that have ended."""
+    """Return the processor seconds of one process and of its ended children."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -74,14 +74,14 @@ def _seconds(pid: int) -> float:
 
 
 class Measuring:
-    """In the process that runs tests: seconds by folder, read whenever the folder changes."""
+    """Processor seconds by folder, measured in the process that runs tests whenever the folder changes."""
 
     def __init__(self) -> None:
         self.folder_to_s: Counter[str] = Counter()
         self._before_s = processor_s()
 
     def note(self, folder: str) -> None:
-        """What was used since the last note is this folder's."""
+        """Add the use since the last note to this folder."""
         now_s = processor_s()
         self.folder_to_s[folder] += now_s - self._before_s
         self._before_s = now_s
@@ -112,7 +112,7 @@ class Measuring:
 
 
 class Telling:
-    """In the process that hears of every test: writes the events."""
+    """Writer of the events, in the process that receives all reports."""
 
     def __init__(self, file: IO[bytes], measuring: Measuring | None) -> None:
         self._file = file

@@ -1,9 +1,10 @@
-"""Tables of request fields, as docs/api.md has them.
+"""Tables of request fields, as shown in docs/api.md.
 
     python -m tests.suite.fields            print them
     python -m tests.suite.fields --write    write them into docs/api.md
 
-Made from gateway/api/field_table: fields that APIs treat alike once, then those of each; served ones first.
+Made from gateway/api/field_table: first fields that several APIs treat alike, then those of each;
+served ones first.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ LIVE = (
     "tests/unit/gateway",
     "tests/unit/runtime",
 )
-"""Tests that serve, wait for real time, or start processes. All others need only a processor."""
+"""Folders with tests that serve, wait for real time, or start processes. Others need only a core."""
 
 
 def folder_of(test: str) -> str:
-    """Return the folder that a test counts for: tests/sim, tests/unit/kv, or tests/unit for files that
-    lie in no room. `test` is a path or the id of a test.
+    """Return the folder that a test counts for: tests/sim, tests/unit/kv, or tests/unit for files
+    outside rooms. `test` is a path or the id of a test.
     """
     parts = test.partition("::")[0].split("/")[:-1]
     return "/".join(parts[: 3 if parts[1:2] == ["unit"] else 2])

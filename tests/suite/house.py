@@ -1,8 +1,8 @@
-"""How the house stands: lines, files, parameters, attributes, section comments, importers.
+"""Counts over a checkout: lines, files, parameters, attributes, section comments, importers.
 
     python -m tests.suite.house [--checkout FOLDER] [--json]
 
-One script for before and after: run it on two checkouts and compare. Counts only; no verdict.
+Run it on two checkouts to compare before and after. Counts only; no verdict.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _num_lines(path: Path) -> int:
 
 
 def _num_code_lines(path: Path, tree: ast.Module) -> int:
-    """Return the lines without imports, docstrings, comments and blank ones."""
+    """Return the number of lines without imports, docstrings, comments and blank ones."""
     others: set[int] = set()
     for node in ast.walk(tree):
         is_text = (
@@ -86,8 +86,8 @@ def _parameters(tree: ast.Module) -> Iterator[int]:
 
 
 def _attributes(tree: ast.Module) -> Iterator[int]:
-    """Yield the number of attributes that each class sets on itself in its methods; fields of
-    dataclasses and structs are a record's and do not count.
+    """Yield the number of attributes that each class sets on itself in its methods. Fields of
+    dataclasses and structs do not count.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

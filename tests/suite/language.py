@@ -1,12 +1,13 @@
-"""Count marks of sentences that must be read twice, by package: the budget of tests/language.toml.
+"""Count marks of unclear sentences, by package, against the budget of tests/language.toml.
 
     python -m tests.suite.language                 the counts, beside the budget
     python -m tests.suite.language --list PATH     each marker word and each odd beginning in a file or folder
     python -m tests.suite.language --write         lower the budget to what was counted; it never rises
 
-Two marks: words that stand for persons or leave open what is meant ("whose", "so many"), per 1,000 words
-of docstrings and comments; and docstrings that begin with a preposition, a relative or a pronoun, as a
-share of all docstrings. Both are a smoke alarm: a text without them can still be unclear.
+Two marks are counted. Marker words stand for persons or are vague ("whose", "so many"); they are
+given per 1,000 words of docstrings and comments. Odd beginnings are a preposition, a relative or a
+pronoun; they are given as a share of all docstrings. Both only hint at problems: a text without
+them can still be unclear.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _HEAD = """\
 
 @dataclass(frozen=True)
 class Text:
-    """A docstring or a block of comments, or a line of a page."""
+    """A docstring, a comment line, or a line of a page."""
 
     path: Path
     line: int
@@ -129,7 +130,7 @@ def counts() -> dict[str, Count]:
 
 
 def budget() -> dict[str, dict[str, float]]:
-    """Return package -> "markers" and "beginnings" that it may have at most."""
+    """Return package -> largest allowed "markers" and "beginnings"."""
     return tomllib.loads(BUDGET.read_text(encoding="utf-8")) if BUDGET.exists() else {}
 
 
@@ -138,7 +139,7 @@ def _write(found: dict[str, Count]) -> None:
     lines = [_HEAD]
     for name, one in found.items():
         before = allowed.get(name, {})
-        # Rounded up, so that what was counted stays within it.
+        # Rounded up, so that the current count stays within the budget.
         markers = min(before.get("markers", 1000.0), _rounded_up(one.markers))
         beginnings = min(before.get("beginnings", 100.0), _rounded_up(one.beginnings))
         lines.append(f'["{name}"]\nmarkers = {markers:.1f}\nbeginnings = {beginnings:.1f}\n')
@@ -174,7 +175,7 @@ def _list(place: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show, list or write."""
+    """Show the counts, list marks, or write the budget."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Parts of a run of the suite, and the processes of pytest that run them.
+"""Parts of a run of the suite, and the pytest processes that run them.
 
     live   tests that serve, wait or start processes  ┐ at the same time, each on all cores; no verdict
     pure   tests that need only a processor           ┘ depends on how busy the machine is
 
-Live tests wait more than they compute, so the pure ones run beside them.
+Live tests wait more than they compute, so the pure tests run beside them.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
-"""Each has servers of up to eight processes."""
+"""Most workers of the live part. Each has servers of up to eight processes."""
 PURE_TIMEOUT_S = 1800
-"""Of a pure test. It waits for nothing, so only an endless loop takes it; some compute for a minute, and
-on a busy machine for several.
+"""Timeout of a pure test. Pure tests never wait, so only an endless loop reaches it. Some compute
+for a minute, and for several on a busy machine.
 """
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
-"""pytest's exit codes where it came to its end and tests failed, and where the options left no test."""
+"""pytest's exit codes for failed tests and for a run without tests."""
 END_S = 60.0
 """Time that an interrupted part has to end its servers."""
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Taken out of the environment: where it is set, every worker of every part compiles all tests anew."""
+"""Removed from the environment: with it every worker would compile all tests anew."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of pytest."""
+    """One run of pytest."""
 
     name: str
     arguments: tuple[str, ...]
     threads: int = 0
-    """OMP_NUM_THREADS; 0: as it is. Workers that all want every core for each op wait for one another."""
+    """OMP_NUM_THREADS; 0: unchanged. Workers that all use every core for each op block each other."""
 
 
 def parts(paths: Sequence[str]) -> list[Part]:
-    """Return the parts that run `paths`, files or folders of tests, or all tests if there are none."""
+    """Return the parts that run `paths` (files or folders of tests), or all tests if there are none."""
     num_cores = len(os.sched_getaffinity(0))
     live, pure = _split(paths or ("tests",))
     made = []
@@ -64,7 +64,7 @@ def parts(paths: Sequence[str]) -> list[Part]:
 
 
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files of the live part, tests/dist first, and of the pure one. What names one test is kept."""
+    """Return files of the live part, tests/dist first, and of the pure part; test names are kept."""
     live, pure = list[str](), list[str]()
     for path in paths:
         name, colons, test = path.partition("::")
@@ -80,7 +80,7 @@ def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class Running:
-    """A part that runs. What it prints goes to a file; its events can be read as they come."""
+    """A running part. Its output goes to a file; its events can be read while it runs."""
 
     def __init__(self, part: Part, options: Sequence[str], environment: Mapping[str, str]) -> None:
         self.part = part
@@ -108,17 +108,17 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # A shell that runs the suite in the background has SIGINT ignored.
+                # A background shell has SIGINT ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def poll(self) -> int | None:
-        """Return the exit code, 128 and the number of the signal that ended it, None while it runs."""
+        """Return the exit code; 128 plus the signal's number if a signal ended it; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """Interrupt it as Ctrl-C would, if it runs, and wait until it has ended its servers."""
+        """Interrupt it like Ctrl-C if it runs, and wait until it has ended its servers."""
         if self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGINT)
@@ -128,7 +128,7 @@ class Running:
             self._process.kill()
 
     def read(self) -> list[bytes]:
-        """Return the events since the last call, each a line."""
+        """Return the events since the last call, one line each."""
         with self._events_path.open("rb") as file:
             file.seek(self._num_read)
             whole, newline, _ = file.read().rpartition(b"\n")

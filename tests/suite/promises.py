@@ -3,8 +3,8 @@
     python -m tests.suite.promises            print the table
     python -m tests.suite.promises --write    write it into docs/testing.md
 
-A test carries `@pytest.mark.promise("...")` with a sentence, or a part of one, as it stands in README,
-ARCHITECTURE.md or docs. Marks are read from the files of tests; no test is run.
+A test has the mark `@pytest.mark.promise("...")` with a sentence, or a part of one, exactly as in
+README, ARCHITECTURE.md or docs. Marks are read from the test files; no test is run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- promises: make with python -m tests.suite.promises --write -->", "<!-- end -->"
 PROMISE = "pytest.mark.promise"
 LATER = re.compile(r"mark\.(more|full)\b")
-"""Marks of tests that `make test` leaves out."""
+"""Matches marks of tests that `make test` leaves out."""
 SOURCES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A promise and one test that holds it."""
+    """A promise and one test for it."""
 
     sentence: str
     test: str
     """File, two colons, function."""
     is_in_test: bool
-    """`make test` runs it; otherwise `make test-more` does."""
+    """True if `make test` runs the test; otherwise `make test-more` does."""
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def held() -> tuple[Held, ...]:
 
 
 def page_of(sentence: str) -> Path | None:
-    """Return the first page that a sentence stands in; None if it stands in none."""
+    """Return the first page that contains a sentence; None if no page does."""
     wanted = _plain(sentence)
     return next((page for page in SOURCES if page != PAGE and wanted in _text(page)), None)
 
@@ -71,7 +71,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with the table of now."""
+    """Return the page with the current table."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:begin]}\n{table()}\n{text[end:]}"
 
@@ -79,7 +79,7 @@ def written(text: str) -> str:
 def _marks(path: Path) -> Iterator[Held]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     name = path.relative_to(ROOT).as_posix()
-    # Marks that have a name of the module, `pytestmark` among them.
+    # Marks assigned to a name of the module, such as `pytestmark`.
     named = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)
         for node in tree.body
@@ -89,7 +89,8 @@ def _marks(path: Path) -> Iterator[Held]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         marks = [ast.unparse(one) for one in node.decorator_list]
-        # A mark on some parameters leaves the others in `make test`; one on the function does not.
+        # A mark on some parameters leaves the others in `make test`; a mark on the function leaves
+        # none.
         own = [named.get(mark, mark) for mark in marks if "parametrize" not in mark]
         is_later = any(LATER.search(mark) for mark in (*own, named.get("pytestmark", "")))
         for decorator in node.decorator_list:
@@ -99,7 +100,7 @@ def _marks(path: Path) -> Iterator[Held]:
 
 
 def _plain(text: str) -> str:
-    """Without line breaks, emphasis and the targets of links."""
+    """Return a text without line breaks, emphasis and link targets."""
     text = re.sub(r"\]\([^)]*\)", "]", text)
     return re.sub(r"\s+", " ", re.sub(r"[*\[\]`]", "", text)).strip()
 

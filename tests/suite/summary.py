@@ -1,5 +1,5 @@
-"""Counts of a run of the suite, and the tables at its end: what was left out and how to get it, tests
-that are slow for no stated reason, processor time by folder against the budget.
+"""Counts of a run of the suite, and its closing tables: skipped tests and how to run them, slow
+tests without a stated reason, and processor time by folder against the budget.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from tests.suite.events import Ended, Event, Selected, Used
 from tests.suite.folders import folder_of
 
 LEFT_FROM = 0.03
-"""Share of the work from which on the rest is estimated."""
+"""Share of the work after which the remaining time is estimated."""
 
 
 @dataclass
 class Summary:
-    """All that the parts told so far."""
+    """Totals of all events received so far."""
 
     part_to_tests: dict[str, dict[str, int]] = field(default_factory=dict)
     """Part -> folder -> number of tests, once the part has collected."""
     num_done: Counter[str] = field(default_factory=Counter)
-    """By part."""
+    """Part -> number of ended tests."""
     outcomes: Counter[str] = field(default_factory=Counter)
     folder_to_s: Counter[str] = field(default_factory=Counter)
-    """Processor seconds."""
+    """Folder -> processor seconds."""
     folder_to_num_done: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     num_servers: int = 0
     """Servers started for tests."""
     slow: list[Ended] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Skip reason -> number of tests."""
 
     def note(self, part: str, event: Event) -> str | None:
-        """Count an event; returns the name of a test that failed."""
+        """Count an event; return the name of a failed test, else None."""
         if isinstance(event, Selected):
             self.part_to_tests[part] = event.folder_to_num
         elif isinstance(event, Used):
@@ -65,7 +65,7 @@ class Summary:
         return None
 
     def progress(self, budget: Budget, passed_s: float) -> tuple[str, float]:
-        """Return how far the parts are, as text, and as a share of the whole by the budget's costs."""
+        """Return the progress of the parts as text, and as a share of the budget's total cost."""
         texts, done, whole = list[str](), 0.0, 0.0
         for part, folder_to_num in self.part_to_tests.items():
             texts.append(f"{part} {self.num_done[part]} of {sum(folder_to_num.values())}")
@@ -83,7 +83,7 @@ class Summary:
         return ", ".join(texts), share
 
     def closing_line(self) -> str:
-        """The last line: what CI and people look for."""
+        """Return the last line, which CI and people look for."""
         num_failed = self.outcomes["failed"] + self.outcomes["error"]
         return (
             f"{self.outcomes['passed']} passed, {num_failed} failed, "
@@ -91,7 +91,7 @@ class Summary:
         )
 
     def table_left_out(self) -> Table:
-        """Tests that were left out: how many, why, and the command that gets them."""
+        """Return the table of skipped tests: how many, why, and the command that gets them."""
         table = Table("tests", "left out because", "to run them", title="Left out")
         for why, num in sorted(self.left_out.items(), key=lambda item: -item[1]):
             reason, _, command = why.partition(HOW)
@@ -99,14 +99,14 @@ class Summary:
         return table
 
     def table_slow(self) -> Table:
-        """Tests above the limit without the mark `slow`."""
+        """Return the table of tests above the limit without the mark `slow`."""
         table = Table("s", "test", title="Slow, and no mark `slow` says why")
         for one in sorted(self.slow, key=lambda one: -one.seconds)[:30]:
             table.add_row(f"{one.seconds:.1f}", one.test)
         return table
 
     def table_processor(self, budget: Budget, loop_s: float) -> tuple[Table, list[str]]:
-        """Processor time by folder beside the budget; and the folders that are over it by half."""
+        """Return processor time by folder beside the budget, and the folders over it by half or more."""
         table = Table("folder", "processor s", "units", "budget", title="Processor time")
         over = []
         for folder, seconds in sorted(self.folder_to_s.items(), key=lambda item: -item[1]):
@@ -125,6 +125,6 @@ class Summary:
 
 
 def chosen_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split what is asked into options of pytest and paths of tests."""
+    """Split arguments into options of pytest and paths of tests."""
     paths = [one for one in arguments if re.match(r"^(\./)?tests(/|$)", one)]
     return [one for one in arguments if one not in paths], paths
