@@ -71,7 +71,7 @@ def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     first = _mean(model.lm_head(states[rows]), batch.mtp_targets[rows])
     rows = _rows(batch.second_targets).sort()[0]
     # Not detached: the first application learns to leave in its state what the second needs, which
-    # gained 19 points of accepted second drafts, detached 11 (LOG.md, 25 November). The token is the text's;
+    # gained 19 points of accepted second drafts, detached 11 (LOG.md, training). The token is the text's;
     # serving has its own first draft, the same wherever the second draft is looked at. The experts'
     # load counts both applications, as it does there.
     again = model.mtp_second_hidden(*text, states, rows, batch.second_tokens[rows])

@@ -29,7 +29,7 @@ from tests.waiting import DEADLINE_S, wait_for
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
 """Sampling of all requests. Among many tokens of similar probability the model's own top_p would
-cut beside a border, which rounding moves when a request is recomputed (LOG.md).
+cut beside a border, which rounding moves when a request is recomputed (docs/decisions/005).
 """
 NUM_EACH = 10 if FULL else 2
 SERVED = pytest.mark.more("drafts, ranks, kills and preemption, each with a server of its own")

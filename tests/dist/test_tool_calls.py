@@ -30,7 +30,7 @@ from tests.waiting import DEADLINE_S
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
 """Sampling of all requests. Among many tokens of similar probability the model's own top_p would
-cut beside a border, which rounding moves when a request is recomputed (LOG.md).
+cut beside a border, which rounding moves when a request is recomputed (docs/decisions/005).
 """
 NUM_EACH = 20 if FULL else 6 if MORE else 2
 NUM_STEPS = {"decode-0": 3, "prefill-0": 0}

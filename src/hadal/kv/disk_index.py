@@ -1,6 +1,6 @@
 """Blocks that a leader can find on disk: block name -> location, as reported by runtime/store/view.
 
-A name and its location take about 180 bytes (LOG.md), so millions of blocks fit beside the leader's
+A name and its location take about 180 bytes (docs/decisions/001), so millions of blocks fit beside the leader's
 other state. Does not depend on files. A location may contain another block by now, so readers
 verify it.
 """

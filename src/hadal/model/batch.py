@@ -174,7 +174,7 @@ def decode_batch(
 
 def take(values: Tensor, *index: Ints) -> Tensor:
     """Return values[index]. On a CPU numpy does it: on a busy machine torch's threads take
-    milliseconds to wake, for a few KB (LOG, 2026-11-25, drafts in the engine).
+    milliseconds to wake, for a few KB (LOG.md, drafts).
     """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy()[index])

@@ -5,7 +5,7 @@ blocks lie, how large they are and which requests hold them: the owner reports a
 evictable blocks. Of keys that were used together, the deepest in its text goes first, because a
 block is useless without those before it.
 
-Owners use Arc; LOG.md compares its hits on real traces with those of Lru and others.
+Owners use Arc; docs/decisions/002 compares its hits on real traces with those of Lru and others.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 PLAN_S = 0.008
 """Longest plan of several passes, seconds: several times what a leader on a busy core needs for one
-plan (LOG, 2026-11-29, served as fast as the engine).
+plan (docs/decisions/007).
 """
 PASSES_MAX = 8
 """More passes per plan bring no more speed."""

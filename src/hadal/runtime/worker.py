@@ -29,7 +29,7 @@ SHARE = 0.1
 """Share of one core for background work. A rank's step waits for its slowest peer, so a delay of
 one rank delays all, and ranks that share cores stage at the same time: at 0.25, four of them on two
 cores made steps 1.5x as long (bench/balance_live). A tenth of a core still moves an expert of 44 MB
-several times a second (LOG.md).
+several times a second.
 """
 MIN_REST_S = 0.001
 """Shortest rest; shorter ones add up first, because a wake-up costs much of that time."""
