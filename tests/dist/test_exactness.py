@@ -49,8 +49,8 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.promise(
-    "Batching, chunking, preemption, hand-over, caches, widths, placements and retries "
-    "change when a token comes, never which."
+    "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
+    "retries change when a token comes, never which."
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.timeout(900)

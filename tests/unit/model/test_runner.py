@@ -139,8 +139,8 @@ def run_all(
 
 
 @pytest.mark.promise(
-    "Batching, chunking, preemption, hand-over, caches, widths, placements and retries "
-    "change when a token comes, never which."
+    "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
+    "retries change when a token comes, never which."
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("seed", range(3))
