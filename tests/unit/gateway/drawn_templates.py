@@ -1,4 +1,6 @@
-"""Chat templates drawn from a seed: pieces that use what transformers gives to templates."""
+"""Random chat templates from a seed, made of the functions and variables that transformers
+offers.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ SHOWN = [
     "'\\n' | tojson",
     "lipsum(n=0)",
 ]
-"""Expressions of a template within a loop over messages."""
+"""Template expressions for use inside the loop over messages."""
 TAGS = [
     "{% if loop.last %}X{% continue %}{% endif %}",
     "{% if loop.index > 2 %}{% break %}{% endif %}",

@@ -1,4 +1,6 @@
-"""Tokenizers drawn from a seed: folders as people publish them, and texts that try their flags."""
+"""Random tokenizer folders from a seed, in the forms that are published, and texts that try their
+flags.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CONTENTS = [
         " day",
     ),
 ]
-"""Texts of added tokens: beginnings of one another, words, space, and some that normalisers change."""
+"""Texts of added tokens: prefixes of one another, words, white space, texts that normalisers
+change.
+"""
 PIECES = [
     *(
         "hello",
@@ -126,7 +130,7 @@ def draw_folder(rng: Random, folder: Path) -> list[str]:
 
 
 def draw_text(rng: Random, contents: list[str]) -> str:
-    """Draw a text in which added tokens stand beside words and space."""
+    """Draw a text of added tokens mixed with words and white space."""
     pieces = rng.choices([*PIECES, *contents, *contents], k=rng.randrange(1, 14))
     return "".join(pieces)
 
@@ -208,7 +212,7 @@ def _post_processor(rng: Random, vocab: dict[str, int]) -> Any:
 
 
 def _config(rng: Random, contents: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tokenizer_config.json, and older files by name."""
+    """Return a tokenizer_config.json, and older config files by file name."""
     config: dict[str, Any] = {}
     more: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Streams of named events, read as a client reads them and added up to what a whole reply says."""
+"""Readers of streams of named events: they add events up to the whole reply, as a client does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 
 def named_events(data: bytes) -> list[dict[str, Any]]:
-    """The JSON of every event, whose name must be its type; keep-alive comments are passed over."""
+    """Return the JSON of every event, without keep-alive comments. An event's name must be its
+    type.
+    """
     events = []
     assert data.endswith(b"\n\n")
     for block in data.decode().split("\n\n")[:-1]:
@@ -22,8 +24,8 @@ def named_events(data: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that events of /v1/messages add up to. They must come in the order that clients
-    rely on: one block after the other.
+    """Return the message that events of /v1/messages add up to. Assert the order that clients rely
+    on: one block after the other.
     """
     first, *others, delta, last = events
     assert (first["type"], delta["type"], last["type"]) == (
@@ -65,7 +67,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parsed(arguments: str) -> dict[str, Any]:
-    """Arguments as a message has them."""
+    """Return tool arguments as a message has them: an object, or INVALID_JSON with the text."""
     try:
         found = json.loads(arguments or "{}", parse_constant=lambda _: None)
     except ValueError:
@@ -74,7 +76,9 @@ def parsed(arguments: str) -> dict[str, Any]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that events of /v1/responses add up to, which the last one also tells."""
+    """Return the response of the last event of /v1/responses; the other events must add up to
+    it.
+    """
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, started, *others, last = events
     assert (created["type"], started["type"]) == ("response.created", "response.in_progress")
@@ -99,7 +103,7 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             raise AssertionError(kind)
     assert last["type"] == f"response.{last['response']['status']}"
-    # An item that is done before it is known that the whole is cut off is complete.
+    # `_bare` ignores the status: items can be sent as completed before the reply is cut off.
     assert [_bare(item) for item in output] == [_bare(item) for item in last["response"]["output"]]
     response: dict[str, Any] = last["response"]
     return response

@@ -1,9 +1,8 @@
-"""A prefill and a decode unit in this process: they speak the messages of real ones and compute
-nothing.
+"""A prefill and a decode unit in this process: they exchange real messages and compute nothing.
 
-What a reply consists of is a function of the prompt and the output so far, so a retry goes on where
-the stream stopped. The prefill unit's cache is the names of what it was asked for: nothing is ever
-evicted. They are also the wire: the front's host sends to them and receives from them.
+Output is a function of the prompt and the output so far, so a retry continues where the stream
+stopped. The prefill unit's cache is the set of block names of all earlier prompts; nothing is
+evicted. FakeUnits is also the wire: the front's host sends to it and receives from it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
 
 UNIT_TIMEOUT_S = 1e6
-"""Of a front's deployment: these units are never taken for frozen."""
+"""`unit_timeout_s` for fronts of tests: so long that a front never takes these units for frozen."""
 
 Script = Callable[[Generation, int], int]
 """(generation, index in the output) -> token."""
@@ -51,24 +50,25 @@ class Running:
 
 
 class FakeUnits:
-    """`step_s` is the time between two steps. Nothing moves while `go` is cleared. They send no
-    heartbeats: fronts of the tests wait for them as long as a test does (`UNIT_TIMEOUT_S`).
+    """Fake units; `step_s` seconds pass between two steps. Nothing moves while `go` is cleared.
+    They send no heartbeats, so fronts of tests wait for them as long as a test does
+    (`UNIT_TIMEOUT_S`).
     """
 
     def __init__(self, script: Script, step_s: float = 0.0) -> None:
         self.script = script
         self.step_s = step_s
         self.tokens_step = 1
-        """Tokens that a decode step draws for a request."""
+        """Tokens that each decode step draws per request."""
         self.held_at = sys.maxsize
-        """Output tokens at which decode stops with a request (`hold`)."""
+        """Number of output tokens at which decode stops computing a request (see `hold`)."""
         self.prefilling: dict[tuple[str, int], Generation] = {}
         self.leased: set[tuple[str, int]] = set()
         self.decoding: dict[tuple[str, int], Running] = {}
         self.submitted: list[Generation] = []
         self.cancelled: list[str] = []
         self.names: set[bytes] = set()
-        """Of blocks that were prefilled."""
+        """Names of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
         self._inbox: list[AnyMessage] = []
@@ -76,7 +76,7 @@ class FakeUnits:
 
     @property
     def num_held(self) -> int:
-        """Requests that hold something in either unit."""
+        """Number of requests that hold resources in either unit."""
         return len(self.prefilling) + len(self.leased) + len(self.decoding)
 
     # ---- the wire, as the host sees it ----
@@ -101,7 +101,7 @@ class FakeUnits:
 
     @property
     def has_said(self) -> bool:
-        """Whether something that they said has not been received yet."""
+        """True if a message of the units has not been received yet."""
         return bool(self._inbox)
 
     async def receive_async(self) -> list[AnyMessage]:
@@ -111,7 +111,7 @@ class FakeUnits:
         return messages
 
     def tell(self, message: AnyMessage) -> None:
-        """Say something to the front in somebody's name."""
+        """Send a message to the front as if another process had sent it."""
         self._say(message)
 
     def _say(self, message: AnyMessage) -> None:
@@ -127,7 +127,9 @@ class FakeUnits:
             self._decode()
 
     async def hold(self, num_tokens: int) -> None:
-        """Wait until a request has so many output tokens. None gets more until `let_go`."""
+        """Wait until a request has `num_tokens` output tokens. No request gets more until
+        `let_go`.
+        """
         self.held_at = num_tokens
 
         def are_there() -> bool:
@@ -136,7 +138,7 @@ class FakeUnits:
         await wait_for(are_there, f"{num_tokens} tokens are drawn")
 
     def let_go(self) -> None:
-        """Let held requests go on."""
+        """Continue the decoding of held requests."""
         self.held_at = sys.maxsize
 
     def _prefill(self) -> None:
@@ -154,7 +156,9 @@ class FakeUnits:
             self._say(PrefillDone("prefill-0", token, lease, cached, scores=scores))
 
     def _cached(self, generation: Generation) -> int:
-        """Positions that need no computing: whole blocks, and never the last position."""
+        """Return the number of cached positions (whole blocks, never the last position). Then cache
+        the prompt's blocks.
+        """
         num_tokens = len(generation.prompt) + len(generation.output)
         names = list(split(generation.chain))
         found = list(

@@ -1,4 +1,4 @@
-"""Bodies that no client should send, as hypothesis strategies."""
+"""Malformed request bodies, as hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ values = st.recursive(
 
 @st.composite
 def bodies(draw: st.DrawFn, valid: dict[str, Any], fields: list[str]) -> bytes:
-    """Start from a valid body; put wrong values in, leave fields out, or break the bytes
-    themselves.
-    """
+    """Draw a body: a valid one with wrong values, missing fields or broken bytes."""
     body = dict(valid)
     for name in draw(st.lists(st.sampled_from(fields), max_size=4, unique=True)):
         if draw(st.integers(0, 5)) == 0:

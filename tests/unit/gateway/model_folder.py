@@ -1,5 +1,5 @@
-"""A small model folder without weights: what the gateway reads of a model. Its tokenizer is trained
-on the spot.
+"""A small model folder without weights, with all files that a gateway reads. Its tokenizer is
+trained when it is first needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CORPUS = [
 
 
 def tokenizer_fields(*, think_tokens: bool = True) -> dict:
-    """The content of a tokenizer.json. Without `think_tokens`, "<think>" is spelled out."""
+    """Return the content of a tokenizer.json. Without `think_tokens`, "<think>" is spelled out."""
     return json.loads(_tokenizer_json(think_tokens))
 
 

@@ -1,4 +1,4 @@
-"""A gateway of the real parts around a link that the test made."""
+"""A gateway made of the real parts, around a front link that the test provides."""
 
 from hadal.core.config import Deployment
 from hadal.gateway.desk.auth import Keys

@@ -1,4 +1,4 @@
-"""A scene: what a test does to a whole gateway, and how its replies are read."""
+"""Helpers for tests of a whole gateway: start one, send requests, and read its replies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TEXT = "Easy.</think>\n\nThe answer is 4. 🙂"
 async def scene(
     model: ServedModel, text: str = TEXT, *, then_stop: bool = True, **options: Any
 ) -> AsyncIterator[World]:
-    """A fresh world, which is empty again at its end."""
+    """Yield a fresh world, and wait at its end until it holds nothing."""
     async with world(model, spell(model, text, then_stop=then_stop), **options) as it:
         yield it
         await it.settle()
 
 
 def sent_by_replies(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return the pieces of all replies, each as soon as it is sent."""
+    """Return a list to which each piece of every reply is added as soon as it is sent."""
     pieces: list[bytes] = []
     plain_send = Reply._send
 
@@ -42,7 +42,7 @@ def sent_by_replies(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def events(reply: httpx.Response) -> list[Any]:
-    """The JSON of a stream's events; the last must be [DONE]."""
+    """Return the JSON of a stream's events; the last must be [DONE]."""
     assert reply.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in reply.text.split("\n\n") if line and not line.startswith(":")]
     assert all(line.startswith("data: ") for line in lines)

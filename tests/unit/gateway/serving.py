@@ -1,4 +1,4 @@
-"""The gateway of `world` behind a real port, in a thread: for clients that need sockets."""
+"""The gateway of `world` behind a real port, in a thread, for clients that need sockets."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Serving:
 def serving(
     model: ServedModel, script: Script, *, port: int = 0, **options: Any
 ) -> Iterator[Serving]:
-    """Serve until the block ends; then everything must have ended by itself. `port`: 0 for a free
-    one.
+    """Serve until the block ends; all requests must end by themselves then. `port` 0: any free
+    port.
     """
     listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()

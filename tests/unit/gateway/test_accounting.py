@@ -1,5 +1,5 @@
-"""The closing facts of a gateway: one for each generation, billed what its client was streamed,
-however it ended.
+"""Closing facts of a gateway: one per generation, which bills what was streamed to the client,
+however the generation ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRICES = "0.1/0.2/0.3"
 
 
 class List:
-    """A sink that keeps what it is told."""
+    """Sink that keeps the facts in lists."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
@@ -65,7 +65,7 @@ class List:
 async def booked(
     model: ServedModel, script: Script, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
-    """A world, and the sink of its facts. It is empty at its end."""
+    """Yield a world and the sink of its facts. The world must be empty at its end."""
     sink = List()
     deployment = Deployment(
         model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2)
@@ -80,7 +80,7 @@ async def booked(
 
 
 def counted(gateway: Gateway) -> int:
-    """Output tokens in the metrics of a gateway."""
+    """Return the number of output tokens in a gateway's metrics."""
     [metric] = gateway.metrics.output.collect()
     return int(metric.samples[0].value)
 
@@ -94,7 +94,7 @@ def ask(it: World, **fields: Any) -> Awaitable[httpx.Response]:
 
 
 def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
-    """The bill is what the client was told."""
+    """Check that the billed tokens equal the usage that the client received."""
     assert sum(fact.tokens_hit for fact in facts) == usage["prompt_cache_hit_tokens"]
     assert sum(fact.tokens_miss for fact in facts) == usage["prompt_cache_miss_tokens"]
     assert sum(fact.tokens_out for fact in facts) == usage["completion_tokens"]
@@ -114,7 +114,7 @@ def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
 async def test_the_bill_is_the_usage(
     model: ServedModel, stream: bool, fields: dict[str, Any]
 ) -> None:
-    """Twice: the second time a cache has some of it."""
+    """The prompt is sent twice; the second time, part of it is in the cache."""
     usages: list[dict[str, Any]] = []
     long_prompt = "word " * 200
     async with booked(model, spell(model, "abcdefghij")) as (it, sink):
@@ -184,7 +184,7 @@ async def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
     "connection until then"
 )
 async def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
-    """The fact says how many; the stream was cut after as many."""
+    """The fact counts the tokens that were streamed until the client left."""
     seen: list[bytes] = []
     async with booked(model, spell(model, "abcdefghij", then_stop=False), step_s=0.001) as (
         it,
@@ -315,7 +315,7 @@ async def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> 
 async def test_tokens_of_a_request_that_ends_early_are_counted_as_they_are_billed(
     model: ServedModel, end: str, stream: bool
 ) -> None:
-    """Each of its choices has some tokens, and its unit has drawn more."""
+    """Each of its two choices has 5 output tokens when the request ends."""
     clock = Clock()
     script = spell(model, "abc", then_stop=False)
     async with booked(model, script, step_s=0.001, now=clock) as (it, sink):
@@ -341,7 +341,9 @@ class UnixClock:
 
 
 def test_units_are_followed_from_their_coming_to_their_end() -> None:
-    """A fraction of a node for ranks that do not fill one; a restart is another interval."""
+    """Each life of a unit is an interval of its own. Facts have the ranks per node, because a unit
+    may fill a fraction of a node.
+    """
     sink, clock, up = List(), UnixClock(), dict[str, Unit]()
     deployment = Deployment(
         model="x",

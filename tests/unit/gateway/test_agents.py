@@ -1,4 +1,4 @@
-"""The first turns of agents: what Codex and Claude Code send by themselves is served."""
+"""First turns of agents: requests as Codex and Claude Code send them by themselves are served."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_tools_that_run_with_the_client_are_not_said_to_run_here(kind: str) -> N
 
 
 def test_shown_to_the_model() -> None:
-    """A namespace's functions reach the template as any others."""
+    """Functions of a namespace reach the template like any other functions."""
     (first, *_), (tool, *_) = parse().chat.turns, parse().chat.rendering.choosing.tools
     assert first.role == "system"
     assert tool.fields["function"]["parameters"] == PARAMETERS

@@ -27,7 +27,7 @@ def test_without_keys_everybody_is_let_in() -> None:
     ],
 )
 def test_known_keys(header: str, key: str) -> None:
-    """The last is how a header in UTF-8 arrives. Each key is a tenant, by its own salt."""
+    """The last header is how UTF-8 arrives. Each key is a tenant with its own salt."""
     assert Keys(("one", "two", "kéy")).check(header) == Tenant(salt_of(key.encode()))
 
 

@@ -1,4 +1,4 @@
-"""Lines of a batch's file, and numbers of a body, that no reader of JSON takes as they are."""
+"""Lines of a batch's file and numbers of a body that JSON readers do not accept unchecked."""
 
 from __future__ import annotations
 

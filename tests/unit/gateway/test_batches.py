@@ -1,5 +1,6 @@
-"""Batches in a whole gateway, over a store that fails as databases do: every line that is written as
-answered is charged once, whatever broke when; and the pages of files hold clients to their limits.
+"""Batches in a whole gateway, over a store that fails as databases do: every line that is written
+as answered is charged once, whatever failed and when. The file endpoints hold clients to their
+limits.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ NUM_PUSHED_OUT = NUM_LINES * batches.MAX_TRIES
 
 
 class _Failing(BatchStore):
-    """A store whose commits can be held up, or go through without anybody hearing of it."""
+    """Store whose commits can be delayed, or can succeed although the caller gets an error."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(ledger_url(str(path)))
         self.num_unheard = 0
-        """So many answers are written, and then the connection breaks."""
+        """Number of next answers that are written although the connection then breaks."""
         self.num_broken = 0
-        """So many looks meet what nobody thought of."""
+        """Number of next calls of `open_batches` that fail with an unexpected error."""
         self.is_writing = threading.Event()
         self.go = threading.Event()
         self.go.set()
@@ -87,7 +88,7 @@ class _Failing(BatchStore):
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_AGAIN_S", 0.02)
     monkeypatch.setattr(batches, "_LOOK_S", 0.02)
-    monkeypatch.setattr(bodies, "_DISCARD_DEADLINE_S", 0.1)  # Clients send no more than is refused.
+    monkeypatch.setattr(bodies, "_DISCARD_DEADLINE_S", 0.1)  # Refused clients send no more.
 
 
 def store_in(folder: Path) -> BatchStore:
@@ -98,8 +99,8 @@ def store_in(folder: Path) -> BatchStore:
 async def life(
     model: ServedModel, store: BatchStore | Path, *, runs: bool = True, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
-    """A gateway's process, from its start to its end, and the facts that its ledger was given.
-    `store`: the batches, or their folder.
+    """Yield one life of a gateway's process, and the facts that its ledger received. `store`: the
+    batch store, or the folder in which to open one.
     """
     store = store_in(store) if isinstance(store, Path) else store
     async with world(model, spell(model, TEXT), store=store, has_ledger=True, **options) as it:
@@ -118,7 +119,7 @@ async def life(
 
 
 async def begin(it: World, bodies: Sequence[dict[str, Any]] = (CHAT,) * NUM_LINES) -> str:
-    """A batch of these; its id."""
+    """Create a batch of these bodies and return its id."""
     lines = [
         {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         for n, body in enumerate(bodies)
@@ -148,7 +149,7 @@ async def rows_of(it: World, file_id: str) -> list[dict[str, Any]]:
 
 
 async def end(it: World, batch_id: str) -> list[str]:
-    """Wait for a batch; the ids of its answers."""
+    """Wait until a batch has completed, and return the ids of its answers."""
     batch = await reach(it, batch_id)
     assert batch["status"] == "completed"
     rows = await rows_of(it, batch["output_file_id"])
@@ -157,7 +158,7 @@ async def end(it: World, batch_id: str) -> list[str]:
 
 
 async def charged(sink: List, request_ids: Sequence[str]) -> None:
-    """All of these are charged once, and nothing else is."""
+    """Wait until all of these requests are charged; assert once each, and no others."""
     await wait_for(lambda: len(sink.requests) >= len(request_ids), "all are charged")
     assert sorted(asked_of(fact) for fact in sink.requests) == sorted(request_ids)
     assert all(fact.income_pico_usd > 0 for fact in sink.requests)
@@ -200,15 +201,15 @@ async def test_an_answer_that_was_written_unheard_is_charged(
 async def test_a_write_that_outlives_its_line_is_charged(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    """The process is to end while a thread writes: what that completes is charged by this life,
-    the rest is answered and charged by the next.
+    """The process ends while a thread writes. This life charges the lines that the write completes;
+    the next life answers and charges the rest.
     """
     store = _Failing(tmp_path / "b.sqlite")
     store.go.clear()
     async with life(model, store) as (it, sink):
         batch_id = await begin(it)
         await asyncio.to_thread(store.is_writing.wait)
-        # The write goes on in the very turn of the loop in which the life ends.
+        # The write resumes in the same turn of the event loop in which the life ends.
         asyncio.get_running_loop().call_soon(store.go.set)
     first = sink.requests
     assert len(first) == 1
@@ -232,7 +233,9 @@ async def test_a_write_that_outlives_its_line_is_charged(
 async def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    """As after `kill -9` between the two databases: facts stay until the ledger has them."""
+    """Like `kill -9` between the commits to the two databases: the store keeps facts until the
+    ledger has them.
+    """
 
     async with life(model, tmp_path) as (it, first):
         request_ids = await end(it, await begin(it))
@@ -262,7 +265,7 @@ async def test_what_nobody_thought_of_is_said_and_the_work_goes_on(
 
 
 async def test_a_line_s_choices_are_let_in_together(model: ServedModel, tmp_path: Path) -> None:
-    """What the first of them draws from its key's tokens a minute refuses none of the others."""
+    """Tokens per minute that the first choice uses up do not refuse the other choices."""
     async with life(model, tmp_path) as (it, _):
         reply = await it.chat()
         quota = 2 * reply.json()["usage"]["prompt_tokens"] + 2
@@ -324,7 +327,7 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
 async def test_a_withdrawn_key_ends_its_batch(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
 ) -> None:
-    """Lines that have begun are answered; no other is begun, in its turn or behind another's."""
+    """Begun lines are answered. No other line begins, in its turn or behind another batch."""
     monkeypatch.setattr(batches, "WITHDRAWN_S", 0.1)
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
         host, worker, asked = it.gateway.link, it.worker, list[str]()
@@ -351,7 +354,7 @@ async def test_a_withdrawn_key_ends_its_batch(
 
 
 async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
-    """Nothing of it is begun meanwhile, and all of it afterwards."""
+    """No line begins while the key is missing, and all lines once the new key is there."""
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
         it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         it.client.headers["Authorization"] = "Bearer sk-bob"
@@ -377,7 +380,7 @@ async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_
 async def test_a_line_is_priced_by_the_quota_of_its_moment(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget that is set while lines wait counts for those."""
+    """A budget that is set while lines wait applies to those lines."""
     async with life(model, tmp_path, keys=("sk-alice name=alice",)) as (it, _):
         most = []
 
@@ -409,7 +412,7 @@ async def test_what_a_failed_try_could_cost_is_free_again(
             if num_tries <= NUM_PUSHED_OUT:
                 await send_whole(
                     reply, discard
-                )  # Tokens that no line's answer has are not counted.
+                )  # Tokens that reach no line's answer are not counted.
                 raise ApiError(503, "A unit went away.", code="no_units")
             return await send_whole(reply, send)
 
@@ -547,7 +550,7 @@ FORM = (
 def test_an_upload_is_refused_as_soon_as_it_is_too_long(
     model: ServedModel, tmp_path: Path, config: BatchesConfig, code: str
 ) -> None:
-    """Its length is not said, and its end never comes."""
+    """The upload has no Content-Length, and its end never arrives."""
     store = store_in(tmp_path)
     with serving(model, spell(model, TEXT), store=store, batches=config) as it:
         with socket.create_connection(it.address, DEADLINE_S) as client:
@@ -581,7 +584,7 @@ def test_uploads_at_once_have_one_limit_together(model: ServedModel, tmp_path: P
 
 
 def upload(client: socket.socket, num_pieces: int) -> None:
-    """Send so many pieces of 256 KiB of a file whose end does not come."""
+    """Send `num_pieces` pieces of 256 KiB of a file, without its end."""
     client.sendall(
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
         b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"

@@ -1,5 +1,5 @@
-"""Chat prompts: equal to what the tokenizers library makes of the rendered template, and impossible
-to forge.
+"""Chat prompts equal the tokenizers library's ids of the rendered template, and texts of clients
+cannot forge control tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", *"<>｜a \né\ufdd0"
 
 
 def rendered(turns: list[Turn]) -> str:
-    """The template by plain jinja2, as transformers renders it."""
+    """Return the template as plain jinja2 renders it with transformers' settings."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     messages = [
         {"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns
@@ -70,15 +70,15 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
         return [i for i in model.chat.prompt(turns, max_tokens=MAX).ids if i in controls]
 
     assert controls_with(text) == controls_with("harmless")
-    if role != "assistant":  # Of a reply, what precedes the last </think> is dropped.
+    if role != "assistant":  # The template drops a reply's text before the last </think>.
         assert text in model.vocabulary.decode(
             model.chat.prompt([Turn(role, text)], max_tokens=MAX).ids
         )
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """With `ignore_merges` a word of the vocabulary is taken whole, a control token among them
-    too.
+    """With `ignore_merges` a word of the vocabulary is one token, even if it spells a control
+    token.
     """
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["ignore_merges"] = True
@@ -242,7 +242,9 @@ def test_what_becomes_a_control_token_when_normalised_is_text(folder: Path) -> N
 
 
 def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
-    """A begin token in a text is one more, as with the tokenizers library."""
+    """A begin token spelled in the text is added to the automatic one, as in the tokenizers
+    library.
+    """
     controls = model.vocabulary.control_ids
     ids = raw_prompt(model.vocabulary, f"{USER}hi{ASSISTANT}", max_tokens=MAX).ids
     assert ids[:2] == (controls[BOS], controls[USER])
@@ -266,9 +268,9 @@ HOISTING = (
     + USER
     + "{{ m['content'] }}{% endif %}{% endfor %}"
 )
-"""As hadal-tiny's: system messages stand first, wherever they come."""
+"""Template like hadal-tiny's: system messages stand first, wherever they are in the chat."""
 MERGING = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-"""Nothing between the messages: the last token of one may reach into the next."""
+"""Template without text between messages: the last token of one may reach into the next."""
 
 
 def num_public(
@@ -299,7 +301,8 @@ def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, tem
         )
         number, _ = num_public(folder, template, ("system", system))
         assert number == len(encode(BOS + system)), "what opens the reply belongs to no message"
-        # A later one is not leading, and whether there is one tells nothing of what comes first.
+        # A later system message is not leading: it adds nothing to the public part, which may lose
+        # the last token.
         number, _ = num_public(
             folder, template, ("system", system), ("user", LONG), ("system", "Later.")
         )
@@ -318,7 +321,7 @@ def test_without_system_messages_in_front_nothing_is_public(folder: Path) -> Non
 
 
 def test_a_token_that_reaches_into_the_next_message_is_not_public(folder: Path) -> None:
-    """Two prompts of one system message are equal as far as is public, whatever follows."""
+    """The public part of a prompt is the same whatever follows the system message."""
     vocabulary = read_vocabulary(folder)
     alone = vocabulary.encode_plain("The answ")
     number, ids = num_public(folder, MERGING, ("system", "The answ"), ("user", "er is"))

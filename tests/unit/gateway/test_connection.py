@@ -1,4 +1,4 @@
-"""Real sockets: clients that stand still, send too much, do not read, or leave."""
+"""Real sockets: clients that stall, send too much, do not read, or leave."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .world import spell
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 LONG = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20}
 ENDLESS = {**LONG, "ignore_eos": True}
-"""Else it ends by itself: it goes round in circles."""
+"""Stream without end. Without `ignore_eos` the gateway would stop it, because it repeats itself."""
 
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Packets, each once the server has looked at it."""
+    """Return a list to which each packet is added after the server has processed it."""
     packets: list[bytes] = []
     plain = GatewayProtocol.data_received
 
@@ -86,7 +86,7 @@ def test_headers_without_end(model: ServedModel) -> None:
 
 
 def wait_ended(made: socket.socket, data: bytes) -> None:
-    """Send this again and again, until the server ends the connection."""
+    """Send `data` again and again until the server ends the connection."""
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while True:
             made.sendall(data)
@@ -101,7 +101,7 @@ CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: 
 def test_what_frames_a_body_is_counted_as_a_head_is(
     model: ServedModel, before: bytes, more: bytes
 ) -> None:
-    """Trailers, and extensions of chunks; whoever sends them has no key, and was answered."""
+    """Trailers and chunk extensions count. The client has no key, and was already answered."""
     with (
         serving(model, spell(model, "a"), keys=("mine",)) as it,
         connect(it, CHUNKED + before) as made,
@@ -124,7 +124,7 @@ def test_a_request_that_was_answered_does_not_go_on_for_ever(
 def test_what_comes_behind_a_request_does_not_end_its_answer(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, received: list[bytes], behind: bytes
 ) -> None:
-    """The time for its headers is over while the answer goes on."""
+    """The header timeout passes while the answer is still being streamed."""
     monkeypatch.setattr(connection, "HEADERS_S", 0.1)
     plain_late, late = GatewayProtocol._headers_late, threading.Event()
 
@@ -152,7 +152,7 @@ def test_what_comes_behind_a_request_does_not_end_its_answer(
 
 
 def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> None:
-    """They were complete before anybody looked how long they were."""
+    """The headers are already complete when their length is checked."""
     with serving(model, spell(model, "a")) as it:
         data = b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000 + b"\r\n\r\n"
         with connect(it, data) as made:
@@ -163,7 +163,7 @@ def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> No
 def test_an_offer_of_http_2_keeps_the_body(
     model: ServedModel, received: list[bytes], cut: int
 ) -> None:
-    """As `curl --http2` and Java's client send it; the body was lost, and the answer was 400."""
+    """`curl --http2` and Java's client send this. The body used to be lost: the answer was 400."""
     offer = (
         b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings:"
         b" AAMAAABkAAQAAP__\r\n"
@@ -230,7 +230,7 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
 
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
-    """Long before its deadline for sending."""
+    """Its requests are cancelled long before the deadline for sending, here 600 s."""
     slow = {**ENDLESS, "n": 8}
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
@@ -239,7 +239,7 @@ def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: Served
 
 
 def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
-    """A stream that nobody reads holds up no other."""
+    """An unread stream delays no other stream."""
     slow = {**ENDLESS, "n": 4}
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):

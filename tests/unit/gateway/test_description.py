@@ -1,5 +1,5 @@
-"""/openapi.json is true: every route is in it, every reply is what it says, and the clients' types that
-it names read every reply and every event of a stream.
+"""/openapi.json is true: it describes every route and every reply. The clients' types that it names
+read every reply and every event of a stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ASKED = [
     ("/v1/responses", {**RESPONSE, "max_output_tokens": 2}),
     ("/v1/responses", {**RESPONSE, "metadata": {"a": "b"}, "instructions": "Add."}),
 ]
-"""Paths and bodies of replies that may also be streamed."""
+"""Paths and bodies of requests whose replies may also be streamed."""
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 CALLED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}),
@@ -58,7 +58,7 @@ CALLED = [
     ("/v1/responses", {**RESPONSE, "tools": [{"type": "function", **FUNCTION}]}),
     ("/v1/responses", {**RESPONSE, "tools": [{"type": "custom", "name": "weather"}]}),
 ]
-"""Those in which a tool is called."""
+"""Requests whose replies call a tool."""
 
 
 def store_in(folder: Path) -> BatchStore:
@@ -66,7 +66,7 @@ def store_in(folder: Path) -> BatchStore:
 
 
 async def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
-    """Whoever adds one to the application adds it to the table, from which both follow."""
+    """A new route belongs in the table, from which the application and the description are made."""
     async with scene(model, store=store_in(tmp_path)) as it:
         described = (await it.client.get("/openapi.json")).json()["paths"]
         assert isinstance(it.app, Edge)
@@ -246,8 +246,8 @@ async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: 
     " read bodies"
 )
 async def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
-    """What the examples above send is what the description allows; what is refused, it forbids
-    where a type can say so.
+    """Accepted bodies satisfy the description; refused bodies violate it, where a type can express
+    the rule.
     """
     async with scene(model) as it:
         document = (await it.client.get("/openapi.json")).json()
@@ -281,7 +281,9 @@ async def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_
 
 
 async def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
-    """It is plain JSON: no float that is no number, no reference that leads nowhere."""
+    """The document is plain JSON without NaN or infinity; every reference has a schema, and every
+    schema a reference.
+    """
     async with scene(model) as it:
         raw = (await it.client.get("/openapi.json")).content
         document = msgspec.json.decode(raw)

@@ -1,4 +1,4 @@
-"""What holds for every request: its id, the names and pages that are answered, and its line in the
+"""Rules for every request: its id, the names and pages that are answered, and its line in the
 access log.
 """
 
@@ -28,7 +28,9 @@ LOCAL = {"bound_host": "127.0.0.1"}
     "pages; [gateway] allowed_hosts and cors_origins add others."
 )
 async def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
-    """A page whose name was made to point here (DNS rebinding) sends that name."""
+    """With DNS rebinding, a page's own name leads to this server, and its requests send that
+    name.
+    """
     async with scene(model, **LOCAL, settings=GatewayConfig(allowed_hosts=("box.lan",))) as it:
         for host in (
             "localhost:8000",
@@ -161,7 +163,7 @@ async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, 
     if kind == "off":
         assert not records
         return
-    first, second = records  # What machines poll has none.
+    first, second = records  # Endpoints that monitors poll are not logged.
     num_tokens = reply.json()["usage"]["completion_tokens"]
     assert first.getMessage().startswith("POST /v1/chat/completions 200 ")
     assert first.getMessage().endswith(f"ms {num_tokens} tokens, tenant everyone")
@@ -175,7 +177,7 @@ async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, 
 async def test_lines_about_a_request_carry_its_id(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of the request's own task, and those about what units say of it."""
+    """Log lines of the request's own task, and lines about messages of units, have the id."""
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(LineFormatter("gateway", JSON))

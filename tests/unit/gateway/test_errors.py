@@ -1,4 +1,4 @@
-"""Which refusal an error becomes."""
+"""HTTP refusals that errors become."""
 
 from __future__ import annotations
 

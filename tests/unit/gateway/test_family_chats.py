@@ -1,6 +1,6 @@
-"""Chats as each model of the family was taught them, through our renderer.
+"""Chats in the form that each model of the family was trained on, through our renderer.
 
-The templates are written here, in the forms that the models' own have; the expected texts are
+The templates are written here, in the forms of the models' own templates; the expected texts are
 written by hand. Sources: DeepSeek's model cards (V3, R1, V3.1), Moonshot's template in llama.cpp
 (Kimi-K2, Moonlight), Ollama's tests of its GLM-4.7 renderer, ai-sage's template in llama.cpp
 (GigaChat3).
@@ -117,7 +117,7 @@ AGAIN = [*SYSTEM, Turn("assistant", "<think>Easy.</think>4"), Turn("user", "And 
 RULES = "developer system<|role_sep|>\nRULES<|message_sep|>\n\n"
 KIMI_DEFAULT = "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>"
 
-# (model, turns, thinking, the prompt, whether the reply starts inside the reasoning)
+# (model, turns, thinking, the prompt, True if the reply starts inside the reasoning)
 EXPECTED: list[tuple[str, list[Turn], bool | None, str, bool]] = [
     ("DeepSeek-V3", ASKED, None, f"{BOS}<｜User｜>2 + 2?<｜Assistant｜>", False),
     (
@@ -205,7 +205,7 @@ EXPECTED: list[tuple[str, list[Turn], bool | None, str, bool]] = [
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    """Bytes, and the tokens that steer the chats of all the models."""
+    """Return a vocabulary of bytes and the control tokens of all models' chats."""
     folder = tmp_path_factory.mktemp("bytes")
     lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     (folder / "tiktoken.model").write_text("".join(lines))
@@ -220,7 +220,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 def chats(
     vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, ChatFormat]]:
-    """Each model's, from the files it would have: a chat_template.jinja, or a field of
+    """Yield each model's chat format, read from a chat_template.jinja or from a field of
     tokenizer_config.json.
     """
     formats = {}

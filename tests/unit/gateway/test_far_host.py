@@ -1,5 +1,5 @@
-"""Two gateways: the application of the one without the front, with a real front that comes and goes
-behind it.
+"""Two gateways: requests go to the one without the front, and a real front ends and restarts behind
+it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ COMPLETION = {
 
 
 class _Units(FakeUnits):
-    """Units of one life of the front, and its wire: what it says to the other gateway goes to
-    `far`.
-    """
+    """Units of one life of the front, and its wire: messages to the other gateway go to `far`."""
 
     def __init__(self, script: Script, step_s: float, far: _FarWire) -> None:
         super().__init__(script, step_s)
@@ -69,7 +67,7 @@ class _Units(FakeUnits):
 
 
 class _FarWire:
-    """The other gateway's. What it says to a front that is not there is lost."""
+    """Wire of the gateway without the front. Messages to a missing front are lost."""
 
     def __init__(self) -> None:
         self.front: _Units | None = None
@@ -95,7 +93,7 @@ class _FarWire:
 
 @dataclass
 class Pair:
-    """The gateway without the front, its client, and the front's life of now."""
+    """The gateway without the front, its client, and the current life of the front."""
 
     model: ServedModel
     script: Script
@@ -131,7 +129,7 @@ class Pair:
         return await self.client.post("/v1/completions", json=COMPLETION | fields)
 
     def start_front(self) -> None:
-        """Another life of the front."""
+        """Start another life of the front."""
         self.num_lives += 1
         epoch = f"epoch {self.num_lives}"
         self.units = _Units(self.script, self.step_s, self.wire)
@@ -161,7 +159,7 @@ class Pair:
             await asyncio.sleep(0.02)
 
     async def opened(self, num: int = 1) -> None:
-        """Wait until so many generations are open in the gateway without the front."""
+        """Wait until `num` generations are open in the gateway without the front."""
         await wait_for(lambda: self.far.num_open == num, f"{num} generations are open")
 
     async def settle(self) -> None:
@@ -217,11 +215,11 @@ async def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: Se
 
 
 async def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> None:
-    """It hears which units with new weights have come."""
+    """The gateway learns the fingerprint of units that come up with new weights."""
     async with pair(model, spell(model, TEXT)) as it:
 
         def hears() -> bool:
-            it.front.names.fingerprint = "f1"  # Also of units that come up later.
+            it.front.names.fingerprint = "f1"  # Set per poll: units that come up reset it.
             return it.names.fingerprint == "f1"
 
         await wait_for(hears, "it hears of the weights")
@@ -237,7 +235,7 @@ async def test_prompts_are_named_as_the_front_would_place_them(model: ServedMode
 )
 async def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
     async with pair(model, spell(model, TEXT), step_s=0.002) as it:
-        # Its second asking finds the prompt in the cache, and says so once.
+        # The retry under the next front finds the prompt in the cache again; usage counts it once.
         await it.ask()
         names = it.units.names
         asking = asyncio.create_task(it.ask())
@@ -279,12 +277,15 @@ async def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: Serve
         await it.opened()
         it.start_front()
         assert text_of((await asking).text) == TEXT
-        # What units may still say of it to the front before is not what they say to this one.
+        # A later front numbers attempts from ATTEMPTS_OF_A_FRONT on, so messages of units about the
+        # old front's attempts do not match.
         assert [one.attempt for one in it.units.submitted] == [ATTEMPTS_OF_A_FRONT]
 
 
 async def test_choices_of_one_request_go_on_together(model: ServedModel) -> None:
-    """A front admits all choices of a request or none, so one with a token speaks for all."""
+    """A front admits all choices of a request or none, so one choice with a token shows that all
+    were admitted.
+    """
     async with pair(model, spell(model, TEXT), starts=False) as it:
         made = [
             Generation(name, (1, 2), (), 9, (), 0, Sampling(), 0, tenant=EVERYONE)
@@ -300,8 +301,8 @@ async def test_choices_of_one_request_go_on_together(model: ServedModel) -> None
 
 
 async def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
-    """A unit may still have the last front's, which had tried it again: what one says of its attempt
-    would be taken for the other's, and the same message is not taken twice.
+    """A unit may still run attempts of the last front, which had retried. If numbers were reused,
+    its messages would count for the new attempt, and it would drop the new one as a duplicate.
     """
     async with pair(model, spell(model, TEXT)) as it:
         it.units.go.clear()
@@ -323,7 +324,7 @@ async def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
 
 
 async def held(it: Pair) -> None:
-    """The units are there, and do nothing yet."""
+    """Wait until the units are up, and keep them from working."""
     it.units.go.clear()
     await wait_for(lambda: it.far.snapshot().can_serve, "the units are up")
 
@@ -331,7 +332,7 @@ async def held(it: Pair) -> None:
 async def test_requests_that_come_together_are_let_in_one_after_the_other(
     model: ServedModel,
 ) -> None:
-    """All generations of a request or none, also of the second."""
+    """All generations of a request are admitted or none, also of the second request."""
     async with pair(model, spell(model, TEXT)) as it:
         await held(it)
         it.host.set_quotas(unix_now(), (Quota(EVERYONE, requests=6),))
@@ -345,7 +346,7 @@ async def test_requests_that_come_together_are_let_in_one_after_the_other(
 
 
 async def test_one_that_is_refused_is_told_why_as_if_it_had_come_alone(model: ServedModel) -> None:
-    # Its time stands still: nothing comes back to the quota meanwhile.
+    # The clock stands still, so that the quota does not refill meanwhile.
     async with pair(model, spell(model, TEXT), now=lambda: 1000.0) as it:
         await held(it)
         num_tokens = len(model.vocabulary.encode_plain(str(COMPLETION["prompt"])))
@@ -402,7 +403,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
         [closing] = mailbox.closings.values()
         assert (closing.prefill_unit, closing.decode_unit) == ("prefill-0", "decode-0")
         await it.settle()
-        # Nobody answers: the request is written down all the same, after a while.
+        # No front answers: the request is recorded anyway after _CLOSING_S.
         monkeypatch.setattr(far_host, "_CLOSING_S", 0.1)
         mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         await it.kill_front()
@@ -410,7 +411,7 @@ async def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with
         it.far.close(mailbox, closed.set)
         await closed.wait()
         assert it.far.num_open == 0
-        # This process ends before somebody answers.
+        # This process ends before a front answers.
         monkeypatch.setattr(far_host, "_CLOSING_S", 60.0)
         mailbox = it.far.open([choice.generation for choice in work.choices], Ticket())
         closed.clear()
@@ -450,7 +451,7 @@ async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedM
         it.units.tell(Drain())
         assert not await it.host.wait_idle(0.1)
         it.units.tell(UnitDown(NAME, "killed"))
-        it.units.tell(GatewayHeartbeat(NAME, 2))  # Said before its end, and heard after.
+        it.units.tell(GatewayHeartbeat(NAME, 2))  # Sent before its end, received after.
         assert await it.host.wait_idle(DEADLINE_S)
         await wait_for(lambda: not it.units.has_said, "all of it is heard")
         assert it.host.gateways == ("gateway",)
@@ -462,7 +463,7 @@ async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedM
 
 
 async def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
-    """A gateway's predecessor left them, and nobody said that it ended."""
+    """An earlier process of the gateway left them, and the front was not told that it had ended."""
     async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
         asking = asyncio.create_task(it.ask(max_tokens=1000))
         await it.units.hold(5)

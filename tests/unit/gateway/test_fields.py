@@ -94,7 +94,7 @@ MORE: dict[str, Any] = {
     "thinking": {"type": "enabled"},
     "reasoning": {},
 }
-"""What an object holds beside a field of its own that is looked at."""
+"""Other fields that an object needs when one of its own fields is tested."""
 
 
 def parse(api: str, body: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def parse(api: str, body: dict[str, Any]) -> Any:
 
 
 def body_for(api: str, path: str) -> dict[str, Any]:
-    """A body in which what holds the field is there."""
+    """Return a body that contains the object of the field."""
     body = copy.deepcopy(API_TO_BODY[api])
     first = path.partition(".")[0].removesuffix("[]")
     more = {**MORE, **API_TO_MORE.get(api, {})}
@@ -115,7 +115,7 @@ def body_for(api: str, path: str) -> dict[str, Any]:
 
 
 def with_field(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The body with a field, in the first object of each list on the way."""
+    """Return the body with a field set, in the first object of each list on the path."""
     made = copy.deepcopy(body)
     at: Any = made
     *steps, last = path.split(".")
@@ -149,7 +149,7 @@ def test_what_is_refused_is_refused_by_name(api: str) -> None:
         assert caught.value.param == path.replace("[]", "[0]")
         assert row.note in str(caught.value)
         plain = parse(api, body)
-        plain = plain.chat if api == RESPONSE else plain  # Its reply says again what was sent.
+        plain = plain.chat if api == RESPONSE else plain  # Its reply echoes the request.
         for value in () if path.startswith("tools[].function") else (None, *row.harmless):
             asked = parse(api, with_field(body, path, value))
             asked = asked.chat if api == RESPONSE else asked
@@ -165,7 +165,7 @@ def test_what_is_inert_changes_nothing(api: str, caplog: pytest.LogCaptureFixtur
         body = body_for(api, path)
         value = True if path.endswith(("strict", "async")) else "some thing"
         asked = [parse(api, each) for each in (body, with_field(body, path, value))]
-        if api == RESPONSE:  # Its reply says again what was sent.
+        if api == RESPONSE:  # Its reply echoes the request.
             asked = [each.chat for each in asked]
         assert asked[0] == asked[1], path
     assert not caplog.records
@@ -260,7 +260,7 @@ VALUES: dict[str, Any] = {
     "tools[].defer_loading": True,
     "tool_choice.type": "any",
 }
-"""Value of a field with which something else is asked than without it."""
+"""Field -> a value that changes what the request asks for."""
 ELSEWHERE = (
     "messages",
     "input",
@@ -283,7 +283,7 @@ ELSEWHERE = (
     "truncation",
     "system[].type",
 )
-"""Fields, or their beginnings, whose effect the tests of their APIs show."""
+"""Fields, or beginnings of their paths, whose effect is shown by the tests of their APIs."""
 
 
 @pytest.mark.parametrize("api", API_TO_BODY)
@@ -318,7 +318,7 @@ def test_what_is_served_asks_for_something(api: str) -> None:
 
 
 def struct_paths(kind: Any, where: str = "") -> Iterator[str]:
-    """Paths of the fields that a struct reads, those of objects in it too."""
+    """Yield the paths of the fields that a struct reads, nested objects included."""
     for name, hint in typing.get_type_hints(kind).items():
         if name not in kind.__struct_fields__:
             continue
@@ -356,7 +356,7 @@ def test_what_is_read_stands_in_the_table(kind: type[msgspec.Struct]) -> None:
 
 
 def typed_paths(kind: Any, where: str = "", depth: int = 3) -> Iterator[str]:
-    """Paths of an SDK's typed dictionary."""
+    """Yield the paths of an SDK's typed dictionary, nested ones included."""
     for name, hint in typing_extensions.get_type_hints(kind).items():
         path = f"{where}.{name}" if where else name
         yield path
@@ -379,7 +379,7 @@ def _typed_in(hint: Any, *, is_listed: bool = False) -> Iterator[tuple[Any, bool
 
 
 FREE_FORM = ("metadata", "logit_bias", "tool_choice", "citations", "thread", ".keep.")
-"""Objects that are read by hand, or not at all."""
+"""Parts of paths of objects that are read by hand, or not at all."""
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_the_sdks_fields_stand_in_the_table(api: str, kind: Any) -> None:
         begun = list(itertools.accumulate(path.split("."), lambda a, b: f"{a}.{b}"))
         ends = [rows.get(each.removesuffix("[]")) for each in begun]
         if any(row is not None and row.verdict is not Verdict.SERVED for row in ends):
-            return True  # All of it, whatever it holds.
+            return True  # The verdict covers all that it contains.
         return path in rows or any(step in path for step in FREE_FORM)
 
     assert [path for path in dict.fromkeys(typed_paths(kind)) if not is_known(path)] == []
@@ -441,7 +441,7 @@ OTHERS: dict[str, str] = {
     "Moonshot": "thinking prompt_cache_key safety_identifier max_completion_tokens",
     "Zhipu": "do_sample request_id user_id tool_stream thinking sensitive_word_check",
 }
-"""Service or engine -> fields of its chats, by its reference."""
+"""Service or engine -> fields of its chat requests, from its reference."""
 
 
 @pytest.mark.parametrize("service", OTHERS)

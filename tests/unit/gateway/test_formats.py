@@ -1,4 +1,6 @@
-"""From response_format to what ranks are asked, and how what cannot be followed is refused."""
+"""Grammars that ranks get for a response_format, and refusals of formats that cannot be
+followed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def json_schema(schema: Any, name: str = "answer") -> dict[str, Any]:
 
 
 def intersections(num: int) -> dict[str, Any]:
-    """A schema whose alternatives multiply: `num` to the power of itself."""
+    """Return a schema with `num` to the power of `num` combinations of alternatives."""
     return {
         "allOf": [
             {"anyOf": [closed(**{f"p{i}_{j}": {"type": "integer"}}) for j in range(num)]}
@@ -77,7 +79,7 @@ def test_a_schema_that_no_text_satisfies_is_refused(
 def test_what_takes_too_long_to_look_at_is_refused(
     formats: Formats, monkeypatch: pytest.MonkeyPatch, schema: Any
 ) -> None:
-    """Within the limits of a process of its own, and not in the gateway's."""
+    """The check runs within the limits of a process of its own, not in the gateway's process."""
     monkeypatch.setattr(template, "complaint", None)
     with pytest.raises(RequestError, match=r"Invalid schema .*(processor time|Unable|too)"):
         formats.text(AnswerFormat("long", schema), follows_reasoning=False)
@@ -109,7 +111,7 @@ async def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
 @pytest.mark.parametrize(
     ("template", "thinking", "may_think"),
     [
-        # As R1-0528's: the model opens its reasoning.
+        # Like R1-0528's template: the model opens its reasoning itself.
         ("{{ messages[0]['content'] }}", None, True),
         ("{{ messages[0]['content'] }}", False, False),
         ("{{ messages[0]['content'] }}</think>", None, False),

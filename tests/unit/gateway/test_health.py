@@ -1,6 +1,4 @@
-"""What /health says of deployments that are whole, lack something, or have nothing to serve
-with.
-"""
+"""Answers of /health for deployments that are whole, lack parts, or cannot serve."""
 
 from __future__ import annotations
 

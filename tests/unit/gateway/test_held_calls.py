@@ -1,4 +1,4 @@
-"""Calls that are held to a grammar: whatever a model draws, they are calls of tools that there are, with
+"""Calls that are constrained by a grammar: whatever a model draws, they call existing tools, with
 arguments of their schemas, in each family's own format.
 """
 
@@ -43,7 +43,7 @@ END, CLOSE = VOCABULARY.control_ids[EOS], VOCABULARY.control_ids["</think>"]
 GRAMMARS = Grammars(lambda: VOCABULARY.table, len(VOCABULARY))
 MAX_TOKENS = 600
 ENDING = frozenset([*b'"}]', END, *range(256, len(VOCABULARY))])
-"""A reply that likes these comes to an end."""
+"""Tokens that `drawn` prefers, so that replies come to an end."""
 
 
 def tool(name: str, parameters: dict[str, Any] | None, strict: bool | None = True) -> Tool:
@@ -59,7 +59,7 @@ CITY = tool("city", closed(name={"type": "string"}, size={"type": "integer"}))
 
 
 def held(format: ToolFormat, choosing: Choosing, **more: Any) -> Grammar:
-    """As the service makes it, without looking whether it can be followed."""
+    """Return the grammar that the service makes, without checking that it can be followed."""
     ids = VOCABULARY.control_ids
     text = calls_text(format.call_list(choosing, ids), **more)
     begins = ids[format.calls_begin], ids[format.call_begin]
@@ -70,7 +70,7 @@ def held(format: ToolFormat, choosing: Choosing, **more: Any) -> Grammar:
 
 
 def allowed(follower: Follower, drafts: Sequence[int] = ()) -> list[set[int] | None]:
-    """What each row may draw; None: anything."""
+    """Return the tokens that each row may draw; None: any token."""
     bits = np.zeros((1 + len(drafts), GRAMMARS.num_words), np.uint32)
     has_mask = np.zeros(len(bits), np.bool_)
     GRAMMARS.allow([TextRows(follower, 0, drafts)], bits, has_mask)
@@ -82,7 +82,9 @@ def allowed(follower: Follower, drafts: Sequence[int] = ()) -> list[set[int] | N
 
 
 def drawn(grammar: Grammar, rng: random.Random, begin: Sequence[int] = ()) -> list[int]:
-    """Tokens drawn at random from what is allowed, `begin` first; END is the last if they ended."""
+    """Return tokens drawn at random from the allowed ones, `begin` first. The last is END if the
+    reply ended.
+    """
     follower, tokens = Follower(grammar, []), list[int]()
     while len(tokens) < MAX_TOKENS and END not in tokens:
         (row,) = allowed(follower)
@@ -121,7 +123,7 @@ def called(piece: Piece) -> list[tuple[str, str]]:
 
 
 def check(piece: Piece, choosing: Choosing, has_ended: bool) -> int:
-    """Every call of the reply that is complete is right; returns how many are."""
+    """Check every complete call of the reply, and return how many there are."""
     calls = called(piece)
     tools = {each.name: each for each in choosing.callable}
     complete = calls if has_ended else calls[:-1]
@@ -167,7 +169,7 @@ def test_forced_calls_are_right_whatever_is_drawn(
     tokens = drawn(grammar, rng, begin)
     piece = replied(format, tokens, choosing, thinks)
     assert piece.reasoning[:2] == ("hm" if thinks else "")
-    # The head of a call that the limit cut is text, for no call came of it.
+    # If the limit cuts a call in its head, no call was read, and the head is shown as text.
     shown = piece.content.strip()
     assert not shown or (END not in tokens and shown.startswith(format.call_begin))
     num = check(piece, choosing, END in tokens)
@@ -187,9 +189,7 @@ def test_forced_calls_are_right_whatever_is_drawn(
 def test_chosen_calls_are_right_wherever_they_come(
     format: ToolFormat, choosing: Choosing, seed: int, before: str
 ) -> None:
-    """Also without the mark that begins their list, in a second list behind the first, and in a
-    reasoning.
-    """
+    """Calls may begin without the mark of their list, in a second list, or inside a reasoning."""
     choosing = Choosing(choosing.tools, is_parallel=choosing.is_parallel)
     ids, rng = VOCABULARY.control_ids, random.Random(seed)
     begin = [*before.encode("utf-8", "replace"), ids[format.calls_begin]]
@@ -202,7 +202,7 @@ def test_chosen_calls_are_right_wherever_they_come(
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> None:
-    """So a model that calls anyway draws the same tokens."""
+    """So the grammar changes nothing for a model that writes correct calls by itself."""
     choosing = Choosing((CITY, tool("time", None, None)), True)
     gap = "\n" if format.is_fenced else ""
     text = written(format, ("city", '{"name": "Oslo", "size": 7}'), ("time", '{"z": [1.5]}'))
@@ -224,8 +224,8 @@ def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> No
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_drafts_change_no_mask(format: ToolFormat) -> None:
-    """Rows behind drafts are those of a text that has them: where calls begin and end among them,
-    too.
+    """A row behind drafts has the mask of the text with those drafts, also if calls begin or end
+    among them.
     """
     choosing, rng = Choosing((CITY,)), random.Random(5)
     text = "hm" + written(format, ("city", '{"name": "a", "size": 1}')) + "</think>So, "
@@ -247,7 +247,7 @@ def test_drafts_change_no_mask(format: ToolFormat) -> None:
 
 
 def test_a_call_or_content() -> None:
-    """Of both there is one."""
+    """A reply is either a call or content."""
     content = closed(answer={"enum": ["yes", "no"]})
     choosing = Choosing((CITY,))
     grammar = held(V31, choosing, content=content)
@@ -281,8 +281,8 @@ def test_an_answer_goes_on_from_a_prefix() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
-    """Strict tools that may be called are held from the first mark on; what has to be called is not
-    called in the reasoning before it.
+    """Calls that strict tools allow are constrained from the first mark on. A required call is
+    barred from the reasoning before it.
     """
     strict = {"type": "function", "function": {**CITY.fields["function"], "strict": True}}
     body = {"messages": [{"role": "user", "content": "hi"}]}
@@ -312,7 +312,7 @@ def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
     assert row is None if choice == "auto" else row is not None and not row & {*marks, END}
 
 
-# ---- what is looked at before ----
+# ---- checks before the request is served ----
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)

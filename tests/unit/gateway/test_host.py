@@ -43,7 +43,7 @@ def text_of(stream: str) -> str:
 )
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
-    """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token
+    """A unit dies in mid-stream and a new one starts: the stream continues with every token
     once.
     """
 
@@ -65,7 +65,7 @@ async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str
         assert text_of(reply.text) == TEXT
         await it.settle()
         if unit == "decode-0":
-            # While no decode unit is up it may be prefilled more than once.
+            # While no decode unit is up, the request may be prefilled more than once.
             assert [generation.attempt for generation in it.units.submitted][:2] == [0, 1]
             assert it.units.submitted[1].output
 
@@ -82,7 +82,7 @@ async def test_unit_that_never_comes_back(model: ServedModel) -> None:
         await wait_for(lambda: not it.gateway.link.snapshot().can_serve, "it is missed")
         clock.now_s += 100
         reply = await asking
-        # The stream has begun: its end is an event, and nothing comes after it.
+        # The stream has begun, so the error is an event, and the last one.
         last = reply.text.rstrip().rpartition("\n\n")[2]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error"
         await it.settle()
@@ -96,7 +96,7 @@ async def test_drain_message(model: ServedModel) -> None:
 
 
 class _Broken:
-    """A front that fails at the first message, or asks for what no front may."""
+    """Front that fails at the first message, or returns effects that no front may return."""
 
     def __init__(self, effects: list[Effect] | None) -> None:
         self.effects = effects
@@ -111,7 +111,7 @@ class _Broken:
 
 
 class _OneMessage:
-    """A wire on which one message comes, then nothing."""
+    """Wire on which one message arrives, then none."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = [UnitReport("decode-0", "e", 1, 0, 0, 1, 0)]
@@ -137,7 +137,7 @@ async def test_bug_of_the_front_ends_the_host(
 
 
 async def test_bug_at_a_request_ends_the_host_too() -> None:
-    """Not at the next message: at once, though no message ever comes."""
+    """The host ends at once, not at the next message: here none ever arrives."""
     wire = _OneMessage()
     wire.messages = []
     host = Host(_Broken(None), wire, lambda: 0.0)
@@ -153,7 +153,7 @@ async def test_bug_at_a_request_ends_the_host_too() -> None:
 async def test_choices_are_admitted_together_where_none_may_queue(
     model: ServedModel, n: int
 ) -> None:
-    """The first choice takes room, which is no reason to refuse the second."""
+    """The first choice takes capacity; that is no reason to refuse the second."""
     limits = LimitsConfig(max_queued=0)
     async with world(model, spell(model, "abc"), limits=limits) as it:
         reply = await it.chat(n=n)

@@ -123,7 +123,7 @@ async def test_completion_logprobs(model: ServedModel) -> None:
 
 
 async def test_a_completion_of_no_tokens_is_its_prompt(model: ServedModel) -> None:
-    """Within OpenAI's description, as `best_of` 0 is; no unit hears of it."""
+    """OpenAI's description allows this, as it allows `best_of` 0. No unit is involved."""
     async with scene(model) as it:
         body = {
             "model": "small",
@@ -272,7 +272,7 @@ async def test_too_many_requests(model: ServedModel) -> None:
 
 
 async def test_permits_are_generations(model: ServedModel) -> None:
-    """And a request that there is no room for is refused whole, before any of it is begun."""
+    """A request without enough permits is refused whole, before any part of it begins."""
     async with scene(model, limits=LimitsConfig(max_queued=16), keys=("one", "two")) as it:
         it.units.go.clear()
         body = {"model": "small", "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 3}
@@ -314,7 +314,7 @@ async def test_to_go_ahead_of_others_is_a_right(model: ServedModel) -> None:
 
 
 async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None:
-    """They push out their own tenant's oldest, and another's requests are answered."""
+    """Bodies that stall push out the oldest of their own tenant; other tenants are answered."""
     async with scene(
         model, keys=("one", "two"), limits=LimitsConfig(max_running=1, max_queued=1)
     ) as it:
@@ -340,7 +340,7 @@ async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None
             assert reply.status_code == 200
         gone.set()
         for task in slow[2:5]:
-            error_of(await task, 400)  # It is no JSON.
+            error_of(await task, 400)  # Not JSON.
         assert len(it.gateway.intake.bodies) == 0
 
 
@@ -362,7 +362,7 @@ async def test_no_units(model: ServedModel) -> None:
 
 
 async def test_failures_are_counted_from_none(model: ServedModel) -> None:
-    """A series that begins with its first failure is no rise to whoever watches it."""
+    """A counter that first appears with a failure shows no increase, so all start at 0."""
     async with scene(model) as it:
         text = (await it.client.get("/metrics")).text
         for endpoint in ("chat", "completions", "messages", "responses"):
@@ -399,7 +399,7 @@ async def test_long_prompts_do_not_stop_the_loop(
 
     monkeypatch.setattr(Vocabulary, "encode_shielded", noted)
     async with scene(model) as it:
-        # As long as it may be to be tokenised at all, and still more than the context.
+        # Short enough to be tokenised at all, and still longer than the context.
         body = {**CHAT, "messages": [{"role": "user", "content": "some words " * 10_000}]}
         reply = await it.client.post("/v1/chat/completions", json=body)
         error_of(reply, 400, "context_length_exceeded")

@@ -1,6 +1,4 @@
-"""Responses that are kept: for a time, in so much memory, for their tenants, by any of several
-gateways.
-"""
+"""Kept responses: limits of time and memory, separation of tenants, look-up from other gateways."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def test_it_adds_up_whatever_happens(calls: list[tuple[str, int, int, bool]]) ->
         if deletes:
             kept.delete(tenant, str(which))
             alive.pop((tenant, str(which)), None)
-        elif (tenant, str(which)) not in alive:  # An id is drawn once.
+        elif (tenant, str(which)) not in alive:  # A live id is not drawn again.
             kept.put(tenant, str(which), entry("x" * size))
             alive[tenant, str(which)] = now_s + 10.0
         assert kept.num_bytes <= 30_000
@@ -87,13 +85,13 @@ def test_it_adds_up_whatever_happens(calls: list[tuple[str, int, int, bool]]) ->
 
 @dataclass
 class FakeHost:
-    """A gateway's pages on a wire that carries messages at once."""
+    """Host with only a gateway's pages, on a wire that delivers messages at once."""
 
     pages: Pages
 
 
 def gateways(lost: set[str]) -> list[Responses]:
-    """Three on one wire; what is sent to a `lost` one is lost."""
+    """Return three gateways on one wire. Messages to a `lost` one are lost."""
     wires: dict[str, FakeHost] = {}
 
     def sender() -> Callable[[str, AnyMessage], None]:
@@ -143,7 +141,7 @@ async def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> N
 
 
 async def test_items_of_many_responses_are_not_looked_for() -> None:
-    """They would be asked of other gateways, one by one."""
+    """Each would be a query to another gateway."""
     item_ids = [f"fc_{id_of(2, number).removeprefix('resp_')}0000" for number in range(65)]
     with pytest.raises(RequestError, match="at most 64"):
         await gateways(set())[1].bodies_with("t", item_ids)

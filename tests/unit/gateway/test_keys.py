@@ -1,4 +1,4 @@
-"""The keys file: what its lines say, how it is written, and how gateways follow it."""
+"""The keys file: what its lines mean, how it is written, and how gateways follow it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALICE = Tenant(
 
 @pytest.mark.parametrize("key", ["secret", hashed("secret")])
 def test_a_line_says_all_of_a_tenant(key: str) -> None:
-    """A hashed key's tenant has the salt that the key gives it, so it finds its KV again."""
+    """A key and its hash give the tenant the same salt, so its cached KV is found after hashing."""
     keys = Keys((f"{key} {LINE}", "other"))
     assert keys.check("Bearer secret") == ALICE
     assert keys.check("Bearer secret").name == "alice"
@@ -258,7 +258,7 @@ async def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
     async def ask(query: object) -> QueryReply | None:
         if not asked:
             asked.append(0)
-            return None  # The front is not there yet.
+            return None  # The front is not up yet.
         status, body = await file.page(query)  # type: ignore[arg-type]
         asked.append(status)
         return QueryReply("front", 1, status, body)
@@ -293,6 +293,6 @@ async def test_following_goes_on_after_an_error() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hadal.gateway.desk.keys.FOLLOW_S", 0.0)
-        with pytest.raises(RuntimeError):  # The steps are over.
+        with pytest.raises(RuntimeError):  # No steps are left.
             await follow(changed, taken.append)
     assert len(taken) == 1

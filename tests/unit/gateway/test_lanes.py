@@ -1,4 +1,4 @@
-"""Work on a body before it is admitted: how much of it, between whose turns, and who pays for it."""
+"""Work on bodies before admission: its limits, its order, and the quota that it is charged to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .tool_model import tool_model
 from .world import Clock, spell, world
 
 HUGE = "<a b" * 1_000_000
-"""4 MB; no vocabulary of the tests has a token for more than a few characters of it."""
+"""4 MB of text; the tests' vocabularies have no token for more than a few characters of it."""
 LIMITS = LimitsConfig(max_body_bytes=8 << 20)
 KEY_A, KEY_B = ({"authorization": f"Bearer {key}"} for key in "ab")
 
@@ -50,7 +50,7 @@ WORST: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters of each text that the tokenizer was given."""
+    """Return a list to which the length in characters of each tokenised text is added."""
     lengths: list[int] = []
     plain = Vocabulary._word_ids
 
@@ -71,7 +71,7 @@ async def test_a_body_costs_a_few_contexts_at_most_however_long_it_is(
     name: str,
     longest: int,
 ) -> None:
-    """Also where one token of the vocabulary is so long that the length of a text refuses nothing."""
+    """This holds even if a token is so long that no text can be refused by its length alone."""
     monkeypatch.setattr(model.vocabulary, "_longest", longest)
     path, body = WORST[name]
     async with world(model, spell(model, "a"), limits=LIMITS) as it:
@@ -105,7 +105,9 @@ def test_a_text_of_long_tokens_is_not_taken_for_a_long_one() -> None:
 async def test_between_two_turns_of_a_short_body_no_long_one_is_tokenised(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """A long body stands still in the tokenizer: others of its tenant and of another are answered."""
+    """While a long body blocks the tokenizer, requests of its tenant and of another are
+    answered.
+    """
     plain, go, begun = Vocabulary._word_ids, threading.Event(), threading.Event()
     text = "a b " * (SHORT_BYTES // 8)
 

@@ -20,7 +20,7 @@ async def test_all_that_came_is_taken_at_once() -> None:
     waiting = asyncio.create_task(box.take(5))
     await asyncio.sleep(0)
     for deliver in (first, second, last, Deliver("b", ()), Deliver("other", ())):
-        box.put(deliver)  # After the last of a choice, and for somebody else, nothing counts.
+        box.put(deliver)  # Ignored: what follows a choice's last one, and other requests.
     assert await waiting == [(1, first), (0, second), (1, last)]
     assert box.open_ids == {"a": 0}
 

@@ -1,4 +1,4 @@
-"""Whatever the body, the answer is a reply or a refusal: never a 500, never a hang."""
+"""Any body, however malformed, gets a reply or a refusal: never a 500, never a hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {
 COMPLETION: dict[str, Any] = {"model": "small", "prompt": "hi", "max_tokens": 2}
 RESPONSE: dict[str, Any] = {"model": "small", "input": "hi", "max_output_tokens": 2}
 BATCH = 10
-"""Bodies of an example: a gateway is made for all of them."""
+"""Bodies per hypothesis example, which share one gateway."""
 many = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 thousands = pytest.mark.slow("2,000 bodies and 200 gateways at the level more")
 

@@ -54,7 +54,7 @@ def chat(**fields: Any) -> ChatAsk:
 
 
 def as_message(ask: ChatAsk) -> ChatAsk:
-    """The same, asked by way of /v1/messages."""
+    """Return the same request as /v1/messages would ask it."""
     return replace(ask, ask=replace(ask.ask, ends_with_room=True))
 
 
@@ -62,7 +62,7 @@ def as_message(ask: ChatAsk) -> ChatAsk:
 
 
 def test_a_conversation_is_the_same_chat() -> None:
-    """What follows from it is the same prompt, the same sampling and the same tools."""
+    """It gives the same prompt, the same sampling and the same tools as /v1/chat/completions."""
     call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ös lo"}}
     ours = parse(
         system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
@@ -481,7 +481,7 @@ def test_two_calls_with_text_around_them(taught: ServedModel) -> None:
     "(model_context_window_exceeded)"
 )
 def test_an_answer_ends_where_the_context_does(model: ServedModel) -> None:
-    """Clients send a max_tokens of their own, which knows nothing of the model."""
+    """Clients send a max_tokens of their own, without regard to the model's context."""
     context = model.context_tokens
     with serving(model, spell(model, "tick " * context)) as it, client_of(it) as client:
         asked = {**ASKED, "max_tokens": 10 * context}

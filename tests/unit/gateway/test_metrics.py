@@ -21,7 +21,7 @@ from hadal.runtime.ledger.writer import LedgerCounts
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """(name, values of the labels in the order of their names) -> value"""
+    """Return (name, label values in the order of the labels' names) -> value."""
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(metrics.text().decode())
@@ -30,7 +30,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def idle(unit: str, **fields: Any) -> UnitReport:
-    """A unit without requests."""
+    """Return the report of a unit without requests."""
     return UnitReport(unit, "e", 100, 0, 0, 8, 0, **fields)
 
 
@@ -143,7 +143,7 @@ def test_what_the_balancers_did() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0.5", [0.5]])
 def test_what_is_no_number_is_left_out(value: object) -> None:
-    """The scrape goes on: a unit's mistake hides neither its other numbers nor the other units'."""
+    """A unit's wrong value hides neither its other numbers nor those of other units."""
     odd = idle("decode-0", balance={"kv": value, "requests": 0.9})
     samples = scraped_units(odd, idle("decode-1"))
     assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [
@@ -158,7 +158,7 @@ def test_names_of_nobody_make_no_series() -> None:
 
 
 def test_a_load_of_before_there_was_balance() -> None:
-    """What a unit does not send has a value all the same."""
+    """Fields that an older unit does not send have default values."""
     short = msgspec.msgpack.encode(("UnitReport", "decode-0", "e", 100, 40, 3, 8, 0))
     load = msgspec.msgpack.decode(short, type=AnyMessage)
     assert isinstance(load, UnitReport)

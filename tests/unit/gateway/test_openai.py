@@ -1,4 +1,4 @@
-"""Bodies of requests: what is taken, and how each mistake is named."""
+"""Bodies of requests: which fields are accepted, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chat(**fields: Any) -> Any:
 
 
 def user(**fields: Any) -> dict[str, Any]:
-    """Messages of one, which a user writes."""
+    """Return the messages of a chat with a single user message."""
     return {"messages": [{"role": "user", **fields}]}
 
 
@@ -416,7 +416,7 @@ def test_a_salt_goes_along_and_public_is_for_chats() -> None:
 
 
 class Seen(bytes):
-    """A body that counts the bytes that are taken out of it, to be looked at."""
+    """Body that counts the bytes that are sliced from it."""
 
     num_bytes = 0
 
@@ -427,7 +427,7 @@ class Seen(bytes):
 
 
 def test_too_many_ids_are_refused_before_they_become_numbers() -> None:
-    """4 MiB of them took half a second, in which nobody else's token was sent."""
+    """Parsing 4 MiB of ids took 0.5 s, in which no other stream got a token."""
     ids = ",".join(["1"] * 2_000_000)
     few = ",".join(["1"] * 200_000)
     lists = ",".join(["[1]"] * 100_000)
@@ -462,8 +462,8 @@ def test_ids_that_are_to_be_a_text_are_counted_as_those_of_a_prompt() -> None:
 
 
 def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
-    """Each begin was read to the end of the body: 128 KB took 0.4 s, and 4 MiB a quarter of an
-    hour.
+    """Each beginning used to be read to the end of the body: 128 KB took 0.4 s, 4 MiB 15
+    minutes.
     """
     body = Seen(b'{"prompt":[' * 100_000 + b"," * 9000 + b"]")
     with pytest.raises(RequestError, match="at most 4000"):

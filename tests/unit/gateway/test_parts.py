@@ -1,4 +1,4 @@
-"""Parts of a reply: the same whatever pieces it came in, and the same streamed as whole, in both
+"""Parts of a reply are the same however its tokens are grouped, and streamed as whole, in both
 formats that answer in parts.
 """
 
@@ -40,7 +40,9 @@ def pieces_of(
     stops: tuple[str, ...] = (),
     finish: str = "stop",
 ) -> list[Piece]:
-    """What these tokens bring, pushed in pieces; ids of calls are numbers."""
+    """Return the pieces of tokens that are pushed in groups, cut at `cuts`. Ids of calls are
+    numbers.
+    """
     assembler = Assembler(
         VOCABULARY,
         TextReading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))),
@@ -68,7 +70,7 @@ def message_formatter() -> MessagesFormatter:
 
 
 def message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """As a client of /v1/messages reads the stream."""
+    """Return the message as a client of /v1/messages reads it from the stream."""
     reply = message_formatter()
     data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
     return message_of(named_events(data + reply.end(USAGE)))
@@ -88,7 +90,7 @@ def response_formatter(kept: list[tuple[bytes, Turn]]) -> ResponseFormatter:
 
 
 def response(pieces: Sequence[Piece], kept: list[tuple[bytes, Turn]]) -> dict[str, Any]:
-    """As a client of /v1/responses reads the stream."""
+    """Return the response as a client of /v1/responses reads it from the stream."""
     reply = response_formatter(kept)
     data = reply.begin(USAGE) + b"".join(reply.chunks(0, piece) for piece in pieces)
     return response_of(named_events(data + reply.end(USAGE)))

@@ -1,4 +1,4 @@
-"""Room for requests: shares of tenants, and bodies that do not come."""
+"""Permits for requests: tenants' shares of them, and bodies that do not arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Turns(asyncio.SelectorEventLoop):
-    """A loop in simulated time: where nothing is ready, the next timer is due."""
+    """Event loop in simulated time: if nothing is ready, it skips to the next timer."""
 
     _simulated_s = 0.0
 
@@ -119,8 +119,8 @@ def test_a_body_comes_in_the_very_moment_in_which_the_oldest_one_s_time_is_over(
             except ApiError as error:
                 told.append(f"{name} {error.status}")
 
-        # The event loop ends the first one's time one turn after its begin, and its task hears of
-        # it one turn later.
+        # The deadline of a1 passes one turn of the event loop after its begin; its task is notified
+        # one turn later.
         await asyncio.gather(body("a1", 0.0, 0), body("a2", 9.0, 1))
         assert len(bodies) == 0
         return told

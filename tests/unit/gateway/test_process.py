@@ -42,7 +42,7 @@ from .world import gateway_of, spell
 async def served(
     gateway: Gateway, units: FakeUnits, deployment: Deployment | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway that serves until the block ends, and its client."""
+    """Yield a client of a gateway that serves until the block ends."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         serving = asyncio.create_task(
@@ -85,8 +85,8 @@ async def test_drain_lets_streams_finish(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A drain message while a stream runs: it ends by itself or when its time is up, and then the
-    process ends. The log tells now and then what is waited for.
+    """A drain message arrives while a stream runs. The stream ends by itself or at its deadline,
+    and then the process ends. Until then the log reports now and then what is still open.
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(process, "_TELL_S", 0.02)
@@ -185,7 +185,7 @@ async def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: P
 
 
 class _Heard(FakeUnits):
-    """Units beside a supervisor that listens."""
+    """Fake units that record the heartbeats sent to the supervisor."""
 
     def __init__(self) -> None:
         super().__init__(lambda generation, index: 5)
@@ -207,7 +207,7 @@ async def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_it
         await wait_for(lambda: len(units.beats) >= 3, "three beats were sent")
         await client.get("/health")
         num_heard = len(units.beats)
-        time.sleep(4 * GATEWAY_HEARTBEAT_S)  # The loop stands still.
+        time.sleep(4 * GATEWAY_HEARTBEAT_S)  # Blocks the event loop.
         assert len(units.beats) == num_heard
     assert {heartbeat.pid for heartbeat in units.beats} == {os.getpid()}
 

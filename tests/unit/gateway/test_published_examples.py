@@ -1,10 +1,10 @@
-"""Clients as DeepSeek publishes them run unchanged but for base URL and model, through the official
-OpenAI package.
+"""DeepSeek's published example clients run with only base URL and model changed, through the
+official OpenAI package.
 
-The whole reply is from "Your first API call", the stream from "Thinking mode"
-(api-docs.deepseek.com). The stream reads `reasoning_content` of every chunk's delta and adds up the
-`content` of those that have none: both keys must be there always, and `content` must be a string in
-the last chunk too.
+The example of a whole reply is from "Your first API call", the one of a stream from "Thinking mode"
+(api-docs.deepseek.com). The latter reads `reasoning_content` of every chunk's delta, and adds up
+`content` of the deltas without it. So both keys must always be there, and `content` must be a
+string in the last chunk too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Quotas over HTTP: 429 and what replies say, on success too; keys that come and go."""
+"""Quotas over HTTP: 429, rate-limit headers (on success too), and keys that are added and
+removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References of every form of JSON Schema 2020-12 lead where jsonschema has them lead."""
+"""References of every form of JSON Schema 2020-12 resolve as jsonschema resolves them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = "https://example.com/root.json"
 
 
 def asking(ref: str, defs: dict[str, Any], keyword: str = "$ref", **more: Any) -> dict[str, Any]:
-    """An object whose `a` is what a reference leads to."""
+    """Return the schema of an object whose `a` must match the target of a reference."""
     return {
         "$defs": defs,
         "type": "object",
@@ -148,7 +148,7 @@ def test_names_of_properties_are_no_keywords() -> None:
 
 
 def test_ways_are_bounded() -> None:
-    """2^n ways through n resources that each have the same dynamic anchor."""
+    """There are 2^n paths through n levels of two resources, each with a dynamic anchor."""
     defs: dict[str, Any] = {}
     for level in range(14):
         for side in "ab":

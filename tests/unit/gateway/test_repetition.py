@@ -1,4 +1,4 @@
-"""What goes round in circles is told from what only repeats something a while."""
+"""Endless repetition is distinguished from text that repeats something for a while."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .scenes import scene
 
 
 def slow_period(tokens: Sequence[int]) -> int:
-    """By the definition, token by token."""
+    """Return the period by definition, comparing token by token; 0 if there is none."""
     for period in range(1, MAX_PERIOD + 1):
         run = max(MIN_TOKENS, MIN_TIMES * period)
         last = range(len(tokens) - run + period, len(tokens))

@@ -84,7 +84,7 @@ def test_usage_chunk(model: ServedModel) -> None:
 def test_parts_of_characters_have_names_of_their_own_and_offsets_in_the_text(
     model: ServedModel,
 ) -> None:
-    """Byte tokens: the four of a smile, told in two pieces."""
+    """Byte tokens: the four of an emoji arrive in two pieces."""
     reply = CompletionFormatter(HEAD, model.vocabulary)
     ids = model.vocabulary.encode_plain("a🙂 b")
     assert len(ids) > 4
@@ -124,8 +124,8 @@ def test_completion(model: ServedModel) -> None:
     assert logprobs.text_offset == [3, 3 + len(model.vocabulary.decode([70]))]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert all(len(top) == 2 for top in logprobs.top_logprobs or ())
-    # The client's types do not know that a stream's finish_reason is null until the end, as OpenAI
-    # sends it.
+    # OpenAI sends finish_reason null until the end of a stream, which the client's types do not
+    # allow.
     chunks = [
         Completion.model_construct(**chunk)
         for chunk in chunks_of(reply.opening(0, "pre") + reply.chunks(0, Piece("", NASTY)))

@@ -1,4 +1,4 @@
-"""/v1/responses: what bodies mean, what is kept, and OpenAI's own client at a real port."""
+"""/v1/responses: what bodies mean, kept responses, and OpenAI's own client at a real port."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ async def test_streamed_and_whole_are_the_same(model: ServedModel) -> None:
         streamed = response_of(named_events(reply.content))
         for response in (whole, streamed):
             Response.model_validate(response, strict=True)
-            # Each has a second of its own.
+            # Each response has its own times.
             assert 0 < response.pop("created_at") <= response.pop("completed_at")
             response.pop("id")
             for item in response["output"]:
@@ -299,7 +299,7 @@ async def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
     "What is kept is the whole conversation, so the responses before it may be gone or deleted."
 )
 async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
-    """The prompt is that of the whole conversation, without the first one's instructions."""
+    """The prompt has the whole conversation, without the first response's instructions."""
     async with scene(model) as it:
         first = (await ask(it, instructions="Be brief.")).json()
         second = (await ask(it, input="And?", previous_response_id=first["id"])).json()
@@ -323,7 +323,7 @@ async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
 
 
 async def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel) -> None:
-    """Those of two responses, in whatever order; to others than their tenant they are not there."""
+    """Items of two responses may be named in any order. For other tenants they do not exist."""
     async with scene(model, keys=("mine", "other")) as it:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
         ids: list[str] = []
@@ -383,7 +383,9 @@ async def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
 
 
 def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedModel) -> None:
-    """The last piece may bring the end of the reasoning and all of the text; nothing of it is lost."""
+    """The last piece may bring the end of the reasoning and all of the text; nothing may be
+    lost.
+    """
     head = Head("resp_0_" + "0" * 32, 0, "small", "")
     for pieces in (
         [Piece(reasoning="Well.", content="It is", finish="length")],
@@ -409,7 +411,7 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
     "limit (1 to 100, else 20) and after."
 )
 async def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
-    """Ids that a client gave twice lead no reader of pages in a circle."""
+    """Ids that a client sent twice do not make paging loop for ever."""
     given: list[dict[str, Any]] = [{"role": "user", "content": f"{number}"} for number in range(45)]
     given[3]["id"] = given[7]["id"] = "item_9"
 

@@ -1,6 +1,7 @@
-"""Prompts are those of transformers: chat templates drawn from a seed, rendered by both.
+"""Prompts equal those of transformers, for chat templates drawn from a seed.
 
-`python -m tests.unit.gateway.test_same_prompts 5000` draws as many and prints what came of them.
+`python -m tests.unit.gateway.test_same_prompts 5000` draws 5000 and prints how often each outcome
+occurred.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NUM_CHATS = 3
 
 
 class InThisProcess:
-    """A template's environment without a process of its own, whose start takes longest."""
+    """Environment of a template in this process: to start one for each would take too long."""
 
     def __init__(self, template: str, source: str) -> None:
         try:
@@ -43,7 +44,7 @@ class InThisProcess:
             raise CheckpointError(str(error)) from None
 
     def render(self, messages: Any, values: dict[str, Any], max_chars: int) -> str:
-        """Render as the process does."""
+        """Render as the template's own process does."""
         try:
             text = self._template.render(**values, messages=messages)
         except Exception as error:
@@ -52,11 +53,11 @@ class InThisProcess:
         return text
 
     def close(self) -> None:
-        """End nothing."""
+        """Do nothing: there is no process to end."""
 
 
 def outcome(seed: int, folder: Path, vocabulary: Vocabulary) -> str:
-    """Draw templates and chats, and compare; return what came of them."""
+    """Draw templates and chats, compare the prompts, and return the outcome."""
     rng = Random(seed)
     write_templates(rng, folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
@@ -82,7 +83,7 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
         wanted = type(error).__name__
     if isinstance(
         ours, str
-    ):  # One of its templates does not parse, perhaps not the one of the chat.
+    ):  # A template of the folder does not parse, perhaps not the chat's own.
         return "folder refused"
     assert ours is not None
     found: list[int] | str
@@ -103,7 +104,7 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
 
 
 def write_folder(folder: Path) -> Path:
-    """Write a model's folder whose model calls tools."""
+    """Write a model's folder whose vocabulary has the marks of tool calls."""
     path = write_model_folder(folder) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in V31.marks])

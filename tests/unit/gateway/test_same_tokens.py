@@ -1,6 +1,7 @@
-"""Ids are those of transformers: tokenizers drawn from a seed, loaded by both.
+"""Ids equal those of transformers, for tokenizers drawn from a seed.
 
-`python -m tests.unit.gateway.test_same_tokens 5000` draws as many and prints what came of them.
+`python -m tests.unit.gateway.test_same_tokens 5000` draws 5000 and prints how often each outcome
+occurred.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_TEXTS = 12
 
 
 def outcome(seed: int, folder: Path) -> str:
-    """Draw one folder and compare; return what came of it."""
+    """Draw one folder, compare the ids, and return the outcome."""
     rng = Random(seed)
     contents = draw_folder(rng, folder)
     try:
@@ -53,8 +54,8 @@ def outcome(seed: int, folder: Path) -> str:
 
 
 def _ids(tokenizer: Any, text: str, *, adds_special: bool) -> list[int] | None:
-    """Return transformers' ids; None where the tokenizers library panics, as it does where two tokens
-    want the same white space.
+    """Return transformers' ids. None if the tokenizers library panics, which happens if two tokens
+    match the same white space.
     """
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=adds_special)["input_ids"]

@@ -1,4 +1,4 @@
-"""Schemas that would be taken for something else are refused by name, and no others."""
+"""Schemas that would be misread are refused by name; no other schemas are."""
 
 from __future__ import annotations
 

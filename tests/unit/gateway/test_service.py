@@ -1,4 +1,4 @@
-"""What is read of a model folder, and how limits shape a generation."""
+"""Reading of model folders, and the effect of limits on a generation."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_damaged_folders(tmp_path: Path, name: str, content: Any, error: str) ->
 
 
 def test_a_model_without_a_template_completes_texts_and_refuses_chats(tmp_path: Path) -> None:
-    """Base models and DeepSeek-V3.2 come without one."""
+    """Base models and DeepSeek-V3.2 have none."""
     write_model_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     model = read_served_model(tmp_path, "small")
@@ -103,7 +103,7 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
 def test_ids_that_end_a_reply_are_those_that_transformers_ends_with(
     tmp_path: Path, ends: int | list[int]
 ) -> None:
-    """config.json names another, and transformers reads its file alone where that is there."""
+    """config.json has another id, but transformers reads only this file if it exists."""
     from transformers import GenerationConfig
 
     write_model_folder(tmp_path)
@@ -131,7 +131,7 @@ def test_greedy_model(tmp_path: Path) -> None:
         ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, SamplingDefaults(0.6, 0.95, 20), (1,)),
         ({"temperature": None, "top_k": None, "eos_token_id": None}, SamplingDefaults(), (1,)),
         ({"top_k": -1}, SamplingDefaults(), (1,)),
-        # As GLM's file has them: what ends a text, and what opens another's turn.
+        # Like GLM's file: the id that ends a text, and ids that open another role's turn.
         ({"eos_token_id": [1, 20, 29]}, SamplingDefaults(), (1, 20, 29)),
         ({"eos_token_id": [86, 500_000]}, SamplingDefaults(), (86,)),
     ],
@@ -212,7 +212,7 @@ def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
 async def test_a_schema_is_looked_at_in_the_thread(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    """However its field is written: to look at it may take long."""
+    """This holds however the field's name is escaped, since a check may take long."""
     threads: list[threading.Thread] = []
     text = Formats.text
 
@@ -251,7 +251,7 @@ async def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) ->
 async def test_a_template_that_hangs_holds_up_nobody_elses_request(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process's own limits end it (tests/unit/gateway/test_template.py)."""
+    """The limits of the template's own process end it (tests/unit/gateway/test_template.py)."""
     hangs, go = threading.Event(), threading.Event()
 
     def render(process: ConfinedProcess, *given: Any) -> str:
@@ -365,7 +365,7 @@ def test_public_shares_exactly_the_full_blocks_of_the_system_messages(
     assert not set(ours[num_shared:]) & set(theirs[num_shared:]), (
         "the same question, of two tenants"
     )
-    # Whoever does not say so shares nothing, not even with what he shared before.
+    # A request that is not public shares nothing, not even with its tenant's own public blocks.
     private = names_of(model, {**chats[TENANT], "cache_salt": None})
     assert not set(private) & set(ours[:num_shared])
 

@@ -1,4 +1,4 @@
-"""Where marks begin in texts, as their definition says."""
+"""Places in texts where marks begin, compared with their definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS = st.text("<|a.*\n", max_size=12)
 
 
 def plain(marks: set[str]) -> Any:
-    """Stands for a vocabulary with these marks that does not normalise."""
+    """Return a stand-in for a vocabulary with these marks that does not normalise."""
     return SimpleNamespace(marks=marks, normalized=str)
 
 

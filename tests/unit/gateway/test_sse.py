@@ -1,4 +1,4 @@
-"""Streams: what is in them, and what happens when a client leaves, stands still or has to wait."""
+"""Streams: their content, and what happens when a client leaves, stalls or has to wait."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def chat(user: str, *, system: str = "abc " * 150, **fields: Any) -> dict[str, A
 async def usage_of(
     it: World, path: str, body: dict[str, Any], *, stream: bool = False, key: str = ""
 ) -> dict[str, Any]:
-    """What a reply says it used; the two ways of saying what was cached must agree."""
+    """Return the usage of a reply. Its two fields for cached tokens must agree."""
     if stream:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -172,7 +172,8 @@ async def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, strea
     async with scene(model) as it:
         body = {"model": "small", "prompt": ids, "max_tokens": 2, "n": 2}
         first = await usage_of(it, "completions", body, stream=stream)
-        # A prompt's second choice may find what the first left behind: that is not the prompt's.
+        # A prompt's second choice may find the first one's KV in the cache; usage does not count
+        # that.
         assert (first["prompt_tokens"], first["prompt_cache_hit_tokens"]) == (400, 0)
         again = await usage_of(it, "completions", body, stream=stream)
         assert (again["prompt_tokens"], again["prompt_cache_hit_tokens"]) == (400, 2 * 192)

@@ -1,4 +1,4 @@
-"""The matcher against a definition that looks at one character after the other."""
+"""The stop matcher, compared with a definition that checks one character after the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_any_cut_gives_the_definition(
         safe, match, rest = matcher.feed(text[start:end])
         shown += safe
         if match is None:
-            # Nothing shown can be the start of a match, and no more is held back than may be one.
+            # Text is withheld only if it may be the start of a match, and such text is not shown
+            # yet.
             held = text[len(shown) : end]
             assert not held or any(pattern.startswith(held) for pattern in patterns)
     if match is None:

@@ -1,4 +1,4 @@
-"""The assembler: any grouping of the tokens gives the text that its plain definition gives."""
+"""The assembler gives the text of its plain definition, however the tokens are grouped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def spelled(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    """A vocabulary in which the think marks are ordinary text."""
+    """Return a vocabulary in which the think marks are ordinary text."""
     return read_vocabulary(
         write_model_folder(tmp_path_factory.mktemp("spelled"), think_tokens=False)
     )
@@ -69,7 +69,7 @@ def one_by_one(assembler: Assembler, tokens: Sequence[Token]) -> Piece:
 
 @st.composite
 def outputs(draw: st.DrawFn) -> list[str | int]:
-    """Text, think marks, and raw bytes that need not be UTF-8."""
+    """Draw text, think marks, and raw bytes that need not be UTF-8."""
     return draw(
         st.lists(st.sampled_from([*TEXTS, "<think>", "</think>", 0x80, 0xF0, 0xE4]), max_size=12)
     )
@@ -157,7 +157,7 @@ def test_stop_strings_cut_the_text(
 
 
 def without_marks(text: str) -> str:
-    """A mark goes as soon as it is complete, also one of which another stood in the middle."""
+    """Remove each mark when it is complete, also one that was split by another mark."""
     kept = ""
     for char in text:
         kept = (kept + char).removesuffix("<think>").removesuffix("</think>")
@@ -174,7 +174,7 @@ def test_sections_split_at_the_first_mark(
         for part in parts
         if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))
     ]
-    # Where the mark is a token, spelling it out is just text; keep it out of the definition below.
+    # If the mark is a token, its spelling is plain text, which the definition below does not cover.
     if not spells:
         parts = [part for part in parts if part not in ("<", "ink>", "nk>")]
     text = "".join(parts)
@@ -192,7 +192,7 @@ def test_sections_split_at_the_first_mark(
 def test_no_control_mark_reaches_a_chat(
     model: ServedModel, spelled: Vocabulary, parts: list[str | int], thinks: bool, spells: bool
 ) -> None:
-    """With thinking disabled a model may still close a thought; it did, and `</think>` stood in the
+    """With thinking disabled a model may still write `</think>`, which once stood in the
     content.
     """
     vocabulary = spelled if spells else model.vocabulary
@@ -217,7 +217,7 @@ def test_a_mark_that_is_spelled_out_is_no_content_either(model: ServedModel) -> 
     )
     raw = one_by_one(
         Assembler(vocabulary, TextReading(sections=False)), tokens_of(ids)
-    )  # A plain completion's text is its own.
+    )  # A plain completion shows marks.
     assert raw.content == "a</think> b"
 
 

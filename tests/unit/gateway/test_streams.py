@@ -1,4 +1,4 @@
-"""Streams that run without their tasks: pushed together, timed together, and to their ends."""
+"""Streams that run without tasks of their own: their pushes, timers and ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = " ".join(str(number) for number in range(700))
 
 
 class Counted:
-    """A stream that counts how often it was called."""
+    """Stream that counts its calls."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
@@ -48,7 +48,7 @@ async def test_streams_are_pushed_in_one_go_and_not_after_they_left() -> None:
 
 
 async def test_each_stream_is_late_at_its_own_time() -> None:
-    """One that moves on is not late; one that is due first comes behind the others."""
+    """A stream whose deadline moved is not late. The stream that is due first joined last."""
     clock = Clock(1000.0)
     streams = Streams(clock)
     late, moved, soon = Counted(1000.1), Counted(1000.05), Counted(1000.02)
@@ -66,7 +66,7 @@ async def test_each_stream_is_late_at_its_own_time() -> None:
 def test_what_a_connection_refuses_is_sent_by_the_task(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when its buffer is full, now and then."""
+    """Every third write is refused, as if the connection's buffer were full."""
     plain, num_writes = GatewayProtocol._write, itertools.count()
 
     def write(protocol: GatewayProtocol, cycle: Any, data: bytes) -> bool:

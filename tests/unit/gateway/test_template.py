@@ -1,5 +1,5 @@
-"""A template's process: it renders as Jinja does, and whatever a template does ends at a limit,
-told in one line.
+"""A template's process renders as Jinja does, and ends any template at a limit, with an error of
+one line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def made(template: str, **limits: float) -> closing[ConfinedProcess]:
 
 
 def processes() -> list[int]:
-    """Template processes of this test's, the oldest first."""
+    """Return the template processes of this test process, oldest first."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         pid
@@ -46,7 +46,7 @@ def processes() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[list[int]]:
-    """Those of other tests; in the end there are no more."""
+    """Yield the template processes of other tests; at the end there must be no more."""
     pids = processes()
     yield pids
     assert processes() == pids
@@ -73,7 +73,7 @@ DOUBLING = (
         (
             "{{ 7 ** (n * n) % 2 }}",
             r"takes more than 0.3 s of processor time",
-        ),  # Nothing interrupts one operation.
+        ),  # One operation cannot be interrupted.
         (DOUBLING, r"takes more than 256 MiB of memory"),
         ("{{ 'x' * n * n * n }}", r"takes more than 256 MiB of memory"),
         ("{{ '%999999999d' % n }}", r"takes more than 256 MiB of memory"),
@@ -82,7 +82,7 @@ DOUBLING = (
 def test_what_a_template_takes_has_limits(template: str, why: str) -> None:
     cpu_s = 0.3 if "processor" in why else 10.0
     with made(template, cpu_s=cpu_s, memory_bytes=1 << 28, patience_s=DEADLINE_S) as hostile:
-        for _ in range(2):  # It is refused again, by a process that works.
+        for _ in range(2):  # Refused again, by a working process.
             with pytest.raises(RequestError, match=why) as caught:
                 hostile.render(MESSAGES, {"n": 9999}, 1000)
             assert caught.value.param == "messages"

@@ -1,4 +1,4 @@
-"""Salts: of the key alone, and never it."""
+"""Salts depend on the key alone, and do not contain it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_salts_differ_and_stay() -> None:
         "a key for the hashes of names: at most 64 bytes"
     )
     assert not any(key and key in salt for key, salt in zip(keys, salts, strict=True))
-    # Another process, other seeds of hash(): what is on disk is found again after a restart.
+    # Another process has other seeds of hash(). Equal salts find the blocks on disk after a
+    # restart.
     code = (
         "from hadal.gateway.desk.salts import *; print(salt_within(salt_of(b'one'), 'two').hex())"
     )

@@ -1,5 +1,5 @@
-"""A terminal's lines: words are never broken, turns of several lines are one, and history is for
-its owner alone.
+"""Lines of the terminal chat: words are never broken, several lines can be one turn, and only the
+owner can read the history.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXT = (
 
 
 def wrapped(text: str, width: int | None, margin: str = "", seed: int = 0) -> str:
-    """Fed in pieces of random lengths."""
+    """Return the text wrapped, after feeding it in pieces of random lengths."""
     out: list[str] = []
     wrap = WordWrap(out.append, width, margin)
     draw = random.Random(seed)
@@ -114,16 +114,16 @@ class Typist:
 
     @property
     def seen(self) -> str:
-        """What stands on the screen, without colours."""
+        """Text on the screen, without colours."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02\r]", "", self._seen)
 
     def type(self, keys: str, then: str, times: int = 1) -> None:
-        """Press keys, and wait until the screen has shown something so often."""
+        """Press keys, and wait until the screen has shown `then` at least `times` times."""
         os.write(self._master, keys.encode())
         wait_until(lambda: self.seen.count(then) >= times, f"{then!r} is shown")
 
     def leave(self) -> int:
-        # Before, the terminal itself would take it for an empty line.
+        # Before the prompt, the terminal itself would read Ctrl-D as an empty line.
         wait_until(lambda: self.seen.endswith("> "), "it asks again")
         os.write(self._master, b"\x04")
         code = self._process.wait(DEADLINE_S)
@@ -169,7 +169,7 @@ def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
 
 
 def answered(*events: str) -> str:
-    """What a chat shows where the server's stream has these events."""
+    """Return what a chat shows if the server's stream has these events."""
     body = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
     reply = httpx.Response(200, headers={"content-type": "text/event-stream"}, text=body)
     out = io.StringIO()

@@ -61,7 +61,7 @@ def test_turns_and_commands(model: ServedModel) -> None:
     assert len(asked) == 3
     assert all("Be brief." in prompt for prompt in asked)
     assert "Four" in asked[1]
-    assert "Easy" not in asked[1]  # Thinking is not said again.
+    assert "Easy" not in asked[1]  # Thinking is not sent again.
     assert "Four" not in asked[2]
     assert temperatures == {0.5}
 
@@ -102,7 +102,7 @@ def test_ctrl_c_stops_the_answer_only(model: ServedModel, monkeypatch: pytest.Mo
             assert turn.stopped
             assert talking.history[-1] == {"role": "assistant", "content": turn.content}
             assert "stopped" in shown.getvalue()
-        # Serving's end checks that the server has let go of it.
+        # `serving` asserts at its end that the server has released the request.
 
 
 def test_errors_in_the_stream() -> None:

@@ -1,4 +1,6 @@
-"""Switches of thinking of all services, in all formats: what the prompt becomes, and what is drawn."""
+"""Thinking switches of all services, in all formats: their effect on prompts, grammars and
+replies.
+"""
 
 from __future__ import annotations
 

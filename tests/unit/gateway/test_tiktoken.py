@@ -1,4 +1,4 @@
-"""A tiktoken.model against tiktoken itself, whose ids a Kimi model was trained on."""
+"""Ids of a tiktoken.model equal those of tiktoken itself, on which Kimi models were trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hadal.gateway.text.vocabulary import Vocabulary, read_vocabulary
 from hadal.tokens.tiktoken import byte_of_char
 from tests.fresh import fresh
 
-# As tokenization_kimi.py writes it, in a line each.
+# From tokenization_kimi.py, one alternative per line.
 PATTERN = "|".join(
     [
         r"""[\p{Han}]+""",
@@ -51,8 +51,8 @@ BOS, END, OPEN = "[BOS]", "<|im_end|>", "<think>"
 
 @cache
 def some_tokens() -> tuple[bytes, ...]:
-    """Tokens in the order of ranks: bytes, what BPE finds in the texts, and at places of their own
-    some that no merges lead to, which are taken only as whole words.
+    """Return tokens in the order of ranks: bytes, tokens that BPE finds in the texts, and inserted
+    tokens that no merges lead to. The latter are used only for whole words.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -128,7 +128,7 @@ def test_any_text(vocabulary: Vocabulary, encoding: tiktoken.Encoding, text: str
 def test_every_character_between_others(
     vocabulary: Vocabulary, encoding: tiktoken.Encoding
 ) -> None:
-    """tiktoken and tokenizers read the pattern by two engines with tables of their own."""
+    """tiktoken and tokenizers use two regex engines, each with tables of its own."""
     rng = fresh()
     for code in rng.sample([*range(0xD800), *range(0xE000, 0x110000)], 20_000):
         text = f"a{chr(code)}B {chr(code)}{chr(code)}'s"
@@ -136,7 +136,7 @@ def test_every_character_between_others(
 
 
 def test_random_vocabularies(tmp_path: Path) -> None:
-    """Tokens that no BPE would find, in any order: still the ids of tiktoken."""
+    """Ids equal tiktoken's even for tokens that BPE would not find, in any order."""
     rng = fresh()
     for _ in range(20):
         alphabet = rng.choice((b"ab", b"abc", "aé漢".encode()))

@@ -1,5 +1,5 @@
-"""A step that draws several tokens for a request: its readers are told, and billed, what they are
-when each token comes by itself.
+"""A step that draws several tokens for a request gives the same reply and the same bill as steps of
+one token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASKED: list[dict[str, Any]] = [
 def answer(
     model: ServedModel, tokens_step: int, fields: dict[str, Any]
 ) -> tuple[dict[int, Any], dict[str, Any], list[tuple[object, ...]]]:
-    """What each choice of a reply consists of, its usage, and the facts of the ledger."""
+    """Return the content of each choice of a reply, its usage, and its facts of the ledger."""
 
     async def ask() -> tuple[str, list[RequestFact]]:
         async with booked(model, spell(model, TEXT)) as (it, sink):
@@ -82,7 +82,7 @@ def answer(
 def test_a_reply_is_the_same_however_many_tokens_a_step_draws(
     model: ServedModel, tokens_step: int, stream: bool, fields: dict[str, Any]
 ) -> None:
-    """Its text, its finish, its log-probabilities, its usage and what it is billed."""
+    """Text, finish, log-probabilities, usage and bill are equal."""
     if stream:
         fields = fields | {"stream": True, "stream_options": {"include_usage": True}}
     one_by_one, together = (answer(model, number, fields) for number in (1, tokens_step))

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize in vLLM's form, and prompts with what follows behind them."""
+"""/tokenize and /detokenize in vLLM's form, and prompts with a suffix."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def completion(model: ServedModel, **fields: Any) -> Work:
 
 
 def test_a_text_with_a_gap(model: ServedModel) -> None:
-    """What is before and behind is plain text, whatever it spells."""
+    """Prompt and suffix are plain text, even if they spell marks."""
     vocabulary = vocabulary_of([*VOCABULARY.control_ids, *FIM_MARKS])
     taught = replace(model, vocabulary=vocabulary, vocab_size=len(vocabulary))
     work = completion(taught, prompt="def <｜fim▁hole｜>", suffix="\n  return x")
@@ -113,7 +113,7 @@ def test_a_text_with_a_gap(model: ServedModel) -> None:
 )
 @pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
 def test_a_prompt_that_is_scored_has_no_names(model: ServedModel) -> None:
-    """So nothing of it is found or left in a cache."""
+    """Without names, its blocks are neither found in a cache nor left there."""
     plain, scored = (
         completion(model, prompt=[5] * 200, max_tokens=0, echo=True, **more)
         for more in ({}, {"logprobs": 1})

@@ -1,5 +1,5 @@
-"""Tools: what clients may ask, prompts in each family's words, and calls read from tokens that come in
-any pieces.
+"""Tools: what clients may ask, prompts in each family's form, and calls that are read from tokens
+in groups of any size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 V3, V31, KIMI = (FORMATS[name] for name in ("deepseek-v3", "deepseek-v3.1", "kimi-k2"))
 MARKS = [*dict.fromkeys(mark for each in FORMATS.values() for mark in each.marks)]
 CONTROLS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", *MARKS]
-"""Each a token; all else is bytes."""
+"""Texts of one token each; all other text is bytes."""
 WEATHER = Tool(
     "weather",
     {
@@ -53,11 +53,11 @@ WEATHER = Tool(
     },
 )
 
-"""Whose description tries to be more than a text."""
+"""Tool whose description spells a control token."""
 
 
 def tokenizer_of(controls: Sequence[str]) -> dict[str, Any]:
-    """A tokenizer.json of bytes and these control tokens."""
+    """Return a tokenizer.json of bytes and these control tokens."""
     chars = {byte: char for char, byte in byte_of_char().items()}
     special = [{"id": 256 + i, "content": text, "special": True} for i, text in enumerate(controls)]
     off = ("add_prefix_space", "use_regex", "trim_offsets")
@@ -75,7 +75,7 @@ def tokenizer_of(controls: Sequence[str]) -> dict[str, Any]:
 
 
 def vocabulary_of(controls: Sequence[str]) -> Vocabulary:
-    """Bytes, and these control tokens."""
+    """Return a vocabulary of bytes and these control tokens."""
     return Vocabulary(tokenizer_of(controls), "here")
 
 
@@ -88,7 +88,7 @@ def vocabulary() -> Vocabulary:
 
 
 def written(format: ToolFormat, *calls: tuple[str, str]) -> str:
-    """Calls as a model of the family writes them."""
+    """Return calls as a model of the family writes them."""
     text = format.calls_begin
     for number, (name, arguments) in enumerate(calls):
         if format.is_fenced:
@@ -103,12 +103,12 @@ def written(format: ToolFormat, *calls: tuple[str, str]) -> str:
 
 @dataclass
 class Read:
-    """A reply as a client adds it up."""
+    """Reply as a client adds it up."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[list[str]] = field(default_factory=list)
-    """Of each its name and arguments."""
+    """Name and arguments of each call."""
     ids: list[str] = field(default_factory=list)
     finish: str | None = None
 
@@ -134,7 +134,7 @@ def read(
     finish: str = "stop",
     **choosing: Any,
 ) -> Read:
-    """What becomes of these tokens and a stop id behind them, pushed in pieces."""
+    """Return the reply that these tokens and a stop id give, pushed in groups."""
     assembler = Assembler(
         vocabulary,
         TextReading(sections=True, calls=Calls(format, Choosing((WEATHER,), **choosing))),
@@ -172,7 +172,7 @@ PLAIN = st.text(st.sampled_from('a{}":` \n,é'), max_size=6)
 
 @st.composite
 def replies(draw: st.DrawFn, format: ToolFormat) -> str:
-    """Calls with a fault here and there, and text between them."""
+    """Draw calls with faults here and there, and text between them."""
     parts = [written(format, ("weather", '{"city": 1}'), ("f", "{}"))]
     pieces = [piece for part in parts for piece in _split(part)]
     for _ in range(draw(st.integers(0, 4))):
@@ -185,7 +185,7 @@ def replies(draw: st.DrawFn, format: ToolFormat) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """At its marks."""
+    """Split a text at its marks."""
     for mark in MARKS:
         text = text.replace(mark, f"\0{mark}\0")
     return [part for part in text.split("\0") if part]
@@ -200,8 +200,8 @@ BLANK = st.text(st.sampled_from(" \n\t"), max_size=3)
 def test_what_is_said_beside_calls_comes_as_it_was_said(
     format: ToolFormat, is_closed: bool, said: str, more: str, gap: str, strays: list[int]
 ) -> None:
-    """Also where the list is left open, and where marks stand that begin nothing. What lies between
-    two calls is no text.
+    """This holds also if the list is left open, or if stray marks begin nothing. Blanks between two
+    calls are not shown.
     """
     marks = [mark for mark in format.marks if mark not in (format.calls_begin, format.call_begin)]
     stray = "".join(marks[at] for at in strays)
@@ -232,7 +232,7 @@ def test_a_stop_behind_calls_ends_the_reply() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> None:
-    """Broken ones, too, of which no plain text is lost."""
+    """This holds for broken replies too, of which no plain text is lost."""
     vocabulary, format = VOCABULARY, FORMATS[name]
     ids = vocabulary.encode_controlled(data.draw(replies(format)))
     cuts = data.draw(st.lists(st.integers(0, len(ids) + 1), max_size=8))
@@ -296,7 +296,7 @@ def test_without_tools_marks_are_hidden_as_all_controls_are(vocabulary: Vocabula
 
 @pytest.mark.parametrize("text", ['{"tag":"<think>"}', '{"a":"x</think>y"}', '{"<｜User｜>":1}'])
 def test_what_is_held_to_a_format_is_shown_as_it_is(vocabulary: Vocabulary, text: str) -> None:
-    """Marks that are spelled in plain tokens are no marks of a text in which none can be."""
+    """A text constrained by a grammar has no marks: spelled in plain tokens, they are content."""
     for is_held in (True, False):
         assembler = Assembler(vocabulary, TextReading(sections=True, thinks=True, is_held=is_held))
         ids = [
@@ -328,7 +328,7 @@ def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> N
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_two_calls_have_two_ids(vocabulary: Vocabulary, format: ToolFormat) -> None:
-    """Whatever numbers a model gives them."""
+    """The ids differ, whatever numbers a model writes."""
     whole = written(format, ("weather", '{"city": 1}'), ("weather", "{}")).replace(":1", ":0")
     found = read(vocabulary, format, vocabulary.encode_controlled(whole), is_forced=True)
     assert len(set(found.ids)) == 2
@@ -365,7 +365,7 @@ LISTING = "{{ tools | tojson if tools else '' }}"
 
 
 def listing_chat(vocabulary: Vocabulary) -> ChatFormat:
-    """A chat whose template lists tools."""
+    """Return the chat format of a template that lists tools."""
     special = {"bos_token": BOS, "eos_token": EOS}
     return ChatFormat(vocabulary, {"default": LISTING + V31_TEMPLATE}, special, "here")
 
@@ -411,7 +411,9 @@ def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: Cha
 
 
 def _past(call: str, *, role: str = "m['tool_calls']") -> str:
-    """A template whose assistant's turns are `call` for each of `c`, or else the text."""
+    """Return a template that renders an assistant's turn as `call` for each of `c`, or as its
+    text.
+    """
     return (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
         "{% elif m['role'] == 'tool' %}{{ '<out ' + m['tool_call_id'] + '>' + m['content'] }}"
@@ -429,12 +431,13 @@ _TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
     ("template", "turn"),
     [
         (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
-        # As DeepSeek-V3's and R1's first ones: calls are looked for where there is no text.
+        # Like the first templates of DeepSeek-V3 and R1: calls are looked for in turns without
+        # text.
         (
             _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
             f"Wait.<end><｜Assistant｜>f({_TURN}",
         ),
-        # As others have written DeepSeek-V3.1's.
+        # Like third-party templates of DeepSeek-V3.1.
         (_past(_NAMED.replace("ARGUMENTS", "| tojson")), f"Wait.f({_TURN}"),
         (
             _past("c.id + c.function.arguments"),
@@ -466,7 +469,7 @@ def test_calls_are_rendered_in_the_form_the_template_takes(template: str, turn: 
 
 
 def test_calls_of_a_chat_that_began_elsewhere_have_the_model_s_ids() -> None:
-    """Kimi-K2 is taught a call's name by its id alone."""
+    """Kimi-K2 learns a call's name from its id alone."""
     vocabulary = vocabulary_of([BOS, EOS, "<｜User｜>", "<｜Assistant｜>", *KIMI.marks])
     turns = [
         Turn("user", "a"),
@@ -522,7 +525,7 @@ def test_a_template_that_lists_tools_gets_them(vocabulary: Vocabulary) -> None:
 
 
 def test_a_forced_call_leaves_the_prompt_as_it_is(vocabulary: Vocabulary, chat: ChatFormat) -> None:
-    """It is the reply that is held to be a call, behind its reasoning if it has one."""
+    """The grammar forces the reply to be a call, after its reasoning if it has one."""
     free, forced = (
         rendered(*(vocabulary, chat, [Turn("user", "a")]), choosing=Choosing((WEATHER,), *way))
         for way in ((), (True, "weather"))
@@ -602,13 +605,13 @@ def test_what_a_client_leaves_null_is_empty() -> None:
 
 @pytest.mark.parametrize("run", [" " * 128, "a" * 128, " \n" * 64, "a\n" * 64])
 def test_what_is_no_name_is_read_once(vocabulary: Vocabulary, run: str) -> None:
-    """Reading it must not take longer and longer: one gateway serves everybody. Where it does, this
-    does not end.
+    """Reading must stay linear, since one gateway serves all clients. Otherwise this test would not
+    end.
     """
     text = V3.calls_begin + V3.call_begin + "function" + V3.separator + run * 32
     found = read(vocabulary, V3, vocabulary.encode_controlled(text))
     assert not found.calls
-    assert run in found.content  # Blanks behind it are between calls.
+    assert run in found.content  # Blanks after it are between calls.
 
 
 def test_arguments_in_circles_are_stopped(vocabulary: Vocabulary) -> None:

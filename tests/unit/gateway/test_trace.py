@@ -1,5 +1,5 @@
-"""Tracing a live server: the route through the real front and host, and the command against a real
-port.
+"""Tracing of a live server: the route through the real front and host, and the command against a
+real port.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
 def answers(
     units: FakeUnits, *steps: TracedStep, clocks: tuple[HostClock, ...] = ()
 ) -> list[tuple[str, TraceRequest]]:
-    """Make decode-0 answer like a leader, with these steps or as many as are asked for; returns what
-    it was asked.
+    """Make decode-0 answer like a leader, with these steps or with as many as are asked for. Return
+    the requests that it received.
     """
     asked: list[tuple[str, TraceRequest]] = []
     send = units.send
@@ -63,7 +63,7 @@ def answers(
         if isinstance(message, TraceRequest):
             asked.append((to, message))
             found = steps or tuple(traced(i) for i in range(message.num_steps))
-            # An answer to an older question comes first and must not be taken for ours.
+            # The answer to an older request arrives first, and must not be taken for ours.
             units.tell(Trace("decode-0", message.reply_id - 1, ()))
             units.tell(Trace("decode-0", message.reply_id, found, clocks))
 
@@ -88,12 +88,12 @@ async def test_traces_the_next_steps(model: ServedModel) -> None:
         assert [(to, request.num_steps) for to, request in asked] == [("decode-0", 2)]
         body = msgspec.json.decode(reply.content, type=TraceReply)
         assert body == TraceReply("decode-0", (traced(0), traced(1)))
-        # The front was told too, and goes on.
+        # The front received the trace too, and goes on.
         assert (await it.chat()).status_code == 200
 
 
 async def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
-    """JSON would make null of it, which no reader of a trace takes for a number."""
+    """It would become null in JSON, which readers of a trace do not take for a number."""
     async with scene(model) as it:
         await up(it)
         step = msgspec.structs.replace(
@@ -137,7 +137,7 @@ async def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
             "decode-0 did not run 3 more steps within 0.05 s"
             in error_of(reply, 504, "no_step")["message"]
         )
-        # A late answer finds nobody.
+        # No request waits for a late answer.
         it.units.tell(Trace("decode-0", 1, (traced(0),)))
         assert (await it.chat()).status_code == 200
 
@@ -199,7 +199,7 @@ def run(served: Serving, output: Path, *more: str) -> tuple[int, str]:
 
 @pytest.fixture
 def ready(served: Serving) -> Serving:
-    """decode-0 made tokens and said what it holds, so the front knows it."""
+    """Return a server whose decode-0 made tokens and sent a report, so that the front has it."""
     headers = {"Authorization": f"Bearer {KEY}"}
     reply = httpx.post(
         f"{served.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=DEADLINE_S

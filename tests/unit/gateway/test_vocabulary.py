@@ -48,7 +48,7 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
 
 
 def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) -> None:
-    """It puts a token behind every text, and says nowhere which."""
+    """Its post-processor adds a token to every text that the file does not define."""
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     template["single"] = [
         {"Sequence": {"id": "A", "type_id": 0}},
@@ -79,7 +79,7 @@ def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> No
 
 @pytest.mark.parametrize("value", [3, True, [], [1]], ids=str)
 def test_a_special_token_of_another_type(tmp_path: Path, value: object) -> None:
-    """Left out in silence, a prompt would begin without it."""
+    """If it were ignored, prompts would begin without this token."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_fields()))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": value}))
     with pytest.raises(CheckpointError, match="bos_token is"):
@@ -97,8 +97,8 @@ def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
 def test_tokens_with_something_before_or_behind_them_are_refused(tmp_path: Path, name: str) -> None:
-    """The tokenizers library cuts it off every merged token, there or not, and aborts the
-    process.
+    """The tokenizers library cuts it off every merged token, even if it is not there, and aborts
+    the process.
     """
     fields = tokenizer_fields()
     fields["model"][name] = "/"

@@ -1,4 +1,4 @@
-"""A model that was taught to call tools, in DeepSeek-V3.1's form: what a gateway knows of it."""
+"""A model that was taught to call tools, in DeepSeek-V3.1's form, as the gateway reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Verdict(BaseModel):
 
 @contextmanager
 def tool_model() -> Iterator[ServedModel]:
-    """Named "small"; its template lists tools."""
+    """Yield a model named "small" whose template lists tools."""
     with closing(listing_chat(VOCABULARY)) as chat:
         yield ServedModel(
             name="small",
@@ -37,7 +37,9 @@ def tool_model() -> Iterator[ServedModel]:
 
 
 def says(choose: Callable[[str], str]) -> Script:
-    """A model that answers a prompt with the text that `choose` finds for it."""
+    """Return the script of a model that answers a prompt with the text that `choose` returns for
+    it.
+    """
 
     def script(generation: Generation, index: int) -> int:
         ids = VOCABULARY.encode_controlled(choose(VOCABULARY.decode(generation.prompt)))
@@ -47,7 +49,7 @@ def says(choose: Callable[[str], str]) -> Script:
 
 
 def calls_then(name: str, arguments: str, answer: Callable[[str], str]) -> Script:
-    """A model that calls a tool once, then answers with what it makes of the result."""
+    """Return the script of a model that calls a tool once, then answers with `answer(result)`."""
 
     def choose(prompt: str) -> str:
         _, found, result = prompt.rpartition("<out>")

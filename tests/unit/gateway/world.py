@@ -40,7 +40,7 @@ CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
 @dataclass
 class Clock:
-    """A gateway's time that stands still until a test moves it on."""
+    """Clock of a gateway that stands still until a test moves it."""
 
     now_s: float = 1000.0
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 def spell(model: ServedModel, text: str, *, then_stop: bool = True) -> Script:
-    """A script that writes `text`, then ends its turn (or starts again)."""
+    """Return a script that writes `text`, then ends its turn (or starts again)."""
     ids = model.vocabulary.encode_controlled(text)
 
     def script(generation: Generation, index: int) -> int:
@@ -67,15 +67,15 @@ class World:
     units: FakeUnits
     gateway: Gateway
     more: Sequence[Endpoint] = ()
-    """Endpoints besides the gateway's own: of files and batches."""
+    """Endpoints besides the gateway's own: those of files and batches."""
     pages: BatchPages | None = None
     worker: BatchWorker | None = None
-    """Whoever runs it has batches answered."""
+    """Worker that answers batches while it runs."""
 
     def chat(
         self, headers: dict[str, str] | None = None, **fields: Any
     ) -> Awaitable[httpx.Response]:
-        """Ask for a chat: CHAT, with other fields."""
+        """Send a chat request: CHAT with other fields."""
         return self.client.post("/v1/chat/completions", json=CHAT | fields, headers=headers)
 
     async def settle(self) -> None:
@@ -99,7 +99,7 @@ def gateway_of(
     now: Callable[[], float] = time.monotonic,
     has_ledger: bool = False,
 ) -> Gateway:
-    """The parts of a gateway, put together as its process does, with `units` for a wire."""
+    """Return a gateway, assembled as its process does it, with `units` as its wire."""
     limits = limits or LimitsConfig()
     deployment = Deployment(
         model="x",
@@ -121,7 +121,7 @@ def gateway_of(
 
 
 def with_outlet(app: ASGIApp) -> ASGIApp:
-    """Return the application behind a connection that streams can write to by themselves."""
+    """Return the application behind a connection to which streams can write by themselves."""
 
     async def behind(scope: Scope, receive: Receive, send: Send) -> None:
         def write(data: bytes) -> bool:
@@ -153,8 +153,8 @@ async def world(
     batches: BatchesConfig | None = None,
     has_ledger: bool = False,
 ) -> AsyncIterator[World]:
-    """Start everything, wait until it is ready, and stop it at the end. `store`: where files and
-    batches are; None: there are none.
+    """Start everything, wait until it is ready, and stop it at the end. `store`: of files and
+    batches; None: the gateway has neither.
     """
     units = FakeUnits(script, step_s)
     gateway = gateway_of(
