@@ -1,6 +1,4 @@
-"""Random chat templates from a seed, made of the functions and variables that transformers
-offers.
-"""
+"""Random chat templates from a seed, with the functions and variables that transformers offers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Random tokenizer folders from a seed, in the forms that are published, and texts that try their
-flags.
-"""
+"""Random tokenizer folders from a seed, in published forms, and texts that try their flags."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ CONTENTS = [
         " day",
     ),
 ]
-"""Texts of added tokens: prefixes of one another, words, white space, texts that normalisers
+"""Texts of added tokens: prefixes of one another, words, white space, and what normalisers
 change.
 """
 PIECES = [

@@ -7,9 +7,7 @@ from typing import Any
 
 
 def named_events(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON of every event, without keep-alive comments. An event's name must be its
-    type.
-    """
+    """Return the JSON of every event but keep-alive comments. An event's name must be its type."""
     events = []
     assert data.endswith(b"\n\n")
     for block in data.decode().split("\n\n")[:-1]:
@@ -76,7 +74,7 @@ def parsed(arguments: str) -> dict[str, Any]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the response of the last event of /v1/responses; the other events must add up to
+    """Return the response in the last event of /v1/responses; the other events must add up to
     it.
     """
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

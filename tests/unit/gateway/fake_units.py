@@ -127,9 +127,7 @@ class FakeUnits:
             self._decode()
 
     async def hold(self, num_tokens: int) -> None:
-        """Wait until a request has `num_tokens` output tokens. No request gets more until
-        `let_go`.
-        """
+        """Wait until a request has `num_tokens` output tokens; none gets more until `let_go`."""
         self.held_at = num_tokens
 
         def are_there() -> bool:

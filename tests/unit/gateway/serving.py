@@ -31,9 +31,7 @@ class Serving:
 def serving(
     model: ServedModel, script: Script, *, port: int = 0, **options: Any
 ) -> Iterator[Serving]:
-    """Serve until the block ends; all requests must end by themselves then. `port` 0: any free
-    port.
-    """
+    """Serve until the block ends; all requests must have ended then. `port` 0: any free port."""
     listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()
     ready = threading.Event()

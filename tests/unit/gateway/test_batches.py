@@ -233,9 +233,7 @@ async def test_a_write_that_outlives_its_line_is_charged(
 async def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    """Like `kill -9` between the commits to the two databases: the store keeps facts until the
-    ledger has them.
-    """
+    """Like `kill -9` between both databases' commits: facts stay until the ledger has them."""
 
     async with life(model, tmp_path) as (it, first):
         request_ids = await end(it, await begin(it))

@@ -77,9 +77,7 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """With `ignore_merges` a word of the vocabulary is one token, even if it spells a control
-    token.
-    """
+    """With `ignore_merges` a word of the vocabulary is one token, even a control token's text."""
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["ignore_merges"] = True
     fields["pre_tokenizer"] = {
@@ -242,9 +240,7 @@ def test_what_becomes_a_control_token_when_normalised_is_text(folder: Path) -> N
 
 
 def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
-    """A begin token spelled in the text is added to the automatic one, as in the tokenizers
-    library.
-    """
+    """A begin token in the text is added to the automatic one, as in the tokenizers library."""
     controls = model.vocabulary.control_ids
     ids = raw_prompt(model.vocabulary, f"{USER}hi{ASSISTANT}", max_tokens=MAX).ids
     assert ids[:2] == (controls[BOS], controls[USER])
@@ -302,7 +298,8 @@ def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, tem
         number, _ = num_public(folder, template, ("system", system))
         assert number == len(encode(BOS + system)), "what opens the reply belongs to no message"
         # A later system message is not leading: it adds nothing to the public part, which may lose
-        # the last token.
+        # A later system message is not leading: the public part does not grow, and may lose a
+        # token.
         number, _ = num_public(
             folder, template, ("system", system), ("user", LONG), ("system", "Later.")
         )

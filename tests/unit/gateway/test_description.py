@@ -246,9 +246,7 @@ async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: 
     " read bodies"
 )
 async def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
-    """Accepted bodies satisfy the description; refused bodies violate it, where a type can express
-    the rule.
-    """
+    """Accepted bodies satisfy the description; refused ones violate it if types can express it."""
     async with scene(model) as it:
         document = (await it.client.get("/openapi.json")).json()
 
@@ -281,9 +279,7 @@ async def test_keys_are_described_where_they_are_needed(model: ServedModel, tmp_
 
 
 async def test_the_document_can_be_encoded_anew(model: ServedModel) -> None:
-    """The document is plain JSON without NaN or infinity; every reference has a schema, and every
-    schema a reference.
-    """
+    """The document has no NaN or infinity, no reference without a schema, and no unused schema."""
     async with scene(model) as it:
         raw = (await it.client.get("/openapi.json")).content
         document = msgspec.json.decode(raw)

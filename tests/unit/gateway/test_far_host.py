@@ -1,6 +1,4 @@
-"""Two gateways: requests go to the one without the front, and a real front ends and restarts behind
-it.
-"""
+"""Two gateways: requests go to the one without the front, while a real front ends and restarts."""
 
 from __future__ import annotations
 
@@ -283,8 +281,8 @@ async def test_what_no_front_let_in_is_asked_for_quotas_by_the_next(model: Serve
 
 
 async def test_choices_of_one_request_go_on_together(model: ServedModel) -> None:
-    """A front admits all choices of a request or none, so one choice with a token shows that all
-    were admitted.
+    """A front admits all choices or none, so one choice with a token shows that all were
+    admitted.
     """
     async with pair(model, spell(model, TEXT), starts=False) as it:
         made = [

@@ -1,6 +1,4 @@
-"""Grammars that ranks get for a response_format, and refusals of formats that cannot be
-followed.
-"""
+"""Grammars that ranks get for a response_format, and refusals of unsupported formats."""
 
 from __future__ import annotations
 

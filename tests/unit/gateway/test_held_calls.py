@@ -82,9 +82,7 @@ def allowed(follower: Follower, drafts: Sequence[int] = ()) -> list[set[int] | N
 
 
 def drawn(grammar: Grammar, rng: random.Random, begin: Sequence[int] = ()) -> list[int]:
-    """Return tokens drawn at random from the allowed ones, `begin` first. The last is END if the
-    reply ended.
-    """
+    """Return allowed tokens drawn at random, `begin` first. The last is END if the reply ended."""
     follower, tokens = Follower(grammar, []), list[int]()
     while len(tokens) < MAX_TOKENS and END not in tokens:
         (row,) = allowed(follower)

@@ -43,9 +43,7 @@ def text_of(stream: str) -> str:
 )
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
-    """A unit dies in mid-stream and a new one starts: the stream continues with every token
-    once.
-    """
+    """A unit dies in mid-stream and a new one starts: the stream goes on with every token once."""
 
     async def lose_it(it: World) -> None:
         await it.units.hold(6)

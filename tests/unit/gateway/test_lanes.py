@@ -105,9 +105,7 @@ def test_a_text_of_long_tokens_is_not_taken_for_a_long_one() -> None:
 async def test_between_two_turns_of_a_short_body_no_long_one_is_tokenised(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """While a long body blocks the tokenizer, requests of its tenant and of another are
-    answered.
-    """
+    """While a long body blocks the tokenizer, its tenant's and another's requests are answered."""
     plain, go, begun = Vocabulary._word_ids, threading.Event(), threading.Event()
     text = "a b " * (SHORT_BYTES // 8)
 

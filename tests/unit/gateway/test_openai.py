@@ -462,9 +462,7 @@ def test_ids_that_are_to_be_a_text_are_counted_as_those_of_a_prompt() -> None:
 
 
 def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
-    """Each beginning used to be read to the end of the body: 128 KB took 0.4 s, 4 MiB 15
-    minutes.
-    """
+    """Each beginning was once read to the body's end: 128 KB took 0.4 s, and 4 MiB 15 minutes."""
     body = Seen(b'{"prompt":[' * 100_000 + b"," * 9000 + b"]")
     with pytest.raises(RequestError, match="at most 4000"):
         check_num_ids(body, 4000)

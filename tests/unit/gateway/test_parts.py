@@ -40,9 +40,7 @@ def pieces_of(
     stops: tuple[str, ...] = (),
     finish: str = "stop",
 ) -> list[Piece]:
-    """Return the pieces of tokens that are pushed in groups, cut at `cuts`. Ids of calls are
-    numbers.
-    """
+    """Return the pieces of tokens pushed in groups, cut at `cuts`. Ids of calls are numbers."""
     assembler = Assembler(
         VOCABULARY,
         TextReading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))),

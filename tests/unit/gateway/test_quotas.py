@@ -1,6 +1,4 @@
-"""Quotas over HTTP: 429, rate-limit headers (on success too), and keys that are added and
-removed.
-"""
+"""Quotas over HTTP: 429, rate-limit headers (on success too), and keys added and removed."""
 
 from __future__ import annotations
 

@@ -383,9 +383,7 @@ async def test_a_response_is_its_tenants_alone(model: ServedModel) -> None:
 
 
 def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedModel) -> None:
-    """The last piece may bring the end of the reasoning and all of the text; nothing may be
-    lost.
-    """
+    """The last piece may bring the reasoning's end and all of the text; nothing may be lost."""
     head = Head("resp_0_" + "0" * 32, 0, "small", "")
     for pieces in (
         [Piece(reasoning="Well.", content="It is", finish="length")],

@@ -1,6 +1,4 @@
-"""Thinking switches of all services, in all formats: their effect on prompts, grammars and
-replies.
-"""
+"""Thinking switches of all services, in all formats: their effect on prompts and replies."""
 
 from __future__ import annotations
 

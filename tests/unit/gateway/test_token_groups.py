@@ -1,5 +1,5 @@
-"""A step that draws several tokens for a request gives the same reply and the same bill as steps of
-one token.
+"""Steps of several tokens per request give the same reply and the same bill as steps of one
+token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tools: what clients may ask, prompts in each family's form, and calls that are read from tokens
-in groups of any size.
-"""
+"""Tools: requests of clients, each family's prompts, and calls that are read from tokens."""
 
 from __future__ import annotations
 
@@ -200,9 +198,7 @@ BLANK = st.text(st.sampled_from(" \n\t"), max_size=3)
 def test_what_is_said_beside_calls_comes_as_it_was_said(
     format: ToolFormat, is_closed: bool, said: str, more: str, gap: str, strays: list[int]
 ) -> None:
-    """This holds also if the list is left open, or if stray marks begin nothing. Blanks between two
-    calls are not shown.
-    """
+    """This holds also for an open list and for stray marks. Blanks between calls are not shown."""
     marks = [mark for mark in format.marks if mark not in (format.calls_begin, format.call_begin)]
     stray = "".join(marks[at] for at in strays)
     calls = written(format, ("weather", '{"city": 1}'), ("f", ""))
@@ -411,9 +407,7 @@ def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: Cha
 
 
 def _past(call: str, *, role: str = "m['tool_calls']") -> str:
-    """Return a template that renders an assistant's turn as `call` for each of `c`, or as its
-    text.
-    """
+    """Return a template that renders assistant turns as `call` for each of `c`, or as text."""
     return (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
         "{% elif m['role'] == 'tool' %}{{ '<out ' + m['tool_call_id'] + '>' + m['content'] }}"
@@ -432,6 +426,7 @@ _TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
     [
         (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
         # Like the first templates of DeepSeek-V3 and R1: calls are looked for in turns without
+        # Like the first templates of DeepSeek-V3 and R1, which look for calls in turns without
         # text.
         (
             _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
@@ -605,7 +600,7 @@ def test_what_a_client_leaves_null_is_empty() -> None:
 
 @pytest.mark.parametrize("run", [" " * 128, "a" * 128, " \n" * 64, "a\n" * 64])
 def test_what_is_no_name_is_read_once(vocabulary: Vocabulary, run: str) -> None:
-    """Reading must stay linear, since one gateway serves all clients. Otherwise this test would not
+    """Reading must stay linear: one gateway serves all clients. Otherwise this test does not
     end.
     """
     text = V3.calls_begin + V3.call_begin + "function" + V3.separator + run * 32

@@ -1,6 +1,4 @@
-"""Tracing of a live server: the route through the real front and host, and the command against a
-real port.
-"""
+"""Tracing of a live server: the route through real front and host, the command by a real port."""
 
 from __future__ import annotations
 

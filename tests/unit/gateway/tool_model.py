@@ -37,9 +37,7 @@ def tool_model() -> Iterator[ServedModel]:
 
 
 def says(choose: Callable[[str], str]) -> Script:
-    """Return the script of a model that answers a prompt with the text that `choose` returns for
-    it.
-    """
+    """Return the script of a model that answers a prompt with the text that `choose` returns."""
 
     def script(generation: Generation, index: int) -> int:
         ids = VOCABULARY.encode_controlled(choose(VOCABULARY.decode(generation.prompt)))

@@ -1,6 +1,4 @@
-"""A whole gateway in this process: the real application, host and front, with units that compute
-nothing.
-"""
+"""A whole gateway in this process: real application, host and front, and units without a model."""
 
 from __future__ import annotations
 
