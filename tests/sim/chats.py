@@ -1,4 +1,4 @@
-"""Chats of several turns under shared system prompts, of two tenants, with too little room."""
+"""Chats of several turns under shared system prompts, of two tenants, with too few blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chats_world(
     disk_faults: DiskFaults | None = None,
     is_calm: bool = False,
 ) -> World:
-    """Everything drawn from the seed but what is given."""
+    """Return a world of chats, drawn from the seed except for the given parameters."""
     random = Random(f"chats {seed}")
     drawn_ranks = random.choice([1, 1, 2, 3])
     ranks = drawn_ranks if ranks is None else ranks
@@ -86,7 +86,7 @@ def chats_world(
 
 
 def add_chats(world: World, random: Random) -> None:
-    """Chats with known answers: a turn's prompt is all that was said before, and something new."""
+    """Add chats with known answers: each prompt is the conversation so far and some new tokens."""
     room = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     longest = min(world.max_context, room + 1)
     systems = [words(random, random.choice([20, 64, 130, 200])) for _ in range(2)]
@@ -103,7 +103,7 @@ def add_chats(world: World, random: Random) -> None:
             of = {"salt": salt, "num_public": num_public}
             generation = Generation(f"c{chat}t{turn}", text, (), most, (), 0, sampling, 0, **of)
             world.submit_at(at_s, generation, longest - len(text))
-            # Once more, as far as it fills blocks.
+            # Once more, cut to whole blocks.
             if len(text) >= BLOCK_TOKENS and random.random() < 0.2:
                 num_tokens = len(text) // BLOCK_TOKENS * BLOCK_TOKENS
                 again = msgspec.structs.replace(
@@ -117,7 +117,9 @@ def add_chats(world: World, random: Random) -> None:
 
 
 def failing_world(seed: int) -> World:
-    """A step of many fails on one rank in the middle, while prompts wait for its blocks."""
+    """Return a world with a prefill unit of three ranks, in which some steps fail while prompts
+    wait for blocks.
+    """
     random = Random(f"failing {seed}")
     config = deployment(
         chunk_tokens=16,

@@ -1,4 +1,4 @@
-"""One stream of a world, and what it must receive."""
+"""One stream of a world, and the tokens that it must receive."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.sim.engine import expected_output
 
 @dataclass
 class Client:
-    """One stream, and what it must receive."""
+    """One stream, and the tokens that it must receive."""
 
     generation: Generation
     longest: int
-    """Tokens that fit in the context and the units."""
+    """Most output tokens that fit in the context and the units."""
     expected: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     final: Deliver | None = None
     is_lost: bool = False
-    """The front that held it died; its stream broke."""
+    """True if the front that held it died, which broke the stream."""
 
     def take(self, effect: Deliver) -> None:
         assert self.final is None, f"{effect.request_id}: something came after the end"

@@ -1,8 +1,8 @@
 """A folder that all processes of a world share, and its faults.
 
-A load compares a block's name and cells with what was asked for, as checksums do live, so damaged,
-stale or missing blocks are misses. Reads and writes of a process are done in order and touch its
-pool when they end: blocks freed or written too early show. Watchers hear of changes a little late.
+A load compares a block's name and cells with the request, as checksums do live, so damaged, stale
+or missing blocks are misses. Reads and writes of a process run in order and touch its pool when
+they end: blocks freed or written too early show. Watchers get changes a little late.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tests.sim.engine import Cells, Pool
 
 @dataclass
 class DiskFaults:
-    """How often what goes wrong."""
+    """Rates of disk faults."""
 
     load_rate: float = 0.0
-    """Of blocks that cannot be read."""
+    """Share of blocks that cannot be read."""
     damage_rate: float = 0.0
-    """Of blocks that are not what they were."""
+    """Share of blocks whose content is damaged."""
     store_rate: float = 0.0
-    """Of blocks that cannot be written."""
+    """Share of blocks that cannot be written."""
     drop_rate: float = 0.0
-    """Of reads before which some block of the folder goes."""
+    """Share of reads before which some block leaves the folder."""
     slow_rate: float = 0.0
-    """Of reads and writes that take `slow_s`."""
+    """Share of reads and writes that take up to `slow_s`."""
     slow_s: float = 8.0
 
 
@@ -48,7 +48,7 @@ class _Watcher:
 
 
 class SimDisk:
-    """`num_disk_slots`: blocks that it holds; the oldest make room."""
+    """Shared folder of at most `num_disk_slots` blocks; new blocks displace the oldest."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class SimDisk:
         faults: DiskFaults,
         verify: Callable[[bytes, Cells], None],
     ) -> None:
-        """Each block that is written is passed to `verify`."""
+        """`verify` is called for each block that is written."""
         self.faults = faults
         self.name_to_location: dict[bytes, DiskLocation] = {}
-        """In the order of writing."""
+        """Name -> location, in the order of writing."""
         self.num_used = 0
         self._cells: dict[DiskLocation, Cells] = {}
         self._clock = clock
@@ -72,19 +72,19 @@ class SimDisk:
         self._watchers: list[_Watcher] = []
 
     def watch(self, tell: Callable[[DiskNews], None]) -> None:
-        """`tell` hears of what is there, and from then on of what changes."""
+        """Call `tell` with the blocks of the folder, and from then on with changes."""
         self._watchers.append(_Watcher(tell))
         self._changed()
 
     def delay_s(self, num_blocks: int) -> float:
-        """Of a read or write."""
+        """Return how long a read or write of `num_blocks` takes."""
         if self._random.random() < self.faults.slow_rate:
             return self.faults.slow_s * self._random.random()
         return self._random.uniform(0.0, 0.004 + 0.001 * num_blocks)
 
     def read(self, effect: ReadBlocks, pool: Pool) -> BlocksRead:
-        """What comes of a load, now."""
-        # As many of each.
+        """Execute a load now, and return its result."""
+        # One location and one block for each name of 16 bytes.
         assert len(effect.names) == 16 * len(effect.locations) == 16 * len(effect.into)
         if self.name_to_location and self._random.random() < self.faults.drop_rate:
             self._drop(self._random.choice(list(self.name_to_location)))
@@ -95,7 +95,7 @@ class SimDisk:
             if chance < self.faults.load_rate:
                 return BlocksRead(effect.read_id, at, 0, "input/output error")
             if chance < self.faults.load_rate + self.faults.damage_rate:
-                # Seen too late to leave the block alone.
+                # The damage is found only after the block was overwritten.
                 pool.cells[block] = np.arange(BLOCK_TOKENS, dtype=np.uint64)
                 return BlocksRead(effect.read_id, at, 1, "checksum")
             if self.name_to_location.get(name) != location:
@@ -104,7 +104,7 @@ class SimDisk:
         return BlocksRead(effect.read_id, len(effect.into))
 
     def write(self, effect: StoreBlocks, pool: Pool) -> BlocksStored:
-        """What comes of a store, now."""
+        """Execute a store now, and return its result."""
         locations: list[DiskLocation | None] = []
         dropped = []
         for name, block in zip(split(effect.names), effect.block_ids, strict=True):

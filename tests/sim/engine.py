@@ -30,7 +30,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: Cells) -> Cells:
-    """A cheap 64-bit hash, element by element (the finaliser of splitmix64)."""
+    """Return a cheap 64-bit hash of each element (the finaliser of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -44,19 +44,19 @@ _BITS = (1 << 64) - 1
 
 
 def cells_of(tokens: Sequence[int], start: int) -> Cells:
-    """What the KV of `tokens` at positions start, start+1, ... is."""
+    """Return the KV cells of `tokens` at positions start, start+1, ..."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     return mix((np.asarray(tokens, dtype=np.uint64) + np.uint64(1)) * _MIX + positions)
 
 
 @lru_cache(maxsize=1 << 18)
 def cell_of(token: int, position: int) -> int:
-    """The same of one: a decode step and a request's output go token by token."""
+    """Return the KV cell of one token. Decode steps and expected outputs go token by token."""
     return int(cells_of([token], position)[0])
 
 
 def state_of(cells: Cells) -> int:
-    """What a token depends on of `cells` (positions 0 .. n-1)."""
+    """Return the state of `cells` (positions 0 .. n-1), on which the next token depends."""
     return int((cells * _WEIGHTS[: len(cells)]).sum(dtype=np.uint64))
 
 
@@ -70,7 +70,7 @@ def draw_token(
     stop_ids: Sequence[int],
     min_tokens: int,
 ) -> int:
-    """The token after cells of this state at output index `index`."""
+    """Return the token after cells of this state at output index `index`."""
     seen: tuple[object, ...] = ()
     if has_penalty(sampling):
         seen = (tuple(prompt), tuple(output))
@@ -81,7 +81,7 @@ def draw_token(
 
 
 def expected_output(generation: Generation) -> list[int]:
-    """The output of a request alone in the world."""
+    """Return the output of a request that runs alone."""
     prompt, output = generation.prompt, list(generation.output)
     state = state_of(np.concatenate([cells_of(prompt, 0), cells_of(output, len(prompt))]))
     while len(output) < generation.max_tokens:
@@ -107,7 +107,8 @@ def expected_output(generation: Generation) -> list[int]:
 class Pool:
     """A unit's KV memory, as other units see it.
 
-    Cells pass through the unit's weights and back, so a cell of other weights gives wrong tokens.
+    Writes and reads apply the unit's weights to cells, so a cell of other weights gives wrong
+    tokens.
     """
 
     def __init__(self, num_blocks: int, weights: int = 0) -> None:
@@ -134,12 +135,12 @@ class Pool:
 
 
 def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int]) -> str | None:
-    """Copy leased cells, then look whether they were still promised."""
+    """Copy leased cells, then check that the lease still holds. Return the error, or None."""
     if source is None:
         return "the pool is gone"
     assert len(into) == len(lease.block_ids), "as many blocks as are leased"
     cells = source.read(lease.block_ids, lease.num_tokens)
-    # As they stand there: a copy knows nothing of weights.
+    # Raw cells are copied: a copy does not convert between weights.
     target.write(into, 0, cells ^ np.uint64(source.weights ^ target.weights))
     now = tuple(source.versions[block] for block in lease.block_ids)
     return None if now == lease.versions else "the blocks were freed meanwhile"
@@ -153,9 +154,8 @@ class PrefillEngine:
         self._chunk_tokens = chunk_tokens
 
     def _verify(self, plan: PrefillPlan) -> None:
-        """No more than a step may have, and every position once."""
+        """Check that a step has at most `chunk_tokens` tokens, and that chunks do not overlap."""
         chunks = plan.chunks + plan.second
-        # A step has more tokens than allowed.
         assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens
         written = [
             (chunk.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
@@ -203,16 +203,16 @@ class _Row:
     output: list[int]
     index: int
     drafts: list[int] = field(default_factory=list)
-    """What the last plan drafted behind `last_token`."""
+    """Tokens that the last plan drafted behind `last_token`."""
     has_ended: bool = False
-    """It drew a stop id, and is computed no more."""
+    """True after a stop id was drawn: the row is computed no more."""
 
 
 class DecodeEngine:
-    """Executes decode plans on a pool, with the table that the plans are differences of.
+    """Executes decode plans on a pool, with the table that plans change.
 
-    All checked cells are written first, as a model does; `accept` of the drafts are right, and later
-    tokens overwrite the cells of wrong ones.
+    All checked cells are written first, as a model does. A share `accept` of the drafts is right,
+    and later tokens overwrite the cells of wrong drafts.
     """
 
     def __init__(
@@ -223,11 +223,11 @@ class DecodeEngine:
         pass_s: float | None = None,
         row_share: float = 0.0,
     ) -> None:
-        """`pass_s`: what a pass is said to take; None: what `execute` is told. `row_share`: how much longer
-        each row makes it, as a part of that.
+        """`pass_s`: reported seconds of a pass; None: those given to `execute`. `row_share`: extra
+        time of a pass per row, as a share of the pass.
         """
         self.num_tried = self.num_right = 0
-        """Drafts that were compared with what was drawn, and those that were that."""
+        """Drafts that were compared with drawn tokens, and those that were equal to them."""
         self.num_rested = 0
         """Slots that steps did not compute, summed over steps."""
         self._pool = pool
@@ -237,11 +237,13 @@ class DecodeEngine:
         self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
-        """Of a failed step: a plan that was made before the leader heard of it relies on them."""
+        """Slots that a failed step lost. Plans made before the leader received the failure use
+        them.
+        """
         self._num_failures = 0
 
     def empty(self) -> None:
-        """The unit forms anew: nobody is in the table."""
+        """Empty the table, because the unit forms anew."""
         self._rows.clear()
         self._lost_slots.clear()
         self._num_failures = 0
@@ -259,7 +261,7 @@ class DecodeEngine:
             # After a failed step the leader empties every slot, once.
             self._num_failures -= 1
         else:
-            # It knows who is in the table. It may not have heard yet of what a failed step lost.
+            # The leader has the same table, but may not have received yet what a failed step lost.
             assert not strangers, f"slots {strangers} leave and are not there"
         if error is not None:
             self._num_failures += 1
@@ -282,7 +284,7 @@ class DecodeEngine:
             )
             self._rows[slot].block_ids.append(block)
         self._verify()
-        # Turn by turn, as a rank draws: the first token of each, then what its drafts bring.
+        # Keys in a rank's order: the first token of each row, then the tokens that drafts bring.
         resting = set(plan.resting)
         assert resting <= self._rows.keys(), f"slots {sorted(resting)} rest and are not there"
         assert resting.isdisjoint((*plan.second, *plan.publishes)), "a slot rests and is computed"
@@ -319,7 +321,7 @@ class DecodeEngine:
         return StepDone(plan.step_id, tuple(keys), tuple(values), draws, took_s, drafts=drafts)
 
     def _verify(self) -> None:
-        """Every request has a slot of the rank, and its blocks for itself."""
+        """Check that all rows have slots of the rank, and that no two rows share a block."""
         assert all(0 <= slot < self._num_slots for slot in self._rows), (
             f"slots {sorted(self._rows)}"
         )
@@ -328,13 +330,13 @@ class DecodeEngine:
         assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
 
     def _advance(self, row: _Row) -> tuple[list[int], int]:
-        """The tokens of a pass: one, and one more for each draft that is what is drawn; and how many
-        drafts were checked.
+        """Return the tokens of a pass (one, and one for each right draft), and the number of
+        checked drafts.
         """
         room = len(row.block_ids) * BLOCK_TOKENS
         if row.length >= room:
             # The request's end was drawn a plan ago. What a rank writes now goes to its scratch
-            # block, and nobody wants the token: a client's check finds out if somebody does.
+            # block, and the token is not used: a client's check fails if it is.
             row.length += 1
             return [VOCAB - 1], 0
         checked = row.drafts[: max(0, room - 1 - row.length)]
@@ -393,7 +395,7 @@ def engine_for(
     pass_s: float | None = None,
     row_share: float = 0.0,
 ) -> PrefillEngine | DecodeEngine:
-    """A rank's."""
+    """Return the engine of a rank."""
     if role == PREFILL:
         return PrefillEngine(pool, config.chunk_tokens)
     return DecodeEngine(pool, config.decode.max_requests, draft_accept, pass_s, row_share)

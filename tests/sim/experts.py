@@ -1,7 +1,7 @@
-"""Simulated experts: their holders, what is staged beside them, and tokens per slot.
+"""Simulated experts: their placement, staged experts, and tokens per slot.
 
-A step's tokens are drawn once for all ranks and dealt to replicas in turn, as live. A flip that
-was not staged, tables that differ in a step, and a source without its expert are assertions.
+A step's tokens are drawn once for all ranks and dealt to replicas in turn, as live. Assertions fail
+on a flip that was not staged, tables that differ in a step, and a source without its expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hadal.roles.experts.gain import ExpertTerms
 NUM_EXPERTS = 12
 NUM_LAYERS = 2
 PORT = 7000
-"""Where a rank gives away experts, plus its number."""
+"""Port at which rank 0 serves its experts; rank r uses PORT + r."""
 TERMS = ExpertTerms(
     count_every_steps=4,
     num_intervals=16,
@@ -33,28 +33,30 @@ TERMS = ExpertTerms(
     moves_share=0.25,
     replica_s=0.001,
 )
-"""For runs of some hundred steps of few tokens."""
+"""Terms for runs of some hundred steps of few tokens."""
 GROWING_S = 0.001
 
 
 def skewed(seed: int, tokens: float = 30.0) -> NDArray[np.float64]:
-    """Mean tokens of each expert in a step [L, E], the hottest several times the mean."""
+    """Return mean tokens of each expert in a step [L, E]; the hottest has several times the
+    mean.
+    """
     weights = np.exp(np.random.default_rng(seed).normal(0.0, 0.8, (NUM_LAYERS, NUM_EXPERTS)))
     return np.asarray(tokens * NUM_EXPERTS * weights / weights.sum(axis=1, keepdims=True))
 
 
 @dataclass
 class Traffic:
-    """What a unit's tokens ask for, and what that is by slot."""
+    """Random expert loads of a unit's tokens, and their distribution over slots."""
 
     loads_LE: NDArray[np.float64]
     rng: np.random.Generator
     num_drawn: int = 0
     balance: list[float] = field(default_factory=list)
-    """Of every step: mean over maximum of what ranks received, mean of the layers."""
+    """Balance of every step: mean over maximum of the ranks' tokens, averaged over layers."""
     known: Placement | None = None
     turns: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
-    """Of that placement, by layer."""
+    """Replicas of each expert in the placement `known`, by layer."""
 
     def deal(self, placement: Placement, num_members: int) -> NDArray[np.int64]:
         """Draw a step's tokens and deal them to replicas in turn [L, R, S]."""
@@ -79,7 +81,7 @@ class Traffic:
 
 @dataclass
 class SimExperts:
-    """Of one rank."""
+    """Experts of one rank."""
 
     rank: int
     placement: Placement | None = None
@@ -88,7 +90,7 @@ class SimExperts:
     counts_LS: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     num_flips: int = 0
     num_moved: int = 0
-    """Replicas that flips brought here."""
+    """Number of replicas that flips brought to this rank."""
 
     def form(self, plan: FormPlan) -> None:
         self.placement = Placement.from_bytes(
@@ -101,7 +103,9 @@ class SimExperts:
     def stage(
         self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
     ) -> tuple[int, int]:
-        """Stage the layer's future experts; return the counts of replicas (from ranks, read)."""
+        """Stage the layer's future experts; return the replicas received from ranks, and those
+        read.
+        """
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
         assert tuple(own) != plan.slot_to_expert, "a rank whose slots stay is sent nothing"
@@ -111,7 +115,7 @@ class SimExperts:
         for source in plan.sources:
             assert source.port, "every rank gives away what it holds"
             giver = holders(source.port - PORT)
-            # A dead one's part is read from the checkpoint.
+            # Experts of a dead rank are read from the checkpoint.
             if giver is not None and giver.placement is not None:
                 assert source.expert in giver.placement.slot_to_expert_LRS[plan.layer, giver.rank]
                 num_received += 1
@@ -137,7 +141,7 @@ class SimExperts:
         self.num_flips += 1
 
     def digest(self) -> tuple[bytes, bytes]:
-        """Equal on ranks that send each other tokens for the same slots."""
+        """Return a value that is equal on ranks that send each other tokens for the same slots."""
         assert self.placement is not None
         return self.placement.to_bytes(), self.placement.weights_bytes()
 
@@ -145,7 +149,7 @@ class SimExperts:
         self.counts_LS += dealt_LRS[:, self.rank]
 
     def counted(self, plan: StepPlan, done: StepDone) -> bytes:
-        """What goes with a step's result."""
+        """Return the token counts to send with a step's result, and reset them."""
         if not plan.is_counted or done.error is not None:
             return b""
         counts = self.counts_LS.tobytes()

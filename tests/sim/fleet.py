@@ -1,13 +1,13 @@
-"""A deployment in simulated time whose units come and go: the real fleet role beside the real front
-and leaders.
+"""A deployment in simulated time whose units start and stop: the real fleet role beside the real
+front and leaders.
 
     clients -> front <-> units          front: Demand -> fleet -> DrainUnit, KeepUnit: front
                                         fleet: StartUnit, StopUnit -> units; UnitUp, UnitDown ->
                                         fleet
 
-Words between front and fleet are late, lost and doubled, units fail to start, die while they drain.
-After every event the fleet's book is checked. Nothing may be sent to a unit that drains, but for what
-was being prefilled for its weights when the last decode unit of them began to.
+Messages between front and fleet are late, lost and doubled; units fail to start, and die while they
+drain. After every event the fleet's state is checked. A draining unit gets no requests. The
+exception is the last decode unit of its weights: it gets requests that were already in prefill.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from tests.sim.world import CALM, Faults, World
 
 @dataclass(frozen=True)
 class FleetFaults:
-    """What may go wrong with the fleet, while other things go wrong."""
+    """Faults of the fleet, until `Faults.until_s`."""
 
     start_fail_share: float = 0.0
     lost_share: float = 0.0
-    """Of the words between front and fleet; those about units' lives are the supervisor's own."""
+    """Share of lost messages between front and fleet. Those about units' lives are never lost: they
+    are the supervisor's own.
+    """
     drain_death_share: float = 0.0
-    """Of drains: the unit dies a little later."""
+    """Share of drains in which the unit dies a little later."""
 
 
 RESTARTED_OFTEN = Faults(
@@ -55,7 +57,7 @@ RESTARTED_OFTEN = Faults(
 
 
 class FleetWorld(World):
-    """Units run as the fleet says; without `fleet.mode` they run as in any world."""
+    """World whose fleet starts and stops units; without `fleet.mode` they run as in any world."""
 
     def __init__(
         self,
@@ -73,9 +75,9 @@ class FleetWorld(World):
         self.num_offered = 0
         self.num_drains = 0
         self.num_forced = 0
-        """Units stopped with requests on them: their drain had lasted too long."""
+        """Number of units stopped while they had requests, because their drain had timed out."""
         self._asked: set[str] = set()
-        """Units whose process is to be there."""
+        """Units whose process should exist."""
         self._wake_number = 0
         super().__init__(
             seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options
@@ -107,7 +109,7 @@ class FleetWorld(World):
 
     def kill_unit(self, name: str) -> None:
         if not self.has_fleet or "." in name:
-            super().kill_unit(name)  # A rank that dies is the supervisor's: the fleet knows units.
+            super().kill_unit(name)  # The supervisor restarts ranks: the fleet has only units.
         elif name in self.hosts and self.hosts[name].is_alive:
             self.num_deaths += 1
             self._end(name, "the process ended")
@@ -145,7 +147,7 @@ class FleetWorld(World):
         return with_fleet
 
     def _perhaps(self, action) -> None:  # type: ignore[no-untyped-def]
-        """Late, and maybe lost or done twice."""
+        """Run an action late; it may be lost or done twice."""
         for _ in range(2 if self.random.random() < self.faults.duplicate_rate else 1):
             if (
                 self.random.random() >= self.fleet_faults.lost_share
@@ -155,7 +157,7 @@ class FleetWorld(World):
 
     # ---- the fleet ----
     def tell_fleet(self, event: Event) -> None:
-        """An event of the fleet; its book is checked after it."""
+        """Give an event to the fleet, and check the fleet's state after it."""
         if not self.has_fleet:
             return
         self._apply(self.fleet.handle(self.clock.now(), event))
@@ -228,14 +230,18 @@ class FleetWorld(World):
             self.clock.after(self.random.uniform(0, 0.3), lambda: self.kill_unit(message.unit))
 
     def is_at_rest(self) -> bool:
-        """Nothing is asked for: the floor is up and all other nodes are offered."""
+        """Return whether the fleet asks for nothing: the floor is up, all other nodes are
+        offered.
+        """
         rules, counts = self.fleet.rules, self.fleet.counts()
         num_free = rules.num_nodes_max - rules.num_nodes(rules.floor)
         return counts[UnitState.UP] == rules.floor and self.num_offered == num_free
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Waves of requests: the fleet grows and shrinks several times; from calm to many faults."""
+    """Return a world with waves of requests, for which the fleet grows and shrinks several times.
+    Faults range from none to many.
+    """
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(

@@ -1,4 +1,6 @@
-"""A simulated process: a role, its Runner and its timer; effects are applied as live."""
+"""A simulated process: a role, its Runner and its timer; effects are applied as in a live
+process.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,16 @@ class Host:
         self.role = role
         self.is_alive = True
         self.is_stuck = False
-        """It lives and does nothing."""
+        """True if the process lives and does nothing."""
         self.life = 0
         self.starving = Starving()
         self.check_every = 1
-        """Events between two checks of the role: a check costs time in proportion to its state."""
+        """Events between two checks of the role: a check takes time in proportion to the role's
+        state.
+        """
         self._num_unchecked = 0
         self._late: deque[Event] = deque()
-        """What came while it had no processor."""
+        """Events that arrived while the process had no processor."""
         self._check = check
         self._clock = clock
         self._random = random
@@ -73,13 +77,13 @@ class Host:
         self._wake_number = 0
         self._disk = disk
         self._disk_free_s: dict[type, float] = {}
-        """When this process's reads, and its writes, so far are done."""
+        """Effect type (read or write) -> time at which all of its kind so far are done."""
 
     def start(self) -> None:
         self._apply(self.role.start(self._clock.now()))
 
     def handle(self, event: Event) -> None:
-        """Give an event to the role; a dead or stuck process takes nothing."""
+        """Give an event to the role; a dead or stuck process drops it."""
         if not self.is_alive or self.is_stuck:
             return
         runs_s = self.starving.next_s(self.name, self._clock.now())
@@ -91,7 +95,9 @@ class Host:
         self._take(event)
 
     def _take_late(self) -> None:
-        """Take what came while this process did not run, and what comes of it, in order."""
+        """Handle the events that arrived while this process did not run, and their effects, in
+        order.
+        """
         while self._late:
             if self.is_alive and not self.is_stuck:
                 self._take(self._late[0])
@@ -135,7 +141,7 @@ class Host:
                     self._deliver(effect)
 
     def _to_disk(self, effect: ReadBlocks | StoreBlocks) -> None:
-        """Reads one behind the other, writes too."""
+        """Start a read or write. Reads run one after the other, and so do writes."""
         assert self._disk is not None, f"{self.name} has no disk"
         disk, kind = self._disk, type(effect)
         delay_s = disk.delay_s(num_names(effect.names))
@@ -158,7 +164,7 @@ class Host:
         self._clock.after(self._step_s * self._random.uniform(0.5, 1.5), self._step_done)
 
     def _step_done(self) -> None:
-        """Computed when the step ends: whatever was freed or copied too early shows."""
+        """Compute the step when it ends, so that blocks freed or copied too early show."""
         if not self.is_alive:
             return
         assert self._engine is not None

@@ -13,18 +13,20 @@ from tests.sim.engine import Cells, cells_of
 FINGERPRINT = "a model"
 OTHER = "the same with other weights"
 FINGERPRINT_TO_WEIGHTS = {FINGERPRINT: 0, OTHER: 0x5851F42D4C957F2D}
-"""What a unit's Pool is given."""
+"""Fingerprint -> weights of a unit's Pool."""
 
 
 class Names:
-    """Filled as texts are named: by prompts, and by outputs that were computed for certain."""
+    """Cells and salts of named blocks: of prompts, and of outputs that were computed for
+    certain.
+    """
 
     def __init__(self) -> None:
         self._cells: dict[bytes, Cells] = {}
         self._salts: dict[bytes, bytes] = {}
 
     def add(self, generation: Generation) -> bytes:
-        """Note blocks of prompt + output under the generation's fingerprint; return its chain."""
+        """Record blocks of prompt + output under the generation's fingerprint; return its chain."""
         tokens, fingerprint = generation.prompt + generation.output, generation.fingerprint
         root, weights = root_of(fingerprint.encode()), FINGERPRINT_TO_WEIGHTS[fingerprint]
         chain = extend(root, b"", tokens, generation.salt, generation.num_public)

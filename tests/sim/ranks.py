@@ -1,8 +1,8 @@
 """Ranks without a network: compute threads that meet in every step, and their processes.
 
-A step or formation ends on a rank after all members have come to it. A dead member fails it on
-all others, a stopped one keeps them waiting, a FormPlan breaks it off. How much of a failed step
-was written is drawn, and so are the ranks that finished it.
+A step or formation ends on a rank after all members have reached it. A dead member fails it on all
+others, a stopped member keeps them waiting, and a FormPlan aborts it. How much of a failed step was
+written is drawn, and so are the ranks that finished it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host
 
 STAGE_S = 0.05
-"""What staging a replica takes, at most."""
+"""Longest time to stage a replica, seconds."""
 COLLECTIVE_TIMEOUT_S = 10.0
 NOTICE_S = 0.05
-"""How long a broken connection stays unnoticed, at most."""
+"""Longest time until a broken connection is noticed, seconds."""
 ABORT_S = 0.05
-"""How long a step goes on, at most, when it is told to break off."""
+"""Longest time that a step runs on after it is told to abort, seconds."""
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
-"""Meeting points of compute threads: members, formation, and a step or a forming."""
+"""Meeting point of compute threads: members, formation, and a step's id (None: forming)."""
 
 
 class Fabric:
-    """The connections between the processes of one unit, dead and living."""
+    """Connections between the processes of one unit, dead and living."""
 
     def __init__(self, clock: SimClock, random: Random) -> None:
         self.clock = clock
@@ -50,11 +50,11 @@ class Fabric:
         self.stage_fault_rate = 0.0
         self.stage_s = STAGE_S
         self.link_s: dict[int, float] = {}
-        """Rank -> what a message to it or from it takes, on average; nothing for others."""
+        """Rank -> mean delay of a message to it or from it, seconds; other ranks have none."""
         self._arrived: dict[Key, dict[int, SimCompute]] = {}
 
     def arrive(self, compute: SimCompute, key: Key) -> None:
-        """A compute thread has done its own part and waits for its peers."""
+        """Let a compute thread wait for its peers. Once all are there, let them complete."""
         arrived = self._arrived.setdefault(key, {})
         arrived[compute.rank] = compute
         for ident in compute.members.items():
@@ -68,7 +68,9 @@ class Fabric:
                 each.complete_soon(key, self._wait(each, list(arrived.values())))
 
     def _wait(self, compute: SimCompute, computes: list[SimCompute]) -> float:
-        """A rank waits until all have come, and what they sent. Returns how long that is from now on."""
+        """Return how long a rank still waits for its peers and their messages, and record the
+        waits.
+        """
         now_s = self.clock.now()
         peer_to_arrived_s = {
             peer.rank: peer.arrived_s + self._on_link(peer.rank) + self._on_link(compute.rank)
@@ -84,9 +86,9 @@ class Fabric:
         return mean_s * self.random.uniform(0.7, 1.3) if mean_s else 0.0
 
     def _exchange(self, computes: list[SimCompute]) -> None:
-        """All ranks send each other a step's tokens."""
+        """Exchange a step's tokens between all ranks."""
         experts = [compute.experts for compute in computes]
-        # Ranks that meet in a step have different tables.
+        # Ranks that meet in a step have equal tables.
         assert len({each.digest() for each in experts}) == 1
         placement = experts[0].placement
         assert placement is not None
@@ -95,36 +97,36 @@ class Fabric:
             each.received(dealt)
 
     def holder(self, rank: int) -> SimExperts | None:
-        """The experts of whoever has this number and lives."""
+        """Return the experts of the living process with this rank, or None."""
         return next(
             (compute.experts for ident, compute in self.living.items() if ident[0] == rank), None
         )
 
     def absent(self, compute: SimCompute, key: Key) -> tuple[int, ...]:
-        """Members that have not come."""
+        """Return the members that have not arrived."""
         return tuple(sorted(compute.members.keys() - self._arrived.get(key, {}).keys()))
 
     def leave(self, compute: SimCompute, key: Key) -> None:
-        """A compute thread broke off in the middle: those who wait for it go on waiting."""
+        """Remove a compute thread that broke off in the middle. Its waiting peers go on waiting."""
         arrived = self._arrived.get(key)
         if arrived is not None and arrived.pop(compute.rank, None) is not None and not arrived:
             del self._arrived[key]
 
     def break_link(self, compute: SimCompute, peer: int) -> None:
-        """`compute` will notice that its connection to `peer` is gone."""
+        """Make `compute` notice, after a delay, that its connection to `peer` is gone."""
         formation = compute.formed_generation
         delay_s = self.random.uniform(0, NOTICE_S)
         self.clock.after(delay_s, lambda: compute.peer_lost(peer, formation))
 
     def died(self, ident: Ident) -> None:
-        """A process ended: the kernel closes its connections."""
+        """Record the end of a process: the kernel closes its connections."""
         self.living.pop(ident, None)
         for compute in self.living.values():
             if compute.members.get(ident[0]) == ident[1]:
                 self.break_link(compute, ident[0])
 
     def cut(self) -> None:
-        """Two that live lose the connection between them."""
+        """Cut the connection between two living ranks."""
         if len(self.living) >= 2:
             one, other = self.random.sample(sorted(self.living), 2)
             self.break_link(self.living[one], other[0])
@@ -148,17 +150,17 @@ class SimCompute:
         self.rank = rank
         self.members: dict[int, str] = {}
         self.formed_generation = 0
-        """Of the newest FormPlan that began."""
+        """Formation of the newest FormPlan that began."""
         self.num_ops = 0
         self.is_computing = False
         self.is_hung = False
-        """Its next op never ends."""
+        """True if its next op never ends."""
         self.is_stopped = False
         self.lost: tuple[int, ...] = ()
         self.experts = SimExperts(rank)
         self.waits = HostWaits()
         self.arrived_s = 0.0
-        """When it last came to a meeting point."""
+        """Time at which it last reached a meeting point."""
         self._fabric = fabric
         self._clock = fabric.clock
         self._random = fabric.random
@@ -189,7 +191,7 @@ class SimCompute:
     def _break_off(self, plan: StepPlan | FormPlan) -> None:
         if self._running is not plan or self.is_stopped:
             return
-        if not isinstance(plan, FormPlan) and self._random.random() < 0.5:  # So far it wrote.
+        if not isinstance(plan, FormPlan) and self._random.random() < 0.5:  # It had written.
             self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
         self._fail("PeerLost: aborted")
 
@@ -247,7 +249,7 @@ class SimCompute:
         return frozenset(self.members.items()), self.formed_generation, step_id
 
     def complete_soon(self, key: Key, wait_s: float) -> None:
-        """All members are there: what is left, once what they sent is here too, needs nobody."""
+        """Complete the plan soon. All members are there; after `wait_s` their messages are, too."""
         plan = self._running
         assert plan is not None
         assert self._key(plan) == key, "it came to a step that it does not run"
@@ -269,7 +271,7 @@ class SimCompute:
             )
 
     def stage(self, plan: StagePlan, answer: Callable[[Staged], None]) -> None:
-        """In the background, beside the steps."""
+        """Stage experts in the background, beside the steps."""
         took_s = sum(self._random.uniform(0.1, 1.0) * self._fabric.stage_s for _ in plan.sources)
         self._clock.after(took_s, lambda: self._staged(plan, took_s, answer))
 
@@ -279,8 +281,7 @@ class SimCompute:
             or plan.formation != self.formed_generation
             or plan.formation != self._generation
         ):
-            # The rank's role drops what belongs to an older generation; so does the background
-            # thread.
+            # Like the rank's role, the background thread drops plans of older formations.
             return
         if self._random.random() < self._fabric.stage_fault_rate:
             answer(
@@ -298,7 +299,7 @@ class SimCompute:
             self._fail("PeerLost: nobody answers")
 
     def peer_lost(self, peer: int, formation: int) -> None:
-        """The connection to a peer broke."""
+        """Handle the loss of the connection to a peer."""
         if formation != self.formed_generation or self.is_stopped or peer in self.lost:
             return
         self.lost = (*self.lost, peer)
@@ -388,12 +389,12 @@ class RankHost(Host):
                     super()._apply([effect])
 
     def stop(self) -> None:
-        """It stands still: SIGSTOP."""
+        """Stop the process, as SIGSTOP does."""
         self.is_stuck = True
         self.compute.is_stopped = True
 
     def end(self) -> None:
-        """It is dead."""
+        """End the process."""
         self.is_alive = False
         self.compute.is_stopped = True
         self.fabric.died(self.ident)

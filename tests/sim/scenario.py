@@ -1,4 +1,4 @@
-"""What one seed means: a deployment, a workload and its misfortunes, all drawn from it."""
+"""Worlds of seeds: a deployment, a workload and its faults, all drawn from the seed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.sim.world import CALM, RESTARTED, Faults, World
 
 RANK_TIMEOUT_S = 1.5
 ENDLESS = LimitsConfig(max_retries=10_000, request_timeout_s=4000.0)
-"""Limits under which every request ends by itself."""
+"""Limits so high that every request ends by itself."""
 
 
 def deployment(**fields: Any) -> Deployment:
-    """Return a deployment that notices losses soon and tries again without end."""
+    """Return a deployment that notices losses soon and retries without end."""
     common: dict[str, Any] = {
         "heartbeat_s": 0.1,
         "unit_timeout_s": 2 * RANK_TIMEOUT_S,
@@ -60,13 +60,15 @@ def random_generation(
 
 
 def longest_output(world: World, num_prompt: int) -> int:
-    """Most tokens of a request here: bounded by the context and by a unit's room for one."""
+    """Return the most output tokens of a request here, by the context and one unit's blocks."""
     capacity = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     return min(world.max_context, capacity + 1) - num_prompt
 
 
 def random_world(seed: int) -> World:
-    """A small deployment under pressure: few blocks and slots, short leases, drawn faults."""
+    """Return a small deployment under pressure: few blocks and slots, short leases, drawn
+    faults.
+    """
     random = Random(f"scenario {seed}")
     blocks = random.randint(4, 10), random.randint(4, 14)
     lease_s = random.choice([0.3, 2.0, 30.0])
@@ -112,10 +114,9 @@ def random_world(seed: int) -> World:
 
 
 def add_clients(world: World, random: Random) -> None:
-    """Requests that fit, over a few seconds, some of which are cancelled."""
+    """Add requests that fit, over a few seconds. Some are cancelled."""
     longest = longest_output(world, 0)
-    # Short prompts with long answers outgrow the pool after they were let in: that is what
-    # preemption is for.
+    # Short prompts with long answers outgrow the pool after admission, which causes preemption.
     max_prompt, max_output = random.choice([(longest - 2, 80), (longest - 2, 80), (40, 250)])
     span_s = random.choice([0.1, 3.0])
     for number in range(random.randint(3, 20)):
@@ -128,7 +129,9 @@ def add_clients(world: World, random: Random) -> None:
 
 
 def pressured_world(seed: int) -> World:
-    """Every request fits on arrival and none when it grows: constant preemption, with pulls."""
+    """Return a world in which requests fit on arrival but not when they grow: constant preemption,
+    with pulls.
+    """
     random = Random(f"pressure {seed}")
     config = deployment(
         chunk_tokens=64,
@@ -157,7 +160,9 @@ def pressured_world(seed: int) -> World:
 
 
 def ranked_world(seed: int) -> World:
-    """Units of several ranks that die, stop, hang and lose each other; few blocks and slots."""
+    """Return a world of units whose ranks die, stop, hang and lose each other; few blocks and
+    slots.
+    """
     random = Random(f"ranks {seed}")
 
     def units(ranks: int) -> UnitsConfig:
@@ -211,7 +216,9 @@ def ranked_world(seed: int) -> World:
 
 
 def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
-    """Uneven requests in a decode unit of several ranks with enough room; faults hit moves."""
+    """Return a world of uneven requests in a decode unit of several ranks, with enough blocks.
+    Faults hit moves.
+    """
     random = Random(f"uneven {seed}")
     config = deployment(
         chunk_tokens=2048,

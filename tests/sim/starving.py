@@ -1,4 +1,4 @@
-"""An overloaded host: for a while every process runs in short slices only, far apart."""
+"""An overloaded host: for a while every process runs only in short slices, far apart."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class Starving:
-    """`apart_s`: longest time between two slices of a process; its name sets its own."""
+    """Overload of a host. `apart_s`: longest time between two slices; a process's name sets its
+    own.
+    """
 
     from_s: float = math.inf
     to_s: float = math.inf
     apart_s: float = 1.0
 
     def waited_s(self, now_s: float) -> float:
-        """How long a process that always had something to do was without a processor by then."""
+        """Return how long a process that always had work was without a processor until `now_s`."""
         return max(0.0, min(now_s, self.to_s) - self.from_s)
 
     def next_s(self, name: str, now_s: float) -> float:
-        """When a process that has something to do runs."""
+        """Return when a process that has work runs next."""
         if not self.from_s <= now_s < self.to_s:
             return now_s
         period_s = self.apart_s * (0.5 + crc32(name.encode()) / 2**33)
-        # A little less, or a slice would begin again and again by the rounding of its own time.
+        # Rounded down a little; otherwise rounding errors could begin the same slice again and
+        # again.
         return min(
             self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s
         )

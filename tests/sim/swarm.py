@@ -1,12 +1,11 @@
-"""Seeds by the thousand against the whole control plane: small worlds, everything drawn, checked
-after every event.
+"""Run thousands of seeds against the whole control plane, in small worlds checked at every event.
 
-    python -m tests.sim.swarm --seeds 10000 --jobs 2      many, with a progress bar and a table of what they reached
-    python -m tests.sim.swarm --seed 4711                 one again, and what it was
-    python -m tests.sim.swarm --seed 4711 --shrink        and which features and faults it takes to fail
+    python -m tests.sim.swarm --seeds 10000 --jobs 2      many seeds: a progress bar, and a table of what they reached
+    python -m tests.sim.swarm --seed 4711                 one seed again: its scene and its counts
+    python -m tests.sim.swarm --seed 4711 --shrink        the features and faults that it takes to fail
 
-A seed and a commit are a run: the digest of all that clients got is printed, and is the same in
-every process.
+A seed and a commit determine a run: the digest of all that clients received is printed, and is the
+same in every process.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from tests.sim.swarm_scene import FAULTS, FEATURES, Scene, draw
 from tests.sim.swarm_world import SwarmWorld
 
 LIMIT_S = 200.0
-"""Simulated: what all that goes wrong, and all requests behind it, take."""
+"""Simulated seconds within which all faults, and all requests behind them, end."""
 FLEET_LIMIT_S = 900.0
-"""Limit of a world with a fleet: a forgotten start is noticed after ten minutes."""
+"""LIMIT_S of a world with a fleet: a forgotten start is noticed after ten minutes."""
 WALL_S = 300
-"""Real: a role that goes round in a circle within one event shows its stack after so long."""
+"""Real seconds after which the stack is shown, for a role that loops for ever within one event."""
 SUMMED = ("moves", "preemptions", "faults")
-"""What the last line tells again: a swarm without them says little."""
+"""Counts that the last line repeats: a swarm without them proves little."""
 _BATCH = 20
 _TOLD = 200
-"""Where the output is a file, a line every so many seeds stands for the bar."""
+"""Number of seeds per line, which replaces the progress bar if the output is a file."""
 
 
 @dataclass
 class Found:
-    """What seeds came to."""
+    """Results of seeds."""
 
     num_seeds: int = 0
     seen: Counter[str] = field(default_factory=Counter)
-    """Events."""
+    """Event -> how often it was seen."""
     runs: Counter[str] = field(default_factory=Counter)
-    """Seeds in which each was seen, or was on."""
+    """Event, feature or fault -> number of seeds in which it was seen, or was on."""
     errors: dict[int, str] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
-        """Of other seeds."""
+        """Add the results of other seeds."""
         self.num_seeds += other.num_seeds
         self.seen += other.seen
         self.runs += other.runs
@@ -63,14 +62,13 @@ class Found:
 
 
 def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
-    """Run a scene to its end and check the rest. Errors name the simulated time."""
+    """Run a scene to its end and check the final state. Errors name the simulated time."""
     with guarded() as asked:
         world = SwarmWorld(scene)
         try:
             world.run_to_the_end(FLEET_LIMIT_S if world.has_fleet else LIMIT_S)
             if world.has_fleet:
-                # A unit that the fleet starts late may still be sent what its last life was asked
-                # for.
+                # A unit that the fleet starts late may still be sent messages for its last life.
                 world.clock.run(
                     world.clock.now() + FLEET_LIMIT_S,
                     lambda: world.is_at_rest() and world.is_over(),
@@ -84,12 +82,12 @@ def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
 
 
 def run_seed(seed: int) -> SwarmWorld:
-    """The world of a seed, at its end."""
+    """Return the world of a seed, at its end."""
     return run(draw(seed))[0]
 
 
 def command(seed: int) -> str:
-    """What repeats a seed."""
+    """Return the command that repeats a seed."""
     return f"python -m tests.sim.swarm --seed {seed}"
 
 
@@ -116,7 +114,7 @@ def run_all(seeds: Iterable[int]) -> Found:
 
 
 def shrink(seed: int) -> frozenset[str]:
-    """Return features and faults that the seed can do without and still fail."""
+    """Return the features and faults without which the seed still fails."""
     out: frozenset[str] = frozenset()
     for name in (*FAULTS, *FEATURES):
         if name in draw(seed).on and _fails(draw(seed, out | {name})):
@@ -138,7 +136,7 @@ def _batches(first: int, num: int) -> Iterator[range]:
 
 
 def run_many(first: int, num: int, jobs: int, console: Console) -> Found:
-    """All seeds from `first` on, in `jobs` processes; a failing one is told at once."""
+    """Run `num` seeds from `first` on, in `jobs` processes. Print failing seeds at once."""
     found = Found()
     columns = (
         TextColumn("{task.description}"),
@@ -164,12 +162,12 @@ def run_many(first: int, num: int, jobs: int, console: Console) -> Found:
 
 
 def _reason(trace: str) -> str:
-    """The line of a traceback that says what it was."""
+    """Return the line of a traceback that names the error."""
     return [line for line in trace.splitlines() if line and not line.startswith((" ", "at "))][-1]
 
 
 def table_of(found: Found) -> Table:
-    """What the seeds reached."""
+    """Return a table of what the seeds reached."""
     summed = ", ".join(f"{found.seen[what]} {what} in {found.runs[what]} seeds" for what in SUMMED)
     title = f"{found.num_seeds} seeds, {len(found.errors)} failed"
     table = Table("what", "seeds", "in all", title=title, caption=summed)
@@ -183,7 +181,7 @@ def table_of(found: Found) -> Table:
 
 
 def tell_one(seed: int, console: Console, *, is_shrunk: bool, is_traced: bool) -> bool:
-    """Run one seed and print what it was. Returns whether it ended well."""
+    """Run one seed and print its scene and counts. Return whether it ended well."""
     scene = draw(seed)
     if is_shrunk:
         out = shrink(seed)
@@ -212,7 +210,7 @@ def _traced(arrive):  # type: ignore[no-untyped-def]
 
 
 def main(arguments: list[str]) -> int:
-    """The command. Returns 1 if any seed failed."""
+    """Run the command. Return 1 if any seed failed."""
     parser = argparse.ArgumentParser(
         "python -m tests.sim.swarm", description=__doc__.partition("\n")[0]
     )

@@ -1,14 +1,13 @@
-"""Who has which KV block of a unit, told from what its leader says to the outside: plans, pulls,
+"""Owners of a unit's KV blocks, derived from what its leader receives and returns: plans, pulls,
 reads, writes, Freed.
 
     effect     a block passes to a request with the first Pull, plan or read that writes it
     Filled     and to the cache, if the request that ends has filled it
-    Freed      and is nobody's again
-    between    nobody else's; and never Freed while a plan, a copy, a read or a write that is under way uses it
+    Freed      and has no owner any more
+    between    it has no other owner, and is not Freed while a plan, copy, read or write under way uses it
 
-Knows none of the leader's ledgers, so an error in one of them, or in what checks them, does not
-hide here. Of slots it sees those of whom blocks were written: a rank never has more of them than it
-has slots.
+Independent of the leader's ledgers, so an error in one of them, or in their checks, does not hide
+here. Slots are counted by requests with written blocks: a rank never has more of them than slots.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KEPT = "kept"
 
 @dataclass(slots=True)
 class _Row:
-    """A request in a rank's table."""
+    """Request in a rank's table."""
 
     key: Hashable
     block_ids: list[int]
@@ -50,7 +49,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """What writes blocks, or needs them as they are, until its outcome is heard."""
+    """Operation that writes blocks, or needs them unchanged, until its outcome is received."""
 
     rank_blocks: frozenset[RankBlock]
     what: str
@@ -58,28 +57,30 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Owners of one life of a leader. `keeps_some`: a cache may keep blocks without a request."""
+    """Block owners in one life of a leader. `keeps_some`: a cache may keep blocks without a
+    request.
+    """
 
     unit: str
     num_slots: int
-    """Of a rank."""
+    """Slots per rank."""
     keeps_some: bool
     seen: Counter[str]
     _holders: dict[RankBlock, Hashable] = field(default_factory=dict)
     _held: Counter[tuple[int, Hashable]] = field(default_factory=Counter)
-    """(rank, who) -> how many of these."""
+    """(rank, owner) -> number of its blocks."""
     _rows: dict[int, dict[int, _Row]] = field(default_factory=dict)
-    """By rank and slot: a decode unit's tables after the last plan."""
+    """Rank -> (slot -> row): a decode unit's tables after the last plan."""
     _prompts: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Rank -> prompts begun there and the plan with the last chunk of each; -1 before it."""
+    """Rank -> (prompt begun there -> step of its last chunk; -1 before it)."""
     _steps: deque[tuple[int, _UnderWay]] = field(default_factory=deque)
     _others: dict[Hashable, _UnderWay] = field(default_factory=dict)
-    """Copies, reads and writes."""
+    """Copies, reads and writes under way."""
     _pools: tuple[str, ...] = ()
-    """Address of each rank's pool, where there are several."""
+    """Address of each rank's pool; empty if there is only one."""
 
     def follow(self, leader: PrefillLeader | DecodeLeader) -> None:
-        """Check the leader's events and effects here first, before its own ledgers."""
+        """Check the leader's events and effects here first, before its own ledgers are checked."""
         handle = leader.handle
 
         def watched(now_s: float, *events: Event) -> list[Effect]:
@@ -90,7 +91,7 @@ class BlockWatch:
         leader.handle = watched  # type: ignore[method-assign, assignment]
 
     def take(self, events: Iterable[Event], effects: Iterable[Effect]) -> None:
-        """What the leader was told, and what it said to that."""
+        """Process the events that the leader received, and the effects that it returned."""
         for event in events:
             self._hear(event)
         for effect in effects:
@@ -98,7 +99,7 @@ class BlockWatch:
 
     @property
     def left(self) -> list[tuple[RankBlock, Hashable]]:
-        """Blocks that somebody has, and who."""
+        """Blocks that requests own, with their owners."""
         return [one for one in self._holders.items() if one[1] != KEPT]
 
     def _hear(self, event: Event) -> None:
@@ -119,7 +120,7 @@ class BlockWatch:
                 self.seen["answers gone before they were copied"] += is_answer and error is not None
             case BlocksRead(read_id):
                 over = self._others.pop((BlocksRead, read_id), None)
-                # Any prompt may compute blocks that were not read.
+                # Any prompt may now compute blocks that were not read.
                 for rank_block in over.rank_blocks if over is not None else ():
                     self._release(rank_block)
             case BlocksStored(store_id):
@@ -133,7 +134,7 @@ class BlockWatch:
                 self._reset({*event.lost, *event.fresh})
 
     def _reset(self, ranks: set[int]) -> None:
-        """A reset: plans are void, tables empty, and the blocks of lost ranks gone."""
+        """Apply a reset: plans are void, tables empty, and the blocks of the given ranks gone."""
         self._steps.clear()
         self._rows.clear()
         for rank in ranks:
@@ -172,7 +173,7 @@ class BlockWatch:
                 self._begin((BlocksStored, store_id), rank, block_ids, f"write {store_id}")
 
     def _forget(self, request_id: str) -> None:
-        """A prompt is not gone on with, whenever its slot comes free."""
+        """Drop a prompt that will not be continued, whenever its slot is freed."""
         for prompts in self._prompts.values():
             prompts.pop(request_id, None)
 
@@ -193,8 +194,9 @@ class BlockWatch:
                 )
 
     def _keep(self, key: Key, rank: int, block_ids: Iterable[int]) -> None:
-        """Nobody may write these before they are Freed, which some were in this very event. Others
-        may be another's, who filled the same.
+        """Mark an answer's blocks as kept: no request may write them before they are Freed. Blocks
+        that were Freed in this very event, or belong to a request that filled the same, are left
+        alone.
         """
         for rank_block in [(rank, block) for block in block_ids]:
             if self._holders.get(rank_block) == key:
@@ -218,7 +220,7 @@ class BlockWatch:
 
     # ---- what is planned ----
     def _pull(self, key: Key, rank: int, into: tuple[int, ...]) -> None:
-        """From another unit, or from another rank of this one."""
+        """Record a copy from another unit, or from another rank of this one."""
         self._begin((KvPulled, key), rank, into, f"the copy for {key}")
         self._claim(rank, into, key)
         if not self.keeps_some:
@@ -233,7 +235,7 @@ class BlockWatch:
         )
 
     def _planned(self, rank: int, plan: PrefillPlan | DecodePlan) -> Iterable[RankBlock]:
-        """Blocks that a plan needs: those that it writes, and those that it reads."""
+        """Return the blocks that a plan needs: those that it writes, and those that it reads."""
         if isinstance(plan, PrefillPlan):
             block_ids = self._chunks(rank, plan.step_id, plan.chunks + plan.second)
         else:
@@ -247,7 +249,7 @@ class BlockWatch:
         )
         self._count_slots(rank, prompts)
         for chunk in chunks:
-            # Those before it may be others', too: a prefix that many share.
+            # Blocks before it may have other owners, too: many requests share a prefix.
             first = chunk.start // BLOCK_TOKENS
             self._claim(rank, chunk.block_ids[first:], chunk.request_id)
         return [block for chunk in chunks for block in chunk.block_ids]
@@ -273,7 +275,7 @@ class BlockWatch:
         return [block for row in rows.values() for block in row.block_ids]
 
     def _only_here(self, rank: int, key: Hashable) -> None:
-        """A request that goes on at a rank has nothing elsewhere, but for an abandoned copy."""
+        """Check that a request at a rank has no blocks elsewhere, except of an abandoned copy."""
         if self.keeps_some:
             return
         copy = self._others.get((KvPulled, key))

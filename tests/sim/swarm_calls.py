@@ -1,9 +1,9 @@
-"""One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a
-client that may leave, and the bill.
+"""One HTTP request of a swarm world, as the gateway handles it: choices of a prompt, stop strings,
+a client that may leave, and the bill.
 
 The gateway's own code reads the front's deliveries (gateway/desk/reply.Reply,
-gateway/text/stream.Assembler) and writes the facts (gateway/desk/accounting). What must be billed is worked out
-here by itself, from the tokens that the request has to get.
+gateway/text/stream.Assembler) and writes the facts (gateway/desk/accounting). The correct bill is
+computed here independently, from the tokens that the request must get.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.sim.client import Client
 from tests.sim.engine import VOCAB
 
 LETTERS = "".join(chr(ord("A") + number) for number in range(VOCAB))
-"""A token is a letter."""
+"""Text of each token: one letter."""
 VOCABULARY = Vocabulary(
     {
         "decoder": {
@@ -53,7 +53,7 @@ MODEL = "a model"
 
 
 class Sink:
-    """Where facts go."""
+    """Sink of the gateway's facts."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestFact] = {}
@@ -65,7 +65,7 @@ class Sink:
             self.requests[fact.request_id] = fact
             return
         before = self.nodes.get((fact.unit, fact.epoch))
-        # A restarted front begins later; the ledger takes the widest interval.
+        # A restarted front begins later, so the ledger takes the widest interval.
         if before is not None:
             assert before.to_s <= fact.to_s, "node-hours run backwards"
             fact = msgspec.structs.replace(fact, from_s=min(before.from_s, fact.from_s))
@@ -80,7 +80,9 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """Count these tokens up to a stop in the text behind the first `first`."""
+    """Count tokens up to the first stop in the text behind the first `first`; return if there is
+    one.
+    """
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -89,7 +91,7 @@ def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[
 
 
 class Call:
-    """The gateway's part of one request. `books` belong to a life of the gateway."""
+    """The gateway's part of one request. `books`: the accounting of one life of the gateway."""
 
     def __init__(
         self,
@@ -107,9 +109,11 @@ class Call:
         self.clients = clients
         self.stops = stops
         self.end = ""
-        """Its end: "200", "cancelled", an error status, "lost" with its gateway, or empty."""
+        """End of the call: "200", "cancelled", an error status, "lost" with its gateway; empty if
+        open.
+        """
         self.error = ""
-        self.mailbox = Mailbox(cast("Any", None))  # Nobody waits in it, so it needs no event loop.
+        self.mailbox = Mailbox(cast("Any", None))  # No task waits in it: no event loop.
         self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(versions)}
         self._tell_front = tell_front
         self._books = books
@@ -157,7 +161,9 @@ class Call:
         )
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
-        """As gateway/desk/host has it: what comes of it is dropped, but for where it was worked on."""
+        """Cancel as gateway/desk/host does: deliveries are dropped, except the names of the
+        units.
+        """
         if mailbox.open_ids.pop(request_id, None) is not None:
             self._tell_front(Cancel(request_id, -1))
 
@@ -182,12 +188,12 @@ class Call:
             self._close("200")
 
     def leave(self) -> None:
-        """The client goes away."""
+        """End the call: the client leaves."""
         if not self.end:
             self._close(CANCELLED)
 
     def lose(self) -> None:
-        """The gateway's process dies: nobody writes a fact."""
+        """End the call: the gateway's process dies, and no fact is written."""
         self.end = self.end or "lost"
 
     def _close(self, end: str) -> None:
@@ -200,7 +206,7 @@ class Call:
         )
 
     def check(self, sink: Sink) -> None:
-        """What was billed is what came, and what came is what had to come. Of a call that ended."""
+        """Check an ended call: the bill equals what was streamed, and that is what was expected."""
         names = [one.request_id for one in self.versions]
         facts = [sink.requests.get(name) for name in names]
         if self.end == "lost":
@@ -237,7 +243,7 @@ class Call:
             assert fact.end in ("stop", "length"), f"{name}: {fact.end}"
             assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
         else:
-            # One choice may have ended before its request did; a letter that nobody read is not
+            # A choice may have ended before its request did; a letter that was not read is not
             # billed.
             assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
         due = self._books._prices.charge(
@@ -247,5 +253,5 @@ class Call:
 
 
 def status_of(deliver: Deliver) -> str:
-    """Of a last delivery."""
+    """Return the status of a last delivery."""
     return "200" if deliver.error is None else str(deliver.error_status)

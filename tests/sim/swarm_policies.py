@@ -1,6 +1,6 @@
 """Invariants of every policy's decisions: capacities, order, conservation.
 
-`guarded()` checks policies where the roles call them, as long as it is open.
+While `guarded()` is open, it checks policies where the roles call them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEAR = 1e-6
 def check_place(
     ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arrival], **_: Any
 ) -> None:
-    """A placement has room, and takes the first arrivals in order."""
+    """Check that placed requests fit, and are the first arrivals in order."""
     assert len(ranks) <= len(arrivals)
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
@@ -59,12 +59,12 @@ def check_place(
 def check_moves(
     moves: list[Move], view: DecodeRanksView, running: RunningView, terms: MoveTerms, **_: Any
 ) -> None:
-    """A request moves once, to a rank with room; a giver's room is not given away yet."""
+    """Check that a request moves once, to a rank with free blocks and slots that gave none away."""
     assert len(moves) <= terms.num_moves_max
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
     givers: set[int] = set()
-    # A request moves twice.
+    # No request moves twice.
     assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
     for move in moves:
         givers.add(move.from_rank)
@@ -78,8 +78,8 @@ def check_moves(
 
 
 def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_missing: int) -> None:
-    """The latest of their tenants go, those of batches first, one at least stays, and no more go than
-    are needed.
+    """Check that the latest arrivals of each tenant go, batches first; that one at least stays; and
+    that no more go than are needed.
     """
     by_arrival = sorted(holders, key=lambda holder: -holder.arrival)
     kinds = [is_batch(next(one.tenant for one in holders if one.slot == slot)) for slot in slots]
@@ -90,7 +90,7 @@ def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_mi
         assert gone == own[: len(gone)], "the latest arrived go first"
     assert len(slots) < max(len(holders), 1), "nobody is left"
     blocks = {holder.slot: holder.num_blocks for holder in holders}
-    # More go than are needed.
+    # Without the last victim, too few blocks would be free.
     assert sum(blocks[slot] for slot in slots[:-1]) < max(num_blocks_missing, 1)
 
 
@@ -102,7 +102,7 @@ def check_cut(
     limits: StepLimits,
     cached: Sequence[Any] = (),
 ) -> None:
-    """A step's prompts start once, in order, where there is room, and end within their length."""
+    """Check that prompts start once, in order, where they fit, and end within their length."""
     starts = sorted(index for of_rank in cut.ranks for index in of_rank.starts)
     assert starts == list(range(len(starts))), f"prompts {starts} of {len(waiting)} start"
     views = {view.rank: view for view in ranks}
@@ -122,7 +122,7 @@ def check_cut(
         assert len(of_rank.starts) <= max(0, view.num_starts_free), (
             f"{of_rank} starts more than {view.num_starts_free}"
         )
-        # Blocks that are not free.
+        # Prompts that start need only free blocks.
         assert sum(prompt.num_blocks_needed for prompt in there) <= view.num_blocks_free
         ready = [prompt for prompt in prompts if not prompt.num_loading and prompt.num_tokens]
         assert bool(ready) == bool(sum(of_rank.sizes)), "a rank with something to do does nothing"
@@ -135,7 +135,7 @@ def check_packed(
     num_blocks_free: int,
     num_starts_max: int,
 ) -> None:
-    """A rank's budget is kept."""
+    """Check that a rank's limits of tokens, blocks and starts hold."""
     assert sum(sizes) <= chunk_tokens
     assert all(
         0 < size <= prompt.num_tokens for size, prompt in zip(sizes, prompts, strict=False)
@@ -148,7 +148,7 @@ def check_packed(
 def check_prefill_unit(
     unit: str | None, units: Sequence[PrefillUnitView], num_blocks: int, num_tokens: int
 ) -> None:
-    """It fits where it goes, and waits only if it fits nowhere."""
+    """Check that a request goes to a unit with capacity, and waits only if there is none."""
     fitting = {view.unit for view in units if view.num_requests < view.num_requests_max}
     fitting &= {view.unit for view in units if num_blocks <= view.num_blocks}
     assert unit in fitting if fitting else unit is None, f"{unit} of {fitting}"
@@ -157,7 +157,7 @@ def check_prefill_unit(
 def check_decode_unit(
     unit: str | None, units: Sequence[DecodeUnitView], num_blocks: int, num_blocks_max: int
 ) -> None:
-    """It can be there to its last token."""
+    """Check that the unit has blocks for the request up to its last token."""
     fitting = {view.unit for view in units if num_blocks_max <= view.num_blocks_request}
     assert unit in fitting if fitting else unit is None, f"{unit} of {fitting}"
 
@@ -171,7 +171,9 @@ def check_experts(
     current: Placement | None = None,
     **_: Any,
 ) -> None:
-    """Every expert is somewhere, once on a rank, on living ranks only; moves keep their limit."""
+    """Check that every expert is placed, once on a rank, on living ranks only, within the moves'
+    limit.
+    """
     problems = plan.placement.check()
     assert not problems, problems
     slots = plan.placement.slot_to_expert_LRS
@@ -190,7 +192,7 @@ def check_experts(
 
 
 def check_split(split_LRS: Any, table_LRS: Any, loads: Any, **_: Any) -> None:
-    """The parts of an expert's tokens are all of them."""
+    """Check that the shares of an expert's replicas add up to 1."""
     assert (split_LRS >= -NEAR).all()
     for table, split in zip(table_LRS, split_LRS, strict=True):
         held = table != EMPTY
@@ -202,7 +204,7 @@ def check_split(split_LRS: Any, table_LRS: Any, loads: Any, **_: Any) -> None:
 
 
 def check_decision(decision: Decision, view: ScalingView, rules: ScalingRules) -> None:
-    """Between floor and most, on nodes that there are."""
+    """Check that units are between floor and maximum, on existing nodes."""
     units = decision.units
     for num, role in ((units.prefill, rules.prefill), (units.decode, rules.decode)):
         assert role.num_min <= num <= role.num_max, f"{units} with {rules}"
@@ -210,7 +212,7 @@ def check_decision(decision: Decision, view: ScalingView, rules: ScalingRules) -
 
 
 def check_refusal(refusal: Refusal | None, view: Any) -> None:
-    """A refusal says when to come back."""
+    """Check that a refusal has a reason and a time to retry."""
     assert refusal is None or (
         refusal.status in (429, 503) and refusal.reason and refusal.retry_after_s > 0
     ), refusal
@@ -220,7 +222,7 @@ def check_refusal(refusal: Refusal | None, view: Any) -> None:
 def check_prefix(
     prefix: Prefix, num_memory: int, num_shared: int, num_disk: int, *_: Any, **__: Any
 ) -> None:
-    """All that the disk has of it or nothing."""
+    """Check that the disk's part of a prefix is used whole or not at all."""
     assert (prefix.num_memory, prefix.num_shared) == (num_memory, num_shared)
     assert prefix.num_loading + prefix.num_recomputed in (0, num_disk)
 
@@ -244,7 +246,7 @@ GUARDS: tuple[tuple[Any, str, Callable[..., None]], ...] = (
 
 @contextmanager
 def guarded() -> Iterator[Counter[str]]:
-    """Check every decision. Yields how often each policy was asked."""
+    """Check every decision. Yield how often each policy was called."""
     asked: Counter[str] = Counter()
     before = [(module, name, getattr(module, name)) for module, name, _ in GUARDS]
     for (module, name, policy), (_, _, check) in zip(before, GUARDS, strict=True):

@@ -1,4 +1,4 @@
-"""Who comes to a swarm world, and when; and who leaves again."""
+"""Arrivals of requests in a swarm world, and clients that leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
-    """All of a scene's, and its shutdown."""
+    """Add all requests of a scene, and its shutdown."""
     on = scene.on
     if on & {"uneven", "tight"}:
         _add_pressure(world, on, random)
@@ -26,7 +26,7 @@ def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
         add_chats(world, random)
     else:
         span_s = 0.1 if "rush" in on else random.choice([1.0, 4.0])
-        # Short prompts with long answers outgrow what they were let in with.
+        # Short prompts with long answers outgrow the blocks that they were admitted with.
         is_crowd = "crowd" in on
         room = min(longest_output(world, 0) - 2, 100 if is_crowd else LONGEST_PROMPT)
         for number in range(random.randint(10, 20) if is_crowd else random.randint(3, 14)):
@@ -54,7 +54,7 @@ def add_requests(world: SwarmWorld, scene: Scene, random: Random) -> None:
 
 
 def _add_pressure(world: SwarmWorld, on: frozenset[str], random: Random) -> None:
-    """Requests beside each other on every rank.
+    """Add requests that run beside each other on every rank.
 
     "uneven": lengths differ so much that requests must move. "tight": they outgrow the pool.
     """

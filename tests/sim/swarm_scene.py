@@ -1,6 +1,5 @@
-"""What one seed of the swarm means. Every feature and every fault is switched on or off by itself,
-so that any two of them meet in some seeds and are alone in others; what is on is then drawn from
-small sizes and rough rates.
+"""Scenes of the swarm's seeds. Every feature and every fault is on or off independently, so that
+any two of them meet in some seeds and are alone in others. Sizes are small and fault rates high.
 
 The idea is swarm testing (Groce et al., ISSTA 2012): a test with everything on at once hides what
 one thing alone does.
@@ -29,12 +28,12 @@ from tests.sim.scenario import RANK_TIMEOUT_S
 from tests.sim.world import Faults
 
 PRESSURES = ("uneven", "tight", "hasty", "drafts", "tenants")
-"""Requests that have to move from rank to rank, or outgrow their rank; clients that leave while
-they are prefilled; steps that check what the last ones drafted; and tenants whose rows take turns.
-Drawn by themselves, behind the others: without them a seed is what it was before they were thought of.
+"""Features that are drawn separately, after the others, so that older seeds keep their scenes.
+"uneven", "tight": requests must move between ranks, or outgrow their rank. "hasty": clients leave
+during prefill. "drafts": steps check earlier steps' drafts. "tenants": tenants' rows take turns.
 """
 OTHER_WEIGHTS = "other weights"
-"""Units give way to others whose KV they cannot use. Drawn as PRESSURES are."""
+"""Fault that replaces units by units that cannot use their KV. Drawn separately, like PRESSURES."""
 FEATURES = (
     "many units",
     "prefill ranks",
@@ -75,7 +74,7 @@ _AWAY_ALWAYS = {
     "rush",
 }
 _AWAY_OFTEN = ("impatient", "small queues", "stop strings", "shutdown", "short leases")
-"""What keeps moves and preemptions away."""
+"""Features and faults that also prevent moves and preemptions; each often goes off, not always."""
 FAULTS = (
     "cancels",
     "unit deaths",
@@ -103,24 +102,24 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Troubles:
-    """Faults that this world has beside those of all worlds."""
+    """Faults of swarm worlds, besides those of all worlds."""
 
     every_s: dict[str, float]
-    """Kind of fault -> mean time between two."""
+    """Kind of fault -> mean seconds between two."""
     lost_rate: float = 0.0
-    """Of messages between front and units."""
+    """Share of lost messages between front and units."""
     late_rate: float = 0.0
-    """Of messages behind which a wire stands still for a while."""
+    """Share of messages after which a wire stands still for a while."""
     late_s: float = 0.0
-    """How long, at most."""
+    """Longest time that a wire stands still, seconds."""
     lost_disk_s: tuple[float, float] | None = None
-    """The folder is gone from then to then."""
+    """Time in which the folder is gone: (from, to), seconds."""
     shutdown_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Drawn from a seed; a world is made of it."""
+    """Parameters of a world, drawn from a seed."""
 
     seed: int
     on: frozenset[str]
@@ -135,11 +134,13 @@ class Scene:
     wire_s: float
     pull_s: float
     draft_accept: float
-    """How often drafts are right."""
+    """Share of drafts that are right."""
     pass_s: float | None
-    """What a pass of a decode plan is said to take: where it is short, a plan has several."""
+    """Reported seconds of a pass of a decode plan; if it is short, a plan has several passes."""
     row_share: float = 0.0
-    """How much longer each row makes it: where it is much, rows of several tenants take turns."""
+    """Extra time per row, as a share of a pass; if it is large, rows of several tenants take
+    turns.
+    """
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
@@ -170,7 +171,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         return drawn if name in on else 0.0
 
     faults = Faults(
-        # The watcher of blocks does not know what a successor takes over: test_succession does.
+        # BlockWatch cannot follow what a successor takes over; test_succession covers that.
         succession_share=0.0,
         duplicate_rate=rate("duplicates", 0.02, 0.1, 0.5),
         engine_rate=rate("failed steps", 0.003, 0.02),
@@ -231,7 +232,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
 
 
 def _of_tenants(scene: Scene, without: frozenset[str]) -> Scene:
-    """With several tenants, and steps that grow with their rows, in some scenes."""
+    """Return the scene, in half of the seeds with several tenants and steps that grow with rows."""
     random = Random(f"swarm tenants {scene.seed}")
     share, promise = random.choice([0.05, 0.3, 1.0]), random.choice([1.0, 1.3, 2.0])
     if random.random() > 0.5 or "tenants" in without:
@@ -242,7 +243,7 @@ def _of_tenants(scene: Scene, without: frozenset[str]) -> Scene:
 
 
 def _with_other_weights(scene: Scene, without: frozenset[str]) -> Scene:
-    """With units that are replaced, in some scenes."""
+    """Return the scene, in a quarter of the seeds with units that are replaced."""
     random = Random(f"swarm weights {scene.seed}")
     every_s = random.choice([0.3, 1.0, 2.0])
     if random.random() > 0.25 or OTHER_WEIGHTS in without:
@@ -256,7 +257,9 @@ def _with_other_weights(scene: Scene, without: frozenset[str]) -> Scene:
 
 
 def _pressed(scene: Scene, random: Random) -> Scene:
-    """With numbers under which moves and preemptions happen."""
+    """Return the scene; if "uneven" or "tight" is on, with sizes that cause moves and
+    preemptions.
+    """
     on, config, decode = scene.on, scene.config, scene.config.decode
     if not on & {"uneven", "tight"}:
         return scene
@@ -330,7 +333,7 @@ def _units(random: Random, on: set[str], role: str) -> UnitsConfig:
 
 def _limits(random: Random, on: set[str]) -> LimitsConfig:
     timeout_s = random.choice([2.0, 10.0]) if "impatient" in on else 4000.0
-    if "lost messages" in on:  # A request whose message is lost hangs until then.
+    if "lost messages" in on:  # A lost message hangs its request until then.
         timeout_s = min(timeout_s, 40.0)
     return LimitsConfig(
         max_running=random.choice([1, 2, 5]) if "few running" in on else 256,
@@ -360,7 +363,7 @@ def _fleet(random: Random, on: set[str]) -> FleetConfig:
 
 
 def may_end_with(scene: Scene) -> frozenset[str]:
-    """Statuses with which a fitting request may end here, beside 200 and a cancellation."""
+    """Return statuses with which a fitting request may end here, besides 200 and a cancellation."""
     statuses = set()
     if "small queues" in scene.on:
         statuses.add("429")
@@ -372,4 +375,4 @@ def may_end_with(scene: Scene) -> frozenset[str]:
 
 
 LONGEST_PROMPT = 16 * BLOCK_TOKENS
-"""Of requests that come one by one; chats grow by themselves."""
+"""Longest prompt of single requests; chats grow by themselves."""

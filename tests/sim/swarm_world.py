@@ -1,6 +1,6 @@
-"""A small deployment with everything at once: the fleet that starts and drains units of many ranks,
-caches, balancers, the gateway's bills, and whatever may happen to all of them. A scene
-(swarm_scene) says what of it is on.
+"""A small deployment with everything at once: a fleet that starts and drains units of many ranks,
+caches, balancers, the gateway's bills, and faults of all of them. A scene (swarm_scene) says which
+of these are on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.sim.world import is_whole, process_names, submitted
 
 UNIX_S = 1_700_000_000.0
 NUM_EVENTS_MAX = 2_000_000
-"""Of one world: a hundred times what the longest takes. More is going round in a circle."""
+"""Most events of one world: 100x the longest known world. More are an endless loop."""
 NEAR = 1e-6
 FAULTS_SEEN = (
     "all deaths",
@@ -59,30 +59,30 @@ _GONE = DiskFaults(load_rate=1.0, store_rate=1.0)
 
 
 class SwarmWorld(FleetWorld):
-    """Made of a scene, with its requests."""
+    """World made of a scene, with its requests."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.calls: dict[str, Call] = {}
-        """By each of its generations."""
+        """Request id of each generation -> its call."""
         self.seen: Counter[str] = Counter()
-        """What happened, and how often."""
+        """Event -> how often it happened."""
         self.digest = 0
-        """Of all that clients got, and when."""
+        """Checksum of all that clients received, and when."""
         self.sink = Sink()
         self.num_streamed: Counter[int] = Counter()
-        """Tokens that each front delivered."""
+        """Number of a front -> tokens that it delivered."""
         self._leaders: list[RankedLeader] = []
         self._inner_leaders: list[PrefillLeader | DecodeLeader] = []
         self.watches: dict[PrefillLeader | DecodeLeader, BlockWatch] = {}
-        """Of every life of a leader."""
+        """Leader -> watch of its blocks, for every life of a leader."""
         self._num_events = 0
         self.too_long: set[str] = set()
         """Requests that can never be served."""
         self.submitted_s: dict[str, float] = {}
-        """When each comes."""
+        """Request -> time of its arrival."""
         self._pulled_s: dict[Key, float] = {}
-        """When the front heard that an attempt's KV is at its decode unit."""
+        """Attempt -> time at which the front received that its KV is at its decode unit."""
         super().__init__(
             scene.seed,
             scene.config,
@@ -113,7 +113,7 @@ class SwarmWorld(FleetWorld):
             self.drain()
 
     def submit(self, generation: Generation, longest: int) -> None:
-        """A request of one or more choices reaches the gateway."""
+        """Submit a request of one or more choices, as the gateway does."""
         if "front" not in self.hosts:
             return
         random, on = Random(f"{self.scene.seed} {generation.request_id}"), self.scene.on
@@ -154,7 +154,7 @@ class SwarmWorld(FleetWorld):
             self.hosts["front"].handle(submitted(one))
 
     def _stops(self, generation: Generation, random: Random) -> tuple[str, ...]:
-        """Mostly what will be said, or it would never be met."""
+        """Return stop strings, mostly from the expected output: others would never be met."""
         if "stop strings" not in self.scene.on or random.random() < 0.3:
             return ()
         text = "".join(LETTERS[token] for token in expected_output(generation))
@@ -182,7 +182,7 @@ class SwarmWorld(FleetWorld):
         self.clock.after(self.random.choice([0.0, 0.0, self.random.uniform(0, 0.1)]), call.read)
 
     def _verify_end(self, effect: Deliver) -> None:
-        """Every end has a reason that this scene may have, in words and as a status."""
+        """Check that every end has a reason and a status that this scene allows."""
         if not effect.final:
             return
         self.seen[f"ended {effect.error_status if effect.error else 200}"] += 1
@@ -256,8 +256,8 @@ class SwarmWorld(FleetWorld):
         self.clock.after(self.random.expovariate(1 / every_s), strike)
 
     def _calm(self) -> None:
-        """Steps fail no more: of a prompt of a hundred steps some would fail for ever. And all
-        units get the same weights, or there might be none that decodes what another prefilled.
+        """End step failures: of a prompt of a hundred steps some would fail for ever. And give all
+        units the same weights; otherwise no unit might be able to decode what another prefilled.
         """
         self.faults = replace(self.faults, engine_rate=0.0)
         for host in self.hosts.values():
@@ -284,14 +284,16 @@ class SwarmWorld(FleetWorld):
             self.kill_unit(name)
 
     def _kill_nodes(self) -> None:
-        """What shares a machine dies at one instant: units, or ranks of several."""
+        """Kill processes that share a machine at one instant: units, or ranks of several."""
         names = self._living(ranks=bool(self._living(ranks=True)) and self.random.random() < 0.5)
         self.seen["node deaths"] += len(names) > 1
         for name in self.random.sample(names, min(len(names), self.random.choice([2, 3]))):
             self.kill_unit(name)
 
     def _replace_a_unit(self) -> None:
-        """A unit gives way to other weights, often after a drain; a fleet decides that itself."""
+        """Restart a unit with other weights, often after a drain; a fleet decides on drains
+        itself.
+        """
         if not (units := self._living(ranks=False)):
             return
         name, delay_s = self.random.choice(units), 0.0
@@ -303,12 +305,14 @@ class SwarmWorld(FleetWorld):
         self.clock.after(delay_s, lambda: self._replace(name, new))
 
     def _replace(self, name: str, fingerprint: str) -> None:
-        """Once units are to be alike, nothing makes them differ again."""
+        """Restart a unit with other weights. After `until_s` all get OTHER, so that they stay
+        alike.
+        """
         new = OTHER if self.clock.now() >= self.faults.until_s else fingerprint
         self.seen["units with other weights"] += self._fingerprint_of(name) != new
         self.unit_to_fingerprint[name] = new
         self.kill_unit(name)
-        # Where its leader was dead already, ranks may have started again as they were.
+        # If its leader was dead already, ranks may have started again with the old weights.
         for rank in [one for one in self.hosts if one.startswith(f"{name}.")]:
             self.kill_unit(rank)
 
@@ -323,7 +327,7 @@ class SwarmWorld(FleetWorld):
             self._upset(self.random.choice(hosts))
 
     def _slow(self) -> None:
-        """A process whose steps take many times as long for a while."""
+        """Make a process's steps 5x to 200x as long for a while."""
         hosts = [h for n, h in self.hosts.items() if h.is_alive and n != "front" and h.pool_name]
         if not hosts:
             return
@@ -368,12 +372,12 @@ class SwarmWorld(FleetWorld):
         return late
 
     def _is_between(self, name: str, to: str) -> bool:
-        """Whether this wire is one between front and units, while things may go wrong."""
+        """Return whether this wire is between front and units, while faults occur."""
         return "." not in name and "." not in to and self.clock.now() < self.faults.until_s
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         lost_rate = self.scene.troubles.lost_rate
-        # Between a leader and its ranks is one connection, which ends when a message of it is lost.
+        # Leader and ranks have one connection, which ends when one of its messages is lost.
         is_losable = (
             bool(lost_rate)
             and self._is_between("", to)
@@ -384,7 +388,8 @@ class SwarmWorld(FleetWorld):
             return
         self.seen[f"message {type(message).__name__}"] += 1
         match message:
-            # A last word that is lost with its sender is not heard, and nothing is released for it.
+            # A message that is lost with its sender is not received, and nothing is released for
+            # it.
             case Pulled(_, request_id, attempt) if life not in self._cut_lives:
                 self._pulled_s.setdefault((request_id, attempt), self.clock.now())
             case Returned(_, request_id, attempt, reason) if kind_of(reason) == LEASE_EXPIRED:
@@ -392,7 +397,9 @@ class SwarmWorld(FleetWorld):
         super()._arrive(to, message, life)
 
     def _verify_lease(self, key: Key) -> None:
-        """A lease that runs out is of KV that nobody has pulled: else it is given back at once."""
+        """Check that an expired lease is of KV that was not pulled: pulled KV is released at
+        once.
+        """
         is_on_time = not (
             self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"}
         )
@@ -404,8 +411,8 @@ class SwarmWorld(FleetWorld):
     def _watch(self, life: int, message: AnyMessage) -> None:
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
             for attempt_id, index, *_ in rows_of(message):
-                # A Decode once more when its attempt has ended: it is seated again, and nobody
-                # waits for it.
+                # A duplicated Decode whose attempt has ended gets a slot again, and its tokens are
+                # not used.
                 if not 0 <= self._next_index.get((life, attempt_id), 0) <= index:
                     del self._next_index[life, attempt_id]
                     self.seen["attempts seated twice"] += 1
@@ -424,7 +431,7 @@ class SwarmWorld(FleetWorld):
         return super().is_over() and all(call.end for call in self.calls.values())
 
     def verify_end(self) -> None:
-        """Nothing is held anywhere, and the books agree with what clients got."""
+        """Check that nothing is held anywhere, and that bills agree with what clients received."""
         for name, call in self.calls.items():
             assert call.end, f"{name}: its client never heard the end"
             call.check(self.sink)
@@ -441,7 +448,7 @@ class SwarmWorld(FleetWorld):
         self._verify_ledger()
 
     def _verify_idle(self, name: str, host: Host) -> None:
-        """A unit that nobody asks anything of holds nothing."""
+        """Check that a unit without requests holds nothing."""
         role = host.role
         inner = role.inner if isinstance(role, RankedLeader) else role
         if isinstance(role, RankedLeader):
@@ -460,7 +467,7 @@ class SwarmWorld(FleetWorld):
             assert not inner.table.state.any(), f"{name}: slots are in use"
 
     def _verify_ledger(self) -> None:
-        """The day's sums are the facts', and the facts are what was shown."""
+        """Check that the day's sums equal the facts, and the facts the usage that was shown."""
         tally = Tally()
         tally.add_facts(self.sink.requests.values())
         calls = {id(call): call for call in self.calls.values() if call.end != "lost"}.values()
@@ -473,7 +480,7 @@ class SwarmWorld(FleetWorld):
         assert found == sum(f.income_pico_usd for f in self.sink.requests.values())
 
     def count(self) -> Counter[str]:
-        """What the run saw, for the table of the swarm."""
+        """Return what the run saw, for the table of the swarm."""
         seen = self.seen + Counter(
             {f"returned {kind_of(why)}": num for why, num in self.num_returned.items()}
         )
@@ -512,9 +519,9 @@ class SwarmWorld(FleetWorld):
 
 
 def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
-    """Return it as one of a tenant with many requests or few, or of a batch."""
+    """Return it as a request of a tenant with many requests or few, or of a batch."""
     random = Random(f"{scene.seed} tenant {generation.request_id}")
-    # A batch's that waits begins no more once the front drains.
+    # A batch's request that waits begins no more once the front drains.
     batch = "c" if "shutdown" in scene.on else "c/batch"
     tenant = random.choice(["a", "b", "b", "b", "c", batch])
     weight = 2.0 if tenant == "b" and scene.seed % 3 == 0 else 1.0

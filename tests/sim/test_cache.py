@@ -1,6 +1,7 @@
-"""Seeds against the cache: turns of chats find what was computed before, and nothing of others.
+"""Seeds against the cache: turns of chats find KV computed before, and none of other tenants.
 
-Tokens and named blocks are checked, and at the end nothing is held. HADAL_SEEDS=N runs N fresh seeds.
+Tokens and named blocks are checked, and at the end nothing is held. HADAL_SEEDS=N runs N fresh
+seeds.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from tests.sim.test_world import run_seed
 from tests.sim.world import World, inner_of
 
 NUM_CALM = 8 if FULL else 2
-"""Worlds for each kind of cache."""
+"""Worlds per kind of cache."""
 NUM_BAD = 12 if FULL else 3
 """Worlds with a bad disk."""
 
 
 def counts_of(worlds: list[World]) -> Counter[str]:
-    """What the prefill units that live at the end have counted."""
+    """Return the summed counters of the prefill units that live at the end."""
     counts: Counter[str] = Counter()
     for world in worlds:
         for host in world.hosts.values():
@@ -54,7 +55,7 @@ def test_turns_find_what_is_theirs(seed: int) -> None:
 )
 @pytest.mark.slow("six worlds of chats")
 def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> None:
-    """The tokens are checked in each; here, that there was something to find."""
+    """Each world checks its tokens; this test checks that there were cache hits."""
 
     def run(config: CacheConfig) -> Counter[str]:
         make = partial(
@@ -82,7 +83,9 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
 
 
 class AgentWorld(World):
-    """One chat of many turns: each prompt is all that was said before, and what a tool answered."""
+    """World with one chat of many turns: each prompt is the conversation so far and a tool's
+    answer.
+    """
 
     def __init__(self, prefill_ranks: int, decode_ranks: int, cache: CacheConfig) -> None:
         config = deployment(
@@ -93,9 +96,9 @@ class AgentWorld(World):
         super().__init__(1, config, max_context=4000, pool_blocks=(60, 60), disk_blocks=1000)
         random = Random("an agent")
         self.found: dict[str, int] = {}
-        """Request -> tokens of its prompt that were found."""
+        """Request -> tokens of its prompt that were found in the cache."""
         self.expected: dict[str, int] = {}
-        """The same if all full blocks are that were ever computed."""
+        """Request -> tokens of its prompt in full blocks that were computed before."""
         text, num_there = words(random, 30), 0
         for turn in range(NUM_AGENT_TURNS):
             name = f"t{turn}"

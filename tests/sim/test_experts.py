@@ -23,15 +23,15 @@ from tests.sim.test_membership import SteppingWorld, strike
 from tests.sim.world import Faults, is_whole
 
 LOCAL_OPTIMUM = 701906519838
-"""A seed that rests in one."""
+"""Seed that rests in a local optimum."""
 UNIT = "decode-0"
 pytestmark = pytest.mark.slow("worlds of a thousand steps")
 STEPS_TO_FOLLOW = 400
-"""After a change of regime, half of the window's 64 steps must be new before layers flip."""
+"""Steps after a change of load: half of the window's 64 steps must be new before layers flip."""
 
 
 class Balanced:
-    """A decode unit of four ranks with 2 layers of 12 experts, which steps without requests."""
+    """Decode unit of four ranks with 2 layers of 12 experts, which steps without requests."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Balanced:
         return float(np.mean(self.traffic.balance[-number:]))
 
     def within_reach(self) -> float:
-        """The balance that this test may ask for.
+        """Return the balance that this test may ask for.
 
         Single moves end in a local optimum, which with 16 slots is now and then far from the best
-        placement: 30 seeds rest at .97 to 1 of even loads, seed 701906519838 at .90. Steps of 360
-        tokens lose another 8 points to chance. So .85 is asked where the search promises at least
-        .95, and less in proportion elsewhere.
+        placement: 30 seeds rest at 0.97 to 1 of even loads, seed 701906519838 at 0.90. Steps of 360
+        tokens lose another 8 points to chance. So 0.85 is asked where the search promises at least
+        0.95, and less in proportion elsewhere.
         """
         cluster = Cluster.even(4, 1, 4)
         placement = self.leader.experts.placement
@@ -180,8 +180,8 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
         unit.world.clock.now() + 60.0, lambda: unit.leader.membership.formation > formation
     )
     assert unit.leader.membership.formation > formation, (seed, state, how)
-    # It may have been done by all before the loss was known; then it counts, else nothing is left
-    # of it.
+    # All ranks may have flipped before the loss was known, which counts. Otherwise the move is
+    # abandoned.
     num_done = experts.moves.num_layers_flipped - flips
     assert num_done + experts.moves.num_abandoned >= 1, (seed, state, how)
     absent = set(range(4)) - unit.leader.membership.members.keys()

@@ -25,9 +25,9 @@ NUM_WORLDS = 1000 if FULL else 50 if MORE else 8
 WEIGHTS = (1.0, 1.0, 1.0, 2.0, 4.0, 0.5)
 END_S = 3000.0
 FLOOD = "a"
-"""Which tenant sends more than its share, where one does; all have the same weight there."""
+"""Tenant that sends more than its share in flooded worlds, where all weights are equal."""
 BELOW = 0.9
-"""A tenant is below its share where it was served less than so much of what the flood was."""
+"""A tenant is below its share if it was served less than this fraction of the flood's service."""
 
 
 def generation(random: Random, name: str, tenant: str, weight: float, sizes: Sizes) -> Generation:
@@ -40,7 +40,7 @@ def generation(random: Random, name: str, tenant: str, weight: float, sizes: Siz
 
 @dataclass(frozen=True)
 class Sizes:
-    """Longest of a tenant's requests."""
+    """Longest prompt and longest output of a tenant's requests."""
 
     prompt: int
     output: int
@@ -48,26 +48,26 @@ class Sizes:
 
 @dataclass
 class Watch:
-    """What tenants were served, seen from outside: out of the front's effects alone."""
+    """Service of tenants, measured from the front's effects alone."""
 
     world: World
     weights: dict[str, float]
     served: Counter[str] = field(default_factory=Counter)
-    """Tenant -> cost of its work."""
+    """Tenant -> cost of its served work."""
     num_tokens: Counter[str] = field(default_factory=Counter)
     first_s: dict[str, float] = field(default_factory=dict)
-    """Request -> when its first token came, in virtual seconds."""
+    """Request -> time of its first token, simulated seconds."""
     below: set[str] = field(default_factory=set)
-    """Requests whose tenant had been served less than one that floods when that token came."""
+    """Requests whose tenant was below its share when their first token came."""
     begun: set[str] = field(default_factory=set)
     ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """Of two that wait: least and most that one was ahead by since both do."""
+    """Pair of waiting tenants -> least and most lead of the first since both wait."""
     widest: dict[tuple[str, str], float] = field(default_factory=dict)
     longest: int = 0
     burst: int = 0
-    """Of the configuration."""
+    """Burst tokens of the configuration."""
     most: int = 0
-    """Tokens that requests placed at one time can come to."""
+    """Most tokens that requests placed at one time can reach."""
     left: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class Watch:
         front.requests.counters.leave = left  # type: ignore[method-assign]
 
     def saw(self, now_s: float, effects: list[Effect]) -> None:
-        """Count an event's effects, and look who waits after it."""
+        """Count an event's effects, and compare the tenants that wait after it."""
         requests = self.world.front.requests
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Prefill):
@@ -121,17 +121,21 @@ class Watch:
             self.widest[pair] = max(self.widest.get(pair, 0.0), most - least)
 
     def service(self, tenant: str) -> float:
-        """Of a tenant, over its weight."""
+        """Return a tenant's service over its weight."""
         return self.served[tenant] / self.weights[tenant]
 
     def bound(self, pair: tuple[str, str]) -> float:
-        """Of the difference of two tenants' service while both wait; without weights, 2 max(...)."""
+        """Return the bound on the change in lead between two waiting tenants; without weights, 2
+        max(...).
+        """
         most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
         return self.burst + sum(most / self.weights[tenant] for tenant in pair)
 
 
 def drawn_world(seed: int) -> tuple[World, Watch, int]:
-    """Tenants of several weights and lengths, steady or in bursts; some worlds lose units."""
+    """Return a world of tenants with several weights and lengths, steady or in bursts. Some worlds
+    lose units.
+    """
     random = Random(seed)
     burst = random.choice([0, 0, 100, 1000])
     config = Deployment(
@@ -198,29 +202,29 @@ def test_service_of_tenants_that_wait_differs_by_no_more_than_the_bound() -> Non
 OTHERS = ("b", "c", "d")
 SPAN_S = 10.0
 TIMES_ITS_SHARE = 20
-"""What the flooding tenant asks for, in quarters of what the world can do."""
+"""Demand of the flooding tenant, in fair shares; a share is a quarter of the world's capacity."""
 LEAST = 0.85
 MOST = 1.15
 STEP_S = 0.015
-"""The longest step: one that computes another's prompt is not called off."""
+"""Longest step, seconds: a step that computes another tenant's prompt is not aborted."""
 NUM_TOGETHER = 4 if MORE else 2
 AT_ITS_SHARE = 929233319475
-"""Worlds in which one of the others happens to ask for its share and more."""
+"""Seed of worlds in which one of the others happens to ask for its share and more."""
 MAX_QUEUED = 128
 """Enough for the others' bursts. A longer queue would only make this test longer."""
 
 
 @dataclass(frozen=True)
 class Had:
-    """What tenants had in the same virtual time."""
+    """Results of tenants in the same simulated time."""
 
     others: int
-    """Output tokens of all but the one that floods."""
+    """Output tokens of all tenants but the flooding one."""
     flood: int
     waited_s: tuple[float, ...]
-    """For the first tokens of the others' requests."""
+    """TTFT of the others' requests, seconds."""
     waited_below_s: tuple[float, ...]
-    """The same of tenants that were below their share then."""
+    """TTFT of the others' requests whose tenant was below its share then, seconds."""
     gave_way: int
 
     @property
@@ -233,7 +237,7 @@ def p95(values: tuple[float, ...]) -> float:
 
 
 def together(runs: list[Had]) -> Had:
-    """A tenth of a second that one request of twenty waits is a matter of luck in one world."""
+    """Merge runs: in one world, 0.1 s of waiting for one request of twenty is a matter of luck."""
     return Had(
         sum(run.others for run in runs),
         sum(run.flood for run in runs),
@@ -256,8 +260,8 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
         cache=CacheConfig(memory=OFF),
     )
     world = World(seed, config, max_context=10_000, pool_blocks=(80, 80), check_every=20)
-    # A step of 10 ms takes a chunk of 64 tokens: 160 requests a second of 40 tokens, if decode were
-    # endless; its 16 slots give 40 of 40 tokens a second. A quarter of that is a tenant's share.
+    # Steps of 10 ms: prefill does 64 tokens a step, or 160 requests/s of 40 tokens; decode's 16
+    # slots do 40 requests/s of 40 tokens, so decode limits. A tenant's share is a quarter of that.
     share_per_s = 16 / (40 * 0.01) / 4
     sent_s: dict[str, float] = {}
     for number, tenant in enumerate((*OTHERS, *([FLOOD] if is_flooded else []))):
@@ -316,7 +320,7 @@ def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> No
     assert alone.flood == 0 < flooded.flood
     assert flooded.gave_way > 0
     assert flooded.others >= LEAST * alone.others
-    # Whoever was served as much as the flood waits in its turn behind it, which is owed as much.
+    # A tenant that was served as much as the flood waits in turn behind it: both are owed the same.
     assert num_below > 0.3 * len(flooded.waited_s)
     assert below_s <= MOST * alone.p95_ttft_s + STEP_S
     if seed == 1:

@@ -1,4 +1,4 @@
-"""Seeds against the fleet: units come, go, fail to start, die in a drain; messages are lost.
+"""Seeds against the fleet: units start, stop, fail to start, die in a drain; messages are lost.
 
 Every stream ends complete, a draining unit gets no new work, and at rest only the floor is up.
 """
@@ -11,7 +11,7 @@ from tests.fresh import seeds
 from tests.sim.fleet import FleetWorld, fleet_world
 
 NUM_SEEN = 14
-"""Seeds that show what they are for."""
+"""Number of seeds, enough to reach what the tests are for."""
 LIMIT_S = 900.0
 """A unit that was forgotten while it started is noticed after ten minutes."""
 
@@ -48,5 +48,5 @@ def test_the_seeds_do_what_they_are_for() -> None:
     calm = [world for world in worlds if world.faults.until_s == 0.0]
     assert calm
     assert sum(world.num_drains for world in calm) > 5
-    # Where nobody dies and no word is lost, a unit is stopped when it is empty.
+    # Without deaths and lost messages, a unit is stopped only when it is empty.
     assert [world.num_forced for world in calm] == [0] * len(calm)

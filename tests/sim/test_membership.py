@@ -1,6 +1,7 @@
 """Seeds against the membership alone: ranks die, stop, hang and lose each other in steps.
 
-In the end every unit is whole; steps are reported once, in order, or void; deaths in time.
+In the end every unit is whole. Steps are void, or reported once and in order; deaths are reported
+in time.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tests.sim.world import CALM, Faults, World, is_whole
 
 NUM_LATENCIES = 12 if FULL else 4 if MORE else 2
 NOTICED_S = 0.21
-"""From a death to the supervisor's word of it, in this world."""
+"""Longest time from a death to the supervisor's report in this world, seconds."""
 
 
 class Stepper:
-    """A core that steps for ever, all ranks empty, and holds nothing."""
+    """Inner leader that steps for ever, with all ranks empty, and holds nothing."""
 
     def __init__(self, unit: str, epoch: str, num_ranks: int) -> None:
         self.living: set[int] = set()
@@ -77,7 +78,7 @@ class Stepper:
 
 
 class SteppingWorld(World):
-    """All units step; nobody asks for anything."""
+    """World whose units step without requests."""
 
     def _inner(self, name: str, role: str, epoch: str, pool_name: str) -> Stepper:  # type: ignore[override]
         return Stepper(name, epoch, units_of(self.config, role).ranks)
@@ -157,7 +158,9 @@ def strike(world: World, victim: RankHost, how: str) -> None:
 
 
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """From a fault in mid-step to (RankForm at every survivor, steps without the rank)."""
+    """Return times from a fault in mid-step to (RankForm at every survivor, steps without the
+    rank).
+    """
     world = make_world(seed, CALM)
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))

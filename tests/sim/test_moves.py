@@ -1,6 +1,5 @@
-"""Seeds against moves between the ranks of a decode unit: they happen, in the middle of everything
-that goes wrong, and no client notices; nobody stands still for long; and the unit is evener than
-without them.
+"""Seeds against moves between the ranks of a decode unit. Moves happen amid all faults, and no
+client notices; no request stands still for long; and the unit is more even than without moves.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
 PAIR_SEEDS = range(20) if MORE else (3, 5)
-"""Of worlds with moves and without; those two in which moves are worth most."""
+"""Seeds of pairs of worlds, with moves and without; 3 and 5 are those in which moves gain most."""
 
 
 class Watch:
-    """Sees what the decode leaders of a world say and do."""
+    """Recorder of a world's decode leaders and of the balances that they report."""
 
     def __init__(self, world: World) -> None:
         self.leaders: list[DecodeLeader] = []
@@ -86,8 +85,9 @@ def test_nobody_notices_a_move(seed: int) -> None:
 @pytest.mark.campaign("more worlds")
 @pytest.mark.slow("a mean over twenty pairs of worlds at `more`")
 def test_moves_make_the_unit_evener() -> None:
-    # One message more or less makes a world differ by .04 to either side. Over 80 pairs of worlds
-    # moves are worth .030; the mean over twenty lies .008 (its standard deviation) to either side.
+    # One message more or less makes a world differ by 0.04 to either side. Over 80 pairs of worlds
+    # moves are worth 0.030; the mean over twenty lies 0.008 (its standard deviation) to either
+    # side.
     kinds = {
         kind: [run_watched(seed, kind, is_calm=True) for seed in PAIR_SEEDS]
         for kind in ("auto", "no_moves")
@@ -98,5 +98,5 @@ def test_moves_make_the_unit_evener() -> None:
     }
     assert kv["auto"] > kv["no_moves"], kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
-    # Few: nobody is sent back and forth.
+    # Few moves: no request is sent back and forth.
     assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * len(PAIR_SEEDS) * 30

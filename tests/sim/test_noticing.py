@@ -14,12 +14,12 @@ STRUCK_S = 1.0
 FROZEN_LEADER_S = 3.0
 DEAD_RANK_S = 2.0
 STILL_S = 3.0
-"""Time that streams stand still when the leader of ranks that live dies."""
+"""Longest time that streams stand still when their leader dies and its ranks live, seconds."""
 SEEDS = seeds(1, 3, 20)
 
 
 def make_world(seed: int) -> World:
-    """Three streams that decode when the test strikes."""
+    """Return a world with three streams that decode when the test strikes."""
     config = Deployment(
         prefill=UnitsConfig(ranks=2, max_requests=8), decode=UnitsConfig(ranks=3, max_requests=8)
     )

@@ -1,4 +1,4 @@
-"""Priority under overload, in simulated time: it passes others, and nobody starves behind it."""
+"""Priority under overload, in simulated time: high priority passes low, and low does not starve."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.sim.world import World
 
 STREAM_S = 0.1, 2 * AGE_S
 STEP_S, GAP_S = (0.01, 0.035) if MORE else (0.02, 0.07)
-"""Of the engines; between arrivals."""
+"""Seconds of an engine's step; seconds between arrivals."""
 LOW_AT_S = 2.5
-"""By then more wait than there is room for."""
+"""Arrival of the priority-0 request: by then more requests wait than fit."""
 SLACK_S = 2.0
-"""What is under way when a turn comes, and what a step's order may differ by."""
+"""Tolerance in seconds: work under way when a turn comes, and differences in a step's order."""
 
 
 def overloaded_world(random: Random, seed: int, priority: int) -> World:
-    """More of `priority` come than can be served, and one of priority 0 among the first."""
+    """Return a world with more requests of `priority` than can be served, and one of priority 0."""
     config = Deployment(
         chunk_tokens=64,
         heartbeat_s=0.1,
@@ -53,7 +53,9 @@ def overloaded_world(random: Random, seed: int, priority: int) -> World:
 
 
 def end_of_low(world: World) -> tuple[float, list[float]]:
-    """When the one of priority 0 ended, and when those arrived that ended before it."""
+    """Return when the priority-0 request ended, and the arrivals of requests that were open
+    then.
+    """
     world.clock.run(
         3000.0, lambda: "low" in world.clients and world.clients["low"].final is not None
     )
@@ -71,8 +73,8 @@ def test_a_stream_of_higher_priority_passes_and_does_not_starve(seed: int) -> No
     for priority in (0, 1):
         world = overloaded_world(Random(seed), seed, priority)
         ends_s[priority], waiting_s = end_of_low(world)
-        # Its turn came with those that arrived so much later than it: of the older ones hardly any
-        # is left.
+        # Its turn came with requests that arrived `priority * AGE_S` later: no older one still
+        # waits.
         turn_s = LOW_AT_S + priority * AGE_S
         assert sum(arrived_s < turn_s - SLACK_S for arrived_s in waiting_s) == 0
         world.run_to_the_end(3000.0)

@@ -1,4 +1,4 @@
-"""One host's link is slow: its unit goes on without it, and takes it back when it is well again."""
+"""One host's link is slow: its unit goes on without it, and takes it back once the link is well."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tests.sim.world import World, is_whole
 pytestmark = pytest.mark.slow("units that step for a minute")
 UNIT = "decode-0"
 NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
-"""A formation's first stretch may blame nobody yet, and the last step may be a long one."""
+"""A formation's first stretch may not blame a rank yet, and the last step may be a long one."""
 LINK_S = 0.1
-"""What a message takes over the slow link, on average; a step takes a tenth of it elsewhere."""
+"""Mean delay of a message over the slow link; a step takes a tenth of it elsewhere."""
 LOOK_S = 0.25
 SLOW_FROM_S, SLOW_UNTIL_S = 5.0, 55.0
 GAP_S = 20.0
-"""No stream stands still for longer."""
+"""Longest time that a stream stands still, seconds."""
 
 
 def on_hosts(num_ranks: int, rest_s: float = 30.0) -> dict[str, object]:
-    """Fields of a deployment whose decode unit has a host for each rank."""
+    """Return fields of a deployment whose decode unit has a host for each rank."""
     decode = UnitsConfig(ranks=num_ranks, ranks_per_node=1, max_requests=4)
     return {"decode": decode, "slow_host_rest_s": rest_s}
 
 
 class Stepping:
-    """A unit of four ranks on four hosts that steps without requests."""
+    """Unit of four ranks on four hosts that steps without requests."""
 
     def __init__(self, seed: int, rest_s: float = 30.0) -> None:
         self.random = Random(f"slow hosts {seed}")
@@ -57,7 +57,7 @@ class Stepping:
         return self.world.fabrics[UNIT].link_s
 
     def until(self, condition: Callable[[], bool], within_s: float) -> float:
-        """Run until it holds; returns how long that took."""
+        """Run until the condition holds; return how long that took."""
         began_s = self.world.clock.now()
         self.world.clock.run(began_s + within_s, condition)
         assert condition(), f"not within {within_s} s"
@@ -137,7 +137,7 @@ class Streaming:
         links_s[random.randrange(4)] = LINK_S
         self.gaps, before = Gaps(world), self.num_tokens
         self.sizes = [4]
-        """Members of the unit, each time that their number is another."""
+        """Numbers of members of the unit: one entry per change."""
         while world.clock.now() < SLOW_UNTIL_S:
             world.run(world.clock.now() + LOOK_S)
             self.gaps.look()
@@ -169,7 +169,7 @@ def test_streams_go_on_and_no_token_is_another(seed: int) -> None:
 
 
 class Gaps:
-    """How long streams that have begun, and have not ended, got no token."""
+    """Longest time that running streams got no token."""
 
     def __init__(self, world: World) -> None:
         self.longest_s = 0.0

@@ -1,4 +1,4 @@
-"""A host without a processor for anybody: all are late, and none is given up for it."""
+"""A host that is short of processors: all processes are late, and none is given up for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaders die at any moment while their ranks live: a successor goes on with their KV.
+"""Leaders die at any moment while their ranks live: a successor continues with their KV.
 
 Clients check every token, and each step reads the pool itself: wrong KV shows.
 """
@@ -28,7 +28,7 @@ def some_seeds(num: int) -> list[int]:
 
 
 class Watched:
-    """A world whose leaders die, and what becomes of it."""
+    """World whose leaders die, with counts of what their successors take over."""
 
     def __init__(self, world: World, seed: int, num_deaths: int, leaders: list[str]) -> None:
         world.faults = replace(world.faults, succession_share=1.0)
@@ -40,7 +40,9 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names in a leader's first report to a front: those taken over, but for the first."""
+        """Names that leaders took over: those of a first report to a front, except the first
+        leader's.
+        """
 
     def run(self) -> None:
         self.world.run(0.2)
@@ -72,7 +74,7 @@ class Watched:
 @pytest.mark.campaign("more seeds")
 @pytest.mark.slow("seven worlds at `more`")
 def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
-    """Nearly all: what was on its way between ranks or units is tried again."""
+    """Nearly all streams do; requests that were moving between ranks or units are retried."""
     num_resumed = num_retries = 0
     for seed in some_seeds(2):
         watched = Watched(uneven_world(seed, is_calm=True), seed, 3, ["decode-0"])

@@ -1,5 +1,5 @@
-"""A slice of the swarm with every run of the tests: fixed seeds, those that once found something, and
-that the swarm can fail at all. `make test-more` runs hundreds of fresh seeds, `make swarm` and
+"""A slice of the swarm in every run of the tests: fixed seeds, seeds that once found a bug, and
+checks that the swarm detects bugs. `make test-more` runs hundreds of fresh seeds, `make swarm` and
 `make test-all` ten thousand.
 """
 
@@ -40,15 +40,15 @@ from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES, Sc
 from tests.sim.swarm_world import SwarmWorld
 
 NUM_FIXED = 15
-"""Those of the test that the slice reaches what it is for."""
+"""Seeds of the test that the slice reaches what it is for."""
 NUM_FULL = 10_000
 STEP = 20
 FOUND_SEEDS = [326, 1008]
-"""Each of them failed once, when there were neither PRESSURES nor OTHER_WEIGHTS;"""
+"""Seeds that failed once, before there were PRESSURES and OTHER_WEIGHTS."""
 FOUND_UNDER_PRESSURE = [1460, 2296, 2457, 3226, 939717544149, 473512107877, 976646221585]
-"""and each of these with them, but for drafts."""
+"""Seeds that failed once under PRESSURES, but without drafts."""
 NUM_FRESH = 60
-"""Batches of fresh seeds."""
+"""Number of batches of fresh seeds."""
 FRESH_STEP = 10
 
 
@@ -79,7 +79,7 @@ def test_ten_thousand(first: int) -> None:
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    """Whatever order Python gives to sets of strings."""
+    """A run does not depend on the order that Python gives to sets of strings."""
     seeds = [0, 3]
     here = [f"{run_seed(seed).digest:08x}" for seed in seeds]
     code = (
@@ -172,7 +172,7 @@ def never_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front that hands KV of any weights to any decode unit, and units that take it."""
+    """Let the front hand KV of any weights to any decode unit, and let units take it."""
     views = FrontUnits.decode_views
 
     def of_all(self: FrontUnits, fingerprint: str) -> list[DecodeUnitView]:
@@ -184,7 +184,7 @@ def weights_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def void_copies_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers whose room was made for others while they were copied are found all the same."""
+    """Let answers be found although their blocks were freed while they were copied."""
     taken = PrefillCache.taken
 
     def blind(self: PrefillCache, event: KvPulled) -> None:
@@ -194,7 +194,7 @@ def void_copies_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers_offered_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block more is offered than steps that are done have filled."""
+    """Offer one block more than finished steps have filled."""
 
     def leave(self: DecodeCache, slot: int, unit: str) -> list[Effect]:
         table, tail = self._table, self._table.tail[slot].tolist()
@@ -233,7 +233,7 @@ def keeps_answers(scene: Scene) -> bool:
 def test_the_world_sees_by_itself_what_ledgers_may_miss(
     monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], says: str
 ) -> None:
-    """With the leaders' own checks gone."""
+    """The leaders' own checks are disabled."""
     mutate(monkeypatch)
     monkeypatch.setattr(DecodeLeader, "audit", lambda self: [])
     errors = (error for seed in range(30) for error in run_all([seed]).errors.values())
@@ -250,7 +250,9 @@ def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.Monke
 
 
 class LastWordWorld(SwarmWorld):
-    """The first unit that reports Pulled dies at once: its message is lost, the lease runs out."""
+    """World in which the first unit that reports Pulled dies at once. Its message is lost, and the
+    lease expires.
+    """
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         if isinstance(message, Pulled) and not self.num_deaths:
@@ -264,7 +266,7 @@ class LastWordWorld(SwarmWorld):
 
 
 def test_a_pull_of_which_the_front_never_heard_is_not_released() -> None:
-    """As in seed 2634, and nothing else goes wrong."""
+    """Seed 2634 showed this; here nothing else goes wrong."""
     calm = draw(0, frozenset({*FEATURES, *FAULTS}))
     config = msgspec.structs.replace(calm.config, lease_s=0.3)
     world = LastWordWorld(replace(calm, config=config, wire_s=0.002, pull_s=0.02))
@@ -276,7 +278,7 @@ def test_a_pull_of_which_the_front_never_heard_is_not_released() -> None:
 
 @pytest.mark.full
 def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken so that only a fleet's drains show it."""
+    """The front is broken so that only a fleet's drains show it."""
     monkeypatch.setattr(FrontUnits, "decode_views", _blind_to_drains(FrontUnits.decode_views))
     seed = next(
         seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors
@@ -305,7 +307,7 @@ def _blind_to_drains(views):  # type: ignore[no-untyped-def]
 
 @pytest.mark.slow("what a few seeds reach together")
 def test_the_slice_reaches_what_it_is_for() -> None:
-    """Not that all goes well where nothing happens."""
+    """A slice in which nothing happens would prove nothing."""
     found = run_all([*range(NUM_FIXED), 25])  # 25: requests outgrow their ranks.
     assert not found.errors
     reached = (

@@ -1,5 +1,5 @@
-"""Two tenants in simulated time: what one sends at once, or as a batch, costs the other next to nothing,
-and a batch alone is as quick as requests.
+"""Two tenants in simulated time: a flood or a batch of one costs the other next to nothing, and a
+batch alone is as quick as requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def world_of(seed: int, prefill_ranks: int = 1) -> World:
 def times_s(
     seed: int, *, is_flooded: bool, prefill_ranks: int = 1, flood_of: str = "flood"
 ) -> list[float]:
-    """Of the other tenant's requests, one after the other."""
+    """Return how long each of the other tenant's requests took, one after the other."""
     world = world_of(seed, prefill_ranks)
     begun_s: dict[str, float] = {}
 
@@ -56,7 +56,7 @@ def times_s(
             world.submit(generation(f"flood-{number}", flood_of, 20, 100), 100)
 
     taken_s: list[float] = []
-    world.clock.at(0.4, ask)  # It is known: it was here before.
+    world.clock.at(0.4, ask)  # The tenant is known by then: it had requests before.
     if is_flooded:
         world.clock.at(FLOOD_AT_S, flood)
     world.clock.run(3000.0, lambda: ended(world, begun_s))
@@ -65,13 +65,13 @@ def times_s(
         ask()
         world.clock.run(3000.0, lambda: ended(world, begun_s))
         taken_s.append(world.clock.now() - list(begun_s.values())[-1])
-    # It floods no more.
+    # The flood is not over.
     assert not is_flooded or world.front.requests.num_queued_of(flood_of) > NUM_FLOOD // 2
     return taken_s
 
 
 def ended(world: World, begun_s: dict[str, float]) -> bool:
-    """Whether all that the other tenant asked for is answered."""
+    """Return whether all requests of the other tenant are answered."""
     finals = [world.clients[name].final for name in begun_s if name in world.clients]
     assert all(final is None or final.error is None for final in finals)
     return (
@@ -108,7 +108,7 @@ def test_a_batch_costs_another_tenant_next_to_nothing() -> None:
 
 
 def test_a_batch_alone_takes_as_long_as_requests() -> None:
-    """Of 100 lines, on 16 slots."""
+    """Both send 100 requests to 16 slots."""
 
     def end_s(tenant: str) -> float:
         world = world_of(0)

@@ -1,4 +1,4 @@
-"""How long a request may wait, and how long it may run."""
+"""Deadlines of waiting requests, and running requests without one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_waits_for_its_turn_has_a_deadline() -> None:
 
 
 def test_64_requests_without_a_limit_all_end_in_a_pool_for_one() -> None:
-    """Each may take all that is left of the context, which is all of the pool."""
+    """Each request may fill the rest of the context, which is the whole pool."""
     random, num_blocks = Random(1), 40
     config = deployment(
         limits=LimitsConfig(), decode=UnitsConfig(max_requests=16), prefill=UnitsConfig()

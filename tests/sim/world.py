@@ -1,11 +1,11 @@
 """A whole deployment in simulated time: the real roles, processes that die, and wires that delay,
-repeat and lose.
+repeat and lose messages.
 
     clients -> front <-> prefill-0.. decode-0..     (every arrow a wire: in order, with a delay)
                  ^------ supervisor: notices deaths, restarts
 
-Everything random comes from one generator, so a seed and a commit are a run. After every event the
-ledgers of the role that took it are checked; clients check every token.
+All randomness comes from one generator, so a seed and a commit determine a run. After every event
+the ledgers of the role that handled it are checked; clients check every token.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ from tests.sim.starving import Starving
 
 @dataclass(frozen=True)
 class Faults:
-    """What may go wrong, and how often."""
+    """Kinds of faults, and how often they occur."""
 
     duplicate_rate: float = 0.0
-    """Of messages between processes."""
+    """Share of duplicated messages between processes."""
     engine_rate: float = 0.0
-    """Of steps and copies that fail."""
+    """Share of steps and copies that fail."""
     crash_every_s: float = 0.0
     """Mean time between deaths of units; 0: never."""
     stuck_share: float = 0.0
-    """Of those deaths that are silences: the process lives and does nothing."""
+    """Share of those deaths in which the process lives and does nothing."""
     succession_share: float = 0.7
-    """Of deaths of leaders whose ranks wait for a successor."""
+    """Share of leaders' deaths after which the ranks wait for a successor."""
     stage_rate: float = 0.0
-    """Of stagings of a layer's experts that fail."""
+    """Share of stagings of a layer's experts that fail."""
     front_restarts: int = 0
     until_s: float = 20.0
-    """Nothing goes wrong after this, so that everything can end."""
+    """Time of the last fault, seconds, so that everything can end."""
 
 
 CALM = Faults(until_s=0.0)
@@ -88,7 +88,7 @@ RESTARTED = Faults(
 
 
 class World:
-    """One run. `pool_blocks`: of each prefill and each decode unit, scratch included."""
+    """One run. `pool_blocks`: blocks of each prefill and each decode unit, scratch included."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class World:
         disk_faults: DiskFaults | None = None,
         check_every: int = 1,
     ) -> None:
-        """`disk_blocks`: of the folder that `config.cache` names. `check_every`: a process's events
-        from one check of its ledgers to the next, for worlds that are about many requests.
+        """`disk_blocks`: size of the folder of `config.cache`. `check_every`: events of a process
+        from one check of its ledgers to the next, for worlds with many requests.
         """
         self.random = Random(seed)
         self.clock = SimClock()
         self.names = Names()
         self.fingerprints: tuple[str, ...] = (FINGERPRINT,)
-        """All that units may have."""
+        """Fingerprints that units may have."""
         self.unit_to_fingerprint: dict[str, str] = {}
-        """What a unit has from its next start on, if it is not the first."""
+        """Unit -> its fingerprint from its next start on, if it is not the first."""
         self.disk = (
             SimDisk(
                 self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
@@ -134,28 +134,30 @@ class World:
         self.starving = Starving()
         self.check_every = check_every
         self.num_returned: Counter[str] = Counter()
-        """Reasons for which units gave attempts back."""
+        """Reason -> number of attempts that units returned."""
         self.quiet_from_s = max(faults.until_s, 0.2)
-        """Nobody comes, and nothing goes wrong, after this."""
+        """Time after which no request arrives and nothing goes wrong."""
         self.draft_accept = 0.7
-        """How often decode's drafts are right."""
+        """Share of decode's drafts that are right."""
         self.pass_s: float | None = None
         self.row_share = 0.0
-        """What a pass of decode is said to take; None: a step's time."""
+        """Extra time of a decode pass per row. `pass_s`: reported time of a pass; None: a step's
+        time.
+        """
         self.engines: list[PrefillEngine | DecodeEngine] = []
-        """Of every life of a rank."""
+        """Engines of every life of a rank."""
         self._step_s = step_s
         self._pull_s = pull_s
         self._wire_s = wire_s
         self._num_lives = 0
         self._last_arrival_s: dict[tuple[int, str], float] = {}
         self._mail: dict[str, list[AnyMessage]] = {}
-        """What sockets keep for a process that is dead."""
+        """Messages that sockets keep for a dead process."""
         self._next_index: dict[tuple[int, int], int] = {}
         self._cut_lives: set[int] = set()
-        """Lives whose last words were lost with them."""
+        """Lives whose last messages were lost with them."""
         self.fabrics: dict[str, Fabric] = {}
-        """The connections between the ranks of a unit that has more than one process."""
+        """Connections between the ranks of each unit with more than one process."""
         for name in process_names(config):
             if "." in name:
                 fabric = self.fabrics.setdefault(
@@ -175,10 +177,10 @@ class World:
         return self.fronts[-1]
 
     def start_front(self) -> None:
-        """Start the front, or a new one in the old one's place: the streams it held are gone."""
+        """Start the front, or replace the old one: the streams that it held are gone."""
         self._kill("front")
         for name in [name for name, host in self.hosts.items() if host.is_stuck]:
-            # A new front never heard of it: a unit that does not come up is the supervisor's.
+            # A new front has no record of it: units that do not come up are the supervisor's.
             self.kill_unit(name)
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
@@ -357,7 +359,9 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """The supervisor notices later, reports, and restarts it; a leader's ranks wait or go."""
+        """Kill a process. The supervisor notices later, reports and restarts it; a leader's ranks
+        wait for the successor or are killed.
+        """
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
@@ -392,11 +396,13 @@ class World:
         self.clock.after(self.random.expovariate(1 / self.faults.crash_every_s), self._strike)
 
     def _upset(self, host: Host) -> None:
-        """Let it live and do nothing: the lack of heartbeats will be reported to the supervisor."""
+        """Freeze a process or cut its links. Its missing heartbeats are reported to the
+        supervisor.
+        """
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
             if unit is None or unit.orphan_s is not None:
-                # The front does not miss it, or not this successor: the supervisor does.
+                # The front does not miss it, or not this successor: only the supervisor does.
                 self.kill_unit(host.name)
                 return
             host.is_stuck = True
@@ -411,7 +417,9 @@ class World:
 
     # ---- wires ----
     def _sender(self, name: str):  # type: ignore[no-untyped-def]
-        """What a process of this name sends from now on, in order and a little late."""
+        """Return a function that sends messages for a process of this name, in order and a bit
+        late.
+        """
         life = self._num_lives
 
         def send(to: str, message: AnyMessage) -> None:
@@ -444,15 +452,17 @@ class World:
         return send
 
     def _see(self, name: str) -> None:
-        """The supervisor reports on a process: on a rank to its leader, on a unit to the front."""
+        """Report on a process, as the supervisor does: a rank to its leader, a unit to the
+        front.
+        """
         host = self.hosts.get(name)
         judge = self.hosts.get(name.partition(".")[0] if "." in name else "front")
-        # A fleet stops units for good.
+        # A fleet stops units for good, so the process may be gone.
         if host is not None and host.is_alive and judge is not None:
             judge.handle(Sighting(name, self.starving.waited_s(self.clock.now()), host.is_stuck))
 
     def _watch(self, life: int, message: AnyMessage) -> None:
-        """Every life sends the tokens of an attempt in order, and none after the last."""
+        """Check that a life sends the tokens of an attempt in order, and none after the last."""
         for attempt_id, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
             key = (life, attempt_id)
             expected = self._next_index.get(key, index)
@@ -460,7 +470,7 @@ class World:
             self._next_index[key] = index + 1 if finish is None else -1
 
     def _verify_named(self, name: str, message: Cached) -> None:
-        """What a unit says it can take out of its pools is what its ranks' memory holds."""
+        """Check that the blocks that a unit reports as cached are what its ranks' memory holds."""
         inner = inner_of(self.hosts[name])
         assert inner is not None
         for rank in inner.blocks.living:
@@ -470,7 +480,9 @@ class World:
                     self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
-        """Hand over to whoever has the name now: maybe a later life than the one it was sent to."""
+        """Deliver to the process that has the name now; it may be a later life than the intended
+        one.
+        """
         host = self.hosts.get(to)
         if life in self._cut_lives:
             return
@@ -489,13 +501,13 @@ class World:
     def submit(self, generation: Generation, longest: int) -> None:
         if "front" not in self.hosts:
             return
-        if self.config.cache.is_on:  # What it will say gets names, too.
+        if self.config.cache.is_on:  # Its future output gets names, too.
             self._name_all(generation)
         self.clients[generation.request_id] = Client(generation, longest)
         self.hosts["front"].handle(submitted(generation))
 
     def _name_all(self, generation: Generation) -> None:
-        """Name what a generation will have said, whatever unit works on it."""
+        """Name the blocks of a generation's whole text, for any unit that may work on it."""
         whole = tuple(expected_output(generation))
         for fingerprint in self.fingerprints:
             self.names.add(
@@ -520,7 +532,7 @@ class World:
         self.clock.run(until_s)
 
     def run_to_the_end(self, limit_s: float) -> None:
-        """Run until all streams ended and everything was returned. Raises after `limit_s`."""
+        """Run until all streams ended and everything was returned. Raise after `limit_s`."""
         self.clock.run(limit_s, self.is_over)
         open_streams = [
             name
@@ -536,7 +548,7 @@ class World:
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
-        """Nothing is held anywhere and nothing goes wrong any more."""
+        """Return whether nothing is held anywhere and nothing goes wrong any more."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
         if any(
@@ -549,18 +561,18 @@ class World:
 
 
 def submitted(generation: Generation) -> Submit:
-    """Return a request as its gateway submits it, with a ticket for those of batches."""
+    """Return a request as its gateway submits it; requests of batches are admitted already."""
     return Submit(generation, is_admitted=is_batch(generation.tenant))
 
 
 def inner_of(host: Host) -> PrefillLeader | DecodeLeader | None:
-    """What decides about requests in a leader's process."""
+    """Return the part of a leader's process that decides about requests, if it is a real one."""
     role = host.role.inner if isinstance(host.role, RankedLeader) else host.role
     return role if isinstance(role, PrefillLeader | DecodeLeader) else None
 
 
 def is_whole(leader: RankedLeader) -> bool:
-    """Whether every rank of the unit is in its generation, and that runs."""
+    """Return whether every rank is a member of the unit's formation, and the unit runs."""
     return (
         leader.membership.phase is UnitPhase.RUNNING
         and len(leader.membership.members) == leader.membership.num_ranks
@@ -568,7 +580,7 @@ def is_whole(leader: RankedLeader) -> bool:
 
 
 def process_names(config: Deployment) -> list[str]:
-    """All processes that there may be but the front."""
+    """Return the names of all processes that there may be, except the front."""
     names = []
     for role, units in (("prefill", config.prefill), ("decode", config.decode)):
         for index in range(config.num_units_max(role)):
