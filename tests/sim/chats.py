@@ -117,9 +117,7 @@ def add_chats(world: World, random: Random) -> None:
 
 
 def failing_world(seed: int) -> World:
-    """Return a world with a prefill unit of three ranks, in which some steps fail while prompts
-    wait for blocks.
-    """
+    """Return a prefill unit of three ranks, whose steps fail while prompts wait for its blocks."""
     random = Random(f"failing {seed}")
     config = deployment(
         chunk_tokens=16,

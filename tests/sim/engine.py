@@ -237,9 +237,7 @@ class DecodeEngine:
         self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
-        """Slots that a failed step lost. Plans made before the leader received the failure use
-        them.
-        """
+        """Slots lost by a failed step. Plans made before the leader learns of it still use them."""
         self._num_failures = 0
 
     def empty(self) -> None:
@@ -330,9 +328,7 @@ class DecodeEngine:
         assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
 
     def _advance(self, row: _Row) -> tuple[list[int], int]:
-        """Return the tokens of a pass (one, and one for each right draft), and the number of
-        checked drafts.
-        """
+        """Return the tokens of a pass (one, and one per right draft) and how many were checked."""
         room = len(row.block_ids) * BLOCK_TOKENS
         if row.length >= room:
             # The request's end was drawn a plan ago. What a rank writes now goes to its scratch

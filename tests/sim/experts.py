@@ -38,9 +38,7 @@ GROWING_S = 0.001
 
 
 def skewed(seed: int, tokens: float = 30.0) -> NDArray[np.float64]:
-    """Return mean tokens of each expert in a step [L, E]; the hottest has several times the
-    mean.
-    """
+    """Return mean tokens of each expert per step [L, E]; the hottest has several times the mean."""
     weights = np.exp(np.random.default_rng(seed).normal(0.0, 0.8, (NUM_LAYERS, NUM_EXPERTS)))
     return np.asarray(tokens * NUM_EXPERTS * weights / weights.sum(axis=1, keepdims=True))
 
@@ -103,9 +101,7 @@ class SimExperts:
     def stage(
         self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
     ) -> tuple[int, int]:
-        """Stage the layer's future experts; return the replicas received from ranks, and those
-        read.
-        """
+        """Stage the layer's future experts; return the numbers of replicas (from ranks, read)."""
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
         assert tuple(own) != plan.slot_to_expert, "a rank whose slots stay is sent nothing"

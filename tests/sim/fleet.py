@@ -44,9 +44,7 @@ class FleetFaults:
 
     start_fail_share: float = 0.0
     lost_share: float = 0.0
-    """Share of lost messages between front and fleet. Those about units' lives are never lost: they
-    are the supervisor's own.
-    """
+    """Share of lost messages between front and fleet, except those about units' lives."""
     drain_death_share: float = 0.0
     """Share of drains in which the unit dies a little later."""
 
@@ -230,18 +228,14 @@ class FleetWorld(World):
             self.clock.after(self.random.uniform(0, 0.3), lambda: self.kill_unit(message.unit))
 
     def is_at_rest(self) -> bool:
-        """Return whether the fleet asks for nothing: the floor is up, all other nodes are
-        offered.
-        """
+        """Return whether nothing is asked for: the floor is up, and all other nodes are offered."""
         rules, counts = self.fleet.rules, self.fleet.counts()
         num_free = rules.num_nodes_max - rules.num_nodes(rules.floor)
         return counts[UnitState.UP] == rules.floor and self.num_offered == num_free
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Return a world with waves of requests, for which the fleet grows and shrinks several times.
-    Faults range from none to many.
-    """
+    """Return a world whose fleet grows and shrinks several times, with no faults up to many."""
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(

@@ -1,6 +1,4 @@
-"""A simulated process: a role, its Runner and its timer; effects are applied as in a live
-process.
-"""
+"""A simulated process: a role, its Runner and its timer; effects are applied as they are live."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ class Host:
         self.life = 0
         self.starving = Starving()
         self.check_every = 1
-        """Events between two checks of the role: a check takes time in proportion to the role's
-        state.
-        """
+        """Events between two checks of the role. A check's time grows with the role's state."""
         self._num_unchecked = 0
         self._late: deque[Event] = deque()
         """Events that arrived while the process had no processor."""
@@ -95,7 +91,7 @@ class Host:
         self._take(event)
 
     def _take_late(self) -> None:
-        """Handle the events that arrived while this process did not run, and their effects, in
+        """Handle events that arrived while this process did not run, and their effects, in
         order.
         """
         while self._late:

@@ -17,9 +17,7 @@ FINGERPRINT_TO_WEIGHTS = {FINGERPRINT: 0, OTHER: 0x5851F42D4C957F2D}
 
 
 class Names:
-    """Cells and salts of named blocks: of prompts, and of outputs that were computed for
-    certain.
-    """
+    """Cells and salts of named blocks: of prompts, and of outputs that were surely computed."""
 
     def __init__(self) -> None:
         self._cells: dict[bytes, Cells] = {}

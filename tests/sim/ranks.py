@@ -68,9 +68,7 @@ class Fabric:
                 each.complete_soon(key, self._wait(each, list(arrived.values())))
 
     def _wait(self, compute: SimCompute, computes: list[SimCompute]) -> float:
-        """Return how long a rank still waits for its peers and their messages, and record the
-        waits.
-        """
+        """Return how long a rank still waits for its peers and their messages; record the waits."""
         now_s = self.clock.now()
         peer_to_arrived_s = {
             peer.rank: peer.arrived_s + self._on_link(peer.rank) + self._on_link(compute.rank)

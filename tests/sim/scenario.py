@@ -66,9 +66,7 @@ def longest_output(world: World, num_prompt: int) -> int:
 
 
 def random_world(seed: int) -> World:
-    """Return a small deployment under pressure: few blocks and slots, short leases, drawn
-    faults.
-    """
+    """Return a small deployment under pressure: few blocks and slots, short leases, faults."""
     random = Random(f"scenario {seed}")
     blocks = random.randint(4, 10), random.randint(4, 14)
     lease_s = random.choice([0.3, 2.0, 30.0])
@@ -129,9 +127,7 @@ def add_clients(world: World, random: Random) -> None:
 
 
 def pressured_world(seed: int) -> World:
-    """Return a world in which requests fit on arrival but not when they grow: constant preemption,
-    with pulls.
-    """
+    """Return a world of requests that fit on arrival and not later: constant preemption, pulls."""
     random = Random(f"pressure {seed}")
     config = deployment(
         chunk_tokens=64,
@@ -160,9 +156,7 @@ def pressured_world(seed: int) -> World:
 
 
 def ranked_world(seed: int) -> World:
-    """Return a world of units whose ranks die, stop, hang and lose each other; few blocks and
-    slots.
-    """
+    """Return units whose ranks die, stop, hang and lose each other, with few blocks and slots."""
     random = Random(f"ranks {seed}")
 
     def units(ranks: int) -> UnitsConfig:
@@ -216,9 +210,7 @@ def ranked_world(seed: int) -> World:
 
 
 def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
-    """Return a world of uneven requests in a decode unit of several ranks, with enough blocks.
-    Faults hit moves.
-    """
+    """Return uneven requests in a decode unit of several ranks with room; faults hit moves."""
     random = Random(f"uneven {seed}")
     config = deployment(
         chunk_tokens=2048,

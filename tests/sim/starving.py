@@ -9,9 +9,7 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class Starving:
-    """Overload of a host. `apart_s`: longest time between two slices; a process's name sets its
-    own.
-    """
+    """Overload of a host. `apart_s`: longest time between two slices; it varies by process name."""
 
     from_s: float = math.inf
     to_s: float = math.inf
@@ -27,7 +25,7 @@ class Starving:
             return now_s
         period_s = self.apart_s * (0.5 + crc32(name.encode()) / 2**33)
         # Rounded down a little; otherwise rounding errors could begin the same slice again and
-        # again.
+        # Rounded down a little, or rounding errors could begin the same slice again and again.
         return min(
             self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s
         )

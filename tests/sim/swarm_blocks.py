@@ -57,9 +57,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Block owners in one life of a leader. `keeps_some`: a cache may keep blocks without a
-    request.
-    """
+    """Block owners in one life of a leader. `keeps_some`: a cache may keep blocks of no request."""
 
     unit: str
     num_slots: int

@@ -80,9 +80,7 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """Count tokens up to the first stop in the text behind the first `first`; return if there is
-    one.
-    """
+    """Count tokens up to the first stop behind the first `first`, and return if there is one."""
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -109,9 +107,7 @@ class Call:
         self.clients = clients
         self.stops = stops
         self.end = ""
-        """End of the call: "200", "cancelled", an error status, "lost" with its gateway; empty if
-        open.
-        """
+        """End: "200", "cancelled", an error status, "lost" with its gateway, or "" while open."""
         self.error = ""
         self.mailbox = Mailbox(cast("Any", None))  # No task waits in it: no event loop.
         self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(versions)}
@@ -161,9 +157,7 @@ class Call:
         )
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
-        """Cancel as gateway/desk/host does: deliveries are dropped, except the names of the
-        units.
-        """
+        """Cancel as gateway/desk/host does: drop deliveries, but keep the names of the units."""
         if mailbox.open_ids.pop(request_id, None) is not None:
             self._tell_front(Cancel(request_id, -1))
 
@@ -244,7 +238,7 @@ class Call:
             assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
         else:
             # A choice may have ended before its request did; a letter that was not read is not
-            # billed.
+            # A choice may have ended before its request; a letter that was not read is not billed.
             assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
         due = self._books._prices.charge(
             micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out

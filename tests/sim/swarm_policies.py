@@ -78,9 +78,7 @@ def check_moves(
 
 
 def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_missing: int) -> None:
-    """Check that the latest arrivals of each tenant go, batches first; that one at least stays; and
-    that no more go than are needed.
-    """
+    """Check that the latest of each tenant go, batches first; one stays; no more go than needed."""
     by_arrival = sorted(holders, key=lambda holder: -holder.arrival)
     kinds = [is_batch(next(one.tenant for one in holders if one.slot == slot)) for slot in slots]
     assert kinds == sorted(kinds, reverse=True), "those of batches go first"
@@ -171,9 +169,7 @@ def check_experts(
     current: Placement | None = None,
     **_: Any,
 ) -> None:
-    """Check that every expert is placed, once on a rank, on living ranks only, within the moves'
-    limit.
-    """
+    """Check that experts are placed, once a rank, on living ranks only, within the move limit."""
     problems = plan.placement.check()
     assert not problems, problems
     slots = plan.placement.slot_to_expert_LRS

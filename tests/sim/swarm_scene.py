@@ -138,9 +138,7 @@ class Scene:
     pass_s: float | None
     """Reported seconds of a pass of a decode plan; if it is short, a plan has several passes."""
     row_share: float = 0.0
-    """Extra time per row, as a share of a pass; if it is large, rows of several tenants take
-    turns.
-    """
+    """Extra time per row, as a share of a pass; if large, rows of several tenants take turns."""
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
@@ -257,9 +255,7 @@ def _with_other_weights(scene: Scene, without: frozenset[str]) -> Scene:
 
 
 def _pressed(scene: Scene, random: Random) -> Scene:
-    """Return the scene; if "uneven" or "tight" is on, with sizes that cause moves and
-    preemptions.
-    """
+    """Return the scene; "uneven" and "tight" get sizes that cause moves and preemptions."""
     on, config, decode = scene.on, scene.config, scene.config.decode
     if not on & {"uneven", "tight"}:
         return scene

@@ -291,9 +291,7 @@ class SwarmWorld(FleetWorld):
             self.kill_unit(name)
 
     def _replace_a_unit(self) -> None:
-        """Restart a unit with other weights, often after a drain; a fleet decides on drains
-        itself.
-        """
+        """Restart a unit with other weights, often after a drain (in a fleet, the fleet drains)."""
         if not (units := self._living(ranks=False)):
             return
         name, delay_s = self.random.choice(units), 0.0
@@ -305,9 +303,7 @@ class SwarmWorld(FleetWorld):
         self.clock.after(delay_s, lambda: self._replace(name, new))
 
     def _replace(self, name: str, fingerprint: str) -> None:
-        """Restart a unit with other weights. After `until_s` all get OTHER, so that they stay
-        alike.
-        """
+        """Restart a unit with other weights; after `until_s` with OTHER, so that all stay alike."""
         new = OTHER if self.clock.now() >= self.faults.until_s else fingerprint
         self.seen["units with other weights"] += self._fingerprint_of(name) != new
         self.unit_to_fingerprint[name] = new
@@ -389,7 +385,7 @@ class SwarmWorld(FleetWorld):
         self.seen[f"message {type(message).__name__}"] += 1
         match message:
             # A message that is lost with its sender is not received, and nothing is released for
-            # it.
+            # A message lost with its sender is not received, and nothing is released for it.
             case Pulled(_, request_id, attempt) if life not in self._cut_lives:
                 self._pulled_s.setdefault((request_id, attempt), self.clock.now())
             case Returned(_, request_id, attempt, reason) if kind_of(reason) == LEASE_EXPIRED:
@@ -397,9 +393,7 @@ class SwarmWorld(FleetWorld):
         super()._arrive(to, message, life)
 
     def _verify_lease(self, key: Key) -> None:
-        """Check that an expired lease is of KV that was not pulled: pulled KV is released at
-        once.
-        """
+        """Check that an expired lease is of KV that nothing pulled: else it is released at once."""
         is_on_time = not (
             self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"}
         )
@@ -412,7 +406,8 @@ class SwarmWorld(FleetWorld):
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
             for attempt_id, index, *_ in rows_of(message):
                 # A duplicated Decode whose attempt has ended gets a slot again, and its tokens are
-                # not used.
+                # A duplicated Decode whose attempt has ended gets a slot again; its tokens are
+                # A duplicated Decode of an ended attempt gets a slot again; its tokens are unused.
                 if not 0 <= self._next_index.get((life, attempt_id), 0) <= index:
                     del self._next_index[life, attempt_id]
                     self.seen["attempts seated twice"] += 1

@@ -83,9 +83,7 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
 
 
 class AgentWorld(World):
-    """World with one chat of many turns: each prompt is the conversation so far and a tool's
-    answer.
-    """
+    """One chat of many turns: each prompt is the conversation so far, and a tool's answer."""
 
     def __init__(self, prefill_ranks: int, decode_ranks: int, cache: CacheConfig) -> None:
         config = deployment(

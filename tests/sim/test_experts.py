@@ -181,7 +181,7 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
     )
     assert unit.leader.membership.formation > formation, (seed, state, how)
     # All ranks may have flipped before the loss was known, which counts. Otherwise the move is
-    # abandoned.
+    # All ranks may have flipped before the loss was known; otherwise the move is abandoned.
     num_done = experts.moves.num_layers_flipped - flips
     assert num_done + experts.moves.num_abandoned >= 1, (seed, state, how)
     absent = set(range(4)) - unit.leader.membership.members.keys()

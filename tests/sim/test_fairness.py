@@ -125,17 +125,13 @@ class Watch:
         return self.served[tenant] / self.weights[tenant]
 
     def bound(self, pair: tuple[str, str]) -> float:
-        """Return the bound on the change in lead between two waiting tenants; without weights, 2
-        max(...).
-        """
+        """Return how far two waiting tenants' service may diverge; without weights, 2 max(...)."""
         most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
         return self.burst + sum(most / self.weights[tenant] for tenant in pair)
 
 
 def drawn_world(seed: int) -> tuple[World, Watch, int]:
-    """Return a world of tenants with several weights and lengths, steady or in bursts. Some worlds
-    lose units.
-    """
+    """Return tenants of several weights and lengths, steady or in bursts; units may be lost."""
     random = Random(seed)
     burst = random.choice([0, 0, 100, 1000])
     config = Deployment(

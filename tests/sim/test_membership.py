@@ -158,9 +158,7 @@ def strike(world: World, victim: RankHost, how: str) -> None:
 
 
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """Return times from a fault in mid-step to (RankForm at every survivor, steps without the
-    rank).
-    """
+    """Return times from a fault in mid-step to (RankForm at survivors, steps without the rank)."""
     world = make_world(seed, CALM)
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))

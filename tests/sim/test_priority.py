@@ -53,9 +53,7 @@ def overloaded_world(random: Random, seed: int, priority: int) -> World:
 
 
 def end_of_low(world: World) -> tuple[float, list[float]]:
-    """Return when the priority-0 request ended, and the arrivals of requests that were open
-    then.
-    """
+    """Return when the priority-0 request ended, and the arrivals of requests still open then."""
     world.clock.run(
         3000.0, lambda: "low" in world.clients and world.clients["low"].final is not None
     )
@@ -74,7 +72,7 @@ def test_a_stream_of_higher_priority_passes_and_does_not_starve(seed: int) -> No
         world = overloaded_world(Random(seed), seed, priority)
         ends_s[priority], waiting_s = end_of_low(world)
         # Its turn came with requests that arrived `priority * AGE_S` later: no older one still
-        # waits.
+        # Its turn came with requests that arrived `priority * AGE_S` later: no older one waits.
         turn_s = LOW_AT_S + priority * AGE_S
         assert sum(arrived_s < turn_s - SLACK_S for arrived_s in waiting_s) == 0
         world.run_to_the_end(3000.0)

@@ -40,9 +40,7 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names that leaders took over: those of a first report to a front, except the first
-        leader's.
-        """
+        """Names of first reports to a front: taken over, except by a first leader."""
 
     def run(self) -> None:
         self.world.run(0.2)

@@ -250,9 +250,7 @@ def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.Monke
 
 
 class LastWordWorld(SwarmWorld):
-    """World in which the first unit that reports Pulled dies at once. Its message is lost, and the
-    lease expires.
-    """
+    """The first unit that reports Pulled dies at once: its message is lost, its lease expires."""
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         if isinstance(message, Pulled) and not self.num_deaths:

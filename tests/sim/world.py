@@ -141,9 +141,7 @@ class World:
         """Share of decode's drafts that are right."""
         self.pass_s: float | None = None
         self.row_share = 0.0
-        """Extra time of a decode pass per row. `pass_s`: reported time of a pass; None: a step's
-        time.
-        """
+        """Extra time of a pass per row. `pass_s`: reported time of a pass; None: a step's time."""
         self.engines: list[PrefillEngine | DecodeEngine] = []
         """Engines of every life of a rank."""
         self._step_s = step_s
@@ -359,8 +357,8 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """Kill a process. The supervisor notices later, reports and restarts it; a leader's ranks
-        wait for the successor or are killed.
+        """Kill a process; it is reported and restarted later. A leader's ranks wait or are
+        killed.
         """
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
@@ -396,9 +394,7 @@ class World:
         self.clock.after(self.random.expovariate(1 / self.faults.crash_every_s), self._strike)
 
     def _upset(self, host: Host) -> None:
-        """Freeze a process or cut its links. Its missing heartbeats are reported to the
-        supervisor.
-        """
+        """Freeze a process or cut its links: missing heartbeats are reported to the supervisor."""
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
             if unit is None or unit.orphan_s is not None:
@@ -417,9 +413,7 @@ class World:
 
     # ---- wires ----
     def _sender(self, name: str):  # type: ignore[no-untyped-def]
-        """Return a function that sends messages for a process of this name, in order and a bit
-        late.
-        """
+        """Return a function that sends a process's messages, in order and a little late."""
         life = self._num_lives
 
         def send(to: str, message: AnyMessage) -> None:
@@ -452,9 +446,7 @@ class World:
         return send
 
     def _see(self, name: str) -> None:
-        """Report on a process, as the supervisor does: a rank to its leader, a unit to the
-        front.
-        """
+        """Report on a process as the supervisor does: a rank to its leader, a unit to the front."""
         host = self.hosts.get(name)
         judge = self.hosts.get(name.partition(".")[0] if "." in name else "front")
         # A fleet stops units for good, so the process may be gone.
@@ -480,7 +472,7 @@ class World:
                     self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
-        """Deliver to the process that has the name now; it may be a later life than the intended
+        """Deliver to the process that has the name now, maybe a later life than the intended
         one.
         """
         host = self.hosts.get(to)

@@ -29,9 +29,7 @@ CONTENTS = [
         " day",
     ),
 ]
-"""Texts of added tokens: prefixes of one another, words, white space, and what normalisers
-change.
-"""
+"""Texts of added tokens: prefixes of one another, words, space, and what normalisers change."""
 PIECES = [
     *(
         "hello",

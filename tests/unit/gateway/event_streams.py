@@ -22,8 +22,8 @@ def named_events(data: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that events of /v1/messages add up to. Assert the order that clients rely
-    on: one block after the other.
+    """Return the message that events of /v1/messages add up to. One block must follow the other:
+    clients rely on that order.
     """
     first, *others, delta, last = events
     assert (first["type"], delta["type"], last["type"]) == (
@@ -74,9 +74,7 @@ def parsed(arguments: str) -> dict[str, Any]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the response in the last event of /v1/responses; the other events must add up to
-    it.
-    """
+    """Return the response in the last event of /v1/responses; the others must add up to it."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, started, *others, last = events
     assert (created["type"], started["type"]) == ("response.created", "response.in_progress")

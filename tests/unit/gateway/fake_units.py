@@ -154,8 +154,8 @@ class FakeUnits:
             self._say(PrefillDone("prefill-0", token, lease, cached, scores=scores))
 
     def _cached(self, generation: Generation) -> int:
-        """Return the number of cached positions (whole blocks, never the last position). Then cache
-        the prompt's blocks.
+        """Return the number of cached positions: whole blocks, never the last position. Then add
+        the prompt's blocks to the cache.
         """
         num_tokens = len(generation.prompt) + len(generation.output)
         names = list(split(generation.chain))

@@ -341,9 +341,7 @@ class UnixClock:
 
 
 def test_units_are_followed_from_their_coming_to_their_end() -> None:
-    """Each life of a unit is an interval of its own. Facts have the ranks per node, because a unit
-    may fill a fraction of a node.
-    """
+    """Each life of a unit is an interval of its own; a unit may fill a fraction of a node."""
     sink, clock, up = List(), UnixClock(), dict[str, Unit]()
     deployment = Deployment(
         model="x",

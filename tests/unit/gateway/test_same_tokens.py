@@ -54,9 +54,7 @@ def outcome(seed: int, folder: Path) -> str:
 
 
 def _ids(tokenizer: Any, text: str, *, adds_special: bool) -> list[int] | None:
-    """Return transformers' ids. None if the tokenizers library panics, which happens if two tokens
-    match the same white space.
-    """
+    """Return transformers' ids; None if its library panics: two tokens match the same space."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
     except BaseException as error:
