@@ -91,9 +91,7 @@ class Host:
         self._take(event)
 
     def _take_late(self) -> None:
-        """Handle events that arrived while this process did not run, and their effects, in
-        order.
-        """
+        """Handle the events that arrived while this process did not run, in order."""
         while self._late:
             if self.is_alive and not self.is_stuck:
                 self._take(self._late[0])

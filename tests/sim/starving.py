@@ -24,7 +24,6 @@ class Starving:
         if not self.from_s <= now_s < self.to_s:
             return now_s
         period_s = self.apart_s * (0.5 + crc32(name.encode()) / 2**33)
-        # Rounded down a little; otherwise rounding errors could begin the same slice again and
         # Rounded down a little, or rounding errors could begin the same slice again and again.
         return min(
             self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s

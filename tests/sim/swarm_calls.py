@@ -80,7 +80,7 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """Count tokens up to the first stop behind the first `first`, and return if there is one."""
+    """Count tokens up to the first stop behind the first `first`; also return if there is one."""
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -237,7 +237,6 @@ class Call:
             assert fact.end in ("stop", "length"), f"{name}: {fact.end}"
             assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
         else:
-            # A choice may have ended before its request did; a letter that was not read is not
             # A choice may have ended before its request; a letter that was not read is not billed.
             assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
         due = self._books._prices.charge(

@@ -208,7 +208,7 @@ def check_decision(decision: Decision, view: ScalingView, rules: ScalingRules) -
 
 
 def check_refusal(refusal: Refusal | None, view: Any) -> None:
-    """Check that a refusal has a reason and a time to retry."""
+    """Check that a refusal has a status, a reason and a retry time; draining admits nothing."""
     assert refusal is None or (
         refusal.status in (429, 503) and refusal.reason and refusal.retry_after_s > 0
     ), refusal

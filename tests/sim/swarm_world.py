@@ -384,7 +384,6 @@ class SwarmWorld(FleetWorld):
             return
         self.seen[f"message {type(message).__name__}"] += 1
         match message:
-            # A message that is lost with its sender is not received, and nothing is released for
             # A message lost with its sender is not received, and nothing is released for it.
             case Pulled(_, request_id, attempt) if life not in self._cut_lives:
                 self._pulled_s.setdefault((request_id, attempt), self.clock.now())
@@ -405,8 +404,6 @@ class SwarmWorld(FleetWorld):
     def _watch(self, life: int, message: AnyMessage) -> None:
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
             for attempt_id, index, *_ in rows_of(message):
-                # A duplicated Decode whose attempt has ended gets a slot again, and its tokens are
-                # A duplicated Decode whose attempt has ended gets a slot again; its tokens are
                 # A duplicated Decode of an ended attempt gets a slot again; its tokens are unused.
                 if not 0 <= self._next_index.get((life, attempt_id), 0) <= index:
                     del self._next_index[life, attempt_id]
@@ -514,7 +511,7 @@ class SwarmWorld(FleetWorld):
 
 
 def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
-    """Return it as a request of a tenant with many requests or few, or of a batch."""
+    """Return the generation as one of a tenant with many requests or few, or of a batch."""
     random = Random(f"{scene.seed} tenant {generation.request_id}")
     # A batch's request that waits begins no more once the front drains.
     batch = "c" if "shutdown" in scene.on else "c/batch"

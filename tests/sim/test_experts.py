@@ -180,7 +180,6 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
         unit.world.clock.now() + 60.0, lambda: unit.leader.membership.formation > formation
     )
     assert unit.leader.membership.formation > formation, (seed, state, how)
-    # All ranks may have flipped before the loss was known, which counts. Otherwise the move is
     # All ranks may have flipped before the loss was known; otherwise the move is abandoned.
     num_done = experts.moves.num_layers_flipped - flips
     assert num_done + experts.moves.num_abandoned >= 1, (seed, state, how)

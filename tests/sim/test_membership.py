@@ -1,7 +1,6 @@
 """Seeds against the membership alone: ranks die, stop, hang and lose each other in steps.
 
-In the end every unit is whole. Steps are void, or reported once and in order; deaths are reported
-in time.
+In the end every unit is whole; steps are void, or reported once in order; deaths show in time.
 """
 
 from __future__ import annotations

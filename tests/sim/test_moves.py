@@ -85,7 +85,6 @@ def test_nobody_notices_a_move(seed: int) -> None:
 @pytest.mark.campaign("more worlds")
 @pytest.mark.slow("a mean over twenty pairs of worlds at `more`")
 def test_moves_make_the_unit_evener() -> None:
-    # One message more or less makes a world differ by 0.04 to either side. Over 80 pairs of worlds
     # One message more or less changes a world by 0.04 to either side. Over 80 pairs of worlds moves
     # are worth 0.030; the mean over twenty has a standard deviation of 0.008.
     kinds = {

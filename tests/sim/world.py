@@ -78,7 +78,7 @@ class Faults:
     """Share of stagings of a layer's experts that fail."""
     front_restarts: int = 0
     until_s: float = 20.0
-    """Time of the last fault, seconds, so that everything can end."""
+    """Time after which no fault occurs, seconds, so that everything can end."""
 
 
 CALM = Faults(until_s=0.0)
@@ -357,9 +357,7 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """Kill a process; it is reported and restarted later. A leader's ranks wait or are
-        killed.
-        """
+        """Kill a process, report and restart it later. A leader's ranks wait or are killed."""
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
@@ -472,9 +470,7 @@ class World:
                     self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
-        """Deliver to the process that has the name now, maybe a later life than the intended
-        one.
-        """
+        """Deliver to the process that has the name now, maybe a later life than was meant."""
         host = self.hosts.get(to)
         if life in self._cut_lives:
             return
@@ -540,7 +536,7 @@ class World:
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
-        """Return whether nothing is held anywhere and nothing goes wrong any more."""
+        """Return whether nothing is held anywhere, and no fault can occur any more."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
         if any(
@@ -558,7 +554,7 @@ def submitted(generation: Generation) -> Submit:
 
 
 def inner_of(host: Host) -> PrefillLeader | DecodeLeader | None:
-    """Return the part of a leader's process that decides about requests, if it is a real one."""
+    """Return the leader of prefill or decode in a process, which decides about requests."""
     role = host.role.inner if isinstance(host.role, RankedLeader) else host.role
     return role if isinstance(role, PrefillLeader | DecodeLeader) else None
 

@@ -1,5 +1,5 @@
-"""Batches in a whole gateway, over a store that fails as databases do: every line that is written
-as answered is charged once, whatever failed and when. The file endpoints hold clients to their
+"""Batches in a whole gateway, over a store that fails as databases do: each line written as
+answered is charged once, whatever failed and when. Uploads and downloads of files hold clients to
 limits.
 """
 

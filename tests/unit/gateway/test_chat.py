@@ -297,9 +297,8 @@ def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, tem
         )
         number, _ = num_public(folder, template, ("system", system))
         assert number == len(encode(BOS + system)), "what opens the reply belongs to no message"
-        # A later system message is not leading: it adds nothing to the public part, which may lose
-        # A later system message is not leading: the public part does not grow, and may lose a
-        # token.
+        # A later system message is not leading: it adds nothing to the public part, and may cost it
+        # a token.
         number, _ = num_public(
             folder, template, ("system", system), ("user", LONG), ("system", "Later.")
         )

@@ -124,7 +124,6 @@ def test_completion(model: ServedModel) -> None:
     assert logprobs.text_offset == [3, 3 + len(model.vocabulary.decode([70]))]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert all(len(top) == 2 for top in logprobs.top_logprobs or ())
-    # OpenAI sends finish_reason null until the end of a stream, which the client's types do not
     # OpenAI sends finish_reason null until a stream's end, which the client's types do not allow.
     chunks = [
         Completion.model_construct(**chunk)

@@ -36,7 +36,6 @@ def test_any_cut_gives_the_definition(
         safe, match, rest = matcher.feed(text[start:end])
         shown += safe
         if match is None:
-            # Text is withheld only if it may be the start of a match, and such text is not shown
             # Only a possible start of a match is withheld, and no part of it has been shown.
             held = text[len(shown) : end]
             assert not held or any(pattern.startswith(held) for pattern in patterns)

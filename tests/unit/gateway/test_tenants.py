@@ -24,7 +24,6 @@ def test_salts_differ_and_stay() -> None:
         "a key for the hashes of names: at most 64 bytes"
     )
     assert not any(key and key in salt for key, salt in zip(keys, salts, strict=True))
-    # Another process has other seeds of hash(). Equal salts find the blocks on disk after a
     # Another process has other seeds of hash(): salts must find blocks on disk after a restart.
     code = (
         "from hadal.gateway.desk.salts import *; print(salt_within(salt_of(b'one'), 'two').hex())"

@@ -425,9 +425,7 @@ _TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
     ("template", "turn"),
     [
         (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
-        # Like the first templates of DeepSeek-V3 and R1: calls are looked for in turns without
-        # Like the first templates of DeepSeek-V3 and R1, which look for calls in turns without
-        # text.
+        # Like the first templates of DeepSeek-V3 and R1: turns without text are searched for calls.
         (
             _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
             f"Wait.<end><｜Assistant｜>f({_TURN}",
