@@ -117,7 +117,7 @@ def add_chats(world: World, random: Random) -> None:
 
 
 def failing_world(seed: int) -> World:
-    """Return a prefill unit of three ranks, whose steps fail while prompts wait for its blocks."""
+    """Return a world of three prefill ranks: some steps fail while prompts wait for blocks."""
     random = Random(f"failing {seed}")
     config = deployment(
         chunk_tokens=16,

@@ -237,7 +237,7 @@ class DecodeEngine:
         self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
-        """Slots lost by a failed step. Plans made before the leader learns of it still use them."""
+        """Slots lost by a failed step. Plans made before the leader receives it use them."""
         self._num_failures = 0
 
     def empty(self) -> None:

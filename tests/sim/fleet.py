@@ -6,8 +6,8 @@ front and leaders.
                                         fleet
 
 Messages between front and fleet are late, lost and doubled; units fail to start, and die while they
-drain. After every event the fleet's state is checked. A draining unit gets no requests. The
-exception is the last decode unit of its weights: it gets requests that were already in prefill.
+drain. After every event the fleet's state is checked. A draining unit gets no requests, except
+the last decode unit of its weights: it gets those that were in prefill when its drain began.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Return a world whose fleet grows and shrinks several times, with no faults up to many."""
+    """Return a world whose fleet grows and shrinks several times, with none to many faults."""
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(

@@ -156,7 +156,7 @@ def pressured_world(seed: int) -> World:
 
 
 def ranked_world(seed: int) -> World:
-    """Return units whose ranks die, stop, hang and lose each other, with few blocks and slots."""
+    """Return a world whose ranks die, stop, hang and lose each other; few blocks and slots."""
     random = Random(f"ranks {seed}")
 
     def units(ranks: int) -> UnitsConfig:
@@ -210,7 +210,7 @@ def ranked_world(seed: int) -> World:
 
 
 def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
-    """Return uneven requests in a decode unit of several ranks with room; faults hit moves."""
+    """Return a world of uneven requests on several decode ranks with room; faults hit moves."""
     random = Random(f"uneven {seed}")
     config = deployment(
         chunk_tokens=2048,

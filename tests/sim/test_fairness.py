@@ -131,7 +131,7 @@ class Watch:
 
 
 def drawn_world(seed: int) -> tuple[World, Watch, int]:
-    """Return tenants of several weights and lengths, steady or in bursts; units may be lost."""
+    """Draw tenants of several weights and lengths, steady or in bursts; units may be lost."""
     random = Random(seed)
     burst = random.choice([0, 0, 100, 1000])
     config = Deployment(

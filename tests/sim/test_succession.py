@@ -40,7 +40,7 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names of first reports to a front: taken over, except by a first leader."""
+        """Names in the first report of a leader to a front: those that a successor took over."""
 
     def run(self) -> None:
         self.world.run(0.2)

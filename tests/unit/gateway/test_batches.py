@@ -1,6 +1,5 @@
 """Batches in a whole gateway, over a store that fails as databases do: each line written as
-answered is charged once, whatever failed and when. Uploads and downloads of files hold clients to
-limits.
+answered is charged once, whatever failed and when. The file endpoints enforce clients' limits.
 """
 
 from __future__ import annotations

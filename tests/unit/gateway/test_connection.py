@@ -230,7 +230,7 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
 
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
-    """Its requests are cancelled long before the deadline for sending, here 600 s."""
+    """The requests are cancelled long before the deadline for sending, here 600 s."""
     slow = {**ENDLESS, "n": 8}
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):

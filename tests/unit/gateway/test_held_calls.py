@@ -200,7 +200,7 @@ def test_chosen_calls_are_right_wherever_they_come(
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> None:
-    """So the grammar changes nothing for a model that writes correct calls by itself."""
+    """The grammar changes nothing for a model that writes correct calls by itself."""
     choosing = Choosing((CITY, tool("time", None, None)), True)
     gap = "\n" if format.is_fenced else ""
     text = written(format, ("city", '{"name": "Oslo", "size": 7}'), ("time", '{"z": [1.5]}'))

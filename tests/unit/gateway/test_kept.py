@@ -141,7 +141,7 @@ async def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> N
 
 
 async def test_items_of_many_responses_are_not_looked_for() -> None:
-    """Each would be a query to another gateway."""
+    """Each response would need a query to another gateway."""
     item_ids = [f"fc_{id_of(2, number).removeprefix('resp_')}0000" for number in range(65)]
     with pytest.raises(RequestError, match="at most 64"):
         await gateways(set())[1].bodies_with("t", item_ids)

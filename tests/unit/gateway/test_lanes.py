@@ -71,7 +71,7 @@ async def test_a_body_costs_a_few_contexts_at_most_however_long_it_is(
     name: str,
     longest: int,
 ) -> None:
-    """This holds even if a token is so long that no text can be refused by its length alone."""
+    """The limit holds even if a token is so long that no text is refused by length alone."""
     monkeypatch.setattr(model.vocabulary, "_longest", longest)
     path, body = WORST[name]
     async with world(model, spell(model, "a"), limits=LIMITS) as it:

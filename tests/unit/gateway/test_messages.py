@@ -62,7 +62,7 @@ def as_message(ask: ChatAsk) -> ChatAsk:
 
 
 def test_a_conversation_is_the_same_chat() -> None:
-    """It gives the same prompt, the same sampling and the same tools as /v1/chat/completions."""
+    """A conversation gives the prompt, sampling and tools that /v1/chat/completions gives."""
     call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ös lo"}}
     ours = parse(
         system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],

@@ -1,7 +1,6 @@
 """Prompts equal those of transformers, for chat templates drawn from a seed.
 
-`python -m tests.unit.gateway.test_same_prompts 5000` draws 5000 and prints how often each outcome
-occurred.
+`python -m tests.unit.gateway.test_same_prompts 5000` draws 5000 and prints the outcomes.
 """
 
 from __future__ import annotations

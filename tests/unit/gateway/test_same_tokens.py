@@ -1,7 +1,6 @@
 """Ids equal those of transformers, for tokenizers drawn from a seed.
 
-`python -m tests.unit.gateway.test_same_tokens 5000` draws 5000 and prints how often each outcome
-occurred.
+`python -m tests.unit.gateway.test_same_tokens 5000` draws 5000 and prints the outcomes.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_damaged_folders(tmp_path: Path, name: str, content: Any, error: str) ->
 
 
 def test_a_model_without_a_template_completes_texts_and_refuses_chats(tmp_path: Path) -> None:
-    """Base models and DeepSeek-V3.2 have none."""
+    """Base models and DeepSeek-V3.2 have no chat template."""
     write_model_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     model = read_served_model(tmp_path, "small")
@@ -103,7 +103,7 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
 def test_ids_that_end_a_reply_are_those_that_transformers_ends_with(
     tmp_path: Path, ends: int | list[int]
 ) -> None:
-    """config.json has another id, but transformers reads only this file if it exists."""
+    """config.json has another id, but transformers reads only generation_config.json."""
     from transformers import GenerationConfig
 
     write_model_folder(tmp_path)
@@ -212,7 +212,7 @@ def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
 async def test_a_schema_is_looked_at_in_the_thread(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    """This holds however the field's name is escaped, since a check may take long."""
+    """However the field's name is escaped, a thread does the check, which may take long."""
     threads: list[threading.Thread] = []
     text = Formats.text
 

@@ -198,7 +198,7 @@ BLANK = st.text(st.sampled_from(" \n\t"), max_size=3)
 def test_what_is_said_beside_calls_comes_as_it_was_said(
     format: ToolFormat, is_closed: bool, said: str, more: str, gap: str, strays: list[int]
 ) -> None:
-    """This holds also for an open list and for stray marks. Blanks between calls are not shown."""
+    """An open list and stray marks do not change it. Blanks between calls are not shown."""
     marks = [mark for mark in format.marks if mark not in (format.calls_begin, format.call_begin)]
     stray = "".join(marks[at] for at in strays)
     calls = written(format, ("weather", '{"city": 1}'), ("f", ""))
@@ -228,7 +228,7 @@ def test_a_stop_behind_calls_ends_the_reply() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_any_cut_of_any_reply_gives_the_same(name: str, data: st.DataObject) -> None:
-    """This holds for broken replies too, of which no plain text is lost."""
+    """Broken replies are included: none of their plain text is lost."""
     vocabulary, format = VOCABULARY, FORMATS[name]
     ids = vocabulary.encode_controlled(data.draw(replies(format)))
     cuts = data.draw(st.lists(st.integers(0, len(ids) + 1), max_size=8))

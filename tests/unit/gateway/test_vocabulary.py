@@ -48,7 +48,7 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
 
 
 def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) -> None:
-    """Its post-processor adds a token to every text that the file does not define."""
+    """Its post-processor puts a token behind every text, but does not define that token."""
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     template["single"] = [
         {"Sequence": {"id": "A", "type_id": 0}},
