@@ -29,7 +29,7 @@ class DiskFaults:
     load_rate: float = 0.0
     """Share of blocks that cannot be read."""
     damage_rate: float = 0.0
-    """Share of blocks whose content is damaged."""
+    """Share of blocks with damaged content."""
     store_rate: float = 0.0
     """Share of blocks that cannot be written."""
     drop_rate: float = 0.0

@@ -227,7 +227,7 @@ class DecodeEngine:
         time of a pass per row, as a share of the pass.
         """
         self.num_tried = self.num_right = 0
-        """Drafts that were compared with drawn tokens, and those that were equal to them."""
+        """Drafts that were compared with drawn tokens, and drafts that were equal to them."""
         self.num_rested = 0
         """Slots that steps did not compute, summed over steps."""
         self._pool = pool

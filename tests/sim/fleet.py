@@ -1,4 +1,4 @@
-"""A deployment in simulated time whose units start and stop: the real fleet role beside the real
+"""A deployment in simulated time in which units start and stop: the real fleet role beside the real
 front and leaders.
 
     clients -> front <-> units          front: Demand -> fleet -> DrainUnit, KeepUnit: front
@@ -6,8 +6,8 @@ front and leaders.
                                         fleet
 
 Messages between front and fleet are late, lost and doubled; units fail to start, and die while they
-drain. After every event the fleet's state is checked. A draining unit gets no requests, except
-the last decode unit of its weights: it gets those that were in prefill when its drain began.
+drain. After every event the fleet's state is checked. A draining unit gets no requests, except the
+last decode unit of its weights: it gets the requests that were in prefill when its drain began.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ RESTARTED_OFTEN = Faults(
 
 
 class FleetWorld(World):
-    """World whose fleet starts and stops units; without `fleet.mode` they run as in any world."""
+    """World with a fleet that starts and stops units; without `fleet.mode` they run as in any
+    world.
+    """
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class FleetWorld(World):
         self.num_forced = 0
         """Number of units stopped while they had requests, because their drain had timed out."""
         self._asked: set[str] = set()
-        """Units whose process should exist."""
+        """Units that were asked for: their process should exist."""
         self._wake_number = 0
         super().__init__(
             seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options
@@ -235,7 +237,9 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Return a world whose fleet grows and shrinks several times, with none to many faults."""
+    """Return a world in which the fleet grows and shrinks several times, with none to many
+    faults.
+    """
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(

@@ -156,7 +156,7 @@ def pressured_world(seed: int) -> World:
 
 
 def ranked_world(seed: int) -> World:
-    """Return a world whose ranks die, stop, hang and lose each other; few blocks and slots."""
+    """Return a world of ranks that die, stop, hang and lose each other; few blocks and slots."""
     random = Random(f"ranks {seed}")
 
     def units(ranks: int) -> UnitsConfig:

@@ -233,7 +233,7 @@ class BlockWatch:
         )
 
     def _planned(self, rank: int, plan: PrefillPlan | DecodePlan) -> Iterable[RankBlock]:
-        """Return the blocks that a plan needs: those that it writes, and those that it reads."""
+        """Return the blocks that a plan writes or reads."""
         if isinstance(plan, PrefillPlan):
             block_ids = self._chunks(rank, plan.step_id, plan.chunks + plan.second)
         else:

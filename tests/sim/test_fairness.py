@@ -58,7 +58,7 @@ class Watch:
     first_s: dict[str, float] = field(default_factory=dict)
     """Request -> time of its first token, simulated seconds."""
     below: set[str] = field(default_factory=set)
-    """Requests whose tenant was below its share when their first token came."""
+    """Requests of a tenant that was below its share when their first token came."""
     begun: set[str] = field(default_factory=set)
     ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Pair of waiting tenants -> least and most lead of the first since both wait."""
@@ -220,7 +220,7 @@ class Had:
     waited_s: tuple[float, ...]
     """TTFT of the others' requests, seconds."""
     waited_below_s: tuple[float, ...]
-    """TTFT of the others' requests whose tenant was below its share then, seconds."""
+    """TTFT of the others' requests that were from tenants below their share then, seconds."""
     gave_way: int
 
     @property

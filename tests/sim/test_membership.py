@@ -77,7 +77,7 @@ class Stepper:
 
 
 class SteppingWorld(World):
-    """World whose units step without requests."""
+    """World in which units step without requests."""
 
     def _inner(self, name: str, role: str, epoch: str, pool_name: str) -> Stepper:  # type: ignore[override]
         return Stepper(name, epoch, units_of(self.config, role).ranks)

@@ -29,7 +29,7 @@ GAP_S = 20.0
 
 
 def on_hosts(num_ranks: int, rest_s: float = 30.0) -> dict[str, object]:
-    """Return fields of a deployment whose decode unit has a host for each rank."""
+    """Return fields of a deployment with a decode unit that has a host for each rank."""
     decode = UnitsConfig(ranks=num_ranks, ranks_per_node=1, max_requests=4)
     return {"decode": decode, "slow_host_rest_s": rest_s}
 

@@ -28,7 +28,7 @@ def some_seeds(num: int) -> list[int]:
 
 
 class Watched:
-    """World whose leaders die, with counts of what their successors take over."""
+    """World in which leaders die, with counts of what their successors take over."""
 
     def __init__(self, world: World, seed: int, num_deaths: int, leaders: list[str]) -> None:
         world.faults = replace(world.faults, succession_share=1.0)
@@ -40,7 +40,7 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names in the first report of a leader to a front: those that a successor took over."""
+        """Names that successors took over: those in a leader's first report to a front."""
 
     def run(self) -> None:
         self.world.run(0.2)

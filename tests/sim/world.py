@@ -153,7 +153,7 @@ class World:
         """Messages that sockets keep for a dead process."""
         self._next_index: dict[tuple[int, int], int] = {}
         self._cut_lives: set[int] = set()
-        """Lives whose last messages were lost with them."""
+        """Lives that ended before their last messages arrived: these messages are lost."""
         self.fabrics: dict[str, Fabric] = {}
         """Connections between the ranks of each unit with more than one process."""
         for name in process_names(config):

@@ -1,5 +1,5 @@
-"""Batches in a whole gateway, over a store that fails as databases do: each line written as
-answered is charged once, whatever failed and when. The file endpoints enforce clients' limits.
+"""Batches in a whole gateway, over a store that fails as databases do: every line that is written
+as answered is charged once, at any failure. The file endpoints enforce clients' limits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUM_PUSHED_OUT = NUM_LINES * batches.MAX_TRIES
 
 
 class _Failing(BatchStore):
-    """Store whose commits can be delayed, or can succeed although the caller gets an error."""
+    """Store with commits that can be delayed, or can succeed although the caller gets an error."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(ledger_url(str(path)))

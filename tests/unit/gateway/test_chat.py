@@ -77,7 +77,7 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """With `ignore_merges` a word of the vocabulary is one token, even a control token's text."""
+    """A word of the vocabulary is one token with `ignore_merges`, even a control token's text."""
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["ignore_merges"] = True
     fields["pre_tokenizer"] = {
@@ -317,7 +317,7 @@ def test_without_system_messages_in_front_nothing_is_public(folder: Path) -> Non
 
 
 def test_a_token_that_reaches_into_the_next_message_is_not_public(folder: Path) -> None:
-    """The public part of a prompt is the same whatever follows the system message."""
+    """The public part of a prompt does not depend on what follows the system message."""
     vocabulary = read_vocabulary(folder)
     alone = vocabulary.encode_plain("The answ")
     number, ids = num_public(folder, MERGING, ("system", "The answ"), ("user", "er is"))

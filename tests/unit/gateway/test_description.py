@@ -47,7 +47,7 @@ ASKED = [
     ("/v1/responses", {**RESPONSE, "max_output_tokens": 2}),
     ("/v1/responses", {**RESPONSE, "metadata": {"a": "b"}, "instructions": "Add."}),
 ]
-"""Paths and bodies of requests whose replies may also be streamed."""
+"""Paths and bodies of requests; their replies may also be streamed."""
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 CALLED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}),
@@ -58,7 +58,7 @@ CALLED = [
     ("/v1/responses", {**RESPONSE, "tools": [{"type": "function", **FUNCTION}]}),
     ("/v1/responses", {**RESPONSE, "tools": [{"type": "custom", "name": "weather"}]}),
 ]
-"""Requests whose replies call a tool."""
+"""Requests that are answered by a call of a tool."""
 
 
 def store_in(folder: Path) -> BatchStore:

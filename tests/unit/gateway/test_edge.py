@@ -28,7 +28,7 @@ LOCAL = {"bound_host": "127.0.0.1"}
     "pages; [gateway] allowed_hosts and cors_origins add others."
 )
 async def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
-    """With DNS rebinding, a page's own name leads to this server; its requests send that name."""
+    """DNS rebinding leads a page's own name to this server; its requests send that name."""
     async with scene(model, **LOCAL, settings=GatewayConfig(allowed_hosts=("box.lan",))) as it:
         for host in (
             "localhost:8000",

@@ -283,7 +283,7 @@ ELSEWHERE = (
     "truncation",
     "system[].type",
 )
-"""Fields, or beginnings of their paths, whose effect is shown by the tests of their APIs."""
+"""Fields, or beginnings of their paths, with an effect that the tests of their APIs show."""
 
 
 @pytest.mark.parametrize("api", API_TO_BODY)

@@ -1,5 +1,5 @@
-"""Calls that are constrained by a grammar: whatever a model draws, they call existing tools, with
-arguments of their schemas, in each family's own format.
+"""Calls that are constrained by a grammar: any tokens that a model draws are calls of existing
+tools, with arguments of their schemas, in each family's own format.
 """
 
 from __future__ import annotations

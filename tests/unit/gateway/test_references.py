@@ -18,7 +18,7 @@ ROOT = "https://example.com/root.json"
 
 
 def asking(ref: str, defs: dict[str, Any], keyword: str = "$ref", **more: Any) -> dict[str, Any]:
-    """Return the schema of an object whose `a` must match the target of a reference."""
+    """Return the schema of an object with a property `a` that must match a reference's target."""
     return {
         "$defs": defs,
         "type": "object",

@@ -103,7 +103,7 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
 
 
 def write_folder(folder: Path) -> Path:
-    """Write a model's folder whose vocabulary has the marks of tool calls."""
+    """Write a model's folder with a vocabulary that has the marks of tool calls."""
     path = write_model_folder(folder) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in V31.marks])

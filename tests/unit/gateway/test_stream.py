@@ -192,7 +192,7 @@ def test_sections_split_at_the_first_mark(
 def test_no_control_mark_reaches_a_chat(
     model: ServedModel, spelled: Vocabulary, parts: list[str | int], thinks: bool, spells: bool
 ) -> None:
-    """With thinking disabled a model may still write `</think>`; it once stood in the content."""
+    """A model may write `</think>` although thinking is disabled; it once stood in the content."""
     vocabulary = spelled if spells else model.vocabulary
     texts = [part for part in parts if isinstance(part, str)]
     mixed = [text for part in texts for text in (part, USER, "</think>", EOS, "<think>")]

@@ -51,7 +51,7 @@ WEATHER = Tool(
     },
 )
 
-"""Tool whose description spells a control token."""
+"""Tool with a description that spells a control token."""
 
 
 def tokenizer_of(controls: Sequence[str]) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> N
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_two_calls_have_two_ids(vocabulary: Vocabulary, format: ToolFormat) -> None:
-    """The ids differ, whatever numbers a model writes."""
+    """The ids differ, even if a model numbers both calls alike."""
     whole = written(format, ("weather", '{"city": 1}'), ("weather", "{}")).replace(":1", ":0")
     found = read(vocabulary, format, vocabulary.encode_controlled(whole), is_forced=True)
     assert len(set(found.ids)) == 2

@@ -23,7 +23,7 @@ class Verdict(BaseModel):
 
 @contextmanager
 def tool_model() -> Iterator[ServedModel]:
-    """Yield a model named "small" whose template lists tools."""
+    """Yield a model named "small" with a template that lists tools."""
     with closing(listing_chat(VOCABULARY)) as chat:
         yield ServedModel(
             name="small",
