@@ -55,9 +55,7 @@ RESTARTED_OFTEN = Faults(
 
 
 class FleetWorld(World):
-    """World with a fleet that starts and stops units; without `fleet.mode` they run as in any
-    world.
-    """
+    """World with a fleet that starts and stops units; a plain World without `fleet.mode`."""
 
     def __init__(
         self,
@@ -237,9 +235,7 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Return a world in which the fleet grows and shrinks several times, with none to many
-    faults.
-    """
+    """Return a world in which the fleet grows and shrinks several times; from calm to faulty."""
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(
