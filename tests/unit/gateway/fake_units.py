@@ -50,9 +50,8 @@ class Running:
 
 
 class FakeUnits:
-    """Fake units; `step_s` seconds pass between two steps. Nothing moves while `go` is cleared.
-    They send no heartbeats, so fronts of tests wait for them as long as a test does
-    (`UNIT_TIMEOUT_S`).
+    """Fake units with `step_s` seconds between steps. Nothing moves while `go` is cleared. They
+    send no heartbeats: fronts of tests wait as long as a test does (`UNIT_TIMEOUT_S`).
     """
 
     def __init__(self, script: Script, step_s: float = 0.0) -> None:
@@ -154,8 +153,8 @@ class FakeUnits:
             self._say(PrefillDone("prefill-0", token, lease, cached, scores=scores))
 
     def _cached(self, generation: Generation) -> int:
-        """Return the number of cached positions: whole blocks, never the last position. Then add
-        the prompt's blocks to the cache.
+        """Return the number of cached positions: whole blocks, never the last one. Cache the
+        prompt.
         """
         num_tokens = len(generation.prompt) + len(generation.output)
         names = list(split(generation.chain))
