@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.suite.language import Count, budget, count, counts
+from tests.suite.language import Count, budget, count, counts, packages
+from tests.suite.references import unknown_names
 from tests.suite.unchanged import first_difference, messages
 
 SAMPLE = '''"""Queue of requests."""
@@ -29,6 +30,21 @@ def test_no_package_has_more_marks_than_before() -> None:
         if one.markers > allowed[name]["markers"] or one.beginnings > allowed[name]["beginnings"]
     }
     assert not above, "python -m tests.suite.language --list PATH shows the places"
+
+
+def test_files_that_docstrings_and_comments_name_exist() -> None:
+    files = [path for paths in packages().values() for path in paths if path.suffix == ".py"]
+    assert [(path, *found) for path in files for found in unknown_names(path)] == []
+
+
+def test_a_name_of_a_file_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    lines = [
+        "# Like policy/eviction.Arc, tests/suite, core/messages/units.UnitReport, docs/decisions/001;",
+        "# 20 tokens/s, models/*/x.py, policy/absent, policy/eviction.Absent.",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert list(unknown_names(path)) == [(2, "policy/absent"), (2, "policy/eviction.Absent")]
 
 
 def test_words_and_beginnings_are_counted(tmp_path: Path) -> None:

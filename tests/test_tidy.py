@@ -148,7 +148,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """Return the room of a file: `core` for `src/hadal/core/x.py`, `cli` for `src/hadal/cli.py`.
+    """Return the room of a file: `core` for `src/hadal/core/plans.py`, `cli` for `src/hadal/cli.py`.
     The package's own __init__ belongs to none.
     """
     parts = path.relative_to(SRC).with_suffix("").parts
