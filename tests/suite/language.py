@@ -3,6 +3,7 @@
     python -m tests.suite.language                 the counts, beside the budget
     python -m tests.suite.language --list PATH     each marker word and each odd beginning in a file or folder
     python -m tests.suite.language --write         lower the budget to what was counted; it never rises
+    python -m tests.suite.language --draw 100 --seed 1    draw docstrings and comments for readers to grade
 
 Two marks are counted. Marker words stand for persons or are vague ("whose", "so many"); they are
 given per 1,000 words of docstrings and comments. Odd beginnings are a preposition, a relative or a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import random
 import re
 import sys
 import tokenize
@@ -174,6 +176,15 @@ def _list(place: Path) -> None:
                 print(f"{path}:{text.line}: {first}")
 
 
+def _draw(number: int, seed: int) -> None:
+    """Print docstrings and comments of src, tests and bench, each with the same chance."""
+    files = [path for name, paths in packages().items() if name != "pages" for path in paths]
+    found = [text for path in files for text in texts(path) if len(_WORD.findall(text.words)) >= 3]
+    print(f"{number} of {len(found)}, seed {seed}")
+    for text in random.Random(seed).sample(found, number):
+        print(f"\n{text.path.relative_to(ROOT)}:{text.line}\n    {text.words}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Show the counts, list marks, or write the budget."""
     parser = argparse.ArgumentParser(
@@ -183,7 +194,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--list", type=Path, metavar="PATH", help="show the marks of a file or folder"
     )
+    parser.add_argument("--draw", type=int, metavar="NUMBER", help="print that many texts")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (1)")
     asked = parser.parse_args(arguments)
+    if asked.draw:
+        _draw(asked.draw, asked.seed)
+        return 0
     if asked.list is not None:
         _list(asked.list)
         return 0
