@@ -41,6 +41,8 @@ ODD_BEGINNING = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+_GENERATED = "<!-- promises: make"
+"""Begins the table of promises: its sentences stand in other pages, too."""
 _HEAD = """\
 # Marks of sentences that must be read twice, by package: `python -m tests.suite.language --write` lowers
 # a value to what was counted; no value may rise. `markers`: marker words in 1,000 words of docstrings and
@@ -86,6 +88,8 @@ def texts(path: Path) -> Iterator[Text]:
         is_code = False
         for number, line in enumerate(source.splitlines(), 1):
             is_code ^= line.startswith("```")
+            if line.startswith(_GENERATED):
+                return
             if not is_code:
                 yield Text(path, number, line, is_docstring=False)
         return
@@ -107,7 +111,8 @@ def packages() -> dict[str, list[Path]]:
         found.setdefault(f"src/{inner[0] if len(inner) > 1 else 'top'}", []).append(path)
     for name in ("tests", "bench", "evals"):
         found[name] = sorted((ROOT / name).rglob("*.py"))
-    found["pages"] = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/*.md"))]
+    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "LOG.md"]
+    found["pages"] = [*pages, *sorted((ROOT / "docs").rglob("*.md"))]
     return found
 
 

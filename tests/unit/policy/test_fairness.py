@@ -50,7 +50,8 @@ def test_weight_and_priority_make_work_cheaper() -> None:
 
 
 @pytest.mark.promise(
-    "A tenant that comes back is lifted to the least of those that wait, less limits.burst_tokens"
+    "A tenant that comes back is lifted to the least served waiting tenant, less "
+    "limits.burst_tokens"
 )
 def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
     counters = ServiceCounters()
@@ -72,7 +73,8 @@ def test_a_tenant_that_comes_back_is_lifted_to_those_that_wait() -> None:
 
 
 @pytest.mark.promise(
-    "A tenant that comes back is lifted to the least of those that wait, less limits.burst_tokens"
+    "A tenant that comes back is lifted to the least served waiting tenant, less "
+    "limits.burst_tokens"
 )
 def test_one_that_was_away_may_be_ahead_by_a_burst_and_no_more() -> None:
     counters = ServiceCounters(burst=30.0)
