@@ -1,3 +1,3 @@
-"""Benchmarks: one per path, each printing the peer or the limit beside the figure. Imports nothing
-heavy by itself.
+"""Benchmarks: one for each path. Each prints the peer or the limit beside the figure. This package
+imports nothing heavy by itself.
 """

@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark in turn. `python -m bench [--quick]
+"""Run every benchmark in turn: `make bench`, or `python -m bench [--quick]
 [engine|served|overlap ...]`.
 """
 

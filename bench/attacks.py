@@ -1,12 +1,12 @@
-"""What one tenant's attacks cost another: its requests answered, median and worst time, alone and
-during each attack.
+"""Cost of one tenant's attacks to another tenant: its answered requests, their median, p95 and
+worst time, alone and during each attack.
 
     python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
 
-A server of its own for each attack, with two keys without rights. One key asks for 32 tokens again
-and again, first alone and then while a process with the other attacks. `--checkout` serves another
-checkout, such as an earlier commit's, with the Python of its .venv if it has one. Bodies that cost much
-before they are let in must leave the other's 95th percentile near what it is alone.
+Each attack gets a server of its own, with two keys without rights. One key asks for 32 tokens again
+and again, first alone and then while a process with the other key attacks. `--checkout` serves
+another checkout, such as an earlier commit's, with the Python of its .venv if it has one. Bodies
+that are expensive before admission must leave the other tenant's p95 near its value alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ATTACKER, OTHER = "key-of-the-attacker", "key-of-the-other"
 ANSWER_TOKENS = 32
 WAIT_S = 30.0
-"""An answer that takes longer counts as none."""
+"""Timeout of an answer, seconds; a later answer counts as missing."""
 NUM_PROMPTS, NUM_CHOICES = 64, 8
 NUM_FLOODS, NUM_STREAMS = 3, 200
 NUM_DRIBBLES = 790
@@ -51,12 +51,12 @@ NUM_BODIES = 3
 BODIES_BAR = 1.5
 MIB = 1 << 20
 TCP_ESTABLISHED = 1
-"""The state of a connection that nobody has closed (Linux, tcp_states.h)."""
+"""State of a connection that neither side has closed (Linux, tcp_states.h)."""
 
 
-# ---- the attacks: each goes on until its process is ended ----
+# ---- the attacks: each runs until its process is ended ----
 def head(address: Address, num_bytes: int, path: str = "/v1/completions") -> bytes:
-    """Of a POST of so many bytes with the attacker's key."""
+    """Return the head of a POST with a body of `num_bytes` and the attacker's key."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer"
         f" {ATTACKER}\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n"
@@ -65,7 +65,7 @@ def head(address: Address, num_bytes: int, path: str = "/v1/completions") -> byt
 
 @asynccontextmanager
 async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterator[Connection]:
-    """A connection with a request of so many bytes, of which these are sent."""
+    """Open a connection and send a request of `num_bytes`, but only `content` of its body."""
     reader, writer = await asyncio.open_connection(*address)
     with closing(writer):
         writer.write(head(address, num_bytes) + content)
@@ -73,12 +73,12 @@ async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterat
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """A request of the attacker's."""
+    """Return the body of an attacker's request."""
     return json.dumps({"model": "hadal-tiny", "ignore_eos": True, **fields}).encode()
 
 
 def prompts_of(random_: random.Random) -> list[str]:
-    """As many as a request may have, each another."""
+    """Return different prompts, as many as a request may have."""
     return [
         f"What is {random_.randrange(10_000)} + {random_.randrange(10_000)}?"
         for _ in range(NUM_PROMPTS)
@@ -86,7 +86,7 @@ def prompts_of(random_: random.Random) -> list[str]:
 
 
 async def flood(address: Address, number: int, **fields: Any) -> None:
-    """64 prompts with 8 choices each, and once more as soon as they are answered or refused."""
+    """Send 64 prompts with 8 choices each, again and again."""
     random_ = random.Random(number)
     while True:
         body = body_of(
@@ -107,7 +107,7 @@ async def flood(address: Address, number: int, **fields: Any) -> None:
 
 
 async def streams(address: Address, number: int) -> None:
-    """A stream of 256 tokens, and another as soon as it ends."""
+    """Send a stream of 256 tokens, and another as soon as it ends."""
     for turn in itertools.count():
         prompt = f"Number {number} {turn}: tell"
         body = body_of({"prompt": prompt, "max_tokens": 256, "stream": True})
@@ -118,12 +118,12 @@ async def streams(address: Address, number: int) -> None:
 
 
 async def flood_first(address: Address, number: int) -> None:
-    """The same ahead of everybody."""
+    """Flood with priority 4, above every other tenant's requests."""
     await flood(address, number, priority=4)
 
 
 async def dribble(address: Address, number: int) -> None:
-    """A body that never ends, a byte a second, begun anew whenever it is cut off."""
+    """Send a body that never ends, one byte per second; start again when it is cut off."""
     while True:
         async with asked(address, 1000, b"") as (_, writer):
             while not writer.is_closing():
@@ -133,7 +133,9 @@ async def dribble(address: Address, number: int) -> None:
 
 
 async def unread(address: Address, number: int) -> None:
-    """A stream with much to say of every token, of which nothing is read."""
+    """Start a stream with large events for every token (8 choices, log-probabilities), and read
+    nothing.
+    """
     loop = asyncio.get_running_loop()
     fields = {
         "prompt": "Once",
@@ -157,7 +159,7 @@ async def unread(address: Address, number: int) -> None:
 
 
 async def cancel(address: Address, number: int) -> None:
-    """A stream of 8 choices that is left when it has hardly begun."""
+    """Start a stream of 8 choices and leave it when it has hardly begun."""
     for turn in itertools.count():
         body = body_of(
             {"prompt": f"Say {number} {turn}", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True}
@@ -167,7 +169,7 @@ async def cancel(address: Address, number: int) -> None:
 
 
 async def big_ids(address: Address, number: int) -> None:
-    """Bodies of 4 MiB of token ids, one behind the other."""
+    """Send bodies of 4 MiB of token ids, one after the other."""
     ids = b"7," * (2 * MIB - 64)
     body = b'{"model":"hadal-tiny","prompt":[' + ids + b"7]}"
     while True:
@@ -176,7 +178,9 @@ async def big_ids(address: Address, number: int) -> None:
 
 
 def costly_bodies() -> list[tuple[str, bytes]]:
-    """Paths, and bodies near the largest that cost most before a request is let in or refused."""
+    """Return (path, body) pairs: near the largest size, and with the highest cost before admission
+    or refusal.
+    """
     words = "So it goes, and no 2 of 345 lines are alike. " * (4 * MIB // 46)
     letters = "ab" * (2 * MIB - 1000)
     nested: dict[str, Any] = {"type": "string"}
@@ -199,7 +203,7 @@ def costly_bodies() -> list[tuple[str, bytes]]:
 
 
 async def costly(address: Address, number: int) -> None:
-    """One costly body behind the other on one connection at a time."""
+    """Send costly bodies, one after the other, one connection at a time."""
     bodies = costly_bodies()
     for path, body in itertools.cycle(bodies[number:] + bodies[:number]):
         reader, writer = await asyncio.open_connection(*address)
@@ -210,14 +214,14 @@ async def costly(address: Address, number: int) -> None:
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind: what each of so many tasks of the attacking process does."""
+    """One kind of attack: the work of each of `num_tasks` tasks of the attacking process."""
 
     name: str
     what: str
     task: Callable[[Address, int], Awaitable[None]]
     num_tasks: int
     bar: float = 0.0
-    """Most times that the other tenant's 95th percentile may grow; 0: none is claimed."""
+    """Largest allowed growth of the other tenant's p95, as a factor; 0: no claim is made."""
 
 
 ATTACKS = {
@@ -236,7 +240,7 @@ ATTACKS = {
 
 
 async def attack_for_ever(address: Address, attack: Attack) -> None:
-    """The attacking process. It says when it begins."""
+    """Run the attack. Prints a line when it begins."""
     print("begun", flush=True)
     await asyncio.gather(*(_again(attack, address, number) for number in range(attack.num_tasks)))
 
@@ -252,36 +256,38 @@ async def _again(attack: Attack, address: Address, number: int) -> None:
 # ---- the other tenant ----
 @dataclass(frozen=True)
 class Seen:
-    """What became of the other tenant's requests."""
+    """Results of the other tenant's requests."""
 
     times_s: tuple[float, ...]
-    """Of those that were answered."""
+    """Seconds of the answered requests."""
     refusals: tuple[int, ...]
-    """Statuses of the others; 0: no answer in time."""
+    """Statuses of the other requests; 0: no answer within WAIT_S."""
 
     @property
     def answered(self) -> str:
-        """How many of how many."""
+        """Answered requests "of" all requests, as text."""
         return f"{len(self.times_s)} of {len(self.times_s) + len(self.refusals)}"
 
     @property
     def median_s(self) -> float:
-        """Of the answered; infinite if none was."""
+        """Median of the answered requests; infinite if there are none."""
         return statistics.median(self.times_s) if self.times_s else float("inf")
 
     @property
     def late_s(self) -> float:
-        """The 95th percentile of all; one that was refused or had no answer counts as WAIT_S."""
+        """p95 of all requests; a refused or unanswered one counts as WAIT_S."""
         return percentile([*self.times_s, *[WAIT_S] * len(self.refusals)], 0.95)
 
     @property
     def worst_s(self) -> float:
-        """Of all: one without an answer took as long as it was waited for."""
+        """Longest time; an unanswered request counts as WAIT_S."""
         return max(self.times_s, default=0.0) if 0 not in self.refusals else WAIT_S
 
 
 def ask(address: Address, number: int) -> tuple[int, float]:
-    """One request of the other tenant: its status, 0 for none in time, and its seconds."""
+    """Send one request of the other tenant. Return (status, or 0 if no answer came within WAIT_S;
+    seconds).
+    """
     body = {
         "model": "hadal-tiny",
         "prompt": f"Number {number}: tell me a story.",
@@ -296,7 +302,7 @@ def ask(address: Address, number: int) -> tuple[int, float]:
 
 
 def watch(address: Address, span_s: float, most: int, numbers: itertools.count[int]) -> Seen:
-    """Ask one request after the other."""
+    """Send requests one after the other, for `span_s` or until there are `most`."""
     times_s, refusals = [], []
     until_s = time.perf_counter() + span_s
     while time.perf_counter() < until_s and len(times_s) + len(refusals) < most:
@@ -311,11 +317,12 @@ def watch(address: Address, span_s: float, most: int, numbers: itertools.count[i
 
 # ---- the table ----
 def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tuple[Seen, Seen]:
-    """The other tenant alone, and during the attack."""
+    """Measure the other tenant alone, and during the attack."""
     keys = {"HADAL_API_KEYS": f"{ATTACKER},{OTHER}"}
     with serving(environment=keys, checkout=checkout) as server:
         numbers = itertools.count()
-        watch(server.address, WAIT_S, 3, numbers)  # What is slow once is not the attack's doing.
+        # Warm-up: slow first requests are not the attack's effect.
+        watch(server.address, WAIT_S, 3, numbers)
         alone = watch(server.address, span_s, num_alone, numbers)
         return alone, watch_attacked(server.address, attack, span_s, numbers)
 
@@ -323,14 +330,16 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
 def watch_attacked(
     address: Address, attack: Attack, span_s: float, numbers: itertools.count[int]
 ) -> Seen:
-    """The other tenant during the attack. Raises RuntimeError if that ended by itself."""
+    """Measure the other tenant during the attack. Raises RuntimeError if the attack ended by
+    itself.
+    """
     host, port = address
     command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
     attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert attacker.stdout is not None
         attacker.stdout.readline()
-        time.sleep(min(3.0, max(1.25, span_s / 2)))  # Until it has all that it can get.
+        time.sleep(min(3.0, max(1.25, span_s / 2)))  # Until the attack has reached its full load.
         seen = watch(address, span_s, 10_000, numbers)
         if attacker.poll() is not None:
             raise RuntimeError(

@@ -1,11 +1,11 @@
-"""Decode balance of 144 simulated ranks: ours beside the peers' rules, with stale loads, with
-requests that move.
+"""Decode balance of 144 simulated ranks: our rule beside the peers' rules, with stale loads and
+with requests that move.
 
     python -m bench.balance_decode [--quick] [--seeds 2] [--trigger 1.02]
 
-Balance is mean over largest rank, averaged over steps; efficiency is the time of even steps over
-the actual one. The published traces are read from HADAL_SHARED_DATA or shared/data beside the
-checkout, and left out where they are not.
+Balance is mean over largest rank, averaged over steps. Efficiency is the time of even steps over
+the actual time. The published traces are read from HADAL_SHARED_DATA or shared/data beside the
+checkout, and skipped if missing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
 STALE_STEPS = 4
-"""About 200 ms."""
+"""Age of stale loads: about 200 ms."""
 OURS = "ours"
 TARGETS = {"r1-like": (0.93, 0.98), "mooncake-conv": (0.96, 0.98), "azure-conv": (0.98, 0.99)}
-"""KV and request balance without migration."""
+"""Targets for KV and request balance, without migration."""
 MOVED_TARGET = "targets .98, .98, efficiency .99, at most 2.5 % moved"
 PLACE_TARGET_US = 50.0
 
@@ -42,7 +42,7 @@ class Case:
 
 
 def run(load: UnitReport, case: Case, num_steps: int, seed: int) -> Result:
-    """Warm up from a unit found in the middle of its work, then measure."""
+    """Warm up from a unit in the middle of its work, then measure."""
     world = World(
         load,
         num_ranks=NUM_RANKS,
@@ -79,7 +79,7 @@ def run(load: UnitReport, case: Case, num_steps: int, seed: int) -> Result:
 def measure(
     console: Console, load: UnitReport, cases: Sequence[Case], num_steps: int, num_seeds: int
 ) -> None:
-    """One table, a row a case."""
+    """Print one table with a row for each case."""
     title = (
         f"{load.name}: {load.mean_kv:.0f} tokens of KV a request, output {load.output_N.mean():.0f}"
     )
@@ -121,8 +121,8 @@ def measure(
 
 
 def show_time(console: Console) -> None:
-    """Processor time of a decision. A step with one arrival is the dearest: it pays for the
-    snapshot alone.
+    """Print the CPU time of a decision. A step with one arrival has the highest cost per arrival:
+    it alone pays for the snapshot.
     """
     world = World(
         r1_load(num=1000),
@@ -137,7 +137,7 @@ def show_time(console: Console) -> None:
     ):
         world.seat(rank, waiting)
     for _ in range(100):
-        world.run_step(None)  # What ends leaves gaps.
+        world.run_step(None)  # Ended requests leave gaps.
     view = world.exact
     for num in (1, 16):
         arrivals = [Arrival(1000 + 10 * index, 2000) for index in range(num)]
@@ -150,7 +150,7 @@ def show_time(console: Console) -> None:
             f"{num} arrivals a step: {1e6 * statistics.median(place_s):.0f} us of processor time a"
             f" placement (target {PLACE_TARGET_US:g})"
         )
-    # A trigger that is always met: the dearest decision, the whole budget spent.
+    # A trigger that is always met: the most expensive decision, using the whole budget.
     running, terms, decide_s, moves = (
         world.movable(),
         MoveTerms(trigger=1.0, gain_steps=1e6),
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(loads) == 1:
         console.print(f"[yellow]{why_missing(MOONCAKE, AZURE)}[/]")
     for load in loads:
-        # Long outputs need more steps before the start is forgotten.
+        # Long outputs need more steps until the initial state no longer matters.
         num_steps = 300 if options.quick else (3000 if load.output_N.mean() > 1000 else 1500)
         measure(console, load, cases, num_steps, 1 if options.quick else options.seeds)
     show_time(console)

@@ -1,19 +1,19 @@
-"""A rank's process that is a device of its own: real messages, weights and tokens, but heavy ops
-take a device's time.
+"""A rank's process that acts as a device of its own: real messages, weights and tokens, but heavy
+ops take a device's time.
 
     python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
 
-The first line is `hadal serve` with such processes for ranks: the supervisor starts every process by
-a module's name, and here the ranks' is another. Leader and gateway, and a unit of one rank, run as
-always.
+The first command is `hadal serve` with such processes for ranks: the supervisor starts every
+process by a module's name, and the ranks get this module. Leader (scheduler), gateway, and a unit
+of one rank run as always.
 
-Ranks that share cores take the same time together however the work is spread over them, so on one
-machine balance shows in no clock. Here the routed experts' op lasts as long as the rows that the
-rank received ask for, and attention as long as the positions that its tokens attend to: the thread
-computes, then sleeps until the op's time is over. The slowest rank decides when a step ends, as on
-GPUs. What is measured is what balance is worth where ops take such times, and not how fast anything
-is. How many ops computed for longer than their time is said in the log now and then.
+Ranks that share cores take the same total time however the work is spread over them. So on one
+machine balance changes no time. Here the op of the routed experts lasts in proportion to the rows
+that the rank received, and attention in proportion to the positions that its tokens attend to: the
+thread computes, then sleeps until the op's time is over. The slowest rank decides when a step ends,
+as on GPUs. The figures show the value of balance for such op times, not the speed of any hardware.
+The log reports now and then how many ops computed for longer than their time.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ log = logging.getLogger("bench.device")
 
 DEVICE = "bench.balance_device"
 COSTS = "HADAL_BENCH_DEVICE"
-"""Environment variable: DeviceCosts as JSON."""
+"""Environment variable with DeviceCosts as JSON."""
 SAY_EVERY = 1000
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Microseconds in one layer."""
+    """Cost of work in one layer, microseconds."""
 
     row_us: float
-    """Of a row that a routed expert computes."""
+    """Microseconds per row that a routed expert computes."""
     position_us: float
-    """Of a token and a position that it attends to."""
+    """Microseconds per (token, position) pair that attention computes."""
 
     def environment(self) -> dict[str, str]:
         return {COSTS: msgspec.json.encode(asdict(self)).decode()}
@@ -61,13 +61,13 @@ class DeviceCosts:
 
 @dataclass
 class Overruns:
-    """Ops whose computing took longer than the device would have."""
+    """Count of ops that computed for longer than the device would have."""
 
     num_ops: int = 0
     num_late: int = 0
 
     def note(self, *, is_late: bool) -> None:
-        """One op more."""
+        """Count one op."""
         self.num_ops += 1
         self.num_late += is_late
         if self.num_ops % SAY_EVERY == 0:
@@ -77,19 +77,19 @@ class Overruns:
 
 
 def num_rows(state: MicroBatch) -> int:
-    """Rows that this rank's experts are about to compute."""
+    """Return the rows that this rank's experts are about to compute."""
     return 0 if state.received is None else len(state.received.row_M)
 
 
 def num_positions(state: MicroBatch) -> int:
-    """(token, position) pairs that attention is about to look at, in this layer."""
+    """Return the (token, position) pairs that attention is about to compute in this layer."""
     if not len(state.hidden_TD):
         return 0
     if isinstance(state.batch, DecodeBatch):
         return int(state.batch.lengths_B.sum())
     assert isinstance(state.batch, PrefillBatch)
     lengths_T = state.batch.lengths_T
-    # In the last layer only rows whose logits are wanted are left.
+    # In the last layer only rows with requested logits are left.
     return int(
         (
             lengths_T
@@ -100,8 +100,8 @@ def num_positions(state: MicroBatch) -> int:
 
 
 def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns: Overruns) -> Op:
-    """The same op; it ends `seconds` after its begin for each of what `count` finds, or when it is
-    done.
+    """Return `op` extended to last `seconds` for each item that `count` finds, or as long as it
+    computes if that is longer.
     """
 
     def run(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
@@ -126,7 +126,7 @@ class DeviceChild(Child):
 
 
 def serve() -> None:
-    """Run `hadal serve` with devices for ranks."""
+    """Run `hadal serve` with devices as ranks."""
     supervisor.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()
 

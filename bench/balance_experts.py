@@ -1,10 +1,11 @@
-"""Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, one core.
+"""Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, on one
+core.
 
-`python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or a
-folder shared/data beside the checkout. EPLB runs beside ours when it is installed or its folder is
-given (its `eplb.py`); otherwise its measured figures are printed, marked with *. Then plans near
-today's, plans for windows of steps, and what plans cost in traffic between nodes. Times are medians
-of CPU time, one thread.
+`python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or from
+shared/data beside the checkout. EPLB runs beside ours if it is installed or if its folder (with
+`eplb.py`) is given; otherwise its measured figures are printed, marked with *. Further tables:
+plans near the current one, plans for windows of steps, and traffic between nodes that plans cause.
+Times are medians of CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ MEASURED_EPLB = {
     "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
 }
-"""DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there), mean / worst / ms, two shared
-cores; its averages are over other lengths than ours in part (prefill in1024, 2048, 4096).
+"""DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there): mean / worst / ms, on two shared
+cores. Some of its averages are over other lengths than ours (prefill in1024, 2048, 4096).
 """
 
 
@@ -61,8 +62,9 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> float:
-    """Upper bound of mean/max, averaged over layers: the heaviest replica when all extra ones go to
-    heavy experts; hierarchical: the exact ceiling over all ways to deal the groups to nodes.
+    """Return an upper bound of mean/max, averaged over layers: the heaviest replica if all extra
+    replicas go to heavy experts. Hierarchical: the exact maximum over all ways to deal the groups
+    to nodes.
     """
     share = loads / loads.sum(axis=1, keepdims=True) * num_ranks
     if mode == "hierarchical":

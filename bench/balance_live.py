@@ -1,14 +1,14 @@
 """The balancers live: one unit of several ranks, equal load, tokens per second with and without
-each of them.
+each balancer.
 
     python -m bench.balance_live [--quick] [--scene NAME ...]
 
-Rows of *real compute* are `hadal serve` as it is, its ranks sharing this machine's cores: work that
-moves from one rank to another moves to the same cores, so equal work in all shows in no clock, and
-what the rows say is what balancing costs. Rows of *virtual devices* are the same server, messages,
-weights and tokens, but in each rank's process attention and routed experts last as long as a device
-of its own would take for the work it got (bench/balance_device): there the slowest rank decides, as
-on GPUs. How much that is worth depends on the costs chosen for the device, which are printed.
+Rows of *real compute* are the unchanged `hadal serve`, with ranks that share this machine's cores.
+Work that moves to another rank stays on the same cores, so balance changes no time, and these rows
+show the cost of balancing. Rows of *virtual devices* have the same server, messages, weights and
+tokens. But in each rank's process, attention and routed experts last as long as a device of its own
+would need for that work (bench/balance_device). There the slowest rank decides, as on GPUs. The
+gain depends on the chosen costs of the device, which are printed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from hadal.core.balance import KV, OBJECTIVES, TIME
 
 TASK = "arithmetic"
 DECODE_DEVICE = DeviceCosts(row_us=120.0, position_us=1.0)
-"""A step of 48 requests then spends about the same on attention as on experts, and most of its time
-in both.
+"""Costs at which a step of 48 requests spends about equal times on attention and on experts, and
+most of its time on both.
 """
 PREFILL_DEVICE = DeviceCosts(row_us=20.0, position_us=0.1)
 DECODE_RANKS = "redundant_experts = 32\nmax_requests = 24\n"
-"""More slots than requests: who sits where is the balancer's choice."""
+"""More slots than requests, so that the balancer can choose where each request runs."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long to measure."""
+    """Durations of a measurement."""
 
     num_rounds: int
     warm_s: float
@@ -63,8 +63,8 @@ QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0)
 
 
 def decode_asks() -> list[Ask]:
-    """Chats of one task that go on for a while, every fifth of them a long one: a rank may have
-    several or none.
+    """Return chats of one task with long outputs. About every fifth prompt is long, so a rank may
+    have several long ones or none.
     """
     rng = random.Random(3)
     lengths = [
@@ -75,7 +75,7 @@ def decode_asks() -> list[Ask]:
 
 
 def prefill_asks() -> list[Ask]:
-    """Prompts of one task, each for its first token only."""
+    """Return prompts of one task that ask for one token each."""
     return [
         Ask(prompt, 1)
         for prompt in task_prompts(TASK, lognormal_lengths(128, 400.0, 1.2, seed=5), seed=6)
@@ -110,9 +110,9 @@ def scenes() -> dict[str, Scene]:
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """A column for each variant: tokens/s and ratios are medians of rounds and of their pairs,
-    objectives mean over maximum of the ranks; `slower ops` computed for longer than the device
-    would have.
+    """Return a table with a column for each variant. Tokens/s and ratios are medians over rounds
+    and their pairs. Objectives are mean over maximum of the ranks. `slower ops` computed for longer
+    than the device would have.
     """
     kind = (
         "REAL COMPUTE: the ranks share this machine's cores"
@@ -156,7 +156,8 @@ def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table
 
 
 def claims(scene: Scene, servers: Sequence[Served]) -> list[Claim]:
-    """What balancing must be worth on virtual devices: ranks more equal, and as many tokens/s at least.
+    """Return the minimum gains of balancing on virtual devices: more equal ranks, and at least as
+    many tokens/s.
 
     Ranks that share cores show neither.
     """

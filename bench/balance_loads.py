@@ -1,7 +1,7 @@
-"""Loads that balancers are compared on: prompts from measured traces where their files are, seeded
-lognormals otherwise; measured DeepSeek-V3 expert loads; and a clock of CPU time.
+"""Loads for comparing balancers: prompts from measured traces if their files exist, else seeded
+lognormals; measured DeepSeek-V3 expert loads; and a clock of CPU time.
 
-bench/shared_data looks the files up.
+bench/shared_data finds the files.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One prompt: positions below `num_cached` come out of a cache, whatever rank takes it."""
+    """One prompt. Positions below `num_cached` are read from a cache, on every rank."""
 
     at_s: float
     num_cached: int
     num_tokens: int
-    """Still to compute; at least one."""
+    """Tokens still to compute, without cached ones; at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitReport:
-    """A stream of prompts in the order they arrive."""
+    """A stream of prompts in order of arrival."""
 
     name: str
     source: str
     arrivals: tuple[Arrival, ...]
 
     def stretched(self, duration_s: float) -> UnitReport:
-        """The same stream in `duration_s`."""
+        """Return this stream, scaled to last `duration_s`."""
         first_s, last_s = self.arrivals[0].at_s, self.arrivals[-1].at_s
         scale = duration_s / (last_s - first_s)
         return replace(
@@ -57,8 +57,8 @@ class UnitReport:
 
 
 def mooncake(path: Path) -> UnitReport:
-    """Mooncake's conversations; a block seen before is cached, as on a disk that forgets
-    nothing.
+    """Return Mooncake's conversations. A block seen before counts as cached, as on a disk that
+    never evicts.
     """
     seen: set[int] = set()
     arrivals = []
@@ -72,15 +72,15 @@ def mooncake(path: Path) -> UnitReport:
 
 
 def azure(name: str, path: Path) -> UnitReport:
-    """Azure's 2023 traces hold lengths only: nothing is cached."""
+    """Return one of Azure's 2023 traces, which hold lengths only: nothing is cached."""
     read = traffic.azure(path.read_text(encoding="utf-8").splitlines())
     arrivals = zip(read.arrival_s.tolist(), read.tokens_in.tolist(), strict=True)
     return UnitReport(name, path.name, tuple(Arrival(at, 0, max(1, n)) for at, n in arrivals))
 
 
 def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> UnitReport:
-    """Poisson arrivals, lengths lognormal with this mean before they are capped at `most`; nothing
-    cached.
+    """Return Poisson arrivals with lognormal lengths. `mean` is the mean before lengths are capped
+    at `most`; nothing is cached.
     """
     random = np.random.default_rng(seed)
     lengths = np.clip(
@@ -96,7 +96,7 @@ def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: i
 
 
 def loads(seed: int = 0) -> list[UnitReport]:
-    """Everything the bench runs on. Where a trace is absent its stand-in says so in `source`."""
+    """Return all loads of the benchmark. `source` names the stand-in if a trace is missing."""
     folder = shared_data()
     found: dict[str, Path] = {}
     names = ("mooncake_conversation.jsonl.gz", "azure2023_code.csv", "azure2023_conv.csv")

@@ -1,15 +1,14 @@
-"""What cutting prefill steps by cost gives: 32 synchronous ranks, simulated, ours beside the peers'
-rules and targets.
+"""Gain of cutting prefill steps by cost: 32 synchronous ranks, simulated, our rule beside the
+peers' rules and targets.
 
     python -m bench.balance_prefill [--quick] [--ranks 32] [--tokens 8192] [--seed 0]
 
-Saturated: how much of each step its ranks work. Open loop at 75 % of what balanced ranks could do:
-time to first token. Peers' rules are written out from what their sources do (SGLang: least tokens;
-vLLM: least requests), with the token budget of a step that all of them have; their engines are not
-run. The unit is a formula, so is its step time: nothing here was measured on GPUs but the traces.
-Every step has a fixed cost, which counts against efficiency; "free" is what the same steps would
-reach without it. Our constants were tuned on lognormal loads of other shapes and seeds than those
-here.
+Saturated: the share of each step that its ranks work. Open loop at 75 % of the capacity of balanced
+ranks: time to first token. The peers' rules are rewritten from their sources (SGLang: least tokens;
+vLLM: least requests), with the token budget per step that all of them have; their engines do not
+run here. The unit and its step time are formulas: only the traces are measured. Every step has a
+fixed cost, which lowers efficiency; "free" is the efficiency of the same steps without that cost.
+Our constants were tuned on lognormal loads with other shapes and seeds than the ones here.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ OURS = "hadal"
 SHARE = 0.75
 QUICK_ARRIVALS = 5_000
 MOST_OVER_MEAN = 2
-"""A rank's hard limit of tokens over the step's nominal ones, for rules that cut by cost."""
+"""Hard limit of a rank's tokens as a multiple of the step's nominal tokens, for rules that cut by
+cost.
+"""
 PLAN_MS_TARGET = 1.0
 EFFICIENCY_TARGETS = {"mooncake-conv": 0.92, "chat, 32K cap": 0.95}
 TTFT_TARGET_S = 6.0
@@ -53,7 +54,9 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Fresh rules by name. Those that cut by cost get the price of a mean step of this load."""
+    """Return name -> factory of a fresh rule. Rules that cut by cost get the price of a mean step
+    of this load.
+    """
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
     return {
@@ -68,12 +71,12 @@ def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
 
 
 def mark(value: float, target: float, *, is_least: bool) -> str:
-    """`value` reached its target, or did not."""
+    """Return "met" or "MISSED": `value` against `target`."""
     return "met" if (value >= target if is_least else value <= target) else "MISSED"
 
 
 def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
-    """One table of a load: all rules, always as many prompts as they want to see."""
+    """Print one table of a load: all rules, with the queue always full."""
     table = table_of(
         ("rule|efficiency|free|time|attention|tokens|tokens/rank/step|plan ms, median|p99"),
         f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)",
@@ -112,8 +115,8 @@ def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks:
 
 
 def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
-    """Arrivals as in the trace, stretched or squeezed to `SHARE` of what perfectly balanced ranks
-    could do.
+    """Print one table of a load whose arrivals are scaled in time to `SHARE` of the capacity of
+    perfectly balanced ranks.
     """
     duration_s = ideal_s(load, num_ranks) / SHARE
     stretched = load.stretched(duration_s)

@@ -1,12 +1,13 @@
-"""Simulate prefill units of synchronous ranks under a rule, priced by the constants of the study
-they come from.
+"""Simulate prefill units of synchronous ranks under a rule, priced with constants that a study of
+its own derived.
 
     step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
     mean_s * mean tokens
 
-Efficiency is that with means instead of maxima and without the fixed cost, over the actual: a rule
-that makes shorter steps pays for them. One rule decides in each run where prompts go and what a
-step takes; `hadal.policy.prefill_balance` is called as the live system does.
+Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the
+actual time: a rule that makes shorter steps pays for them. In each run one rule decides on which
+rank prompts go and how many tokens a step takes. `hadal.policy.prefill_balance` is called as in the
+live system.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
-"""Of a step whatever it computes, argued: 14 ms for the 40 GB of FP8 weights that a rank of
-DeepSeek-V3 at EP32 reads (9 experts and the shared one in 58 layers, attention in 61, the head) at
-2.8 TB/s as if no product hid them, and 12 ms for 61 layers x 2 micro-batches x some 25 launches of
-4 us each; rounded up.
+"""Fixed cost of a step, derived by argument. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of
+FP8 weights (9 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as
+if no product hid the reads. 12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each.
+Rounded up.
 """
 MEAN_S = 7.3e-5
 RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
-"""1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800
-unit.
+"""1e-8 s per pair: MLA prefill of 61 layers at 500 TFLOP/s. The other rates are roofline estimates
+for an H800 unit.
 """
 WINDOW = 8
-"""Prompts a rank, started or waiting, that are there at any time when saturated."""
+"""Prompts per rank, started or waiting, at any time when saturated."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A prompt on its way."""
+    """A prompt and its progress."""
 
     arrival: Arrival
     num_done: int = 0
@@ -62,12 +63,14 @@ class Running:
 Queues = list[list[Running]]
 Sizes = list[list[int]]
 Rule = Callable[[Queues, deque[Running], StepLimits], Sizes]
-"""Moves prompts from the waiting into queues, and says how many tokens of each a step takes."""
+"""Function that moves prompts from the waiting ones into the ranks' queues, and returns the tokens
+that a step takes of each prompt.
+"""
 
 
 def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
-    """A token budget a rank, oldest first. Without `dispatch`: from a central queue where a rank
-    has room.
+    """Return a rule with a token budget per rank, oldest first. Without `dispatch`, ranks with free
+    budget take prompts from a central queue.
     """
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
@@ -87,7 +90,9 @@ def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
 
 
 def by_cost(dispatch: Callable[[Queues], int], budget_s: float) -> Rule:
-    """An equal budget of seconds, oldest first; no rank takes more than the limit of tokens."""
+    """Return a rule with an equal budget of seconds per rank, oldest first; no rank exceeds the
+    token limit.
+    """
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
         while waiting:
@@ -118,7 +123,7 @@ def _oldest_first(queue: Sequence[Running], budget: int) -> list[int]:
 
 
 def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
-    """hadal.policy.prefill_balance."""
+    """Apply hadal.policy.prefill_balance."""
     views = [
         PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256)
         for at, queue in enumerate(queues)
@@ -134,7 +139,7 @@ def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
 
 
 def round_robin() -> Callable[[Queues], int]:
-    """In turn."""
+    """Return a dispatch that takes the ranks in turn."""
     turn = [0]
 
     def dispatch(queues: Queues) -> int:
@@ -161,7 +166,7 @@ def least_cost(queues: Queues) -> int:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one run; balances are means over time of mean / max."""
+    """Sums of one run. Balances are means over time of mean / max."""
 
     actual_s: float = 0.0
     ideal_s: float = 0.0
@@ -173,21 +178,21 @@ class Outcome:
     num_tokens: int = 0
     num_steps: int = 0
     end_s: float = 0.0
-    """When the last prompt was done."""
+    """Time at which the last prompt was done."""
 
     @property
     def efficiency(self) -> float:
-        """With every step's fixed cost lost."""
+        """Efficiency, with every step's fixed cost counted as lost."""
         return self.ideal_s / self.actual_s if self.actual_s else 0.0
 
     @property
     def efficiency_free(self) -> float:
-        """If a step had no fixed cost, but were cut as it was with it."""
+        """Efficiency if steps had no fixed cost but the same cuts."""
         return self.ideal_s / (self.actual_s - STEP_S * self.num_steps) if self.actual_s else 0.0
 
 
 def ideal_s(load: UnitReport, num_ranks: int) -> float:
-    """Time of all of it if every step were balanced and cost nothing beside its work."""
+    """Return the time of the whole load if every step were balanced and had no fixed cost."""
     token_s = RATES.dispatch_s + MEAN_S
     return (
         sum(
@@ -201,8 +206,8 @@ def ideal_s(load: UnitReport, num_ranks: int) -> float:
 def simulate(
     load: UnitReport, rule: Rule, limits: StepLimits, *, num_ranks: int = 32, is_saturated: bool
 ) -> Outcome:
-    """Run a load. Saturated: `WINDOW` prompts a rank are there at any time, and it ends when no
-    more come.
+    """Run a load. Saturated: `WINDOW` prompts per rank are queued or running at any time, and the
+    run ends with the last arrival.
     """
     queues: Queues = [[] for _ in range(num_ranks)]
     waiting: deque[Running] = deque()

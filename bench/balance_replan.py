@@ -1,5 +1,5 @@
-"""Expert plans near today's: moves, quality and time when loads drift or change, for all layers and
-for one; windows.
+"""Expert plans near the current one: moves, quality and time when loads drift or change, for all
+layers and for one; windows of steps.
 
 A part of `python -m bench.balance_experts`.
 """
@@ -23,12 +23,12 @@ CASES = (
     ("EP72", 72, 4, 0.16, 0.975),
     ("decode 144", 144, 2, 0.18, 1.0),
 )
-"""Name, ranks, expert slots, part of them that may move, target."""
+"""(name, ranks, expert slots, share of slots that may move, target)."""
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
-    """Loads that change: a drift (log-space Ornstein-Uhlenbeck, .9 kept, sigma .2) and a change of
-    mix at each plan.
+    """Return name -> successive loads: a drift (log-space Ornstein-Uhlenbeck, 0.9 kept, sigma 0.2)
+    and a change of mix at each plan.
     """
     mixes = [read_loads(folder, name) for name in (*DECODE, DECODE[0])]
     random = np.random.default_rng(0)
@@ -44,8 +44,8 @@ def sequences(folder: Path) -> dict[str, list[Floats]]:
 
 
 def replans(console: Console, folder: Path) -> None:
-    """Every sequence of every case: means over its re-plans, and the least of them beside the
-    greedy.
+    """Print one row per case and sequence: means over its re-plans, and the worst of them beside
+    the greedy plan.
     """
     table = table_of(
         "case|loads|moved|balanced|stale|of greedy|least|+ split|ms|1 layer ms",
@@ -110,8 +110,8 @@ def replans(console: Console, folder: Path) -> None:
 def one_layer_ms(
     today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float
 ) -> float:
-    """Median over some layers of what one layer takes, planned by itself with a split, as a leader
-    does.
+    """Return the ms of planning one layer alone with a split, as a leader does; median over some
+    layers.
     """
     times = []
     for layer in range(0, len(loads), 8):
@@ -128,8 +128,8 @@ def one_layer_ms(
 
 
 def windows(console: Console, folder: Path) -> None:
-    """Steps that are now of one decode mix, now of another: planned for 12, judged on 24 others of
-    the same kind.
+    """Print plans for windows whose steps alternate between decode mixes: planned for 12 steps,
+    judged on 24 others of the same kind.
     """
     table = table_of(
         "case|plan|for the sums|for the steps|ms",
@@ -170,7 +170,7 @@ def windows(console: Console, folder: Path) -> None:
 
 
 def sampled(loads: Floats, num_tokens: int, random: np.random.Generator) -> Floats:
-    """One step's tokens by expert, each token taking 8."""
+    """Return one step's tokens by expert; each token takes 8 experts."""
     return np.asarray(
         random.poisson(8 * num_tokens * loads / loads.sum(axis=1, keepdims=True)), np.float64
     )

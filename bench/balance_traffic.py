@@ -1,11 +1,12 @@
-"""What expert placements cost in traffic between nodes, on a model of DeepSeek-V3's routing fitted
-to measured loads.
+"""Traffic between nodes that expert placements cause, on a model of DeepSeek-V3's routing fitted to
+measured loads.
 
-A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias of each
-expert; it takes its best 4 of 8 groups by the sum of each group's two best, and its best 8 experts
-of those (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts' loads are the measured
-ones; which experts a token takes together is the model's, not measured. A token crosses to each
-remote node once, however many of its experts are there. Tokens come evenly from all nodes.
+A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias per
+expert. A token takes the best 4 of 8 groups, by the sum of each group's two best experts, and the
+best 8 experts of these groups (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts'
+loads match the measured ones; the pairing of experts within a token is the model's and not
+measured. A token crosses to each remote node once, however many of its experts are there. Tokens
+come evenly from all nodes.
 
 Shapes: N tokens, E experts, G groups, K experts of a token, R ranks, M most replicas of an expert.
 """
@@ -32,14 +33,14 @@ TOP_GROUPS, TOP_EXPERTS = 4, 8
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one layer: the experts each takes and the node it comes from."""
+    """Tokens of one layer: the experts of each token and the node of its origin."""
 
     experts_NK: Ints
     nodes_N: Ints
 
 
 def route(scores_NE: Singles) -> Ints:
-    """The experts [N, K] of group-limited routing, unordered."""
+    """Return the experts [N, K] of group-limited routing, unordered."""
     grouped = scores_NE.reshape(len(scores_NE), NUM_GROUPS, -1)
     two_best = np.partition(grouped, -2, axis=2)[:, :, -2:].sum(axis=2)
     out = np.argpartition(two_best, -TOP_GROUPS, axis=1)[:, :-TOP_GROUPS]
@@ -53,7 +54,7 @@ def route(scores_NE: Singles) -> Ints:
 def fitted_tokens(
     loads_E: Floats, num_tokens: int, random: np.random.Generator, num_rounds: int = 40
 ) -> Tokens:
-    """Tokens whose experts' loads come near the given ones."""
+    """Return tokens whose expert loads approximate `loads_E`."""
     wanted = loads_E / loads_E.sum()
     noise = random.standard_normal((num_tokens, len(wanted)), np.float32)
     bias = np.zeros(len(wanted), np.float32)
@@ -68,8 +69,8 @@ def fitted_tokens(
 def remote_nodes(
     placement: Placement, layer: int, tokens: Tokens, cluster: Cluster, *, local_first: bool
 ) -> float:
-    """Mean number of other nodes a token crosses to; its replicas are taken in turn, or on its node
-    if there is one.
+    """Return the mean number of remote nodes a token crosses to. Replicas are taken in turn; with
+    `local_first`, a replica on the token's own node is preferred.
     """
     slots, counts = placement.replicas(layer)
     node_of_slot = np.repeat(np.array(cluster.nodes), placement.num_expert_slots)

@@ -1,9 +1,9 @@
-"""The least time a prefill or a decode step can take: weight bytes over memory bandwidth, FLOPs
+"""Lower bound of the time of a prefill or a decode step: weight bytes over memory bandwidth, FLOPs
 over the GEMM rate.
 
-Counts what the algorithm needs, not what an engine does: an expert's weights are read once if any
-token of the step wants it, attention in decode is MLA's absorbed form over the latent cache.
-Activations and products are FP32, weights what they are stored as. Formulas: arXiv 2412.19437,
+Counts what the algorithm needs, independent of the engine: an expert's weights are read once if any
+token of the step uses it, and attention in decode is MLA's absorbed form over the latent cache.
+Activations and products are FP32, weights have their stored type. Formulas: arXiv 2412.19437,
 section 2.1.
 """
 
@@ -16,29 +16,29 @@ from hadal.core.model_config import ModelConfig
 
 FP32_BYTES = 4
 HEAD_BYTES = 2
-"""The head of a checkpoint in FP8 is BF16."""
+"""Bytes of a weight in the head of an FP8 checkpoint, which is BF16."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step reads and multiplies."""
+    """Bytes read and FLOPs computed by one step."""
 
     num_bytes: float
     flops: float
 
     def seconds(self, limits: Limits) -> float:
-        """Reading and multiplying can overlap, so the longer one counts."""
+        """Return the lower bound. Reading and multiplying can overlap, so the longer one counts."""
         return max(self.num_bytes / limits.read_bytes_per_s, self.flops / limits.gemm_flops_per_s)
 
 
 def prefill_cost(config: ModelConfig, num_tokens: int, weight_bytes: int = FP32_BYTES) -> Cost:
-    """A whole prompt: every token through every layer, keys and values expanded once, one row of
-    logits. `weight_bytes`: of one weight.
+    """Return the cost of a whole prompt: every token through every layer, keys and values expanded
+    once, one row of logits. `weight_bytes`: bytes of one weight.
     """
     heads = config.num_attention_heads
     scores = (
         heads * (config.qk_head_dim + config.v_head_dim) * num_tokens * (num_tokens + 1) / 2
-    )  # Causal: half of it.
+    )  # Causal masking halves the product.
     layers = range(config.num_hidden_layers)
     per_layer = [2 * (num_tokens * _active_weights(config, layer) + scores) for layer in layers]
     head = config.vocab_size * config.hidden_size
@@ -49,11 +49,11 @@ def prefill_cost(config: ModelConfig, num_tokens: int, weight_bytes: int = FP32_
 def decode_cost(
     config: ModelConfig, batch: int, context: int, weight_bytes: int = FP32_BYTES
 ) -> Cost:
-    """One token for each of `batch` requests that have `context` tokens in the cache, which is
-    FP32.
+    """Return the cost of one token for each of `batch` requests with `context` tokens in the FP32
+    cache.
     """
     latents = batch * context * config.latent_dim * config.num_hidden_layers
-    # Absorbed: a head's scores are over the latent and the rotated key, its output is a mix of
+    # Absorbed form: a head's scores are over the latent and the rotated key; its output is a mix of
     # latents.
     attention = (
         batch * context * config.num_attention_heads * (config.latent_dim + config.kv_lora_rank)
@@ -66,15 +66,15 @@ def decode_cost(
 
 
 def experts_touched(config: ModelConfig, num_tokens: int) -> float:
-    """Expected number of distinct experts of a layer that `num_tokens` tokens choose, if they
-    choose evenly.
+    """Return the expected number of distinct experts of a layer that `num_tokens` tokens choose, if
+    choices are even.
     """
     total = config.n_routed_experts
     return total * (1 - (1 - config.num_experts_per_tok / total) ** num_tokens)
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Weights of the model without MTP, norms left out."""
+    """Return the number of weights of the model without MTP and norms."""
     layers = sum(
         config.attention_weights + _ffn_weights(config, layer, config.n_routed_experts)
         for layer in range(config.num_hidden_layers)
@@ -83,14 +83,14 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Weights that one token is multiplied by, the head's included."""
+    """Return the number of weights that one token is multiplied by, including the head."""
     layers = sum(_active_weights(config, layer) for layer in range(config.num_hidden_layers))
     return round(layers + config.vocab_size * config.hidden_size)
 
 
 def _weights_touched(config: ModelConfig, num_tokens: int) -> float:
-    """Weights of the layers that a step of so many tokens reads at least once, the embedding's few
-    rows left out.
+    """Return the number of layer weights that a step of `num_tokens` tokens reads at least once.
+    The embedding's few rows are left out.
     """
     experts = experts_touched(config, num_tokens)
     return sum(

@@ -1,10 +1,10 @@
-"""Every published point beside what the step model makes of it: `docs/calibration.md`.
+"""Compare every published point with the step model's value: `docs/calibration.md`.
 
     python -m bench.calibration [--write]
 
-Points are in bench/calibration_points; each is priced by the very command that stands beside it.
-With the silicon table (folder HADAL_SHARED_DATA) its rows are priced as well; --write needs it, so
-that the page stays whole.
+Points are in bench/calibration_points; each is priced by the command given with it. With the
+silicon table (folder HADAL_SHARED_DATA) its rows are priced as well. --write needs that table, so
+that the page stays complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ _PROFILE_SMS = 112
 
 @functools.cache
 def priced(command: str) -> dict[str, Any]:
-    """Run `hadal step COMMAND --json`. Raises ValueError with what it says."""
+    """Run `hadal step COMMAND --json` and return its result. Raises ValueError with the command's
+    message.
+    """
     result = CliRunner().invoke(app, ["step", *shlex.split(command), "--json"])
     if result.exit_code:
         raise ValueError(f"hadal step {command}: {result.stderr}")
@@ -60,18 +62,18 @@ def priced(command: str) -> dict[str, Any]:
 
 
 def ours(point: Point) -> float:
-    """The model's value of a point."""
+    """Return the model's value of a point."""
     value = float(priced(point.command)[point.field])
     return value / float(priced(point.over)[point.field]) if point.over else value
 
 
 def error(point: Point) -> float:
-    """Relative: positive where ours is larger."""
+    """Return the relative error: positive if our value is larger."""
     return ours(point) / point.published - 1.0
 
 
 def page(with_silicon: bool) -> str:
-    """The whole page as Markdown; the silicon rows come last."""
+    """Return the whole page as Markdown; the silicon rows are last."""
     parts = [_HEAD, _systems(), _not_priced(), _profile(), _training(), _links(), _constants()]
     data = find(SILICON) if with_silicon else None
     if data is not None:

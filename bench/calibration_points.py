@@ -1,8 +1,8 @@
-"""Published measurements of DeepSeek-V3/R1 that the step model is held against, each with the
-command that prices it.
+"""Published measurements of DeepSeek-V3/R1 for checking the step model, each with the command that
+prices it.
 
-A point's command is what a reader types after `hadal step`; what it is compared with is a field of
-its JSON. Nothing is computed here.
+A point's command is the part after `hadal step`; the compared value is a field of its JSON. Nothing
+is computed here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ AIM, SET, HELD = "aim", "set on it", "hold-out"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published value. `over`: compared is the ratio of the command's field to that of this
-    other command.
+    """One published value. If `over` is set, the compared value is the ratio of the field in
+    `command` to the field in `over`.
     """
 
     id: str
@@ -26,7 +26,7 @@ class Point:
     command: str
     source: str
     role: str = HELD
-    """`aim`: has a limit; `set on it`: a constant was set on it; `hold-out`: neither."""
+    """`aim`: its error has a limit; `set on it`: a constant was set on it; `hold-out`: neither."""
     within: float | None = None
     field: str = GPU
     over: str | None = None
@@ -331,7 +331,7 @@ DECODE_PROFILE = (
     ("experts down", "experts", 39.0),
     ("combine", "combine", 394.0),
 )
-"""(kernel, op, us): the decode profile's MoE layer and micro-batch, third-party reading
+"""(kernel, op, us): MoE layer of the decode profile, one micro-batch, as read by a third party
 (zdszero.github.io).
 """
 
@@ -363,10 +363,10 @@ LOW_LATENCY = (
     (128, 192.0, 369.0),
     (256, 194.0, 360.0),
 )
-"""(ranks, dispatch us, combine us): DeepEP README of June 2025, H800, 128 tokens a rank."""
+"""(ranks, dispatch us, combine us): DeepEP README of June 2025, H800, 128 tokens per rank."""
 LOW_LATENCY_H100 = ((16, 45.7, 59.6), (64, 94.0, 160.3), (128, 166.8, 304.7), (256, 301.1, 579.5))
 """(tokens, dispatch us, combine us): H100, EP64, AIConfigurator 0.12 (sglang 0.5.6)."""
 NORMAL = ((32, 58.0, 57.0), (64, 51.0, 50.0))
-"""(ranks, dispatch GB/s, combine GB/s): DeepEP README, April 2025, H800, 4,096 tokens; the own
-node's copy counted.
+"""(ranks, dispatch GB/s, combine GB/s): DeepEP README, April 2025, H800, 4,096 tokens; includes the
+copy to the own node.
 """

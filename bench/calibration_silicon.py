@@ -1,10 +1,10 @@
-"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, as kept in aiconfigurator-core 0.12) beside
-priced decode steps.
+"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, from aiconfigurator-core 0.12) beside priced
+decode steps.
 
-Only rows that the model describes: disaggregated decode, data-parallel attention over as many ranks
-as experts are spread on, requests per rank known, concurrency that fills them. Drafts are not
-recorded in the table, so rows that ran with them look faster than any step: a check of the whole,
-not something to fit to.
+Includes only rows that the model describes: disaggregated decode, data-parallel attention over the
+same ranks as the experts, known requests per rank, and enough concurrency to fill them. The table
+does not record drafts (speculative tokens), so rows measured with drafts look faster than any step.
+Use it as a check of the whole, not for fitting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILLED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured point of decode."""
+    """One measured decode point."""
 
     hardware: str
     backend: str
@@ -36,14 +36,14 @@ class Row:
     tpot_ms: float
 
     def error(self) -> float:
-        """Of the priced step over the measured time per token."""
+        """Return the relative error of the priced step against the measured time per token."""
         model = StepModel(self.num_ranks, HARDWARE[self.hardware], expert_dtype=self.precision)
         price = model.decode(self.requests_per_rank, self.input_tokens + self.output_tokens / 2)
         return price.seconds * 1e3 / self.tpot_ms - 1.0
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """Those that can be priced, each once."""
+    """Yield the rows that can be priced, without duplicates."""
     seen = set()
     with path.open(newline="", encoding="utf-8") as file:
         for record in csv.DictReader(file):
@@ -65,7 +65,8 @@ def _row(record: dict[str, str]) -> Row | None:
     ranks, attention, tensor, batch, workers = (float(record[name]) for name in names)
     if ranks != attention or tensor != 1.0 or ranks < 4:
         return None
-    # A row whose concurrency does not fill its batch was measured at another batch than it states.
+    # If a row's concurrency does not fill its batch, it was measured at another batch than it
+    # states.
     source = record["silicon_data_source"]
     concurrency = float(source.split("silicon_concurrency=")[1].split(";")[0])
     if concurrency < _FILLED * batch * ranks * workers:
@@ -83,7 +84,7 @@ def _row(record: dict[str, str]) -> Row | None:
 
 
 def silicon(path: Path) -> str:
-    """A Markdown table: errors by hardware, engine and precision."""
+    """Return a Markdown table of errors by hardware, engine and precision."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for row in rows(path):
         groups.setdefault((row.hardware, row.backend, row.precision), []).append(row.error())

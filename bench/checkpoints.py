@@ -1,8 +1,8 @@
-"""The models that are measured: a generated one of middle size, and the shipped one in the FP32
-form every peer reads.
+"""Models for measurements: a generated one of middle size, and the shipped one in the FP32 form
+that every peer reads.
 
-Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights
-of the generated one are random, so it says nothing sensible; its shapes, its routing and its cost
+Both are Hugging Face folders with DeepSeek's own tensor names, stored under .peers/models/. The
+weights of the generated one are random, so its output means nothing; its shapes, routing and cost
 are those of a real checkpoint.
 """
 
@@ -62,23 +62,23 @@ MID: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "num_nextn_predict_layers": 0,
-    # Written out, because readers that do not find them assume softmax routing without the bias.
+    # Explicit, because readers assume softmax routing without the bias if these fields are missing.
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "bench_revision": 2,  # Raised when the weights are drawn in another way; no reader knows it.
+    "bench_revision": 2,  # Increment if the weights are drawn in another way; readers ignore it.
 }
-"""0.33 B parameters, 0.08 B active; the shape of V3's parts, each smaller."""
+"""0.33 B parameters, 0.08 B active; V3's parts, each smaller."""
 
-# A residual stream led by the embedding keeps greedy texts apart: with equal standard deviations
-# every sequence of a batch soon repeats one token, all choose the same experts, and a batch costs
-# what one request costs. A wide head makes the next token's distribution as peaked as a trained
-# model's; a flat one makes top-p sort it all.
+# A residual stream dominated by the embedding makes greedy texts differ. With equal standard
+# deviations every sequence of a batch soon repeats one token, all choose the same experts, and a
+# batch costs as much as one request. A wide head makes the next token's distribution as peaked as a
+# trained model's; with a flat one top-p sorts the whole vocabulary.
 EMBEDDING_STD, HEAD_STD, WEIGHT_STD = 1.0, 0.25, 0.02
 
 
 def mid_model(vocab_size: int = MID["vocab_size"]) -> Path:
-    """Return the folder of the generated model, making it on the first call (seconds, 1.3 GB; with
-    as many tokens as V3 minutes, 1.9 GB).
+    """Return the folder of the generated model. The first call makes it: seconds and 1.3 GB, or
+    minutes and 1.9 GB with V3's vocabulary size.
     """
     folder = MODELS / ("mid" if vocab_size == MID["vocab_size"] else f"mid-{vocab_size}")
     config = {**MID, "vocab_size": vocab_size}
@@ -147,12 +147,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 192,
     },
 }
-"""The middle one; the same with an MTP module; one of 1.5 B parameters, its parts as large to each
-other; and the shapes of
-Moonlight-16B-A3B and, as far as they are known, of GigaChat3-10B-A1.8B: 16 and 11 B.
+"""Shapes by name: the middle one; the same with an MTP module; one of 1.5 B parameters with parts
+in the same proportions; Moonlight-16B-A3B; and GigaChat3-10B-A1.8B as far as its shapes are known
+(16 and 11 B parameters).
 """
 _SCALES = "_scale_inv"
-"""Behind a tensor's name: what its codes are multiplied by."""
+"""Suffix of the tensor with the scales for a tensor's codes."""
 _FP8_FIELDS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -160,14 +160,15 @@ _FP8_FIELDS = {
     "weight_block_size": [128, 128],
 }
 _POOL_VALUES = 1 << 26
-"""Random values of which every matrix is a piece, at an offset of its own: to draw all of them
-would take longer than to write them.
+"""Number of random values in the pool. Every matrix is a piece of the pool, at an offset of its
+own: drawing all values would take longer than writing them.
 """
 
 
 def stored_model(name: str, kind: str, folder: Path) -> Path:
-    """Write a checkpoint of this shape, `kind` "fp8", "bf16", or "hollow": BF16 whose files are
-    holes, to be weighed and never read. A minute and 32 GB for the largest.
+    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow":
+    BF16 with holes as files, which have a size but must not be read. The largest takes a minute and
+    32 GB.
     """
     config = {**SHAPES[name], "torch_dtype": "bfloat16", "stored_as": kind}
     if kind == "fp8":
@@ -193,7 +194,8 @@ def stored_model(name: str, kind: str, folder: Path) -> Path:
                 save_file(shard, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)
             shard = {}
-    index_text = json.dumps({"metadata": {}, "weight_map": weight_map})  # transformers wants both.
+    # transformers requires both.
+    index_text = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     _write_tokenizer(folder, MID["vocab_size"])
     _write_config(folder, config)
@@ -229,7 +231,7 @@ def _stored_tensors(
 
 
 def _save_hollow(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """The header, and a hole of the right size."""
+    """Write a safetensors header and a hole of the right size."""
     header, at = {}, 0
     for name, tensor in tensors.items():
         dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
@@ -243,8 +245,8 @@ def _save_hollow(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def shipped_model_fp32() -> Path | None:
-    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if
-    there is none yet.
+    """Return an FP32 copy of hadal-tiny for engines without block-scaled FP8; None if there is no
+    hadal-tiny yet.
     """
     if not (SHIPPED / "config.json").exists():
         return None
@@ -279,8 +281,8 @@ def shipped_model_fp32() -> Path | None:
 
 
 def dequantised(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as they are stored, and those with scales as FP32: codes times
-    scales, one for each block, in whichever file of the folder they lie.
+    """Yield a checkpoint's tensors as stored. Tensors with scales become FP32: codes times scales,
+    one scale per block; the scales may be in another file of the folder.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sides = config["quantization_config"]["weight_block_size"]
@@ -301,8 +303,8 @@ def dequantised(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the released checkpoint's tensor names and shapes for this config. An MTP module's
-    copies of embedding and head are left out: nobody reads them.
+    """Yield the released checkpoint's tensor names and shapes for this config, except for an MTP
+    module's copies of embedding and head: no reader uses them.
     """
     c = config
     dim, heads = c["hidden_size"], c["num_attention_heads"]
@@ -364,8 +366,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE in DeepSeek's file layout, learnt from the manual that comes with Python, or,
-    where that has too few words, from the modules that are installed here.
+    """Write a byte-level BPE in DeepSeek's file layout. It is trained on the manual that comes with
+    Python, or, if that has too few words, on the installed modules.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -405,7 +407,7 @@ def _installed_modules() -> Iterator[str]:
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Last, so that a folder with a config is a whole one."""
+    """Write the config last, so that a folder with a config is complete."""
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 

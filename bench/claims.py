@@ -1,6 +1,6 @@
 """Claims of speed: ratios of times of one run beside their bars, printed as held or missed.
 
-A ratio on real clocks depends on what else the machine does, so no test asserts one. A test asserts
+A ratio of real times depends on the load of the machine, so no test asserts one. A test asserts
 each claim's order in simulated time; `make bench-quick` measures it and prints all claims again at
 its end.
 """
@@ -15,20 +15,20 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class Claim:
-    """A ratio that shall reach a bar."""
+    """A ratio that must reach a bar."""
 
     what: str
     ratio: float | None
     """The measured ratio; None: the run did not measure it."""
     of: str
-    """What the ratio is of, in words."""
+    """Denominator of the ratio, in words."""
     bar: float
     is_most: bool = False
-    """The ratio must not exceed the bar, instead of reach it."""
+    """True if the bar is an upper limit of the ratio; else a lower limit."""
 
     @property
     def is_held(self) -> bool:
-        """Whether the ratio was measured and reaches the bar."""
+        """True if the ratio was measured and meets the bar."""
         if self.ratio is None:
             return False
         return self.ratio <= self.bar if self.is_most else self.ratio >= self.bar
@@ -43,18 +43,18 @@ class Claim:
 
 
 _measured: list[Claim] = []
-"""All claims of this process, in the order in which they were measured."""
+"""All claims of this process, in order of measurement."""
 
 
 def print_claims(console: Console, claims: Iterable[Claim]) -> None:
-    """Print claims, and remember them for the summary."""
+    """Print claims, and store them for the summary."""
     for claim in claims:
         _measured.append(claim)
         console.print(_shown(claim), soft_wrap=True)
 
 
 def print_summary(console: Console) -> None:
-    """Print all claims of this process again; nothing if there was none."""
+    """Print all claims of this process again, and how many held; nothing if there are none."""
     if not _measured:
         return
     console.rule("claims")

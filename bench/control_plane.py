@@ -1,12 +1,12 @@
-"""How much of a fleet one core can decide for: the roles that serve, at the published size, under
+"""Share of a fleet that one core can schedule: the production roles at the published size, under
 priced steps.
 
     python -m bench.control_plane [--quick] [--seconds N] [--profile] [--collect]
 
-9 decode units of 144 ranks and 29 prefill units of 32, 2,000 requests/s (about the published peak)
-of 1,650 tokens to compute and 400 to generate, exponential. `--quick`: a ninth of it. Processor
-time of this process; the collector of cyclic garbage is off, for nothing here is cyclic and a fleet
-is many objects.
+9 decode units of 144 ranks and 29 prefill units of 32; 2,000 requests/s (about the published peak)
+with 1,650 tokens to compute and 400 to generate, exponentially distributed. `--quick`: a ninth of
+it. Figures are CPU time of this process. Garbage collection of cycles is off: nothing here is
+cyclic, and a fleet is many objects.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hadal.lab.sim.world.world import FleetWorld
 REQUESTS_PER_S = 2_000.0
 TOKENS_IN, TOKENS_OUT = 1_650.0, 400.0
 PLACED_DECODE = 1.15
-"""See lab/perf/step: what expert placement leaves with two expert slots a rank."""
+"""Imbalance that expert placement leaves with two expert slots per rank (see lab/perf/step)."""
 
 
 def fleet(num_decode: int, num_prefill: int) -> Deployment:
-    """Units as published (DeepSeek-V3/R1 inference overview)."""
+    """Return units as published (DeepSeek-V3/R1 inference overview)."""
     return Deployment(
         prefill=UnitsConfig(
             num_prefill, ranks=32, redundant_experts=32, max_requests=64, max_waiting=10_000
@@ -49,7 +49,7 @@ def fleet(num_decode: int, num_prefill: int) -> Deployment:
 
 
 def requests(per_s: float, until_s: float) -> Requests:
-    """Poisson arrivals, exponential lengths."""
+    """Return requests with Poisson arrivals and exponential lengths."""
     rng = np.random.default_rng(1)
     size = int(rng.poisson(per_s * until_s))
     lengths = (
@@ -59,7 +59,7 @@ def requests(per_s: float, until_s: float) -> Requests:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Run, and print one table."""
+    """Run the simulation and print a table."""
     parser = parser_of("control_plane", __doc__, "a ninth of the fleet, for 10 s")
     parser.add_argument("--seconds", type=float, default=0.0, help="simulated (20, quick 10)")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
-    """One table: what was simulated, and what it cost."""
+    """Print one table: the simulated events, and their cost."""
     seen, asked = world.seen, world.requests
     num_events = sum(process.num_events for process in world.processes.values())
     num_steps = sum(process.num_steps for process in world.processes.values())

@@ -1,7 +1,7 @@
-"""Placement rules for decode in one form: ours, and those that other systems use (facts: read in
-their sources).
+"""Placement rules for decode in one form: ours and those of other systems (read in their sources).
 
-Each sees the reported loads plus its own placements since, as a dispatcher does. Shapes: R ranks.
+Each rule sees the reported loads plus its own later placements, as a dispatcher does. Shapes: R
+ranks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A placement of the caller's own, which a rank's report may or may not count yet."""
+    """A placement of the caller, which a rank's report may or may not include yet."""
 
     row: int
-    """Of the rank in the view."""
+    """Row of the rank in the view."""
     number: int
-    """The caller's running number; a report says up to which one it counts."""
+    """Running number of the caller's placements; a report states the last number that it
+    includes.
+    """
     arrival: Arrival
 
 
 def with_sent(
     ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
 ) -> DecodeRanksView:
-    """Add to reported loads what was placed since: without it, all arrivals go to the rank that was
-    lightest.
+    """Add placements to the loads that were reported before them. Without it, all arrivals would go
+    to the rank that was lightest in the report.
 
-    `num_seen_R`: by rank, the last running number that its report counts.
+    `num_seen_R`: by rank, the last running number that its report includes.
     """
     used_R, worst_R, requests_R = (
         ranks.num_blocks_used.copy(),
@@ -53,14 +55,14 @@ def with_sent(
 
 
 class Ours:
-    """policy/decode_balance, with the list of placements that no report counts yet."""
+    """The rule of policy/decode_balance, with the placements that no report includes yet."""
 
     def __init__(self) -> None:
         self._sent: list[Sent] = []
 
     def __call__(self, world: World, waiting: list[Waiting]) -> list[int]:
         view = self.seen(world)
-        # The world's KV does not bind, so worst cases are left out of it.
+        # KV never limits this world, so worst-case lengths are left out.
         arrivals = [Arrival(one.num_input, one.num_input) for one in waiting]
         ranks = place(view, arrivals, preempts=True)
         number = world.number
@@ -76,7 +78,7 @@ class Ours:
 
 
 class Peer:
-    """One at a time, in the order of arrival."""
+    """A peer's rule: one request at a time, in order of arrival."""
 
     def __init__(self, choice: Choice, seed: int) -> None:
         self._choice = choice
@@ -111,7 +113,7 @@ def _power_of_two(
 
 PEERS: dict[str, Choice] = {
     "random": lambda kv_R, requests_R, free, random, number: int(random.choice(free)),
-    # The next with a free slot; argmax of none is the first.
+    # The next rank with a free slot; argmax of an all-False array is 0, the first one.
     "round robin": lambda kv_R, requests_R, free, random, number: int(
         free[(free >= number % kv_R.size).argmax()]
     ),
@@ -126,5 +128,5 @@ PEERS: dict[str, Choice] = {
 
 
 def rule(name: str, seed: int) -> Rule:
-    """`name`: of a peer, or anything else for ours."""
+    """Return a peer's rule by `name`; any other name returns ours."""
     return Peer(PEERS[name], seed) if name in PEERS else Ours()

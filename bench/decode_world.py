@@ -1,9 +1,9 @@
-"""A decode unit of many ranks in steps: requests come, grow by a token a step, and end when they
+"""A simulated decode unit of many ranks, in steps: requests arrive, grow by one token per step, and
 end. No tensors.
 
-The world that the placement rules of bench/decode_rules are compared in (bench/balance_decode). A
-step's time follows a roofline of a 144-rank unit on H800 GPUs; the constants are estimates, stated
-so that they can be changed:
+bench/balance_decode compares the placement rules of bench/decode_rules in this world. A step's time
+follows a roofline of a 144-rank unit on H800 GPUs. The constants are estimates, stated here so that
+they can be changed:
 
     step_s = max_r(KV_S * kv + REQUEST_S / 2 * requests) + REQUEST_S / 2 * max_r(requests) + FIXED_S
 
@@ -30,14 +30,16 @@ KV_S = 2.9e-8
 REQUEST_S = 1.2e-4
 FIXED_S = 20e-3
 STALL_STEPS = 3
-"""A moved request makes no token for so long."""
+"""Steps for which a moved request produces no token."""
 KV_FACTOR_MAX = 4
-"""A rank's KV over the mean: these runs compare balance, so memory is not what binds."""
+"""Limit of a rank's KV, as a multiple of the mean: high, because these runs compare balance, not
+memory limits.
+"""
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """Requests as (prompt tokens, output tokens) to draw from."""
+    """Requests to draw from, as (prompt tokens, output tokens)."""
 
     name: str
     input_N: Ints
@@ -45,15 +47,15 @@ class UnitReport:
 
     @property
     def mean_kv(self) -> float:
-        """Of a running request: a long output is met for longer."""
+        """Mean KV of a running request: a long output is running for longer, so it counts more."""
         return float(
             (self.output_N * (self.input_N + self.output_N / 2)).sum() / self.output_N.sum()
         )
 
 
 def r1_load(seed: int = 1, num: int = 50_000) -> UnitReport:
-    """Reasoning: short and long prompts, outputs over a thousand tokens, about 4.4k tokens of KV a
-    running request.
+    """Return a reasoning load: short and long prompts, outputs over a thousand tokens, about 4.4k
+    tokens of KV per running request.
     """
     random = np.random.default_rng(seed)
     prompts = np.clip(random.lognormal(np.log(1250), 1.3, num), 16, 65_536).astype(np.int64)
@@ -62,7 +64,7 @@ def r1_load(seed: int = 1, num: int = 50_000) -> UnitReport:
 
 
 def trace_loads() -> list[UnitReport]:
-    """The public traces that are there."""
+    """Return the public traces that are available."""
     loads = []
     if (path := find(MOONCAKE)) is not None:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -87,20 +89,20 @@ class Result:
     num_arrived: int = 0
     num_moved: int = 0
     rule_s: list[float] = field(default_factory=list)
-    """Processor seconds per placement, one entry a step."""
+    """CPU seconds per placement, one entry per step."""
 
 
 @dataclass
 class Waiting:
-    """Its output is the world's secret."""
+    """A queued request. Rules must not read `num_output`: only the world knows it."""
 
     num_input: int
     num_output: int
 
 
 class World:
-    """Slots of all ranks as arrays. `reported` is what a rule sees: as of some steps ago, if loads
-    are stale.
+    """Slots of all ranks as arrays. `reported` is a rule's view: some steps old if loads are
+    stale.
     """
 
     def __init__(
@@ -119,18 +121,18 @@ class World:
         self.kv_max = int(KV_FACTOR_MAX * num_running * load.mean_kv)
         self.step = 0
         self.number = 0
-        """Of the last placement."""
+        """Number of the last placement."""
         self.kv_R: Ints = np.zeros(num_ranks, np.int64)
         self.requests_R: Ints = np.zeros(num_ranks, np.int64)
         self.born_RS: Ints = np.zeros((num_ranks, num_slots), np.int64)
-        """step - born = tokens of KV."""
+        """Step at which the request's KV would have been 0: step - born = tokens of KV."""
         self.is_running_RS = np.zeros((num_ranks, num_slots), np.bool_)
         self.end_RS: Ints = np.zeros((num_ranks, num_slots), np.int64)
         self.waiting: deque[Waiting] = deque()
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._reports: deque[tuple[Ints, Ints, int]] = deque(maxlen=stale_steps + 1)
         for index in self._first(num_ranks * num_running).tolist():
-            # As found in the middle of its run: some of the output is there, the rest comes.
+            # In the middle of its run: one part of the output exists, the other part follows.
             num_done = int(self.random.integers(0, load.output_N[index]))
             self.waiting.append(
                 Waiting(int(load.input_N[index]) + num_done, int(load.output_N[index]) - num_done)
@@ -150,7 +152,7 @@ class World:
 
     @property
     def reported(self) -> tuple[DecodeRanksView, int]:
-        """The loads that are known, and the number of the last placement that they count."""
+        """The reported loads, and the number of the last placement that they include."""
         kv_R, requests_R, number = (
             self._reports[0] if self._reports else (self.kv_R, self.requests_R, self.number)
         )
@@ -199,7 +201,7 @@ class World:
         return RunningView(kv_RS, kv_RS)
 
     def move(self, move: Move) -> None:
-        """It goes on there, some tokens behind what it would have been."""
+        """Move a request to another rank. It ends STALL_STEPS steps later than without the move."""
         end = int(self.end_RS[move.from_rank, move.slot])
         num_kv = self._take(move.from_rank, move.slot)
         self._ends[end].remove((move.from_rank, move.slot))
@@ -207,7 +209,7 @@ class World:
         self._put(move.to_rank, slot, num_kv, end + STALL_STEPS)
 
     def run_step(self, result: Result | None) -> None:
-        """All ranks step together; the balance is measured on what they computed."""
+        """Run one step on all ranks together, and measure the balance of the computed loads."""
         if result is not None and self.requests_R.any():
             kv_R, requests_R = self.kv_R, self.requests_R
             result.num_steps += 1
@@ -231,4 +233,4 @@ class World:
 
 
 Rule = Callable[[World, list[Waiting]], list[int]]
-"""Ranks of the first of those who wait; the others go on waiting."""
+"""Function that returns ranks for the first waiting requests; the others stay queued."""

@@ -1,11 +1,12 @@
-"""A server that drafts beside one that does not: what a client sees, in turns, on hadal-tiny's own
-tasks.
+"""A server with drafts (speculative decoding) beside one without: what a client sees, in turns, on
+hadal-tiny's own tasks.
 
     python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
 
-The servers run at once, and only one is asked at a time; the clients share their cores. Greedy, so
-that all give as many tokens, which is checked. A ratio is the median of the rounds' own; a prefill
-step is the server's own smoothed `hadal_step_ms` at the end.
+All servers run at once, but only one gets requests at a time; the clients share their cores.
+Sampling is greedy, so all servers must give the same number of tokens; this is checked. A ratio is
+the median of the rounds' own ratios. The prefill step is the server's own smoothed `hadal_step_ms`
+at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PREFILL_STEP = 'hadal_step_ms{unit="prefill-0"}'
 
 
 def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list[Sample]]:
-    """(tokens/s, answers) of all chats."""
+    """Run all chats once. Return (tokens/s, answers)."""
     requests = [{**body, "temperature": 0} for body in bodies(num_chats)]
     start_s = time.perf_counter()
     samples = asyncio.run(run_load(server.address, requests, concurrency))
@@ -40,7 +41,7 @@ def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list
 
 
 def accepted(server: Running) -> str:
-    """Of all drafts so far, by place."""
+    """Return the accepted share of all drafts so far, by place, as text."""
     sums: dict[str, dict[str, float]] = {}
     for key, value in server.metrics().items():
         for kind in ("tried", "accepted"):
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for drafts in servers if turn % 2 else [*servers][::-1]:
                     rate, answers = once(servers[drafts], options.chats, concurrency)
                     lengths.add(num_tokens(answers))
-                    if turn >= 0:  # Before, everything was touched once.
+                    if turn >= 0:  # Turn -1 is a warm-up.
                         rates[drafts].append(rate)
                         pauses[drafts] += token_ms(answers)
             if len(lengths) != 1:

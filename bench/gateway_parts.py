@@ -1,11 +1,11 @@
-"""What a token costs the gateway, by the module that computes: microseconds of a core.
+"""Cost of a token in the gateway, by module: microseconds of a core.
 
     python -m bench.gateway_parts [--model mid] [--streams 32] [--checkout OLD]
 
-Streams run together. What the gateway takes is measured first; then py-spy (of the test tools) looks at it
-200 times a second, and says which module has which share. A look counts for the innermost of our
-modules on the stack, so the kernel's send counts for the module that writes. "event loop": none of our
-modules is on the stack.
+Streams run together. The gateway's CPU time is measured first. Then py-spy (of the test tools)
+samples it 200 times per second, for the share of each module. A sample counts for the innermost of
+our modules on the stack, so the kernel's send counts for the module that writes. "event loop": none
+of our modules is on the stack.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OURS = re.compile(r"hadal/([\w/]+)\.py")
 
 
 def look(pid: int, raw: Path) -> subprocess.Popen[bytes]:
-    """Begin to look at a process."""
+    """Start py-spy on a process."""
     spy = [
         str(Path(sys.executable).parent / "py-spy"),
         *["record", "--format", "raw", "--nonblocking"],
@@ -47,7 +47,7 @@ def look(pid: int, raw: Path) -> subprocess.Popen[bytes]:
 
 
 def counted(raw: Path) -> Counter[str]:
-    """Return how many looks found the process in each module."""
+    """Return the number of samples in each module."""
     found: Counter[str] = Counter()
     for line in raw.read_text().splitlines():
         stack, count = line.rsplit(" ", 1)
@@ -57,7 +57,7 @@ def counted(raw: Path) -> Counter[str]:
 
 
 def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> Mapping[str, float]:
-    """Return the microseconds a token of each module, and of all under the name ''. Raises
+    """Return module -> microseconds per token, and the total under the name ''. Raises
     RuntimeError.
     """
     vocab_size, pid = read_model_config(folder).vocab_size, server.roots["gateway"]
@@ -73,7 +73,8 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
         look_until(lambda: time.monotonic() > until_s, answers, LOOK_S)
         used_s = cpu_seconds(tree_of(pid)) - before_s
         num_after = [each.num_events for each in answers]
-        spy = look(pid, Path(scratch) / "looks")  # Behind what is measured: it takes a core's time.
+        # After the measurement: py-spy itself uses a core.
+        spy = look(pid, Path(scratch) / "looks")
         look_until(lambda: spy.poll() is not None, answers, LOOK_S)
         if spy.returncode:
             raise RuntimeError(
@@ -82,7 +83,7 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
         if any(each.ended_s for each in answers):
             raise RuntimeError("an answer ended too early: ask for more tokens")
         look_until(lambda: all(each.ended_s for each in answers), answers, LOOK_S)
-        # An event has the tokens of several passes.
+        # An event can hold the tokens of several passes.
         num = sum(
             (after - before) * num_tokens / each.num_events
             for each, before, after in zip(answers, num_before, num_after, strict=True)

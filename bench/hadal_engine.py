@@ -1,5 +1,5 @@
-"""Hadal as a Subject: the Runner of a rank under the plans its leaders make, sampling included,
-without the server.
+"""Hadal as a Subject: the Runner of a rank, with plans like those of its leaders and with sampling,
+but without the server.
 
 python -m bench.hadal_engine MODEL_FOLDER THREADS [fp32]
 """
@@ -49,8 +49,8 @@ def _bind(threads: int) -> None:
 
 
 class HadalSubject:
-    """Prompts go through in the chunks a prefill leader cuts, decoding in the differences a decode
-    leader sends.
+    """Prefill in chunks as a prefill leader cuts them; decode with differences as a decode leader
+    sends them.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class HadalSubject:
         self.note = f"weights {kind}, {isa()} kernels, chunks of {CHUNK_TOKENS}"
 
     def prefill(self, num_tokens: int) -> float:
-        """One prompt, chunk after chunk, to its first token."""
+        """Return the seconds of one prompt, chunk after chunk, up to its first token."""
         prompt = self._prompts(1, num_tokens)[0]
         start = time.perf_counter()
         self._prefill(0, prompt)
         return time.perf_counter() - start
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Everybody joins in an untimed step, then the same requests go on for `steps`."""
+        """Return the seconds of `steps` steps. All requests join in an untimed step before."""
         firsts = [
             self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts(batch, context))
         ]
@@ -99,7 +99,7 @@ class HadalSubject:
         return seconds
 
     def _prefill(self, slot: int, prompt: list[int]) -> int:
-        """Return the first token."""
+        """Prefill a prompt and return its first token."""
         token = -1
         for start in range(0, len(prompt), CHUNK_TOKENS):
             tokens = tuple(prompt[start : start + CHUNK_TOKENS])

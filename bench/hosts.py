@@ -1,16 +1,16 @@
-"""Units over several hosts: how long a plan and a start take, and what a step costs beside one host
-and beside no encryption.
+"""Units over several hosts: time of a plan and of a start, and the cost of a step compared with one
+host and with no encryption.
 
     python -m bench.hosts [--quick] [--model mid] [plan|start|step ...]
 
 Hosts are network namespaces on one machine, joined by a link without a limit, with a Ray node each
-(tests/dist/hosts.py; needs root). They share its cores: what a second host gives in cores is not
-seen here, what it costs is.
+(tests/dist/hosts.py; needs root). They share the machine's cores. So the figures show the cost of a
+second host, but not the gain of its cores.
 
     plan       the launch plan of DeepSeek's published fleet at its peak, 278 nodes
-    start      16 ranks over 8 hosts, from the command to the last that is ready; Ray was there before
-    step       one deployment three times: on one host, over two, over two without CURVE. All run all
-               the while and are asked in turn, so what Ray takes when idle is taken from each
+    start      16 ranks over 8 hosts, from the command to the last ready rank; Ray was running before
+    step       one deployment three times: on one host, over two, over two without CURVE. All run all the
+               time and get requests in turn, so the CPU time of an idle Ray counts against each
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.waiting import wait_until
 
 PLAN_AIM_S, START_AIM_S = 1.0, 60.0
 PREFILL, DECODE = 29, 9
-"""Units at the published peak."""
+"""Number of units at the published peak."""
 START_HOSTS, RANKS_A_HOST = 8, 2
 PATIENCE_S = 300.0
 ONE, TWO, PLAIN = "one host", "two hosts", "two hosts, no CURVE"
@@ -59,7 +59,7 @@ BATCHES = (1, 16)
 
 # ---- plan ----
 def plan(console: Console) -> None:
-    """The processes of 278 nodes."""
+    """Time the launch plan of 278 nodes."""
     deployment = msgspec.structs.replace(
         read_deployment(ROOT / "configs" / "v3_ep32_ep144.toml"),
         fleet=FleetConfig(mode="auto", prefill_max=PREFILL, decode_max=DECODE),
@@ -86,7 +86,7 @@ def mark(is_good: bool) -> str:
 
 # ---- start ----
 def start(console: Console) -> None:
-    """A prefill unit and a decode unit of eight ranks each, over four hosts each."""
+    """Time the start of a prefill and a decode unit with eight ranks each, over four hosts each."""
     ranks = START_HOSTS * RANKS_A_HOST // 2
     unit = {"ranks": ranks, "ranks_per_node": RANKS_A_HOST, "threads": 1, "kv_blocks": 32}
     with Hosts(START_HOSTS) as hosts, tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
@@ -102,7 +102,7 @@ def start(console: Console) -> None:
 
 @contextmanager
 def ready(hosts: Hosts, server: Server, number: int = 0) -> Iterator[Server]:
-    """A server of a host, whole; it is stopped at the end."""
+    """Yield a server of one host once all its processes are ready; stop it at the end."""
     name = server.log_path.stem.rpartition("-")[2]
     try:
         hosts[number].call(server.wait_ready)
@@ -117,13 +117,15 @@ def ready(hosts: Hosts, server: Server, number: int = 0) -> Iterator[Server]:
 # ---- step ----
 @dataclass(frozen=True)
 class Deployed:
-    """One of the three."""
+    """One of the three deployments."""
 
     host: Host
     url: str
 
     def ask(self, model: Path, batch: int, num_tokens: int, context: int = CONTEXT) -> list[Sample]:
-        """Return `batch` streams that ran at once, of `num_tokens` behind prompts of `context`."""
+        """Return `batch` concurrent streams of `num_tokens` tokens after prompts of `context`
+        tokens.
+        """
         vocab_size = read_model_config(model).vocab_size
         asked = [
             random_body(model.name, prompt, num_tokens)
@@ -140,15 +142,15 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Round:
-    """What one deployment did at one batch."""
+    """Results of one deployment at one batch."""
 
     tokens_per_s: float
     gaps_s: list[float]
-    """Between two tokens of a stream."""
+    """Seconds between two tokens of a stream."""
 
 
 def one_round(deployed: Deployed, model: Path, batch: int, length: int) -> Round:
-    """Ask once. Raises RuntimeError if an answer fails."""
+    """Run one batch of streams. Raises RuntimeError if an answer fails."""
     streams = deployed.ask(model, batch, length)
     first_s = min(each.first_s or 0.0 for each in streams)
     last_s = max(each.last_s or 0.0 for each in streams)
@@ -158,8 +160,8 @@ def one_round(deployed: Deployed, model: Path, batch: int, length: int) -> Round
 
 @contextmanager
 def deployments(model: Path, folder: Path) -> Iterator[dict[str, Deployed]]:
-    """A prefill unit and a decode unit of two ranks, three times. One Ray cluster serves both that
-    span hosts; labels keep them apart.
+    """Start three deployments, each with a prefill unit and a decode unit of two ranks. One Ray
+    cluster serves the two deployments that span hosts; labels separate them.
     """
     prefill = {"threads": 1, "kv_blocks": 256}
     decode = {**prefill, "ranks": 2}
@@ -185,7 +187,7 @@ def deployments(model: Path, folder: Path) -> Iterator[dict[str, Deployed]]:
 
 
 def step(console: Console, *, quick: bool, model: Path) -> None:
-    """Tokens/s and gaps by deployment, medians of rounds that take turns."""
+    """Print tokens/s and gaps by deployment, as medians of rounds that take turns."""
     num_rounds, length = (2, 100) if quick else (9, 300)
     rows: dict[tuple[int, str], list[Round]] = {}
     with (

@@ -1,9 +1,8 @@
-"""A load on a live server that can be repeated: prompts of chosen tasks, and clients that ask them
-in a closed loop.
+"""A repeatable load on a live server: prompts of chosen tasks, sent by clients in a closed loop.
 
-Prompts of one task alone use some experts far more than others, which is what an expert balancer is
-for. Knows the API and the tasks, nothing of units. The clients share the cores with the server:
-they do not stream.
+Prompts of one task use some experts far more than others, as an expert balancer needs. Depends on
+the API and the tasks, not on units. The clients share the cores with the server, so they do not
+stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.runtime.resolve import model_folder
 
 LONGEST = 3300
-"""Tokens of a prompt: with an answer it fits hadal-tiny's 4096."""
+"""Most tokens of a prompt: with an answer it fits hadal-tiny's context of 4096."""
 TIMEOUT_S = 300.0
 
 
@@ -39,8 +38,8 @@ class Ask:
 
 
 def task_prompts(task: str, lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
-    """Held-out chats of one task, each with so much past of the same task that it is about as long
-    as asked for.
+    """Return held-out chats of one task. Earlier turns of the same task pad each chat to about its
+    length in `lengths`.
     """
     folder = model_folder("")
     chat = read_chat_format(folder, read_vocabulary(folder))
@@ -60,7 +59,7 @@ def _chat_of(
     if len(ids) < length:
         turns = [turn for turn in turns if turn.role != "system"]
     while len(ids) < length:
-        # Several at once: rendering a long chat anew for every turn takes its time.
+        # Several turns at once: rendering a long chat anew for every turn would be slow.
         for example in rng.choices(past, k=1 + (length - len(ids)) // 80):
             turns[:0] = [
                 Turn("user", example.messages[-1]["content"]),
@@ -82,19 +81,19 @@ def lognormal_lengths(num: int, median: float, sigma: float, seed: int) -> list[
 
 @dataclass
 class ClosedLoop:
-    """`async with`: every client asks its share of `asks` over and over, one at a time. Leaving
-    drops what is open.
+    """Clients of `async with`: each sends its share of `asks` over and over, one at a time. Leaving
+    the block drops open requests.
     """
 
     http: httpx.AsyncClient
     model: str
     asks: Sequence[Ask]
-    """May be replaced while it runs: the next requests are of the new ones."""
+    """Requests to send. May be replaced during the run; new requests are then taken from it."""
     num_clients: int
     on_answer: Callable[[Ask, tuple[int, ...]], None] = lambda ask, tokens: None
     num_answers: int = 0
     num_prompt_tokens: int = 0
-    """Of answered requests, like `num_output_tokens`."""
+    """Prompt tokens of answered requests."""
     num_output_tokens: int = 0
     _clients: list[asyncio.Task[None]] = field(default_factory=list)
     _is_ending: bool = False
@@ -118,14 +117,16 @@ class ClosedLoop:
             self._raise(ends)
 
     async def finish(self) -> None:
-        """Let every open request be answered, and ask nothing more. Raises what a client ended
-        with.
+        """Send nothing more and wait for the open requests. Raises the error that ended a
+        client.
         """
         self._is_ending = True
         self._raise(await asyncio.gather(*self._clients, return_exceptions=True))
 
     def check(self) -> None:
-        """Raise what a client ended with, if one did: nobody would ask its share any more."""
+        """Raise the error of a client that has ended. Without this check its share of the load
+        would be missing unnoticed.
+        """
         self._raise(
             [
                 client.exception()
@@ -152,7 +153,9 @@ class ClosedLoop:
             self.on_answer(ask, tokens)
 
     async def ask(self, ask: Ask) -> tuple[int, ...]:
-        """One request, answered. Raises RuntimeError if it was refused or failed."""
+        """Send one request and return the token ids of its answer. Raises RuntimeError if it was
+        refused or failed.
+        """
         body = {
             "model": self.model,
             "prompt": list(ask.prompt),
@@ -170,7 +173,9 @@ class ClosedLoop:
 
 
 def http_client(url: str, num_clients: int) -> httpx.AsyncClient:
-    """For that many clients and a few that look on."""
+    """Return a client with connections for `num_clients` clients and 8 more, for readers of
+    /metrics.
+    """
     limits = httpx.Limits(
         max_connections=num_clients + 8, max_keepalive_connections=num_clients + 8
     )
@@ -178,12 +183,12 @@ def http_client(url: str, num_clients: int) -> httpx.AsyncClient:
 
 
 async def read_metrics(http: httpx.AsyncClient) -> dict[str, float]:
-    """Every sample of /metrics by its full name, labels included."""
+    """Return every sample of /metrics by its full name, labels included."""
     return samples_of((await http.get("/metrics")).text)
 
 
 def balance_of(metrics: dict[str, float], unit: str) -> dict[str, float]:
-    """Objective -> its gauge."""
+    """Return objective -> value of its gauge, for one unit."""
     head = "hadal_balance{"
     found = {}
     for name, value in metrics.items():

@@ -1,9 +1,9 @@
-"""The same load on servers that differ in their balancers only, in turn: tokens per second and the
+"""The same load on servers that differ only in their balancers, in turn: tokens per second and
 gauges of each.
 
-All servers of a scene live at once and only the one that is measured has requests, so rounds are
-interleaved without a start in between, and a balancer keeps what it installed. A round's clients
-begin anew and leave at its end.
+All servers of a scene run at once, and only the measured one gets requests. So rounds are
+interleaved without restarts, and a balancer keeps the plans that it installed. Each round starts
+new clients, which leave at its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of the unit that is measured."""
+    """Balancer settings of the measured unit."""
 
     name: str
     expert_balance: str = "off"
@@ -60,11 +60,11 @@ class Scene:
     asks: Sequence[Ask]
     num_clients: int
     device: DeviceCosts | None = None
-    """None: ops take what they take on the shared cores."""
+    """Costs of virtual devices; None: ops take their real time on the shared cores."""
     more: str = ""
-    """Of the unit, in TOML."""
+    """More settings of the unit, as TOML."""
     top: str = ""
-    """Of the deployment."""
+    """Settings of the deployment, as TOML."""
 
     @property
     def unit(self) -> str:
@@ -72,8 +72,8 @@ class Scene:
 
     def deployment(self, variant: Variant) -> str:
         other = "decode" if self.role == "prefill" else "prefill"
-        # A unit's steps are the sum of its ops only if nothing overlaps; devices are told apart by
-        # that.
+        # A unit's step is the sum of its ops only without overlap, and only then do differences
+        # between devices show in full.
         overlap = "" if self.device is None else 'overlap = "sequential"\n'
         return (
             f"{self.top}[{other}]\nthreads = 1\nkv_memory_mb = 512\nmax_requests = 128\n"
@@ -86,10 +86,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Window:
-    """What one round showed."""
+    """Measurements of one round."""
 
     tokens_per_s: float
-    """Prefill: prompt tokens; decode: tokens made."""
+    """Prefill: prompt tokens per second; decode: output tokens per second."""
     step_ms: float
     balance: dict[str, float]
     """Objective -> mean of its gauge."""
@@ -97,13 +97,13 @@ class Window:
 
 @dataclass
 class Served:
-    """A server and what its rounds showed."""
+    """A server and the measurements of its rounds."""
 
     variant: Variant
     running: Running
     windows: list[Window] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
-    """Since its start."""
+    """Counters since the server's start."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,8 +111,8 @@ class Served:
 
     @property
     def late_share(self) -> float | None:
-        """Of its ranks' ops, those that computed for longer than their device; None without
-        devices, or so soon.
+        """Share of the ranks' ops that computed for longer than their device; None without devices,
+        or before the first report.
         """
         log = self.running.log.read_text(errors="replace")
         last = {rank: (int(late), int(ops)) for rank, late, ops in re.findall(LATE, log, re.M)}
@@ -124,7 +124,7 @@ class Served:
         return statistics.median(window.step_ms for window in self.windows)
 
     def all_tokens_per_s(self) -> list[float]:
-        """Of every round."""
+        """Return the tokens per second of every round."""
         return [window.tokens_per_s for window in self.windows]
 
     def balance(self, objective: str) -> float | None:
@@ -134,14 +134,14 @@ class Served:
         return statistics.mean(values) if values else None
 
     def over(self, base: Served) -> float:
-        """Tokens per second over the base's: median of the pairs, round by round."""
+        """Return tokens per second over those of `base`: median of the ratios, round by round."""
         pairs = zip(self.windows, base.windows, strict=True)
         return statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs)
 
 
 @contextlib.contextmanager
 def serve_all(scene: Scene, variants: Sequence[Variant]) -> Iterator[list[Served]]:
-    """A server for each variant, ready."""
+    """Start a server for each variant; yield them when all are ready."""
     with contextlib.ExitStack() as stack:
         servers = [
             Served(variant, stack.enter_context(launch(scene, variant))) for variant in variants
@@ -169,15 +169,15 @@ def measure(
     window_s: float,
     say: Callable[[str], None],
 ) -> float:
-    """Load every server for `warm_s`, then measure them in turn. Returns the cores that others kept
-    busy.
+    """Load every server for `warm_s`, then measure the servers in turn. Return the number of cores
+    that other processes kept busy.
     """
     watch = CpuWatch()
     watch.start(pid for served in servers for pid in served.running.pids().values())
     for served in servers:
         asyncio.run(run_round(scene, served.running, 0.0, warm_s))
     for number in range(num_rounds):
-        # Nobody is always first.
+        # Rotate the order: no server is always first.
         for at in range(len(servers)):
             served = servers[(at + number) % len(servers)]
             served.windows.append(asyncio.run(run_round(scene, served.running, settle_s, window_s)))
@@ -194,7 +194,7 @@ def measure(
 
 
 async def run_round(scene: Scene, running: Running, settle_s: float, window_s: float) -> Window:
-    """Fill the unit, let it settle, measure."""
+    """Fill the unit, let it settle, and measure."""
     async with http_client(running.status.url, scene.num_clients) as http:
         loop = ClosedLoop(http, MODEL, scene.asks, scene.num_clients)
         async with loop:
@@ -220,8 +220,8 @@ async def run_round(scene: Scene, running: Running, settle_s: float, window_s: f
 
 
 async def until_busy(scene: Scene, http: httpx.AsyncClient, loop: ClosedLoop) -> None:
-    """Until most of the clients' requests are in the unit. Raises RuntimeError if that takes too
-    long.
+    """Wait until BUSY_SHARE of the clients' requests are in the unit. Raises RuntimeError after
+    BUSY_TIMEOUT_S.
     """
     deadline_s = time.perf_counter() + BUSY_TIMEOUT_S
     name = f'hadal_unit_requests{{unit="{scene.unit}"}}'

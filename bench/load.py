@@ -1,12 +1,12 @@
-"""A served model under load: tokens per second, time to first token and between tokens, as
-concurrency grows.
+"""A served model under load: tokens per second, time to first token and between tokens, by
+concurrency.
 
     python -m bench.load [--quick] [--requests 500]
 
-Prompts are held-out questions of the tasks the shipped model knows, answers end where it ends them.
-Closed loop: a client sends its next request when the last is answered. Requests are sent and measured
-as `hadal bench` does it (hadal.apps.bench.request), over a transport that costs little: the clients
-run on the same cores as the server.
+Prompts are held-out questions of the tasks that the shipped model knows; the model ends its answers
+itself. Closed loop: a client sends its next request when the last one is answered. Requests are
+sent and measured as in `hadal bench` (hadal.apps.bench.request), but over a cheaper transport,
+because the clients run on the same cores as the server.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ TIMEOUT_S = 600.0
 
 
 class CheapTransport(httpx.AsyncBaseTransport):
-    """HTTP/1.0 over a connection per request: an answer is what is read until the connection ends."""
+    """HTTP/1.0 with one connection per request: an answer ends with its connection."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request with its whole body, and return its answer as soon as the head is there."""
+        """Send a request with its whole body, and return its answer as soon as the head has
+        arrived.
+        """
         url = request.url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
         content = await request.aread()
@@ -54,7 +56,7 @@ class CheapTransport(httpx.AsyncBaseTransport):
 
 
 class _Pieces(httpx.AsyncByteStream):
-    """An answer's body as it comes."""
+    """Body of an answer, in pieces as they arrive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -68,14 +70,14 @@ class _Pieces(httpx.AsyncByteStream):
 
 
 async def stream(address: Address, endpoint: str, body: Mapping[str, Any], key: str = "") -> Sample:
-    """Send a body, streamed, and return what was measured; times are of time.perf_counter().
+    """Send a body, streamed, and return the measurements; times are of time.perf_counter().
 
-    `endpoint`: chat or completions. `key`: of its tenant; empty: none. Raises RuntimeError if the
-    request fails.
+    `endpoint`: chat or completions. `key`: its tenant's key; empty: none. Raises RuntimeError if
+    the request fails.
     """
     url = f"http://{address[0]}:{address[1]}/v1"
     target = Target(url, "", key, endpoint, timeout_s=TIMEOUT_S)
-    # A token may be no text: ids are in each piece.
+    # A token's text may be empty, so tokens are counted by their ids.
     ids = {"return_token_ids": True} if endpoint == "completions" else {}
     async with client_for(target, CheapTransport()) as client:
         sample = Sample(time.perf_counter())
@@ -96,23 +98,23 @@ def token_ms(samples: Sequence[Sample]) -> list[float]:
 
 
 def spans(values_ms: Sequence[float], digits: int, share: float = 0.95) -> str:
-    """Return the median and a percentile as tables have them."""
+    """Return the median and a percentile as table text."""
     return ", ".join(f"{percentile(values_ms, at):.{digits}f}" for at in (0.5, share))
 
 
 def num_tokens(samples: Sequence[Sample]) -> int:
-    """Return all tokens of the answers."""
+    """Return the number of all output tokens."""
     return sum(sample.tokens_out or 0 for sample in samples)
 
 
 def rate(samples: Sequence[Sample]) -> float:
-    """Return tokens a second, from the first request to the last token."""
+    """Return tokens/s, from the first request to the last token."""
     last_s = max(sample.last_s or 0.0 for sample in samples)
     return num_tokens(samples) / (last_s - min(sample.sent_s for sample in samples))
 
 
 def random_body(model: str, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Return a greedy completion of tokens that goes on to its length."""
+    """Return the body of a greedy completion of `prompt` that runs to its full length."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -130,7 +132,7 @@ async def keep_asking(
     rng: random.Random,
     key: str = "",
 ) -> list[Sample]:
-    """Ask for one random stream after the other. `shape`: tokens in and out. `key`: of a tenant."""
+    """Send one random stream after the other. `shape`: tokens in and out. `key`: a tenant's key."""
     done = []
     while time.perf_counter() < until_s:
         prompt = [rng.randrange(20, 900) for _ in range(shape[0])]
@@ -140,7 +142,7 @@ async def keep_asking(
 
 
 def bodies(num_requests: int) -> list[dict[str, Any]]:
-    """Chat requests of mixed lengths, the same in every run."""
+    """Return chat requests of mixed lengths, the same in every run."""
     examples = held_out_examples(max(1, num_requests // 8), seed=11)
     return [
         {

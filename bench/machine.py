@@ -1,8 +1,8 @@
-"""What this machine can do at best, and who else is using it: memory bandwidth, FP32 GEMM rate, CPU
-taken by others.
+"""Limits of this machine and its other load: memory bandwidth, FP32 GEMM rate, CPU time of other
+processes.
 
-The limits every figure is printed beside. Measured in the same run, since a shared machine is not
-the same twice.
+Every figure is printed beside these limits. They are measured in the same run, because a shared
+machine's speed varies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Limits:
-    """The roof: what reads and multiplications cost at the least."""
+    """Roofline of the machine: the highest rates of reading and multiplying."""
 
     threads: int
     read_bytes_per_s: float
@@ -34,7 +34,9 @@ class Limits:
 
 
 def measure_limits(threads: int, *, quick: bool = False) -> Limits:
-    """Best of several rounds: a limit is what the machine can do, not what it does on average."""
+    """Measure the limits as the best of several rounds: a limit is the possible rate, not the
+    average.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -55,7 +57,8 @@ def _best_seconds(work: Callable[[], object], rounds: int) -> float:
 
 
 def _read_bytes_per_s(rounds: int) -> float:
-    # 512 MiB: far beyond any cache. All of these do little but read; the fastest is the limit.
+    # 512 MiB: far larger than any cache. These readers do little besides reading; the fastest sets
+    # the limit.
     matrix = torch.ones(16384, 8192)
     vector = torch.ones(8192)
     readers: list[Callable[[], object]] = [
@@ -71,7 +74,7 @@ def _read_bytes_per_s(rounds: int) -> float:
 
 
 def _gemm_flops_per_s(rounds: int) -> float:
-    # torch's own GEMM is not the fastest everywhere: its library has slow paths for other makers'
+    # torch's own GEMM is not always the fastest: its library has slow paths for other vendors'
     # CPUs.
     rates = []
     for size in (512, 1024, 2048):
@@ -85,7 +88,7 @@ def _gemm_flops_per_s(rounds: int) -> float:
 
 
 def describe() -> dict[str, str | int | float]:
-    """The machine in a few words, for the results file."""
+    """Return a short description of the machine, for the results file."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -102,12 +105,12 @@ def describe() -> dict[str, str | int | float]:
 
 
 FOREIGN_MAX = 0.08
-"""Share of all cores' time."""
+"""Largest share of all cores' time that other processes may use in a clean run."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The whole machine's busy CPU seconds, at a time."""
+    """Busy CPU seconds of the whole machine at a time."""
 
     at_s: float
     busy_s: float
@@ -118,8 +121,8 @@ def read_usage() -> Usage:
 
 
 def parse_usage(stat: str, at_s: float) -> Usage:
-    """The first line of /proc/stat: user nice system idle iowait irq softirq steal. What a
-    hypervisor stole is busy.
+    """Parse the first line of /proc/stat: user nice system idle iowait irq softirq steal. Time
+    stolen by a hypervisor counts as busy.
     """
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, stat.split("\n", 1)[0].split()[1:9]
@@ -128,15 +131,17 @@ def parse_usage(stat: str, at_s: float) -> Usage:
 
 
 def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> float:
-    """Part of the machine that others used between the two, when we used `own_s` CPU seconds."""
+    """Return the share of the machine that other processes used between the two, if we used `own_s`
+    CPU seconds.
+    """
     return max(0.0, after.busy_s - before.busy_s - own_s) / (
         num_cores * max(after.at_s - before.at_s, 1e-3)
     )
 
 
 def is_quiet(num_cores: int, seconds: float = 0.2) -> bool:
-    """Whether others leave the machine alone just now. A round begun while they do not would be
-    dropped anyway.
+    """Return True if other processes hardly use the machine now. A round begun on a busy machine
+    would be dropped anyway.
     """
     before = read_usage()
     time.sleep(seconds)
@@ -144,8 +149,8 @@ def is_quiet(num_cores: int, seconds: float = 0.2) -> bool:
 
 
 class CpuWatch:
-    """How many cores others kept busy between `start` and `stop`: all busy time less that of the
-    processes watched.
+    """Meter of the cores that other processes kept busy between `start` and `stop`: all busy time
+    minus that of the watched processes.
     """
 
     def __init__(self) -> None:
@@ -158,7 +163,7 @@ class CpuWatch:
         self._at_start = self._read()
 
     def stop(self) -> float:
-        """Return the mean number of cores others kept busy since `start`."""
+        """Return the mean number of cores that other processes kept busy since `start`."""
         seconds, busy, own = (
             now - then for now, then in zip(self._read(), self._at_start, strict=True)
         )
@@ -171,7 +176,7 @@ class CpuWatch:
 
 
 def tree_of(root: int, without: Collection[int] = ()) -> set[int]:
-    """Return a process and all that it and they started, except `without` and what those started."""
+    """Return a process and all its descendants, except `without` and their descendants."""
     parents = {pid: int(fields[1]) for pid, fields in _stats().items() if pid not in without}
     found, grew = {root}, True
     while grew:
@@ -188,10 +193,11 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def _stats() -> dict[int, list[str]]:
-    """Return every process's fields of proc(5)'s stat, from its state on."""
+    """Return every process's fields of /proc/PID/stat (proc(5)), starting with its state."""
     stats = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+            # The process has just ended.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 stats[int(entry.name)] = (entry / "stat").read_text().rsplit(")", 1)[1].split()
     return stats

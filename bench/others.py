@@ -1,11 +1,11 @@
-"""What requests cost those beside them: a batch beside a user's streams, and running streams beside a
-prompt.
+"""Cost of requests to the requests beside them: of a batch to a user's streams, and of running
+streams to a new prompt.
 
     python -m bench.others [--quick] [--checkout OLD]
 
-On hadal-tiny: 400 requests, 32 at a time, and the same as the lines of a batch; two streams alone and
-beside a batch of 2,000 lines. On hadal-tiny and mid: the first token of a prompt of 512 tokens beside 16
-streams.
+On hadal-tiny: 400 requests, 32 at a time, against the same requests as lines of a batch; two
+streams alone and beside a batch of 2,000 lines. On hadal-tiny and mid: time to first token of a
+prompt of 512 tokens beside 16 streams.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def upload(running: Running, num_lines: int) -> str:
 
 
 def batch_s(running: Running) -> float:
-    """Return the seconds of a batch."""
+    """Return the seconds that a batch of NUM_LINES requests takes."""
     start_s = time.perf_counter()
     path = f"/v1/batches/{upload(running, NUM_LINES)}"
     while (state := asked(running.address, "GET", path)["status"]) != "completed":
@@ -73,7 +73,7 @@ def batch_s(running: Running) -> float:
 
 
 def direct_s(running: Running, round_: int) -> float:
-    """Return the seconds of as many requests, 32 at a time."""
+    """Return the seconds that NUM_LINES requests take, 32 at a time."""
     start_s = time.perf_counter()
     bodies = [question(1000 * round_ + number) for number in range(NUM_LINES)]
     asyncio.run(run_load(running.address, bodies, 32))
@@ -81,7 +81,7 @@ def direct_s(running: Running, round_: int) -> float:
 
 
 async def two_streams(running: Running, seconds: float) -> list[Sample]:
-    """Return what a user with two streams got."""
+    """Return the samples of a user with two streams."""
     until_s, rng = time.perf_counter() + seconds, random.Random(seconds)
     one, other = await asyncio.gather(
         *(keep_asking(running.address, SHIPPED.name, (40, 80), until_s, rng) for _ in range(2))
@@ -90,16 +90,16 @@ async def two_streams(running: Running, seconds: float) -> list[Sample]:
 
 
 async def prompts_beside(running: Running, model: str, seconds: float) -> list[Sample]:
-    """Return prompts of 512 tokens that came while 16 streams ran."""
+    """Return the samples of 512-token prompts that were sent while 16 streams ran."""
     until_s, rng = time.perf_counter() + seconds, random.Random(7)
     beside = [keep_asking(running.address, model, (20, 300), until_s, rng) for _ in range(16)]
     prompts = keep_asking(running.address, model, (512, 2), until_s - 1.0, rng)
     found = await asyncio.gather(prompts, *beside)
-    return found[0][1:]  # The first came while the streams began.
+    return found[0][1:]  # The first prompt was sent while the streams were still starting.
 
 
 def times(name: str, streams: Sequence[Sample]) -> tuple[str, str, str]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     return name, spans(token_ms(streams), 2), spans(first_ms(streams), 1)
 
 

@@ -1,13 +1,13 @@
-"""Does communication hide under computation? Virtual devices on a paced link, then real FP32
-compute on limited links.
+"""Measure how much communication hides under computation: virtual devices on a paced link, then
+real FP32 compute on limited links.
 
     python -m bench.overlap [--quick] [--tokens 256] [--minutes 4] [--dispatch-format fp32]
                             [--only real]
 
-The first part needs nothing: ops are timed sleeps, messages are real. The second needs root and
-`tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2 times
-computation. It goes on until enough repetitions are clean of other processes, or for `--minutes` a
-link; on a busy machine it says "not measured".
+The first part has no requirements: ops are timed sleeps, messages are real. The second part needs
+root and `tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2
+times computation. It runs until enough repetitions are clean of other processes, or for `--minutes`
+per link; on a busy machine it prints "not measured".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = ("virtual", "real")
 
 
 def virtual(console: Console, *, quick: bool) -> list[str]:
-    """EP2 and EP4, balanced and decode-like."""
+    """Run EP2 and EP4, balanced and decode-like."""
     lines = []
     for num_ranks in (2,) if quick else (2, 4):
         with Ranks(num_ranks) as ranks:
@@ -56,7 +56,7 @@ def real(
     limit_s: float,
     ratios: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """One calibration, then each link in turn."""
+    """Calibrate once, then measure on each link in turn."""
     reason = why_not()
     if reason is not None:
         console.print(f"[yellow]real compute is skipped: {reason}[/yellow]")

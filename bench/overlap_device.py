@@ -1,13 +1,13 @@
-"""A virtual device: an op is a timed sleep, its bytes travel for real. What it proves is schedules
-and transport.
+"""A virtual device: an op is a timed sleep, but its bytes really travel. It tests schedules and
+transport.
 
-Op times are inputs, so it says nothing about a model's speed. The device keeps a clock of its own:
-an op starts when the device is free and what it waits for has arrived, and the thread sleeps until
-it ends. A thread that wakes late posts its next exchange late, but the device's clock does not
-move: late wake-ups do not add up, and other processes on the cores hardly matter.
+Op times are inputs, so nothing follows for a model's speed. The device has its own clock: an op
+starts when the device is free and its inputs have arrived, and the thread sleeps until the op ends.
+A thread that wakes late posts its next exchange late, but the device's clock does not move. So late
+wake-ups do not add up, and other processes on the cores hardly matter.
 
-`measure_virtual` runs schedules on such ranks, in turn with one full batch and beside what perf/price
-says: their messages are real bytes over the mesh, the link is paced.
+`measure_virtual` runs schedules on such ranks, in turn with one full batch, and compares them with
+the prices of perf/price. The messages are real bytes over the mesh; the link is paced.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from hadal.perf.price import OpSeconds
 
 COMPUTE_OPS = (ATTN_IN, ATTN_CORE, GATE, SHARED, EXPERTS)
 HEAD_BYTES = 8
-"""What an exchange is, written at the front of its bytes and checked by the receiver."""
+"""Bytes of an exchange's header (rank, tag), which the receiver checks."""
 
 
 @dataclass(frozen=True)
 class DeviceCase:
-    """Milliseconds of one micro-batch in one layer, `link_ms` at the link's rate. A full batch is
-    two of them.
+    """Milliseconds per op of one micro-batch in one layer; dispatch and combine at the link's rate.
+    A full batch is two micro-batches.
     """
 
     name: str
@@ -64,7 +64,7 @@ class DeviceCase:
     bandwidth_bytes_per_s: float = 50e6
 
     def op_seconds(self, scale: float = 1.0) -> OpSeconds:
-        """The times as perf/price takes them, `scale` micro-batches at once."""
+        """Return the times for perf/price, for `scale` micro-batches at once."""
         times = (
             self.attn_in_ms,
             self.attn_core_ms,
@@ -78,15 +78,15 @@ class DeviceCase:
 
 
 BALANCED = DeviceCase("balanced", 4.0, 3.5, 0.5, 10.0, 2.0, 10.0, 10.0)
-"""Link and compute take the same time; attention and experts as well: what prefill_dual is made
-for.
+"""Link and compute take the same time, and so do attention and experts: the case prefill_dual is
+made for.
 """
 DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
-"""Long attention, short experts: what decode_five is made for."""
+"""Long attention, short experts: the case decode_five is made for."""
 
 
 class VirtualDevice:
-    """One rank. `run_op` is what an executor calls for (micro-batch, layer, op)."""
+    """One rank. An executor calls `run_op` for (micro-batch, layer, op)."""
 
     def __init__(
         self, group: Group, case: DeviceCase, num_micro_batches: int, what: str = "both"
@@ -104,7 +104,7 @@ class VirtualDevice:
             DISPATCH_START: int(times.dispatch * case.bandwidth_bytes_per_s),
             COMBINE_START: int(times.combine * case.bandwidth_bytes_per_s),
         }
-        # Made beforehand, one per micro-batch: what a post costs is the transport's.
+        # Allocated beforehand, one per micro-batch, so that a post costs only the transport.
         self._payloads = {
             (micro_batch, op): torch.zeros(
                 max(HEAD_BYTES, size // max(1, len(self._peers))), dtype=torch.uint8
@@ -114,18 +114,18 @@ class VirtualDevice:
         }
         self._under_way: dict[int, tuple[int, Exchange]] = {}
         self.free_s = 0.0
-        """The device's clock: when it is free again."""
+        """Clock of the device: time at which it is free again."""
         self.wait_s = 0.0
         self.dispatches_s: list[float] = []
         self.combines_s: list[float] = []
 
     def start(self, start_s: float) -> None:
-        """Set the clock; every rank of the unit to the same time."""
+        """Set the clock. All ranks of the unit must get the same time."""
         self.free_s = start_s
         _sleep_until(start_s)
 
     def run_op(self, micro_batch: int, layer: int, op: str) -> Interval | None:
-        """What model/execute calls."""
+        """Run one op; model/execute calls this."""
         if op in self._num_bytes:
             self._post(micro_batch, layer, op)
         elif op in (DISPATCH_FINISH, COMBINE_FINISH):
@@ -166,15 +166,15 @@ class VirtualDevice:
 
 
 class VirtualRank:
-    """A rank that is a virtual device: what bench/overlap_rank asks."""
+    """A rank that is a virtual device; a work of bench/overlap_rank."""
 
     def __init__(self, group: Group, case: DeviceCase) -> None:
         self._group = PacedGroup(group, case.bandwidth_bytes_per_s)
         self._case = case
 
     def run(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Run a schedule from `start_s` on. Returns end_s, on the device's clock, and what the link
-        took.
+        """Run a schedule from `start_s` on. Return end_s on the device's clock, and the seconds of
+        waiting, dispatches and combines.
         """
         num_micro_batches = question["num_micro_batches"]
         device = VirtualDevice(self._group, self._case, num_micro_batches, question["what"])
@@ -205,12 +205,12 @@ def _sleep_until(when_s: float) -> None:
 
 VARIANTS = (FULL, PREFILL, DECODE)
 PREFILL_BAR, DECODE_BAR, MAX_OVER_PRICE = 1.75, 1.5, 1.05
-"""Speed-ups over one full batch in sequence, and measured over priced time."""
+"""Minimum speed-ups over one full batch in sequence; maximum of measured over priced time."""
 
 
 @dataclass
 class VirtualResult:
-    """Seconds of each repetition, by variant; repetition i of all variants ran one after the
+    """Seconds of each repetition, by variant. Repetition i of all variants ran one after the
     other.
     """
 
@@ -224,15 +224,15 @@ class VirtualResult:
         return len(self.seconds[FULL.name])
 
     def fastest_s(self, variant: Variant) -> float:
-        """The fastest repetition: others on the cores only ever make a thread wake later."""
+        """Return the fastest repetition: other processes on the cores can only delay a thread."""
         return min(self.seconds[variant.name])
 
     def speed_up(self, variant: Variant) -> float:
-        """Over one full batch."""
+        """Return the speed-up over one full batch."""
         return self.fastest_s(FULL) / self.fastest_s(variant)
 
     def error(self, variant: Variant) -> float:
-        """Measured over priced."""
+        """Return measured over priced time."""
         return self.fastest_s(variant) / self.priced_s[variant.name]
 
     def __str__(self) -> str:
@@ -248,8 +248,8 @@ class VirtualResult:
 def measure_virtual(
     ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS
 ) -> VirtualResult:
-    """Run every variant `num_pairs` times in turn. The price is made of the op times and of the
-    link as measured.
+    """Run every variant `num_pairs` times in turn. The price uses the case's op times and the
+    measured link.
     """
     ranks.ask({"do": "device", "case": asdict(case)})
     result = VirtualResult(case, len(ranks))
@@ -266,7 +266,9 @@ def measure_virtual(
 
 
 def claims(result: VirtualResult) -> list[Claim]:
-    """What the schedule that a case is made for must be worth in it."""
+    """Return the speed-ups that the schedule made for a case must reach in it, and the limits of
+    its price error.
+    """
     if result.case.name == BALANCED.name:
         chosen, bar, what = PREFILL, PREFILL_BAR, "hides a balanced link"
     else:
@@ -295,8 +297,8 @@ def claims(result: VirtualResult) -> list[Claim]:
 
 
 def _with_link(times: OpSeconds, ranks: Ranks, variant: Variant) -> OpSeconds:
-    """Put in what one dispatch and one combine take when nothing else is under way, the slowest
-    rank's.
+    """Return `times` with the measured seconds of one dispatch and one combine on an otherwise idle
+    link, of the slowest rank.
     """
     answers = ranks.run(variant.question())
     dispatch_s = max(statistics.median(answer["dispatches_s"]) for answer in answers)

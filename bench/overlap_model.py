@@ -1,15 +1,16 @@
-"""One rank of a real model in FP32: the ops of model/block in the order model/execute walks, tokens
-through comm/.
+"""One rank of a real model in FP32: the ops of model/block in the order in which model/execute
+walks them; tokens travel through comm/.
 
-The weights are random, so it says nothing sensible; its gate, its uneven routing, its messages and
-their cost are real. Every layer is a MoE layer and runs on all tokens, the last one too, so that
-each costs the same. A switch between the model and its group lets compute and link be measured apart:
+The weights are random, so the output means nothing. The gate, its uneven routing, the messages and
+their cost are real. Every layer, also the last, is a MoE layer and runs on all tokens, so that all
+layers cost the same. A switch between the model and its group allows measuring compute and link
+apart:
 
-    both      everything travels
-    compute   nothing does: a peer's message is one's own to it, at once. Sizes and work are those of the real thing,
-              because every rank holds as many experts; what is computed is nonsense.
+    both      all messages travel
+    compute   no message travels: the rank gets its own message back at once, in place of a peer's. Sizes and work are
+              real, because every rank holds the same number of experts; the computed values are nonsense.
 
-The sizes of what was sent are noted, so that the same exchanges can be played again without any
+The sizes of the sent messages are recorded, so that the same exchanges can be replayed without
 computing.
 
 Shapes: T tokens of a micro-batch, D hidden.
@@ -56,7 +57,7 @@ Sizes = dict[int, int]
 
 
 class _Echo:
-    """What was sent, as if the peers had."""
+    """An exchange that returns the rank's own messages as if its peers had sent them."""
 
     def __init__(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None) -> None:
         now_s = time.perf_counter()
@@ -72,13 +73,13 @@ class _Echo:
 
 
 class SwitchGroup:
-    """A Group, in front of another."""
+    """A Group that wraps another Group and can switch its exchanges off."""
 
     def __init__(self, inner: Group) -> None:
         self._inner = inner
         self.is_live = True
         self.sizes: list[Sizes] = []
-        """Of every exchange since it was emptied."""
+        """Sizes of every exchange since the list was last cleared."""
 
     @property
     def rank(self) -> int:
@@ -119,8 +120,8 @@ class SwitchGroup:
 
 
 def replay(group: Group, sizes: Sequence[Sizes]) -> list[float]:
-    """Send as many bytes as were noted, one exchange after the other; seconds of each on the
-    link.
+    """Send the recorded numbers of bytes, one exchange after the other. Return the seconds of each
+    exchange on the link.
     """
     most = max(max(exchange.values()) for exchange in sizes)
     data = torch.zeros(most, dtype=torch.uint8)
@@ -138,8 +139,8 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class ModelCase:
-    """What is measured. `num_tokens`: of one micro-batch of one rank; a full batch is two of
-    them.
+    """A model to measure. `num_tokens` counts one micro-batch of one rank; a full batch is two
+    micro-batches.
     """
 
     num_tokens: int = 256
@@ -216,17 +217,17 @@ class ModelRank:
         self._cache = KvCache(self._config, 1 + num_prompts * (PROMPT_TOKENS // BLOCK_TOKENS))
         self._cos_sin = cos_sin_table(self._config)
         self._sizes: dict[int, list[Sizes]] = {}
-        """Number of micro-batches -> what a step sends."""
+        """Number of micro-batches -> sizes of the exchanges of one step."""
         self._chosen: list[tuple[int, Tensor]] = []
         """(layer, ids_TK) of each dispatch of the last run."""
 
     @torch.inference_mode()
     def run(self, question: dict[str, Any]) -> dict[str, Any]:
-        """`what` is "both", "compute" or "link"; "link" plays again what the last run of that many
-        micro-batches sent.
+        """Run one step. `what` is "both", "compute" or "link"; "link" replays the exchanges of the
+        last run with that number of micro-batches.
 
-        Returns end_s, and of the first two op times, bytes (as counted, and by the formula) and a
-        digest of the outputs, of the last the times of dispatches and combines on the link.
+        Returns end_s. "both" and "compute" add op times, bytes (counted, and by the formula) and a
+        digest of the outputs; "link" adds the times of dispatches and combines on the link.
         """
         num_micro_batches = question["num_micro_batches"]
         if question["what"] == "link":
@@ -249,7 +250,8 @@ class ModelRank:
         execute(schedule, len(self._layers), states, self._run_op, recorder)
         end_s, execute_cpu_s = time.perf_counter(), time.process_time() - before_s
         if self._group.is_live and schedule.offset is None:
-            # Dispatches and combines in turn. A copy: playing it again is noted, too.
+            # Dispatches and combines alternate. A copy is kept, because a replay appends to the
+            # group's list.
             self._sizes[num_micro_batches] = list(self._group.sizes)
         num_bytes = [sum(sizes.values()) for sizes in self._group.sizes]
         self._group.is_live = True
@@ -263,8 +265,8 @@ class ModelRank:
         }
 
     def _formula_bytes(self) -> int:
-        """What this rank's tokens cost on the link, both ways, from the experts that were
-        chosen.
+        """Return the bytes that this rank's tokens cost on the link, both ways, computed from the
+        chosen experts.
         """
         layout = MessageLayout(self._case.dispatch_format, self._case.hidden_size)
         peers = [peer for peer in self._group.members if peer != self._group.rank]
@@ -307,7 +309,9 @@ class ModelRank:
 
 
 def _layer(config: ModelConfig, index: int, experts: list[int]) -> LayerWeights:
-    """The same on every rank, but for the experts: these are the rank's own."""
+    """Return a layer's weights: equal on every rank, except for the experts, which are the rank's
+    own.
+    """
     generator = torch.Generator().manual_seed(index)
     c, dim = config, config.hidden_size
 
@@ -343,7 +347,7 @@ def _expert_to_rank(slot_to_expert_RS: NDArray[np.int16], num_experts: int) -> T
 
 
 def _digest(states: list[MicroBatch]) -> str:
-    """Of all tokens' last hidden states, to the bit."""
+    """Return a digest of the bits of all tokens' last hidden states."""
     digest = hashlib.sha256()
     for state in states:
         digest.update(state.hidden_TD.contiguous().numpy().tobytes())

@@ -1,8 +1,8 @@
-"""Two ranks as hosts of their own: network namespaces, joined by a link with a rate limit (`tc`). Needs
-root and `tbf`.
+"""Two ranks as hosts of their own: network namespaces, joined by a link with a rate limit (`tc`).
+Needs root and `tbf`.
 
-Names carry the process id. All is removed at the end, also when the run fails; the next run removes
-what a killed one left. `why_not` returns what this kernel refuses.
+Names contain the process id. Everything is removed at the end, also if the run fails; the next run
+removes the remains of a killed one. `why_not` returns the kernel's refusal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from pathlib import Path
 COMMAND_TIMEOUT_S = 20.0
 GSO_BYTES = 65536
 BURST_BYTES = 80_000
-"""More than one GSO packet, else each is cut in pieces at the cost of CPU; but little, because it
-is free after every pause and would flatter whoever pauses.
+"""Burst of the rate limiter. Larger than one GSO packet, else each packet is split at the cost of
+CPU; but small, because a burst passes unlimited after every pause and would favour senders that
+pause.
 """
 LINK = "e0"
-"""A host's end of its link."""
+"""Name of a host's end of its link."""
 QUEUE_BYTES = 8_000_000
-"""Nothing is dropped before that much waits."""
+"""Queue of the rate limiter: no packet is dropped below it."""
 
 
 class NetError(RuntimeError):
@@ -38,24 +39,24 @@ class NetError(RuntimeError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """One namespace a rank."""
+    """Network namespaces, one per rank."""
 
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
 
     def prefix(self, rank: int) -> list[str]:
-        """Return the words before a command that run it as that host."""
+        """Return the command prefix that runs a command as that host."""
         return ["ip", "netns", "exec", self.namespaces[rank]]
 
     def limit(self, bytes_per_s: float) -> None:
-        """Set the rate of the link, each direction by itself. Takes effect at once."""
+        """Set the rate of the link in each direction. Takes effect at once."""
         tbf = f"tbf rate {int(bytes_per_s * 8)}bit burst {BURST_BYTES} limit {QUEUE_BYTES}"
         for namespace in self.namespaces:
             _run(f"tc -n {namespace} qdisc replace dev {LINK} root {tbf}")
 
 
 def why_not() -> str | None:
-    """Why links cannot be made here; None if they can."""
+    """Return the reason why links cannot be made here; None if they can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found (package iproute2)."
@@ -71,13 +72,13 @@ def why_not() -> str | None:
 
 @contextmanager
 def hosts() -> Iterator[Hosts]:
-    """Make two namespaces and the link between them; remove them at the end. Raises NetError, having
-    removed what was made.
+    """Make two namespaces and the link between them; remove them at the end. Raises NetError after
+    removing what it made.
     """
     names = [f"hadal{os.getpid()}-{rank}" for rank in range(2)]
     _remove(_left_behind())
     atexit.register(_remove, names)
-    # A plain SIGTERM would end the process without any of this.
+    # Without a handler, SIGTERM would end the process without any cleanup.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield _make(names)
@@ -101,8 +102,8 @@ def _make(names: Sequence[str]) -> Hosts:
 
 
 def _use_reno(namespace: str) -> None:
-    """bbr, some hosts' default, paces by itself and hides what the link does. Checked: a refusal
-    may be silent.
+    """Select reno: bbr, the default of some hosts, paces by itself and hides the link's effect. The
+    result is checked, because the kernel may refuse silently.
     """
     knob = "/proc/sys/net/ipv4/tcp_congestion_control"
     used = _run(f"ip netns exec {namespace} sh -c 'echo reno > {knob}; cat {knob}'").strip()
@@ -111,7 +112,7 @@ def _use_reno(namespace: str) -> None:
 
 
 def _left_behind() -> list[str]:
-    """Namespaces of runs that were killed: their process is gone."""
+    """Return the namespaces of killed runs: their process no longer exists."""
     names = [line.split()[0] for line in _run("ip netns list").splitlines() if line]
     owners = {name: re.fullmatch(r"hadal(\d+)-\w+", name) for name in names}
     return [
@@ -120,7 +121,7 @@ def _left_behind() -> list[str]:
 
 
 def _remove(names: Sequence[str]) -> None:
-    """Links go with their namespaces. One that was never made is no error."""
+    """Remove namespaces with their links. A namespace that does not exist is no error."""
     for name in names:
         subprocess.run(
             ["ip", "netns", "del", name],

@@ -1,10 +1,10 @@
-"""One rank of a run, a process: `python -m bench.overlap_rank`. Questions come as lines of JSON,
-answers go back so.
+"""One rank of a run, as a process: `python -m bench.overlap_rank`. Questions and answers are lines
+of JSON.
 
     form    connect to the members                        device  become a virtual device (bench/overlap_device)
     model   become a rank of a real one (overlap_model)   run     run a schedule from a given time on
 
-Under several names (`work`) it can be several things in turn.
+One process can serve several works in turn, each under a name (`work`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Answer = dict[str, Any]
 
 
 class Work(Protocol):
-    """What a rank can be."""
+    """A work that a rank can run: a virtual device or a real model."""
 
     def run(self, question: Answer) -> Answer:
-        """Run from `start_s` on; `end_s` and what was measured."""
+        """Run from time `start_s` on. Return `end_s` and the measurements."""
         ...
 
 
 def serve(rank: int, group: MeshGroup) -> None:
-    """Answer questions until the input ends."""
+    """Answer questions until stdin ends."""
     works: dict[str, Work] = {}
     for line in sys.stdin:
         question = json.loads(line)
@@ -97,8 +97,8 @@ def main() -> None:
 
 
 def _kernel_bytes() -> int:
-    """Bytes that left by this network namespace's link, headers of TCP, IP and Ethernet included; 0
-    without one.
+    """Return the bytes sent on this network namespace's link, including TCP, IP and Ethernet
+    headers; 0 without a link.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

@@ -1,8 +1,8 @@
-"""The rank processes of a run as their coordinator sees them: started, asked all at once, ended.
+"""Rank processes of a run, for their coordinator: start them, ask all of them at once, end them.
 
-A question is one line of JSON to every rank's input, an answer one line back. Every answer has a
-deadline; a rank that dies, fails or is late ends the run with what it wrote to its log. Knows
-nothing of what is measured.
+A question is one line of JSON to every rank's stdin, an answer one line back. Every answer has a
+deadline; a rank that dies, fails or is late ends the run, with its log in the message. Independent
+of the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 STACKS_S = 0.5
 LEAD_S = 0.03
-"""From a question to the start that it names: long enough for it to reach every rank."""
+"""Seconds from a question to the start time in it: long enough for the question to reach every
+rank.
+"""
 
 Answer = dict[str, Any]
 
@@ -37,8 +39,8 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """`with Ranks(2) as ranks:`. Ranks listen on `addresses`, and run behind `prefixes` (as another
-    host).
+    """Context manager: `with Ranks(2) as ranks:`. Ranks listen on `addresses`; `prefixes` are put
+    before their commands, to run them as another host.
     """
 
     def __init__(
@@ -75,14 +77,16 @@ class Ranks:
         )
 
     def ask(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Ask every rank the same; their answers in the order of ranks. Raises RankFailed."""
+        """Send every rank the same question. Return the answers in the order of ranks. Raises
+        RankFailed.
+        """
         for rank in self._ranks:
             rank.tell(question)
         return [rank.answer(timeout_s) for rank in self._ranks]
 
     def run(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Ask every rank for a run that starts everywhere at the same time, and add the run's
-        length to each answer.
+        """Run a question on all ranks from the same time on. Adds the run's seconds to each
+        answer.
         """
         start_s = time.perf_counter() + LEAD_S
         answers = self.ask({"do": "run", "start_s": start_s, **question}, timeout_s)
@@ -101,8 +105,8 @@ class _Rank:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         module = [*prefix, sys.executable, "-m", "bench.overlap_rank"]
         told = ["--rank", str(rank), "--address", address, "--parent", str(os.getpid())]
-        # One thread of its own per rank: what is beneath a rank's compute is the other ranks' and
-        # the links' work.
+        # One compute thread per rank: beside it, cores do only the work of other ranks and of the
+        # links.
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -138,7 +142,8 @@ class _Rank:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            self._process.send_signal(signal.SIGUSR1)  # It writes down where its threads are.
+            # The rank writes its threads' stacks to its log.
+            self._process.send_signal(signal.SIGUSR1)
             time.sleep(STACKS_S)
             raise RankFailed(
                 f"{self._name} did not answer within {timeout_s:.0f} s.\n{self._tail()}"
@@ -151,10 +156,10 @@ class _Rank:
         return answer
 
     def close(self) -> None:
-        """End it: the closed input asks it to, the signal insists."""
+        """End the process: close its stdin, and kill it after STOP_TIMEOUT_S."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # It has ended already.
+        with contextlib.suppress(OSError):  # The process has ended already.
             self._process.stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)

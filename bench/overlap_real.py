@@ -1,10 +1,10 @@
 """Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until
-enough are clean.
+enough rounds are clean.
 
-A round runs each way to do the step, and compute and link alone. A run in which others used more
-than the gate's share of the machine is dropped and counted; a pair is one full batch and another
-variant of the same round, both clean. A figure that too few clean pairs carry is shown as "not
-measured".
+A round runs each schedule of the step once, and compute and link alone. A run in which other
+processes used more than FOREIGN_MAX of the machine is dropped and counted. A pair is one full batch
+and another variant of the same round, both clean. A figure with too few clean pairs is shown as
+"not measured".
 """
 
 from __future__ import annotations
@@ -59,16 +59,18 @@ class Series:
     rounds: list[dict[str, Timed]] = field(default_factory=list)
 
     def seconds(self, variant: str) -> list[float]:
-        """Clean runs only."""
+        """Return the seconds of the clean runs."""
         return [r[variant].seconds for r in self.rounds if variant in r and r[variant].is_clean]
 
     def median_s(self, variant: str) -> float | None:
-        """None if no run was clean."""
+        """Return the median of the clean runs; None if no run was clean."""
         seconds = self.seconds(variant)
         return statistics.median(seconds) if seconds else None
 
     def ratios(self, over: str, under: str) -> list[float]:
-        """`over` divided by `under`, of the rounds in which both were clean."""
+        """Return seconds of `over` divided by seconds of `under`, for the rounds in which both were
+        clean.
+        """
         return [
             r[over].seconds / r[under].seconds
             for r in self.rounds
@@ -76,7 +78,7 @@ class Series:
         ]
 
     def num_dropped(self, variants: Iterable[str]) -> int:
-        """Runs of these variants in which others used too much."""
+        """Return the number of runs of these variants in which other processes used too much."""
         wanted = set(variants)
         return sum(
             not timed.is_clean for r in self.rounds for name, timed in r.items() if name in wanted
@@ -84,7 +86,7 @@ class Series:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range, for people."""
+    """Return median and range as text."""
     if not values:
         return "-"
     return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
@@ -92,9 +94,9 @@ def spread(values: Sequence[float]) -> str:
 
 ALL = (*SCHEDULED, COMPUTE, LINK, COMPUTE_FULL, LINK_FULL)
 SPLIT = (TWO, PREFILL, DECODE)
-"""The same micro-batches: their outputs are the same bits."""
+"""Variants with the same micro-batches: their outputs are equal to the bit."""
 PAYLOAD_SHARE = 0.955
-"""Of a limited link's rate; the rest is headers."""
+"""Payload's share of a limited link's rate; the rest is headers."""
 CALIBRATION_RATE_BYTES_PER_S = 100e6
 CALIBRATION_RUNS = 5
 RUN_TIMEOUT_S = 60.0
@@ -108,31 +110,33 @@ class RealResult:
     case: ModelCase
     num_ranks: int
     link_over_compute: float
-    """As asked for; what came of it is in the series."""
+    """Requested ratio; the measured one follows from the series."""
     rate_bytes_per_s: float
     num_cores: int
     series: Series = field(default_factory=Series)
     answers: dict[str, list[tuple[bool, list[Answer]]]] = field(default_factory=dict)
-    """Variant -> of every run whether it was clean, and what the ranks said."""
+    """Variant -> for every run, whether it was clean, and the answers of the ranks."""
 
     def clean(self, variant: Variant) -> list[list[Answer]]:
         return [answers for is_clean, answers in self.answers.get(variant.name, []) if is_clean]
 
     def exposed_s(self, variant: Variant) -> float | None:
-        """Compute stood still for the link, of the rank that did longest; median of clean runs."""
+        """Return the seconds for which compute waited for the link, on the rank that waited
+        longest: median of the clean runs.
+        """
         waits = [
             max(answer["ops"]["wait"][1] for answer in answers) for answers in self.clean(variant)
         ]
         return statistics.median(waits) if waits else None
 
     def ideal_s(self) -> float | None:
-        """max(C, M): nobody can be faster."""
+        """Return max(C, M), compute and link alone: the lower bound of every schedule."""
         compute_s, link_s = self.series.median_s(COMPUTE.name), self.series.median_s(LINK.name)
         return None if compute_s is None or link_s is None else max(compute_s, link_s)
 
     def prices(self) -> dict[str, Price] | None:
-        """What perf/price says, from op times of compute alone and of the link alone; None if one
-        was never clean.
+        """Return the prices of perf/price, from op times of compute alone and of the link alone;
+        None if one of the two was never clean.
         """
         full, half = self._op_seconds(COMPUTE_FULL, LINK_FULL), self._op_seconds(COMPUTE, LINK)
         if full is None or half is None:
@@ -170,8 +174,8 @@ class RealResult:
         )
 
     def different_outputs(self) -> list[str]:
-        """Variants of the same micro-batches whose outputs are not those of the sequential one, to
-        the bit.
+        """Return the variants with the same micro-batches as the sequential one, but other outputs,
+        compared to the bit.
         """
         digests = {
             variant.name: {
@@ -184,7 +188,7 @@ class RealResult:
 
 
 def calibrate(ranks: Ranks, case: ModelCase, hosts: Hosts) -> tuple[float, float]:
-    """Return (compute seconds of a step in two micro-batches, bytes the busiest rank sends in
+    """Return (compute seconds of a step in two micro-batches, bytes that the busiest rank sends in
     it).
     """
     ranks.ask({"do": "model", "case": asdict(case)}, RUN_TIMEOUT_S)
@@ -192,7 +196,7 @@ def calibrate(ranks: Ranks, case: ModelCase, hosts: Hosts) -> tuple[float, float
     warm = ranks.run(TWO.question(), RUN_TIMEOUT_S)
     ranks.run(FULL.question(), RUN_TIMEOUT_S)
     runs = [ranks.run(COMPUTE.question(), RUN_TIMEOUT_S) for _ in range(CALIBRATION_RUNS)]
-    # CPU time of the fastest: what others take away is not what the model costs.
+    # CPU time of the fastest run: time that other processes take is not a cost of the model.
     compute_s = min(max(answer["execute_cpu_s"] for answer in answers) for answers in runs)
     return compute_s, max(answer["num_bytes"] for answer in warm)
 
@@ -210,13 +214,13 @@ def measure(
     num_cores: int,
     progress: Callable[[str], None],
 ) -> RealResult:
-    """Run rounds until `num_pairs` of prefill_dual are clean, or for `limit_s`. The order in a
-    round is shuffled; one begins when the machine is quiet.
+    """Run rounds until `num_pairs` pairs of prefill_dual are clean, or for `limit_s`. The order
+    within a round is shuffled. A round begins when the machine is quiet.
     """
     rate = step_bytes / (link_over_compute * compute_s)
     hosts.limit(rate / PAYLOAD_SHARE)
     result = RealResult(case, len(ranks), link_over_compute, rate, num_cores)
-    for variant in (FULL, TWO):  # Notes what the link-only runs send.
+    for variant in (FULL, TWO):  # Records the exchanges that the link-only runs replay.
         ranks.run(variant.question(), RUN_TIMEOUT_S)
     shuffler, end_s = random.Random(case.num_tokens), time.monotonic() + limit_s
     while time.monotonic() < end_s:
@@ -250,13 +254,15 @@ SPEED_UP_BAR, IDEAL_BAR, MAX_REGRET = 1.5, 0.75, 0.05
 
 
 def speed_up(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """Over one full batch, median of the clean pairs; None if they are too few."""
+    """Return the speed-up over one full batch, median of the clean pairs; None if there are too
+    few.
+    """
     ratios = result.series.ratios(FULL.name, variant.name)
     return statistics.median(ratios) if len(ratios) >= num_pairs else None
 
 
 def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """max(C, M) over the measured time; None where the speed-up is not measured."""
+    """Return max(C, M) over the measured time; None if the speed-up is not measured."""
     ideal_s, median_s = result.ideal_s(), result.series.median_s(variant.name)
     if ideal_s is None or median_s is None or speed_up(result, variant, num_pairs) is None:
         return None
@@ -264,8 +270,8 @@ def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | No
 
 
 def regret(result: RealResult) -> tuple[Variant, float] | None:
-    """What the price chooses, and by how much it is slower than the best measured; None if
-    something is missing.
+    """Return the cheapest variant by price, and its slowdown against the fastest measured one; None
+    if a measurement is missing.
     """
     prices = result.prices()
     medians = {variant.name: result.series.median_s(variant.name) for variant in SCHEDULED}
@@ -277,7 +283,7 @@ def regret(result: RealResult) -> tuple[Variant, float] | None:
 
 
 def show(console: Console, result: RealResult, num_pairs: int) -> None:
-    """A table of the variants, then what the claims come to."""
+    """Print a table of the variants, then the findings."""
     case = result.case
     console.print(
         f"\n[bold]EP{result.num_ranks}, {case.num_tokens} tokens a micro-batch, {case.num_layers}"
@@ -321,7 +327,7 @@ def _row(result: RealResult, variant: Variant, num_pairs: int, priced_s: float |
 
 
 def findings(result: RealResult, num_pairs: int) -> list[str]:
-    """The claims in words."""
+    """Return the findings as lines of text."""
     pairs, rounds = len(result.series.ratios(FULL.name, PREFILL.name)), len(result.series.rounds)
     lines = []
     ratio, share = speed_up(result, PREFILL, num_pairs), of_ideal(result, PREFILL, num_pairs)
@@ -369,7 +375,7 @@ def findings(result: RealResult, num_pairs: int) -> list[str]:
 
 
 def as_json(result: RealResult, num_pairs: int) -> dict[str, Any]:
-    """Every run's seconds and others' share, and what they come to."""
+    """Return every run's seconds and other processes' share, the prices and the findings."""
     return {
         "case": asdict(result.case),
         "link_over_compute": result.link_over_compute,

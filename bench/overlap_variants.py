@@ -1,5 +1,5 @@
-"""What is run against what: schedules and how many micro-batches, and what perf/price says of
-them.
+"""Variants that the overlap benchmarks compare: a schedule, a number of micro-batches, and the
+price of perf/price.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hadal.perf.price import OpSeconds, Price, price
 SHARED_ONLY = parse(
     "shared_only", "attn_in attn_core gate dispatch> shared >dispatch experts combine> >combine"
 )
-"""One batch: nothing but the shared expert runs while something travels."""
+"""One batch in which only the shared expert runs during communication."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule on one full batch or on its two halves. `what`: "both", or "compute" or "link"
-    alone.
+    """A schedule on one full batch or on its two halves. `what` is "both", "compute" (alone) or
+    "link" (alone).
     """
 
     name: str
@@ -29,7 +29,7 @@ class Variant:
     what: str = "both"
 
     def question(self) -> dict[str, Any]:
-        """What a rank is asked to run."""
+        """Return the question that makes a rank run this variant."""
         text = str(self.schedule).removeprefix(self.schedule.name).strip()
         offset = self.schedule.offset
         if offset is not None:
@@ -41,7 +41,7 @@ class Variant:
         }
 
     def price(self, full: OpSeconds, half: OpSeconds, num_layers: int) -> Price:
-        """From op times of a full batch and of a micro-batch."""
+        """Return the price, from op times of a full batch and of a micro-batch."""
         return price(
             self.schedule, [full] if self.num_micro_batches == 1 else [half, half], num_layers
         )
@@ -58,11 +58,11 @@ COMPUTE_FULL = Variant("compute only, full", SEQUENTIAL, 1, "compute")
 LINK_FULL = Variant("link only, full", SEQUENTIAL, 1, "link")
 
 SCHEDULED: tuple[Variant, ...] = (FULL, TWO, SHARED, PREFILL, DECODE)
-"""Ways to run a step."""
+"""Variants that run a whole step."""
 CANDIDATES: tuple[Variant, ...] = (FULL, PREFILL, DECODE)
-"""What a leader chooses from."""
+"""Variants that a leader chooses from."""
 
 
 def cheapest(prices: dict[str, Price], candidates: Sequence[Variant] = CANDIDATES) -> Variant:
-    """What a leader would run."""
+    """Return the variant that a leader would run."""
     return min(candidates, key=lambda variant: prices[variant.name].total_s)

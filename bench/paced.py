@@ -1,12 +1,12 @@
-"""A slow link for tests of schedules: any group's exchanges, finished no earlier than a link of a
-given speed would.
+"""A slow link for tests of schedules: exchanges of any group, ended no earlier than on a link of a
+given speed.
 
     exchange 1   |posted ----- link busy -----|latency|
     exchange 2      |posted, queued           ------ link busy -----|latency|
 
-One link per rank, first in, first out, the larger of its two directions deciding. It costs no CPU
-while it waits, so it hides a machine's noise: a model of a link, no evidence about a network. Knows
-nothing of what it carries.
+One link per rank, first in, first out; the larger of its two directions counts. Waiting costs no
+CPU, which hides the machine's noise: it is a model of a link, not evidence about a network.
+Independent of the payload.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PacedExchange:
         self._interval: Interval | None = None
 
     def wait(self) -> dict[int, Tensor]:
-        """As the inner exchange's, later. Raises PeerLost."""
+        """Return the inner exchange's messages, later. Raises PeerLost."""
         received = self._inner.wait()
         if self._interval is None:
             num_bytes = max(self._sent_bytes, sum(tensor.numel() for tensor in received.values()))
@@ -45,13 +45,13 @@ class PacedExchange:
 
     @property
     def interval(self) -> Interval:
-        """On the link; after wait."""
+        """Time span on the link; valid after `wait`."""
         return self._interval or self._inner.interval
 
 
 class PacedGroup:
-    """A group over a link of `bytes_per_s` in each direction and `latency_s`. Exchanges are to be
-    waited for in the order they were posted.
+    """A group over a link of `bytes_per_s` in each direction and `latency_s`. Exchanges must be
+    waited for in the order of posting.
     """
 
     def __init__(self, group: Group, bytes_per_s: float, latency_s: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class PacedGroup:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._free_s = 0.0
-        """When the link is through with all it was given."""
+        """Time at which the link has carried all its exchanges."""
         self.rank = group.rank
         self.members = group.members
 
@@ -77,7 +77,7 @@ class PacedGroup:
         return PacedExchange(self, self._group.exchange(sends, recvs), sent_bytes)
 
     def occupy(self, posted_s: float, num_bytes: int) -> Interval:
-        """Put that many bytes on the link; return when they travel."""
+        """Put `num_bytes` on the link; return the interval of their transfer."""
         start_s = max(posted_s, self._free_s)
         self._free_s = start_s + num_bytes / self._bytes_per_s
         return Interval(start_s, self._free_s + self._latency_s)

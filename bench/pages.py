@@ -1,4 +1,4 @@
-"""The pictures of the pages in docs/, and what a refresh of a page costs a browser.
+"""Take the pictures of the pages for docs/, and measure the cost of a page's refresh in a browser.
 
 python -m bench.pages --refresh        ms of a browser's main thread per refresh of a page with 278 nodes
 python -m bench.pages --pictures       docs/pages-*.png, of `laptop_ep` that `hadal bench` loads
@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 MOST_REFRESH_MS = 200
 SIZES = {"wide": (1400, 900), "narrow": (390, 844)}
 LOADED_S = 90
-"""Load before the console's first picture: percentiles are of a minute."""
+"""Seconds of load before the console's first picture: its percentiles cover one minute."""
 LOAD = ("--concurrency=24", "--input=200-1200", "--output=60-300", "--shared=64")
 PICTURED = """
 [console]
@@ -33,11 +33,13 @@ port = 0
 prices = "0/0/0"
 gpu_hour_usd = 0.0
 """
-"""Added to `laptop_ep`. No price is set: a margin at the rent of six GPUs would mean nothing here."""
+"""Settings added to `laptop_ep`. Prices are 0: a margin at the rent of six GPUs would be
+meaningless here.
+"""
 
 
 def chromium(playwright: Any) -> Any:
-    """Debian's Chromium, without a screen."""
+    """Start Debian's Chromium without a screen."""
     path = shutil.which("chromium")
     if path is None:
         raise SystemExit("there is no chromium here: apt-get install chromium")
@@ -45,7 +47,7 @@ def chromium(playwright: Any) -> Any:
 
 
 def pages_of(server: Running) -> str:
-    """Address of a server's pages, once they are served."""
+    """Return the address of a server's pages. Waits until they are served."""
     deadline_s = time.monotonic() + 120
     while server.status.processes["console"].phase != "ready":
         if time.monotonic() > deadline_s:
@@ -72,7 +74,9 @@ def pictures() -> None:
 
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
-    """Load the server with `hadal bench` meanwhile. Raises SystemExit if the load ends by itself."""
+    """Load the server with `hadal bench` inside the block. Raises SystemExit if the load ends by
+    itself.
+    """
     command = [sys.executable, "-m", "hadal.cli", "bench", url, *LOAD, "--duration", "3600"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as load:
         try:
@@ -85,7 +89,7 @@ def loaded(url: str) -> Iterator[None]:
 
 @contextmanager
 def peak_pages(frames: Path | None, folder: Path) -> Iterator[str]:
-    """Serve the console of the simulated peak; yields its address."""
+    """Serve the console of the simulated peak; yield its address."""
     hadal = [sys.executable, "-m", "hadal.cli"]
     if frames is None:
         frames = folder / "peak.gz"
@@ -100,7 +104,7 @@ def peak_pages(frames: Path | None, folder: Path) -> Iterator[str]:
 
 
 def refresh(frames: Path | None) -> None:
-    """Print what a refresh takes of the browser's main thread, for each page, and the limit."""
+    """Print the main-thread time of a refresh for each page, and its limit."""
     from playwright.sync_api import sync_playwright
 
     with (
@@ -113,11 +117,12 @@ def refresh(frames: Path | None) -> None:
         page.goto(url)
         page.wait_for_selector(".h-unit", timeout=60_000)
         session = page.context.new_cdp_session(page)
-        # The thread's own time: what others take of this host meanwhile is not the page's.
+        # CPU time of the thread itself: time that other processes take of this host is not the
+        # page's.
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         for tab in ("Overview", "Experts", "Fleet", "Money"):
             page.click(f".h-tabs button:has-text('{tab}')")
-            page.wait_for_timeout(2500)  # It is made anew once; what follows are refreshes.
+            page.wait_for_timeout(2500)  # The page is built once; all later frames are refreshes.
             took_ms = refresh_ms(page, session, 4)
             verdict = "held" if took_ms <= MOST_REFRESH_MS else "missed"
             print(f"{tab:10} {took_ms:6.0f} ms a refresh, at most {MOST_REFRESH_MS}: {verdict}")
@@ -125,12 +130,12 @@ def refresh(frames: Path | None) -> None:
 
 
 def refresh_ms(page: Any, session: Any, num: int) -> float:
-    """Main thread's time per refresh, mean of `num`."""
+    """Return the main thread's ms per refresh, as the mean of `num` refreshes."""
 
     def now() -> tuple[float, int]:
         metrics = session.send("Performance.getMetrics")["metrics"]
         name_to_s = {metric["name"]: metric["value"] for metric in metrics}
-        # What is asked of the browser meanwhile is not the page's work.
+        # DevTools commands of this measurement are not the page's work.
         own_s = name_to_s["TaskDuration"] - name_to_s["DevToolsCommandDuration"]
         return own_s, int(page.evaluate("window.hadalFrames"))
 
@@ -142,14 +147,16 @@ def refresh_ms(page: Any, session: Any, num: int) -> float:
 
 
 def page_of(browser: Any, size: str, scheme: str) -> Any:
-    """A new page of that size, light or dark."""
+    """Return a new page of this size, light or dark."""
     width, height = SIZES[size]
     viewport = {"width": width, "height": height}
     return browser.new_context(viewport=viewport, color_scheme=scheme).new_page()
 
 
 def picture_chat(browser: Any, url: str, size: str, scheme: str) -> None:
-    """A chat of two turns: the thinking of the first is unfolded, the second calls a tool."""
+    """Write the picture of a chat with two turns: the first with its reasoning unfolded, the second
+    with a tool call.
+    """
     page = page_of(browser, size, scheme)
     page.goto(url)
     for text, number in (("What is 847 - 389?", 1), ("What is 4321 * 1234?", 3)):
@@ -167,7 +174,7 @@ def picture_chat(browser: Any, url: str, size: str, scheme: str) -> None:
 
 
 def picture_console(browser: Any, url: str, size: str, scheme: str) -> None:
-    """The overview and, wide, the experts."""
+    """Write the picture of the overview and, if wide, of the experts."""
     page = page_of(browser, size, scheme)
     page.goto(url)
     page.wait_for_selector(".h-unit", timeout=60_000)
@@ -180,7 +187,7 @@ def picture_console(browser: Any, url: str, size: str, scheme: str) -> None:
 
 
 def main() -> None:
-    """Parse what is asked, and do it."""
+    """Parse the arguments and run the chosen mode."""
     parser = parser_of("pages", __doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--pictures", action="store_true")

@@ -1,12 +1,11 @@
-"""What `hadal plan` says of prefill units beside simulated ones: seconds of a step, seconds to the
-first token.
+"""Compare `hadal plan` for prefill units with simulated units: seconds per step, TTFT.
 
     python -m bench.plan_fit [--quick]
 
-A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at
-the rate that the planner expects to put so many of them into a rank's step. Printed: the step and
-TTFT that were simulated, what lab/sim/plan/units says of a step of the same tokens and of the rate, and
-which constants would have fitted best. Needs no GPU and no data.
+A simulated unit receives DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the
+rate at which the planner expects a given number of prompts per rank and step. Printed: the
+simulated step and TTFT, the values of lab/sim/plan/units for a step of the same tokens and for the
+rate, and the constants that would have fitted best. Needs no GPU and no data.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ from hadal.policy.slo import Slo
 
 TRAFFIC = Traffic(kv_length=4989.0)
 PROMPTS = (0.3, 0.7, 1.2, 1.8, 2.5)
-"""Of a rank's step, as planned."""
+"""Planned prompts per rank and step."""
 QUICK_PROMPTS = (0.4, 1.6)
 PROMPTS_RANGE = (0.05, 10.0)
-"""In which a promise is looked for."""
+"""Range of prompts per rank and step in which a rate for a TTFT is searched."""
 SEEDS, QUICK_SEEDS = (1, 2), (1,)
 SETTLE_STEPS, MEASURE_STEPS = 12.0, 150.0
-"""Of the planned length, before and while it is measured."""
+"""Steps of the planned length, before and during the measurement."""
 REQUESTS_MIN = 2000
-"""Measured, at least: of fewer a p99 says little."""
+"""Fewest measured requests: with fewer, a p99 means little."""
 POWERS = (0.5, 0.75, 1.0)
 LOADS = (("light", 0.0, 0.5), ("middling", 0.5, 1.5), ("heavy", 1.5, math.inf))
-"""Prompts of a rank's step, as they came."""
+"""(name, from, below) in simulated prompts per rank and step."""
 QUANTILES = (0.9, 0.99)
 Uneven = tuple[float, float, float]
 NOW: Uneven = (TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER)
@@ -65,7 +64,7 @@ _NONE_WAITS = 100_000
 
 @dataclass(frozen=True)
 class Unit:
-    """A prefill unit that is looked at."""
+    """A prefill unit to simulate."""
 
     hardware: str
     num_ranks: int
@@ -91,21 +90,21 @@ QUICK_UNITS = (UNITS[0], UNITS[2], UNITS[3])
 
 @dataclass(frozen=True)
 class Point:
-    """One unit at one rate, simulated."""
+    """One unit simulated at one rate."""
 
     unit: Unit
     planned_prompts: float
-    """Of a rank's step at this rate, as the planner has it."""
+    """Prompts per rank and step at this rate, from the planner."""
     tokens: float
-    """Of a rank's step, mean, as it was."""
+    """Simulated tokens per rank and step, mean."""
     step_s: float
     ttft_s: float
-    """Mean."""
+    """Mean TTFT, seconds."""
     tails: tuple[float, ...]
     """QUANTILES of TTFT over its mean."""
     num_requests: int
     two_share: float
-    """Of the time at work, in steps of two micro-batches."""
+    """Share of working time in steps of two micro-batches."""
 
     @property
     def prompts(self) -> float:
@@ -113,7 +112,7 @@ class Point:
 
 
 def pricing_of(unit: Unit, uneven: Uneven = NOW) -> Pricing:
-    """What the planner prices such a unit with."""
+    """Return the planner's pricing for such a unit."""
     return Pricing(
         hardware_named(unit.hardware),
         DEEPSEEK_V3,
@@ -126,7 +125,7 @@ def pricing_of(unit: Unit, uneven: Uneven = NOW) -> Pricing:
 
 
 def model_of(unit: Unit) -> StepModel:
-    """Raises ValueError if there is no such unit."""
+    """Return the step model of a unit. Raises ValueError if the unit is impossible."""
     model = pricing_of(unit).step_model(PREFILL, unit.num_ranks, unit.num_redundant)
     if model is None:
         raise ValueError(f"there is no {unit}.")
@@ -142,14 +141,14 @@ def simulate(
     num_steps: float = MEASURE_STEPS,
     requests_min: int = REQUESTS_MIN,
 ) -> Point:
-    """Run the unit at the rate that is planned to put so many prompts into a rank's step."""
+    """Run the unit at the rate that is planned to give `prompts` prompts per rank and step."""
     rng = np.random.default_rng(seed)
     step_s = pricing_of(unit).prefill_price(model, prompts * TRAFFIC.tokens_new).seconds
     per_s = unit.num_ranks * prompts / step_s
     settle_s = SETTLE_STEPS * step_s
     end_s = settle_s + max(num_steps * step_s, requests_min / per_s)
     come = arrivals(TRAFFIC, per_s, end_s, rng)
-    # Decode has nothing to do: what is looked at ends with a prompt's first token.
+    # Decode has no work: the measurement ends with a prompt's first token.
     requests = replace(come, tokens_out=np.ones_like(come.tokens_out))
     slots = prompts_max(unit.chunk_tokens, TRAFFIC)
     config = Deployment(
@@ -184,7 +183,7 @@ def simulate(
 
 
 def price_s(point: Point, model: StepModel, uneven: Uneven = NOW) -> float:
-    """Of a step of as many tokens as were simulated."""
+    """Return the priced seconds of a step with the simulated number of tokens."""
     return pricing_of(point.unit, uneven).prefill_price(model, point.tokens).seconds
 
 
@@ -193,12 +192,12 @@ def own_steps(point: Point) -> float:
 
 
 def steps_before(point: Point) -> float:
-    """Simulated steps that a prompt took beside its own."""
+    """Return the number of simulated steps that a prompt waited besides its own."""
     return point.ttft_s / point.step_s - own_steps(point)
 
 
 def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE) -> float:
-    """What is planned at the rate that was simulated."""
+    """Return the planned TTFT at the simulated rate."""
     step_s = (
         pricing_of(point.unit)
         .prefill_price(model, point.planned_prompts * TRAFFIC.tokens_new)
@@ -208,9 +207,7 @@ def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE)
 
 
 def rate_share(point: Point, model: StepModel) -> float:
-    """The rate that is planned for a promise of the TTFT that was simulated, over the rate that
-    was.
-    """
+    """Return the planned rate for the simulated TTFT, over the simulated rate."""
     pricing, own = pricing_of(point.unit), own_steps(point)
 
     def step_s(prompts: float) -> float:
@@ -230,7 +227,9 @@ def rate_share(point: Point, model: StepModel) -> float:
 def fit_uneven(
     points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER
 ) -> Uneven:
-    """What has the least mean square of log(priced over simulated), with this power."""
+    """Return the constants with the least mean square of log(priced over simulated), for this
+    power.
+    """
 
     def error(at: tuple[float, float]) -> float:
         return float(
@@ -248,8 +247,8 @@ def fit_uneven(
 def _least(
     error: Callable[[tuple[float, float]], float], start: tuple[float, float]
 ) -> tuple[float, float]:
-    """Where `error` is least, from 0 on: look in all directions, go where it is less, or look
-    nearer.
+    """Return the point >= 0 where `error` is least: search around it, move if that is better, else
+    halve the distance.
     """
     at, best, size = start, error(start), 0.4
     while size > 0.02:
@@ -267,7 +266,7 @@ def _least(
 
 
 def fit_tail(points: Sequence[Point]) -> float:
-    """TTFT_TAIL with the least squares of log."""
+    """Return the TTFT_TAIL with the least mean square of logs."""
     ratios = [
         tail / -math.log1p(-quantile)
         for point in points
@@ -277,7 +276,7 @@ def fit_tail(points: Sequence[Point]) -> float:
 
 
 def show_points(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
-    """A line for each."""
+    """Print a row for each point."""
     table = table_of(
         "unit|prompts|came|step s|priced|in two|TTFT s|planned|before|p90|p99",
         "prompts of a rank's step as planned and as they came; steps before a prompt's own",
@@ -302,7 +301,7 @@ def show_points(console: Console, points: Sequence[Point], models: dict[Unit, St
 
 
 def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
-    """The constants as they are, and as they would fit best."""
+    """Print the errors with the current constants and with the best fitting ones."""
 
     def show_priced(name: str, uneven: Uneven) -> None:
         ratios = [price_s(point, models[point.unit], uneven) / point.step_s for point in points]
@@ -345,14 +344,14 @@ def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, Step
 
 
 def errors(ratios: Iterable[float]) -> str:
-    """Of planned over simulated ones."""
+    """Return the errors of planned over simulated values, as text."""
     logs = np.log(list(ratios))
     least, mean, most = (math.expm1(float(log)) for log in (logs.min(), logs.mean(), logs.max()))
     return f"{least:+.0%} to {most:+.0%}, mean {mean:+.0%}, deviation {logs.std():.0%}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, print, fit."""
+    """Simulate the points, print them, and fit the constants."""
     parser = parser_of("plan_fit", __doc__, "three units at two rates, ten seconds")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, width=120)

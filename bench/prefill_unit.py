@@ -1,14 +1,14 @@
-"""What one simulated prefill unit of the published day computes, and how much of it each of its
-balancers is worth.
+"""Throughput of one simulated prefill unit on the published day, and the value of each of its
+balancers.
 
     python -m bench.prefill_unit [--quick] [--seeds 3]
 
-EP32 on H800 under the leader that serves, with prompts as long as the day's, as much of them found
-as its cache has, and always more of them than it can do. "Even" is what the step model says of the
-very steps if all ranks had the same tokens and the same attention, and all experts the same load
-but for chance; so the share is what balancing leaves. A step takes seconds, a run has some dozen:
-means of seeds, and the rates' extremes. Seconds are simulated: the figures are a function of the
-code and the seeds, whatever else the machine does.
+EP32 on H800 under the leader (scheduler) that also serves. Prompt lengths and cache hits are those
+of the day, and the queue is never empty. "Even" is the step model's price of the same steps with
+equal tokens and attention on all ranks, and equal loads of all experts up to chance. So the share
+shows the loss that balancing leaves. A step takes seconds and a run has some dozen: the table has
+means over seeds, and the extremes of the rates. Seconds are simulated: the figures depend only on
+the code and the seeds, not on the load of the machine.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ SEEDS = 3
 QUICK_S = 8.0
 QUICK_LOAD_SCALE = 1_000
 QUICK_CACHE_SAMPLE = 40_000.0
-"""Sessions for each one that meets the cache in a quick run: it hits 56.2 % of the day, with the
-study's sample 56.5.
+"""Sessions per session that meets the cache in a quick run: the cache hits 56.2 % of the day's
+tokens, and 56.5 % with the study's sample.
 """
 NUM_COLUMNS = 140
-"""Of characters: the table needs so many."""
+"""Characters per line that the table needs."""
 
 
 def placed(study: Study) -> dict[str, float]:
-    """Return by role what its placement of experts leaves of imbalance, maximum over mean."""
+    """Return role -> imbalance that its placement of experts leaves, as maximum over mean."""
     return {role: ranks.imbalance for role, ranks in expert_ranks(study).items()}
 
 
 def settings(study: Study) -> Iterator[tuple[str, Study]]:
-    """(what, study): as it is, then one balancer changed at a time."""
+    """Yield (name, study): unchanged, then with one balancer changed at a time."""
     unit = study.prefill
     for what, changed in (
         ("balanced", unit),
@@ -66,15 +66,15 @@ def settings(study: Study) -> Iterator[tuple[str, Study]]:
 
 @dataclass(frozen=True)
 class Run:
-    """One unit's time."""
+    """Measurements of one unit."""
 
     reading: StepReading
     even_per_s: float
-    """Tokens a second if its steps were even."""
+    """Tokens per second if its steps were even."""
 
     @property
     def computed_per_s(self) -> float:
-        """Tokens per second in which it worked."""
+        """Tokens per second of working time."""
         return self.reading.tokens / (self.reading.num_steps * self.reading.step_s)
 
     @property
@@ -83,13 +83,13 @@ class Run:
 
 
 def measured(study: Study, load: DemandFigures, cache: CacheDay | None) -> Run:
-    """Run it."""
+    """Run the study's unit and return its measurements."""
     world = prefill_world(study, placed(study), load, cache)
     return Run(prefill_reading(study, world), even_per_s(study, world))
 
 
 def even_per_s(study: Study, world: FleetWorld) -> float:
-    """Tokens over seconds of the measured steps, had they been even."""
+    """Return tokens over seconds of the measured steps if they had been even."""
     begin_s, model = study.window.settle_s, study.step_model(PREFILL, 1.0)
     end_s = begin_s + study.window.prefill_seconds
     tokens, even_s = 0.0, 0.0
@@ -102,8 +102,8 @@ def even_per_s(study: Study, world: FleetWorld) -> float:
 
 
 def even_step_s(model: StepModel, work: StepWork) -> float:
-    """The cheapest schedule of the same work, all ranks and micro-batches with the same of all of
-    it.
+    """Return the seconds of the cheapest schedule for the same work, spread equally over all ranks
+    and micro-batches.
     """
 
     def price_s(schedule: Schedule) -> float:
@@ -124,7 +124,7 @@ def even_step_s(model: StepModel, work: StepWork) -> float:
 
 
 def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
-    """All settings, beside the first."""
+    """Return a table of all settings, compared with the first."""
     found = table_of(
         (
             "|computed, tokens/s|least|most|of the first|even, tokens/s|share of even"

@@ -1,13 +1,12 @@
-"""What HADAL_RECORD costs a server: microseconds and bytes of each call of a role that is written
-down.
+"""Cost of HADAL_RECORD to a server: microseconds and bytes per recorded call of a role.
 
     python -m bench.recording [--quick] [--requests 300] [--folder FOLDER]
 
-`hadal serve` is recorded under chat requests, 32 at a time. Then what its roles heard and said is
-written once more by the same recorder, call by call, without the roles, and timed: each call's time
-is the median of some rounds. Once with one call right after the other, once with a millisecond's
-sleep before each, when the processor's caches are about as cold as a server's that waits for its
-next message. `--folder`: a recording that is there already, instead of a server.
+Records `hadal serve` under chat requests, 32 at a time. Then the same recorder writes the events
+and effects of its roles again, call by call, without the roles, and is timed: each call's time is
+the median of several rounds. One series has no pauses; the other sleeps for a millisecond before
+each call, so that the processor's caches are about as cold as those of a server waiting for a
+message. `--folder`: use an existing recording instead of a server.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ REQUESTS = 300
 ROUNDS = 5
 APART_S = 0.001
 APART_CALLS = 1_000
-"""Of each process, its first."""
+"""Calls of each process that are timed with pauses: its first ones."""
 NUM_COLUMNS = 110
-"""Of characters: the table needs so many."""
+"""Characters per line that the table needs."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process's calls."""
+    """Cost of recording one process's calls."""
 
     process: str
     span_s: float
-    """From its first call to its last."""
+    """Seconds from its first call to its last."""
     calls_us: tuple[float, ...]
-    """What each call takes longer for being recorded, one right after the other,"""
+    """Extra time per recorded call, without pauses."""
     apart_us: tuple[float, ...]
-    """and with a pause before each."""
+    """Extra time per recorded call, with a pause before each."""
     num_bytes: int
-    """Of the file, the opening among them."""
+    """Bytes of the file, including its opening."""
 
     @property
     def call_bytes(self) -> float:
@@ -63,7 +62,7 @@ class Cost:
 
     @property
     def core_share(self) -> float:
-        """Of a core, while it lasted, with a pause before each."""
+        """Share of a core over `span_s`, computed from the calls with pauses."""
         return (
             1e-6 * statistics.fmean(self.apart_us) * len(self.calls_us) / self.span_s
             if self.span_s
@@ -72,7 +71,7 @@ class Cost:
 
 
 class Echo:
-    """A role that says what another said, in the same order."""
+    """A role that returns another role's recorded effects, in the same order."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._answers = iter([list(call.effects) for call in calls])
@@ -85,8 +84,8 @@ class Echo:
 
 
 def cost_of(recording: Recording, folder: Path, rounds: int = ROUNDS) -> Cost:
-    """Record its calls again, each round in a folder of its own. Raises ValueError if there are
-    none.
+    """Record a process's calls again, each round in a folder of its own. Raises ValueError if there
+    are no calls.
     """
     calls = recording.calls
     if not calls:
@@ -109,7 +108,7 @@ def cost_of(recording: Recording, folder: Path, rounds: int = ROUNDS) -> Cost:
 
 
 def again(recording: Recording, folder: Path, count: int, apart_s: float) -> list[float]:
-    """Record the first `count` calls into a folder: what each takes longer for it, us."""
+    """Record the first `count` calls into a folder. Return the extra microseconds of each call."""
     calls, opening = recording.calls[:count], recording.opening
     with recording_into(folder):
         noted = recorded(
@@ -120,7 +119,7 @@ def again(recording: Recording, folder: Path, count: int, apart_s: float) -> lis
 
 
 def times_us(role: RecordedRole, calls: Sequence[Call], apart_s: float) -> list[float]:
-    """How long each call takes, with a pause before it."""
+    """Return the microseconds of each call, with `apart_s` seconds of pause before each."""
     found, was_on = [], gc.isenabled()
     gc.disable()
     try:
@@ -139,7 +138,7 @@ def times_us(role: RecordedRole, calls: Sequence[Call], apart_s: float) -> list[
 
 @contextlib.contextmanager
 def recording_into(folder: Path) -> Iterator[None]:
-    """Roles that are made meanwhile are recorded there."""
+    """Record the roles that are made inside the block into `folder`."""
     before = os.environ.get(RECORD)
     os.environ[RECORD] = str(folder)
     try:
@@ -152,13 +151,13 @@ def recording_into(folder: Path) -> Iterator[None]:
 
 
 def serve(folder: Path, num_requests: int) -> None:
-    """Record a server that answers so many requests."""
+    """Record a server that answers `num_requests` requests."""
     with serving(environment={RECORD: str(folder)}) as running:
         asyncio.run(run_load(running.address, bodies(num_requests), CONCURRENCY))
 
 
 def table(costs: Sequence[Cost]) -> Table:
-    """By process."""
+    """Return a table with a row for each process."""
     found = table_of(
         "process|calls|in a row|1 ms apart|bytes a call|of a core",
         "What it costs to record a call, us: mean (median, p99)",
@@ -176,7 +175,7 @@ def table(costs: Sequence[Cost]) -> Table:
 
 
 def shown(calls_us: Sequence[float]) -> str:
-    """In short."""
+    """Return mean, median and p99 as text."""
     values = list(calls_us)
     return (
         f"{statistics.fmean(values):.1f} ({statistics.median(values):.1f},"

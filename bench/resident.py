@@ -1,13 +1,13 @@
-"""Whether a real checkpoint fits: generated ones of Moonlight's and GigaChat3's shapes, served as they
-are stored.
+"""Check that a real checkpoint fits: generated checkpoints of Moonlight's and GigaChat3's shapes,
+served as stored.
 
     python -m bench.resident [--model moonlight|gigachat] [--folder FOLDER] [--keep]
 
-Prints seconds from the command to the first token, resident memory of all processes together
-beside the file and its KV, tokens/s of prefill and decode beside the bound that reading the weights
-once sets. Moonlight is served in FP8, and in BF16, where it cannot fit, it is told how soon it is
-refused; GigaChat3 is served in both. Needs 17 or 22 GB of disk and about as much memory; the files are
-removed at the end.
+Prints seconds from the command to the first token, resident memory of all processes together beside
+the sizes of the file and its KV, and tokens/s of prefill and decode beside the bound of reading the
+weights once. Moonlight is served in FP8. In BF16 it cannot fit, and the time until its refusal is
+printed. GigaChat3 is served in both. Needs 17 or 22 GB of disk and about as much memory; the files
+are removed at the end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _refused(console: Console, folder: Path) -> None:
 
 def _served(console: Console, folder: Path, kind: str) -> None:
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    for path in folder.glob("*.safetensors"):  # Into the page cache.
+    for path in folder.glob("*.safetensors"):  # Read the files into the page cache.
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
@@ -108,7 +108,7 @@ def _first_token_s(running: Running, model: str) -> float:
 
 
 def _seconds(running: Running, bodies: list[dict[str, Any]]) -> float:
-    """Until all of them, asked together, are answered."""
+    """Return the seconds until all of these concurrent requests are answered."""
     begun_s = time.monotonic()
     with ThreadPoolExecutor(len(bodies)) as threads:
         for status, answer in threads.map(
@@ -120,7 +120,9 @@ def _seconds(running: Running, bodies: list[dict[str, Any]]) -> float:
 
 
 def _decode(console: Console, running: Running, model: str, batch: int) -> None:
-    """The difference of two lengths, so that prefill does not count."""
+    """Print decode speed, from the difference of two output lengths, so that prefill does not
+    count.
+    """
     short, long = (
         _seconds(running, [_body(model, 8 + i, 2 + more) for i in range(batch)])
         for more in (0, NUM_DECODED)
@@ -131,12 +133,15 @@ def _decode(console: Console, running: Running, model: str, batch: int) -> None:
 
 def _prefill(console: Console, running: Running, model: str, num_tokens: int) -> None:
     body = _body(model, num_tokens, 1)
-    body["prompt"][0] = 9 + num_tokens  # Nothing of it is in the cache.
+    # A different first token per length, so that no block is in the cache.
+    body["prompt"][0] = 9 + num_tokens
     console.print(f"prefill of {num_tokens}: {num_tokens / _seconds(running, [body]):.0f} tokens/s")
 
 
 def _resident_bytes(running: Running) -> tuple[int, int]:
-    """(proportional set size, bytes that several processes map) of the server's processes."""
+    """Return (proportional set size, bytes mapped by several processes) of the server's
+    processes.
+    """
     pss = shared = 0
     for pid in tree_of(running.process.pid):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()

@@ -1,10 +1,11 @@
-"""What a tenant's promise costs: all tokens/s together against the light tenant's time between tokens.
+"""Cost of a tenant's promise: tokens/s of all tenants against the light tenant's time between
+tokens.
 
     python -m bench rows
 
-Steps of policy/rows in simulated time, no tensors and no processes: a step takes what its cost line says
-of the rows that it computes. Streams never end, so slots and prefill play no part. The lines of two
-cores are the engine's there; the GPU's is an estimate.
+Steps of policy/rows in simulated time, without tensors or processes: a step takes the time of its
+cost line for the rows that it computes. Streams never end, so slots and prefill have no effect. The
+lines for two cores were measured on the engine; the GPU's is an estimate.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ LINES = {
     "mid FP8, 2 cores": (1.9e-3, 0.5e-3),
     "a GPU": (30e-3, 0.02e-3),
 }
-"""Seconds of a step without rows, and of each row."""
+"""(seconds of a step without rows, seconds per row)."""
 NONE = 1000.0
 PROMISES = (1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, NONE)
 NUM_STEPS = 6400
 LIGHT, HEAVY, BATCH = 0, 1, 2
 LEAST_TOGETHER = 0.6
-"""Of all tokens/s without a promise: what the default leaves where rows cost most."""
+"""Least share of all tokens/s without a promise that the default must leave, where rows cost
+most.
+"""
 
 
 @dataclass(frozen=True)
 class Had:
-    """What tenants had in the same simulated time."""
+    """Results of tenants over the same simulated time."""
 
     tokens_per_s: dict[int, float]
     gaps_ms: np.ndarray
@@ -72,8 +75,8 @@ def had(line: tuple[float, float], promise: float, counts: dict[int, int]) -> Ha
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Print the frontier of each line and load."""
-    del arguments  # Seconds either way.
+    """Print the trade-off for each line and load."""
+    del arguments  # A run takes seconds with or without --quick.
     console, claims = Console(), []
     for name, line in LINES.items():
         for light, heavy in ((1, 32), (2, 32), (8, 32)):
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def _claims(what: str, alone: Had, free: Had, each: Had) -> list[Claim]:
-    """Of the default promise."""
+    """Return the claims about the default promise."""
     slower = each.gap_ms(95) / alone.gap_ms(95)
     together = each.together / free.together
     return [
@@ -116,7 +119,7 @@ def _claims(what: str, alone: Had, free: Had, each: Had) -> list[Claim]:
 
 
 def _print_batch(console: Console, name: str, line: tuple[float, float]) -> None:
-    """Two streams beside a batch, and the batch alone."""
+    """Print two streams beside a batch, and the batch alone."""
     alone, both = (
         had(line, TENANT_PROMISE, counts) for counts in ({LIGHT: 2}, {LIGHT: 2, BATCH: 60})
     )

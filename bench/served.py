@@ -1,11 +1,11 @@
-"""How fast engines are for users: each one bare, and behind its own server, in turns in one run.
+"""Speed of engines for users: each engine bare, and behind its own server, in turns in one run.
 
     python -m bench.served [--quick] [--model mid] [--streams 8 ...] [--engine hadal ...]
 
-Several streams run together, a greedy completion each. The time between two tokens is measured while
-all of them run, the time to the first token from when all are sent. The client reads its sockets
-every few milliseconds, because it shares the cores with what it measures. Peers are those of `make
-bench-peers`. `--checkout OLD` measures another checkout of Hadal, too.
+Several streams run together, each a greedy completion. The time between two tokens is measured
+while all streams run, the time to first token from the moment when all are sent. The client reads
+its sockets only every few milliseconds, because it shares the cores with the server. Peers are
+those of `make bench-peers`. `--checkout OLD` also measures another checkout of Hadal.
 """
 
 from __future__ import annotations
@@ -39,36 +39,38 @@ from hadal.core.model_config import read_model_config
 
 STREAMS = (1, 8, 32, 64)
 NUM_TOKENS = 300
-"""Of each answer, and steps of the bare engine: their contexts are as long."""
+"""Tokens of each answer, and steps of the bare engine, so that contexts have equal lengths."""
 NUM_TIMES = {"mid": 1, "hadal-tiny": 6}
-"""Answers one after another: those of hadal-tiny are short."""
+"""Measurements per round: answers of hadal-tiny are short."""
 BARS = {
     "mid": {1: 1.12, 8: 1.12, 32: 1.12, 64: 1.12},
     "hadal-tiny": {1: 1.6, 8: 1.3, 32: 1.45, 64: 1.45},
 }
-"""Served to bare, at most."""
+"""Largest ratio of served to bare time between tokens, by number of streams."""
 LOOK_S, FIRST_LOOK_S = 0.005, 0.001
 TIMEOUT_S = 300.0
 SETTLE_S, REST_S, RESTING = 30.0, 2.0, 0.1
-"""A server rests when its processes together used less than a tenth of a core for two seconds."""
+"""A server rests if its processes together used less than RESTING of a core for REST_S seconds; the
+wait for it ends after SETTLE_S.
+"""
 _EVENT, _END = b"data: {", b"data: [DONE]"
 
 
 @dataclass
 class Answer:
-    """What has come of one stream."""
+    """State of one stream's answer."""
 
     connection: socket.socket
     first_s: float = 0.0
-    """When its first token came; 0: none has."""
+    """Time of its first token; 0: none yet."""
     ended_s: float = 0.0
     num_events: int = 0
     looks: list[tuple[float, int]] = field(default_factory=list)
-    """When something came, and how many events there were by then."""
+    """(time, number of events received until then), one per read with data."""
     tail: bytes = b""
 
     def look(self) -> None:
-        """Read what is there. Raises RuntimeError if the stream ends before its end."""
+        """Read the available data. Raises RuntimeError if the stream fails or ends early."""
         if self.ended_s:
             return
         try:
@@ -87,20 +89,20 @@ class Answer:
         self.looks.append((now_s, self.num_events))
 
     def num_at(self, time_s: float) -> int:
-        """Return how many events had come by then."""
+        """Return the number of events received until then."""
         return max((num for then_s, num in self.looks if then_s <= time_s), default=0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What streams got, or a bare engine gave."""
+    """Figures of streams, or of a bare engine."""
 
     step_ms: float
-    """Between two tokens of a stream, while all ran."""
+    """Milliseconds between two tokens of a stream, while all streams ran."""
     first_ms: float = 0.0
-    """To the first token, median of the streams."""
+    """Milliseconds to the first token, median of the streams."""
     cores: Mapping[str, float] = field(default_factory=dict)
-    """That each process kept busy while all ran."""
+    """Cores that each process kept busy while all streams ran."""
     others: float = 0.0
     """Cores that processes other than these kept busy."""
 
@@ -123,7 +125,7 @@ def ask(server: Server, folder: Path, num_streams: int, num_tokens: int, seed: i
         look_until(lambda: all(each.ended_s for each in answers), answers, LOOK_S)
     first_s = max(each.first_s for each in answers)
     ended_s = min(each.ended_s for each in answers)
-    # With drafts an event has several tokens.
+    # With drafts an event can have several tokens.
     num = sum(
         (each.num_at(ended_s) - each.num_at(first_s)) * num_tokens / each.num_events
         for each in answers
@@ -137,7 +139,7 @@ def ask(server: Server, folder: Path, num_streams: int, num_tokens: int, seed: i
 
 
 def begin(server: Server, prompt: Sequence[int], num_tokens: int) -> socket.socket:
-    """Send a completion; return its connection, which does not block."""
+    """Send a completion request; return its non-blocking connection."""
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": num_tokens, "stream": True}
     content = json.dumps({**body, "temperature": 0.0, "ignore_eos": True}).encode()
     head = (
@@ -151,7 +153,7 @@ def begin(server: Server, prompt: Sequence[int], num_tokens: int) -> socket.sock
 
 
 def look_until(is_over: Callable[[], bool], answers: Sequence[Answer], every_s: float) -> None:
-    """Look at all streams again and again. Raises TimeoutError."""
+    """Read all streams every `every_s` seconds until `is_over()`. Raises TimeoutError."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not is_over():
         if time.monotonic() > deadline_s:
@@ -167,20 +169,20 @@ class Pair:
 
     name: str
     bare: Engine | None
-    """None: that of the pair before."""
+    """The bare engine; None: the pair shares the engine of the pair before it."""
     serve: Callable[[], AbstractContextManager[Server]]
     beside: int = 0
-    """Processes that compute while it is served."""
+    """Number of processes that compute while it is served."""
 
 
 def folder_of(model: str) -> Path:
-    """Return the model in FP8, made if it is not there."""
+    """Return the folder of the model in FP8; makes it if it is missing."""
     return SHIPPED if model == "hadal-tiny" else stored_model(model, "fp8", MODELS / f"{model}-fp8")
 
 
 def pairs(model: str, threads: int, checkout: Path | None, tables: str) -> Iterator[Pair]:
-    """Yield what can be measured here on a model. `tables`: of our server's deployment; empty: those of
-    one unit of each role, with `threads` threads.
+    """Yield the pairs that can be measured here on a model. `tables`: deployment of our server;
+    empty: one unit of each role with `threads` threads.
     """
     folder = folder_of(model)
     plain = f"[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n"
@@ -206,7 +208,7 @@ def pairs(model: str, threads: int, checkout: Path | None, tables: str) -> Itera
 
 
 Results = dict[tuple[str, int, str], list[Measured]]
-"""By pair, number of streams, and "bare" or "served"."""
+"""(pair's name, number of streams, "bare" or "served") -> its measurements."""
 
 
 def bare(
@@ -230,7 +232,7 @@ def bare(
 
 @contextlib.contextmanager
 def busy(number: int) -> Iterator[None]:
-    """Run `number` processes that compute all the time."""
+    """Run `number` busy processes inside the block."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
@@ -254,8 +256,8 @@ def served(
 
 
 def settle(server: Server) -> None:
-    """Wait until its processes rest: some still start when the first requests are answered. One that
-    never rests is measured as it is.
+    """Wait until the server rests: some of its processes still start when the first requests are
+    answered. Gives up after SETTLE_S.
     """
     until_s = time.monotonic() + SETTLE_S
     busy_s = SETTLE_S
@@ -268,7 +270,7 @@ def settle(server: Server) -> None:
 def measure(
     model: str, found: Sequence[Pair], streams: Sequence[int], rounds: int, console: Console
 ) -> Results:
-    """Go round the pairs, each time beginning with another."""
+    """Measure all pairs in rounds, each round starting with another pair."""
     folder = folder_of(model)
     results: Results = defaultdict(list)
     for turn in range(rounds):
@@ -286,7 +288,7 @@ def median(points: Sequence[Measured], of: Callable[[Measured], float]) -> float
 
 
 def table(model: str, found: Sequence[Pair], streams: Sequence[int], results: Results) -> Table:
-    """Medians of the rounds."""
+    """Return a table with the medians of the rounds."""
     out = table_of(
         "engine|streams|bare|served|served / bare|first token ms|cores",
         f"{model}: ms between tokens of a stream",
@@ -313,7 +315,9 @@ def table(model: str, found: Sequence[Pair], streams: Sequence[int], results: Re
 
 
 def bare_of(pair: Pair, found: Sequence[Pair], number: int, results: Results) -> float:
-    """Return a bare engine's milliseconds a step; of a pair without one those of the pair before."""
+    """Return a bare engine's milliseconds per step. A pair without one uses the engine of the pair
+    before it.
+    """
     at = next(index for index, each in enumerate(found) if each is pair)
     name = next(each.name for each in reversed(found[: at + 1]) if each.bare is not None)
     return median(results[name, number, "bare"], lambda each: each.step_ms)
@@ -336,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(width=max(140, Console().width))
     streams = options.streams or (STREAMS[:2] if options.quick else STREAMS)
-    # The model, and what stands before the first table, is the benchmark's.
+    # The benchmark sets the model and the settings before the first table.
     tables = "[" + options.config.read_text().partition("\n[")[2] if options.config else ""
     only = options.engine or (["hadal"] if options.quick else [])
     for model in options.model or list(BARS):

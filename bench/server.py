@@ -1,4 +1,4 @@
-"""`hadal serve` for a benchmark: started as a user starts it, watched from outside, stopped at the
+"""`hadal serve` for a benchmark: started as a user starts it, observed from outside, stopped at the
 end.
 """
 
@@ -38,7 +38,7 @@ class Running:
 
     @property
     def status(self) -> Status:
-        """What its supervisor says of it now."""
+        """The current status, from its supervisor."""
         status = read_status(self.run_folder)
         if status is None:
             raise RuntimeError(f"the server has no status; see {self.log}")
@@ -58,11 +58,11 @@ class Running:
         return body
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its full name, labels included."""
+        """Return every sample of /metrics by its full name, labels included."""
         return samples_of(self.get("/metrics").decode())
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name: supervisor, gateway, prefill-0, decode-0 ..."""
+        """Return process name -> process id: supervisor, gateway, prefill-0, decode-0 ..."""
         status = self.status
         return {
             "supervisor": status.supervisor_pid,
@@ -73,7 +73,7 @@ class Running:
 def asked(
     address: Address, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of an answer. Raises RuntimeError if it is a refusal."""
+    """Return the fields of an answer. Raises RuntimeError if the status is not 200."""
     status, answer = request(address, method, path, body)
     if status != 200:
         raise RuntimeError(f"{method} {path} was answered with {status}: {answer[:200]!r}")
@@ -95,7 +95,9 @@ def request(
     key: str = "",
     timeout_s: float = 120.0,
 ) -> tuple[int, bytes]:
-    """One HTTP exchange on a connection of its own. `key`: of a tenant. Raises OSError."""
+    """Send one HTTP request on a connection of its own; return (status, body). `key`: a tenant's
+    key. Raises OSError.
+    """
     connection = http.client.HTTPConnection(*address, timeout=timeout_s)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if body is not None:
@@ -119,12 +121,13 @@ def launched(
     """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is
     ready.
 
-    `module` takes its place: what has the same command line. `checkout`: whose code it is.
+    `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout whose
+    code runs.
     """
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
         folder = Path(name)
         config = folder / "deployment.toml"
-        # Pages take no part in what is measured; older checkouts do not know the table.
+        # Pages are not measured; older checkouts do not have this table.
         is_ours = checkout == ROOT and "[console]" not in deployment
         pages = '\n[console]\nmode = "off"\n' if is_ours else ""
         config.write_text("port = 0\n" + deployment + pages, encoding="utf-8")
@@ -132,7 +135,7 @@ def launched(
         arguments = ["serve", "--config", str(config), "--run-folder", str(folder / "r")]
         sources = str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")
         python_path = os.pathsep.join(filter(None, sources))
-        # What is measured writes a ledger as any server does, but not the user's.
+        # The server writes a ledger as always, but not into the user's file.
         ledger = {"HADAL_LEDGER": str(folder / "ledger.sqlite")}
         env = {**os.environ, "PYTHONPATH": python_path, **ledger, **(environment or {})}
         started_s = time.monotonic()
@@ -161,7 +164,7 @@ def serving(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server: politely, then not."""
+    """Terminate a server; kill it if it has not ended after STOP_TIMEOUT_S."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -173,7 +176,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def wait_for(
     condition: Callable[[], bool], running: Running, what: str, timeout_s: float = 180.0
 ) -> None:
-    """Look again and again. Raises RuntimeError where the server ends or the time passes."""
+    """Poll `condition` until it is true. Raises RuntimeError if the server ends or the time is
+    over.
+    """
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s and running.process.poll() is None:
         with contextlib.suppress(OSError, RuntimeError):  # Not listening yet, or no status yet.
@@ -184,7 +189,7 @@ def wait_for(
 
 
 def wait_ready(running: Running, timeout_s: float = 120.0) -> None:
-    """Return when /health says that requests can be answered. Raises RuntimeError with the log's
-    end if that fails.
+    """Wait until /health reports that requests can be answered. Raises RuntimeError with the end of
+    the log if that fails.
     """
     wait_for(lambda: bool(running.get("/health")), running, "a ready server was", timeout_s)

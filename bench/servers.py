@@ -1,4 +1,4 @@
-"""The servers that bench.served compares: Hadal's and those of its peers, each on a free port of
+"""Servers that bench.served compares: Hadal's and those of its peers, each on a free port of
 loopback.
 """
 
@@ -26,17 +26,17 @@ MAX_STREAMS = 64
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     name: str
     model: str
-    """What requests call it."""
+    """Model name for requests."""
     address: tuple[str, int]
     roots: dict[str, int]
-    """Process ids by name; what they started counts as theirs, unless it has a name here."""
+    """Process name -> process id. Descendants count for it, unless they have a name here."""
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the seconds of a core that each process has taken."""
+        """Return process name -> CPU seconds used."""
         taken = {}
         for name, pid in self.roots.items():
             others = set(self.roots.values()) - {pid}
@@ -48,7 +48,7 @@ class Server:
 def hadal_server(
     folder: Path, tables: str, checkout: Path = ROOT, name: str = "hadal"
 ) -> Iterator[Server]:
-    """`tables`: of its deployment."""
+    """Run Hadal's server inside the block. `tables`: its deployment, without the model."""
     deployment = f'model = "{folder}"\nmodel_name = "{folder.name}"\n{tables}\n'
     with serving(deployment, checkout=checkout) as running:
         yield Server(name, folder.name, running.address, running.pids())
@@ -56,7 +56,7 @@ def hadal_server(
 
 @contextlib.contextmanager
 def llama_server(folder: Path, kind: str, threads: int) -> Iterator[Server]:
-    """llama.cpp's, with as many slots as there are streams at most. `folder`: plain weights."""
+    """Run llama.cpp's server with a slot for each of the most streams. `folder`: plain weights."""
     port, slots = _free_port(), MAX_STREAMS
     command = [
         *(str(LLAMA_SERVER), "-m", str(gguf_of(folder, kind)), "--port", str(port)),
@@ -68,7 +68,7 @@ def llama_server(folder: Path, kind: str, threads: int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
-    """vLLM's, compiled. `folder`: plain weights."""
+    """Run vLLM's server, compiled. `folder`: plain weights."""
     port = _free_port()
     command = [
         *(python_of(VLLM_VENV), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
@@ -76,7 +76,7 @@ def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
         *("--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", str(MAX_STREAMS)),
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     ]
-    # Its server's engine is a process of its own, as it comes.
+    # vLLM's server runs its engine in a process of its own by default.
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(threads)}
     environment = {**ENVIRONMENT, **own}
     with _served(f"vllm {dtype}", folder.name, port, command, environment) as server:

@@ -1,6 +1,6 @@
-"""Public data that some benchmarks read. It is not in the repository: put what you want of it into
-one folder, and name that in HADAL_SHARED_DATA. Without it, what needs it is left out or takes a
-drawn stand-in, and says so.
+"""Public data that some benchmarks read. It is not in the repository: put the files you want into
+one folder and name the folder in HADAL_SHARED_DATA. Without the data, a benchmark skips the part
+that needs it or draws a stand-in, and prints that it did.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME_TO_SOURCE = {
     AZURE: "lengths of 19,366 conversations: Azure/AzurePublicDataset",
     SILICON: "measured DeepSeek serving rows: aiconfigurator-core 0.12.0",
 }
-"""File or folder -> what it is, and where it is published."""
+"""File or folder -> its content and where it is published."""
 
 
 def shared_data() -> Path | None:
-    """The folder: what HADAL_SHARED_DATA names, else shared/data beside the checkout, if it is
-    there.
+    """Return the folder: HADAL_SHARED_DATA, else shared/data beside the checkout; None if there is
+    none. Raises SystemExit if HADAL_SHARED_DATA is not a folder.
     """
     named = os.environ.get(VARIABLE)
     folder = Path(named) if named else ROOT.parent / "shared" / "data"
@@ -43,13 +43,15 @@ def shared_data() -> Path | None:
 
 
 def find(name: str) -> Path | None:
-    """One of NAME_TO_SOURCE, if it is there."""
+    """Return the path of one of NAME_TO_SOURCE; None if it is missing."""
     folder = shared_data()
     return folder / name if folder is not None and (folder / name).exists() else None
 
 
 def why_missing(*names: str) -> str:
-    """What to do about data that is not there; empty if all of it is."""
+    """Return which of these files are missing and where to get them, as text; "" if all are
+    available.
+    """
     absent = [f"{name} ({NAME_TO_SOURCE[name]})" for name in names if find(name) is None]
     if not absent:
         return ""

@@ -1,8 +1,8 @@
-"""One engine under measurement, in a process of its own, told over a pipe what to time. Standard
-library only.
+"""One engine under measurement, in a process of its own that takes orders over a pipe. Uses the
+standard library only.
 
-Its environment may hold another torch or none of ours, so both ends speak JSON lines. Processes
-stay alive between measurements: that is what lets the repetitions of several engines be
+The process's environment may hold another torch, or none of ours, so both ends exchange JSON lines.
+Processes stay alive between measurements, so that the repetitions of several engines can be
 interleaved.
 """
 
@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Subject(Protocol):
-    """What an engine's process answers. Times in seconds."""
+    """Calls that an engine's process answers. Times in seconds."""
 
     def prefill(self, num_tokens: int) -> float:
-        """Time from a fresh prompt of `num_tokens` to its first token."""
+        """Return the time from a fresh prompt of `num_tokens` to its first token."""
         ...
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Time of `steps` steps after the prefill of `batch` different prompts of `context` tokens,
-        one token each.
+        """Return the time of `steps` decode steps, one token per prompt each, after the prefill of
+        `batch` different prompts of `context` tokens.
         """
         ...
 
@@ -44,8 +44,8 @@ def prompts(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[lis
 
 
 def answer(make: Any) -> None:
-    """Serve `make()`'s Subject over stdin and stdout until stdin closes. What libraries print goes
-    to stderr.
+    """Serve `make()`'s Subject over stdin and stdout until stdin closes. Prints of libraries go to
+    stderr.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -67,15 +67,15 @@ def answer(make: Any) -> None:
 
 
 class SubjectFailed(RuntimeError):
-    """The engine's process ended, said it cannot, or took too long."""
+    """The engine's process ended, reported an error, or timed out."""
 
 
 class SubjectUnsupported(RuntimeError):
-    """The engine is not meant for this point."""
+    """The engine does not support this point."""
 
 
 class SubjectProcess:
-    """The asking end. Starting waits until the model is loaded."""
+    """Parent's end of an engine's process. The constructor waits until the model is loaded."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, env: dict[str, str], start_timeout_s: float
@@ -103,7 +103,7 @@ class SubjectProcess:
         return self._process.pid
 
     def ask(self, call: str, timeout_s: float = 600.0, **arguments: int) -> float:
-        """Return the seconds one measurement took. Raises SubjectFailed or SubjectUnsupported."""
+        """Return the seconds of one measurement. Raises SubjectFailed or SubjectUnsupported."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
@@ -118,7 +118,7 @@ class SubjectProcess:
         return float(reply["seconds"])
 
     def close(self) -> None:
-        """End the process: politely, then not."""
+        """End the process: close its stdin, and kill it after 20 s."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

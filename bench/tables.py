@@ -1,5 +1,5 @@
-"""Pieces that benchmarks share: a parser with `--quick`, a table of columns, a percentile, and files of
-results.
+"""Helpers that benchmarks share: a parser with `--quick`, a table of columns, a percentile, and
+result files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from bench.subject import ROOT
 
 
 def parser_of(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """Return the parser of `python -m bench.NAME`. `quick`: what its --quick does; empty: it has none."""
+    """Return the parser of `python -m bench.NAME`. `quick`: help text of --quick; empty: there is
+    no --quick.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}",
         description=description,
@@ -30,7 +32,7 @@ def parser_of(name: str, description: str | None, quick: str = "") -> argparse.A
 
 
 def table_of(columns: str, title: str = "", num_left: int = 1) -> Table:
-    """Return a table. `columns`: names divided by "|"; the first `num_left` stand left."""
+    """Return a table. `columns`: names separated by "|"; the first `num_left` are left-aligned."""
     table = Table(title=title or None, title_justify="left")
     for index, name in enumerate(columns.split("|")):
         table.add_column(name, justify="left" if index < num_left else "right")
@@ -38,12 +40,14 @@ def table_of(columns: str, title: str = "", num_left: int = 1) -> Table:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of the values that `share` of all do not exceed."""
+    """Return the percentile `share`: the smallest value that at least this share of all values do
+    not exceed.
+    """
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def write(console: Console, name: str, found: Any) -> None:
-    """Write a run's figures as JSON beside those of earlier runs, and print where."""
+    """Write a run's figures as JSON into bench/results, and print the path."""
     folder = ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"

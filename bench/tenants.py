@@ -1,10 +1,10 @@
-"""What two tenants of one server get: one that keeps many streams open, and one that is absent, has
-left, or has two streams.
+"""Shares of two tenants on one server: one keeps many streams open; the other is absent, has left,
+or has two streams.
 
     python -m bench.tenants [--quick] [--model hadal-tiny|mid] [--checkout OLD]
 
-Each stream is asked for again as soon as it ends: about 64 tokens in, 60 out, greedy. Rates are of all
-tokens that came while all streams ran; times are of the tenant with two streams.
+Each stream is followed by another as soon as it ends: about 64 tokens in, 60 out, greedy. Rates
+count all tokens that arrived while all streams ran; times are those of the tenant with two streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_BEFORE = 10
 async def run(
     running: Running, model: str, tenants: dict[str, int], seconds: float
 ) -> dict[str, list[Sample]]:
-    """Return each tenant's finished streams. `tenants`: key -> streams at once."""
+    """Return each tenant's finished streams. `tenants`: key -> number of concurrent streams."""
     until_s = time.perf_counter() + seconds
     keys = [key for key, number in tenants.items() for _ in range(number)]
     found = await asyncio.gather(
@@ -52,7 +52,7 @@ async def run(
 
 
 def row(name: str, streams: dict[str, list[Sample]]) -> tuple[str, ...]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     light = streams.get(LIGHT, [])
     cells = [name, f"{rate(streams[HEAVY]):.0f}" if HEAVY in streams else ""]
     if not light:

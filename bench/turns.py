@@ -1,10 +1,11 @@
-"""How much of a conversation the next turn finds, and how soon its first token comes.
+"""Cached share of a conversation in its next turn, and time to first token there.
 
     python -m bench.turns [--quick] [--checkout OLD]
 
-A prompt of 600 tokens, an answer of 400, then both and three tokens more; and an agent's ten turns, each
-of the text so far, an answer of 80 tokens and 60 tokens more. By default, with a cache folder, and with
-configs/laptop_ep.toml; and llama.cpp's server, where `make bench-peers` set it up.
+A prompt of 600 tokens and an answer of 400, then both plus three tokens; and an agent's ten turns,
+each with the text so far, an answer of 80 tokens and 60 further tokens. Servers: Hadal by default,
+with a cache folder, and with configs/laptop_ep.toml; and llama.cpp's server if `make bench-peers`
+set it up.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from bench.subject import ROOT
 from bench.tables import parser_of, table_of
 
 Ask = Callable[[Sequence[int], int], tuple[list[int], int, float]]
-"""(prompt, tokens wanted) -> the answer, tokens of the prompt that were found, and the ms to the first."""
+"""(prompt, requested tokens) -> (answer, prompt tokens found in the cache, ms to the first
+token).
+"""
 NUM_CHATS, NUM_TURNS = 6, 10
 REST_S = 0.3
-"""Between two turns: people and tools take longer."""
+"""Seconds between two turns: people and tools take longer."""
 
 
 def tokens(rng: random.Random, number: int) -> list[int]:
-    """Return a text."""
+    """Return `number` random tokens."""
     return [rng.randrange(20, 900) for _ in range(number)]
 
 
 def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Ask our server: for one token, then for all."""
+    """Send two requests to our server: for one token, to time it, then for the answer."""
     begun_s = time.perf_counter()
     usage = asked(address, "POST", "/v1/completions", random_body("m", prompt, 1))["usage"]
     first_ms = 1e3 * (time.perf_counter() - begun_s)
@@ -51,7 +54,9 @@ def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[in
 
 
 def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Ask llama.cpp's server, which says itself how many tokens it kept and how long the rest took."""
+    """Send a request to llama.cpp's server, which reports its cached tokens and the ms for the rest
+    of the prompt.
+    """
     body = {
         "prompt": list(prompt),
         "n_predict": number,
@@ -64,7 +69,7 @@ def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[in
 
 
 def row(name: str, ask: Ask, num_chats: int) -> tuple[str, ...]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     second: list[tuple[int, float]] = []
     for seed in range(num_chats):
         rng = random.Random(seed)

