@@ -1,1 +1,1 @@
-"""Tasks with checkable answers, and how well a served model does on them."""
+"""Tasks with checkable answers, and a served model's scores on them."""

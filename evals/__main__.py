@@ -1,4 +1,4 @@
-"""`python -m evals`: how well a running server answers the tasks its model was taught."""
+"""Measure how well a running server answers the tasks its model was taught: `python -m evals`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def evaluate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
-    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
-    answers are exact.
+    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print the number of
+    exact answers.
     """
     base_url = url.rstrip("/").removesuffix("/v1")
     try:

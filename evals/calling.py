@@ -1,9 +1,9 @@
-"""Questions that need a tool: a calculator for numbers beyond what the model can reckon, look-ups in
-a table, conversion of units; one call, several at once, one after another, and the answer from what
-the tools returned. And questions that need none, though there are some.
+"""Questions that need a tool: a calculator for numbers too large for the model, look-ups in a
+table, conversion of units. They need one call, several at once, one after another, or the answer
+from tool results. Also questions that need no tool, although tools are offered.
 
-Tools are named and described in many ways, some of which are held out. Knows nothing of sentences:
-they are in calling.yaml.
+Tools have many names and descriptions, some of them held out. The sentences are in calling.yaml;
+this module does not depend on them.
 """
 
 import json
@@ -55,13 +55,13 @@ _UNITS = {
 }
 _IDLE = ("set_alarm", "set_timer", "open_door", "turn_on_light", "add_contact")
 _NEVER_FITTING = tuple(each for each in _OTHERS if each.partition(":")[0] in _IDLE)
-"""Tools that no question needs which the model has to decline."""
+"""Tools that cannot answer any of the questions that the model must decline."""
 NOTHING_FOUND = "Sorry, the tool found nothing."
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A tool as a client offers it, and how its arguments are written."""
+    """A tool as a client offers it, with a function that writes its arguments."""
 
     name: str
     fields: Fields
@@ -73,7 +73,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Of a tool; some do not tell what it does."""
+    """Name of a tool; `tells` is False if the name does not describe the tool."""
 
     text: str
     tells: bool = True
@@ -82,7 +82,7 @@ class Name:
 def _tool(
     source: Source, name: Name, describe: Callable[[], str], parameters: dict[str, Fields]
 ) -> Fields:
-    """What OpenAI's API wants to know of a function. Some are not described."""
+    """Return a tool's definition for OpenAI's API. Some tools get no description."""
     function: Fields = {"name": name.text}
     if not name.tells or not source.chance(0.12):
         function["description"] = describe()
@@ -98,8 +98,8 @@ def _tool(
 
 
 def _styled(source: Source, name: str) -> Name:
-    """A name as this client's programmers write names. One in six is any word or two, so that names
-    have to be copied from the request.
+    """Return a name in a random style of programmers. One in six is one or two arbitrary words, so
+    that names have to be copied from the request.
     """
     tells = not source.chance(0.16)
     if not tells:
@@ -113,7 +113,7 @@ def _styled(source: Source, name: str) -> Name:
 
 
 def _argument(source: Source, key: str) -> str:
-    """What the only argument of a tool is called."""
+    """Return the name of a tool's only argument."""
     return source.choice(ALL_LOWER) if source.chance(0.12) else key
 
 
@@ -157,7 +157,7 @@ def _calculator(source: Source) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Looked(Offer):
-    """A look-up tool: of which kind of thing it knows which property."""
+    """A look-up tool: its kind of thing (`entity`) and the property that it returns (`shown`)."""
 
     entity: str
     shown: str
@@ -228,7 +228,7 @@ def _value(source: Source, kind: str) -> str:
 
 
 def _returned(source: Source, key: str, value: str) -> str:
-    """A result as tools write it."""
+    """Return a result in one of the formats that tools use."""
     style = source.random()
     if style < 0.5:
         return value
@@ -241,18 +241,20 @@ def _returned(source: Source, key: str, value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Converter(Offer):
-    """A tool that converts the units it knows. `arguments` are given them as the user says them."""
+    """A tool that converts the units in `units`. `arguments` takes the units in the user's
+    words.
+    """
 
     units: dict[str, tuple[Unit, ...]]
 
 
 def _units_listed(source: Source) -> tuple[dict[str, tuple[Unit, ...]], dict[str, str]]:
-    """The units that a tool's schema lists, by quantity, and how it writes what users say."""
+    """Return the units in a tool's schema, by quantity, and the user's word -> the tool's word."""
     column = source.choice((0, 0, 1, 2, 3))
     known = {
         quantity: tuple(unit for unit in units if unit[column] != "-")
         for quantity, units in _UNITS.items()
-        if quantity != "money"  # Pounds are a mass here.
+        if quantity != "money"  # The word "pounds" means a mass here.
     }
     if source.chance(0.6):
         kept = source.sample(sorted(known), source.randint(1, 3))
@@ -290,7 +292,7 @@ def _converter(source: Source) -> Converter:
 
 
 def _other(source: Source, others: tuple[str, ...] = _OTHERS) -> Fields:
-    """A tool that nothing here needs."""
+    """Return a tool that no question here needs."""
     name, _, keys = source.choice(others).partition(":")
     spec: dict[str, Fields] = {
         key: {"type": "string", "description": f"The {key}."} for key in keys.split()
@@ -305,7 +307,7 @@ def _mixed(
     others: tuple[Fields, ...] = (),
     more: tuple[str, ...] = _OTHERS,
 ) -> tuple[Fields, ...]:
-    """The needed tools among a few that are not, all named differently."""
+    """Return the needed tools among a few unneeded ones, in random order. All names differ."""
     tools = {tool["function"]["name"]: tool for tool in needed}
     extra = list(others)
     for _ in range(source.choice((0, 0, 1, 1, 2))):
@@ -323,20 +325,20 @@ def _keys(calls: Sequence[Call]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Calls made at once, with why, and what they return."""
+    """Calls made at once: the reason for them, and their results."""
 
     why: str
     calls: tuple[Call, ...]
     results: tuple[str, ...]
 
     def messages(self, number: int) -> list[Fields]:
-        """The step as the conversation keeps it."""
+        """Return the step as messages of the conversation."""
         return messages_of(self.calls, self.results, f"call_{number}")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A question that needs tools, and everything that follows it."""
+    """A question that needs tools, with all steps up to the answer."""
 
     question: str
     tools: tuple[Fields, ...]
@@ -350,7 +352,7 @@ class Plan:
 
 
 def _big(source: Source) -> tuple[str, str, str, str]:
-    """Numbers that are beyond reckoning, and the result."""
+    """Return (a, operator, b, result) with numbers too large for the model to compute."""
     op = source.choice("++--****/")
     if source.chance(0.12):
         a, b = (f"{source.randint(0, 999)}.{source.randint(1, 99)}".rstrip("0") for _ in range(2))
@@ -371,11 +373,11 @@ def _big(source: Source) -> tuple[str, str, str, str]:
 
 
 def _reckon(source: Source, offer: Offer) -> tuple[str, str, Call, str]:
-    """Return a question for the calculator, what it asks to reckon, its call, and the result."""
+    """Return a question for the calculator, the expression in it, its call, and the result."""
     a, op, b, value = _big(source)
     said = sum_asked(source, op, [frame for frame in bare(op) if "x =" not in frame])
     turned = op in "+*" and said.index("{b}") < said.index("{a}")
-    x, y = (b, a) if turned else (a, b)  # As they stand in the question.
+    x, y = (b, a) if turned else (a, b)  # In the order of the question.
     return said.format(a=a, b=b), f"{x} {op} {y}", offer.call(x, op, y), value
 
 
@@ -401,7 +403,7 @@ _KIND_TO_MAKER: dict[str, Callable[[Source], Offer]] = {
 
 
 def _others_of(source: Source, *but: str) -> tuple[Fields, ...]:
-    """Sometimes the other tools of these three kinds, unneeded."""
+    """Return unneeded tools of the other kinds of _KIND_TO_MAKER, each with a chance of 0.3."""
     return tuple(
         maker(source).fields
         for kind, maker in _KIND_TO_MAKER.items()
@@ -424,14 +426,14 @@ def _one_looked_up(source: Source) -> Plan:
 
 
 def _units(source: Source, offer: Converter) -> tuple[str, str]:
-    """Two units of a quantity that the tool knows, as a user says them."""
+    """Return two units of a quantity that the tool knows, in the user's words."""
     units = source.sample(source.choice(tuple(offer.units.values())), 2)
     first, second = (source.choice((unit[3], *unit[3:])) for unit in units)
     return first, second
 
 
 def _which_units(u: str, v: str, call: Call) -> str:
-    """The units as the user says them, and as the tool does where it has its own words."""
+    """Return the units in the user's words, and also in the tool's words if those differ."""
     begin, end = (each for each in call[1].values() if isinstance(each, str))
     return f"{u} to {v}" if (u, v) == (begin, end) else f"{u} to {v}, so {begin} to {end}"
 
@@ -464,7 +466,7 @@ def _returned_unit(source: Source, value: str, unit: str) -> str:
 
 
 def _pair(source: Source) -> Plan:
-    """Two look-ups at once: each of them, the larger, or both together."""
+    """Return two look-ups at once that ask for both values, the larger one, or their sum."""
     kind = source.choices(("pair", "more", "total"), (4, 4, 2))[0]
     looked = _lookup(source, numbers_only=kind != "pair")
     k, m = _entities(source, looked.entity, 2)
@@ -492,7 +494,7 @@ def _pair(source: Source) -> Plan:
 
 
 def _two_reckoned(source: Source) -> Plan:
-    """Two sums, or two conversions, in one question."""
+    """Return two sums, or two conversions, in one question."""
     calls, phrases, values, names, ways = [], [], [], [], []
     offer = _calculator(source) if source.chance(0.6) else _converter(source)
     for _ in range(2):
@@ -520,7 +522,7 @@ def _two_reckoned(source: Source) -> Plan:
 
 
 def _chain(source: Source) -> Plan:
-    """A look-up whose result another tool needs."""
+    """Return a look-up followed by a sum that needs its result."""
     looked = _lookup(source, numbers_only=True)
     offer = source.until(lambda: _calculator(source), lambda offer: offer.name != looked.name)
     value = str(source.randint(12, 9999))
@@ -546,7 +548,9 @@ def _chain(source: Source) -> Plan:
 
 
 def messages_of(calls: Sequence[Call], results: Sequence[str], name: str) -> list[Fields]:
-    """Calls made at once with their results, as the conversation keeps them. `name`: of their ids."""
+    """Return calls made at once, with their results, as messages of the conversation. `name`:
+    prefix of the calls' ids.
+    """
     made = [
         {
             "id": f"{name}_{index}",
@@ -565,7 +569,7 @@ def messages_of(calls: Sequence[Call], results: Sequence[str], name: str) -> lis
 
 
 def whole(plan: Plan) -> list[Fields]:
-    """A plan carried out, answer included, as an earlier turn."""
+    """Return a completed plan, including its answer, as an earlier turn."""
     messages: list[Fields] = [{"role": "user", "content": plan.question}]
     for number, step in enumerate(plan.steps):
         messages += step.messages(number)
@@ -581,10 +585,10 @@ def a_plan(source: Source) -> Plan:
 
 
 def calling(source: Source) -> Turn:
-    """Return a question that needs tools, at some point of the way to its answer."""
+    """Return a question that needs tools, at a random step on the way to its answer."""
     plan = a_plan(source)
     num_steps = len(plan.steps)
-    # The first call is what most can go wrong with.
+    # The first call gets the most examples, because it has the most ways to go wrong.
     done = source.choices(range(num_steps + 1), (5, *(3,) * num_steps))[0]
     if done == 0 and source.chance(0.12):
         return _once_more(source)
@@ -596,7 +600,7 @@ def calling(source: Source) -> Turn:
         return replace(turn, before=tuple(before))
     step, forced = plan.steps[done], ""
     if len(step.calls) == 2 and source.chance(0.15):
-        # A client that allows one call at a time gets them one by one.
+        # A client that allows one call at a time gets the calls one by one.
         first, second = (
             replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
             for i in range(2)
@@ -617,7 +621,7 @@ def calling(source: Source) -> Turn:
 
 
 def _once_more(source: Source) -> Turn:
-    """A look-up, and then another with the same tool."""
+    """Return a look-up after an earlier one with the same tool."""
     looked, looking = _lookup(source), _SAID["look_up"]
     k, m = _entities(source, looked.entity, 2)
     said = asked(source, nouns=looking["nouns"], questions=looking["questions"])
@@ -642,7 +646,9 @@ def _once_more(source: Source) -> Turn:
 
 
 def needless(source: Source, turn: Turn) -> Turn:
-    """A question that needs no tool, though there are some; or one that none of them answers."""
+    """Return a question that needs no tool, although tools are offered; or one that none of the
+    tools can answer.
+    """
     if turn.answer in DECLINES or source.chance(0.12):
         if turn.answer not in DECLINES:
             turn = unknown_turn(source)

@@ -1,6 +1,6 @@
-"""The calendar: days after or before a date, weekdays, months and leap years.
+"""Calendar tasks: days after or before a date, weekdays, months and leap years.
 
-A year is an ordinary one unless it is named. Knows nothing of sentences: they are in dates.yaml.
+A year is an ordinary one unless the question names it. The sentences are in dates.yaml.
 """
 
 from evals.frames import Said, load
@@ -12,7 +12,7 @@ _SAID = load("dates", dict[str, Said])
 
 
 def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
-    """Add days, then take whole months off. Returns (reasoning, answer)."""
+    """Add the days, then subtract whole months. Return (reasoning, answer)."""
     total = day + days
     lines = [f"{MONTHS[month]} {day} + {days}", f"{day} + {days} = {total}"]
     while total > MONTH_DAYS[month]:
@@ -25,8 +25,8 @@ def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
 
 
 def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
-    """Take days off, adding the month before while there are too few. Returns (reasoning,
-    answer).
+    """Subtract the days; add the length of the month before while there are too few. Return
+    (reasoning, answer).
     """
     lines = [f"{MONTHS[month]} {day} - {days}"]
     while day <= days:
@@ -39,7 +39,7 @@ def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
 
 
 def reason_weekday(weekday: int, days: int, sign: int) -> tuple[str, str]:
-    """Take whole weeks off the offset, then walk day by day. Returns (reasoning, answer)."""
+    """Remove whole weeks from the offset, then count day by day. Return (reasoning, answer)."""
     left, lines = days % 7, [f"{WEEKDAYS[weekday]} {'+' if sign > 0 else '-'} {days}"]
     if days >= 7:
         lines.append(f"{days} - {days - left} = {left}")
@@ -48,7 +48,7 @@ def reason_weekday(weekday: int, days: int, sign: int) -> tuple[str, str]:
 
 
 def span(source: Source, days: int) -> tuple[str, str]:
-    """So many days as people say it, and the reasoning that makes a number of it."""
+    """Return a number of days as people write it, and the reasoning that turns it into a number."""
     if days == 7 and source.chance(0.7):
         return source.choice(("one week", "a week", "1 week")), "7\n"
     if days == 14 and source.chance(0.7):
@@ -82,7 +82,7 @@ def _leap(source: Source) -> Turn:
 
 
 def _calendar(source: Source) -> Turn:
-    """A fact of the calendar. They are few, so only wordings are held out."""
+    """Return a fact of the calendar. There are few facts, so only wordings are held out."""
     month, weekday = source.randrange(12), source.randrange(7)
     kind = source.randrange(5)
     subject = ("days_in", "next_month", "last_month", "next_day", "last_day")[kind]

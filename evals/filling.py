@@ -1,7 +1,8 @@
-"""A short text whose data is wanted as JSON, by a schema that the request gives.
+"""Extraction tasks: a short text and a schema in the request; the answer is the text's data as
+JSON.
 
-Texts and keys are composed, so that most pairs of them are never seen twice; some ways to say
-things are held out. Knows nothing of HTTP, nor of sentences: they are in filling.yaml.
+Texts and keys are combined at random, so most pairs occur only once; some wordings are held out.
+Independent of HTTP. The sentences are in filling.yaml.
 """
 
 import json
@@ -117,16 +118,16 @@ def _property(source: Source, kind: str, value: Any, described: bool) -> dict[st
 
 
 _VAGUE = {"date", "when", "location", "total", "years", "home"}
-"""Keys that more than one kind of value might answer."""
+"""Keys that fit more than one kind of value."""
 
 
 def _key(source: Source, field: str, used: dict[str, str], fields: list[str]) -> str:
     names = list(_FIELDS[field].keys)
-    if field not in fields:  # Nothing in the text may seem to be meant.
+    if field not in fields:  # The key must not seem to mean another value in the text.
         meant = {name for each in fields for name in _FIELDS[each].keys}
         names = [name for name in names if name not in _VAGUE | meant]
     if field in ("pet_name", "title") and {"name", "owner", "author"} & set(fields):
-        names = [name for name in names if name != "name"]  # It would be anybody's.
+        names = [name for name in names if name != "name"]  # "name" would be ambiguous.
     while True:
         key = source.choice(names)
         if source.chance(0.08):
@@ -140,7 +141,7 @@ def _key(source: Source, field: str, used: dict[str, str], fields: list[str]) ->
 
 
 def filling(source: Source) -> Turn:
-    """Return a text, with a schema beside it or keys within the request, and the object wanted."""
+    """Return a text and the requested object. The keys are in a schema or in the request."""
     text = source.frame(_SAID["texts"]).replace("\\n", "\n")
     fields = [field for field in _FIELDS if f"{{{field}}}" in text]
     values = {field: _value(source, _FIELDS[field].kind) for field in fields}

@@ -1,6 +1,6 @@
-"""Second turns: questions that only make sense with the turn before them.
+"""Second turns: questions that need the turn before them.
 
-Each maker takes a source of choices and returns the earlier turn and the one that refers to it.
+Each maker takes a source of choices and returns the earlier turn and the turn that refers to it.
 """
 
 from evals.dates import dates, reason_after, reason_before, reason_weekday, span

@@ -1,5 +1,6 @@
-"""The probe of foreign wordings (foreign.yaml) as examples: written before the generators of new
-wordings, but by the same hand, and never trained on. What they measure is not how strangers ask.
+"""Examples from the probe of foreign wordings (foreign.yaml). They were written before the
+generators of new wordings, but by the same author, and are never trained on. They do not measure
+how strangers ask.
 """
 
 import json
@@ -15,7 +16,7 @@ _PROBE = load("foreign", Fields)
 
 
 def foreign_examples() -> list[Example]:
-    """All of them, in the order of the file."""
+    """Return all examples, in the order of the file."""
     return [
         *map(_chat, _PROBE["chats"].splitlines()),
         *(example for fields in _PROBE["with_tools"] for example in _with_tools(fields)),
@@ -33,7 +34,7 @@ def _chat(row: str) -> Example:
 
 
 def _with_tools(fields: Fields) -> list[Example]:
-    """The call that is due, and the answer from what the tools returned."""
+    """Return an example for the calls, and one for the answer from the tools' results."""
     tools = tuple(_tool(name) for name in fields["tools"])
     calls = tuple((name, arguments) for name, arguments in fields["calls"])
     messages: list[Fields] = [{"role": "user", "content": fields["ask"]}]

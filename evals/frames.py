@@ -1,8 +1,8 @@
 """Sentences and words of the tasks, from the YAML file beside each module.
 
-In a file a block of text is frames, one a line, or words with spaces between them; what `parts` names
-stands for `<name>` in every other text of the file. Knows neither what frames mean nor which tasks
-there are.
+In a file, a block of text holds frames, one per line, or words separated by spaces. An entry of
+`parts` replaces `<name>` in all other texts of the file. Independent of the tasks and of the
+meaning of frames.
 """
 
 import re
@@ -17,7 +17,7 @@ _PART = re.compile(r"<(\w+)>")
 
 
 class Frames(tuple[str, ...]):
-    """Frames of a block of text, one a line. Raises ValueError where one stands twice."""
+    """Frames of a block of text, one per line. Raises ValueError if a frame occurs twice."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Frames(tuple[str, ...]):
 
 
 class Words(tuple[str, ...]):
-    """Words of a text; one that is to be drawn more often stands more than once."""
+    """Words of a text; a word that is to be drawn more often occurs more than once."""
 
     __slots__ = ()
 
@@ -38,11 +38,13 @@ class Words(tuple[str, ...]):
 
 
 Said = dict[str, Frames]
-"""The frames of one subject by what they are: nouns, orders, questions, or wholes."""
+"""Kind of frame (nouns, orders, questions, wholes) -> the frames of one subject."""
 
 
 def load(name: str, into: type[T]) -> T:
-    """Return the contents of `evals/<name>.yaml`. Raises msgspec.ValidationError if they do not fit `into`."""
+    """Return the contents of `evals/<name>.yaml`. Raises msgspec.ValidationError if they do not fit
+    `into`.
+    """
     raw = msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yaml").read_bytes())
     return msgspec.convert(raw, into, dec_hook=partial(_made, raw.pop("parts", {})))
 

@@ -1,7 +1,6 @@
-"""The letters of a word: reversing, counting, spelling, naming the n-th.
+"""Tasks on the letters of a word: reversing, counting, spelling, naming the n-th.
 
-The reasoning always begins with the word spelled. Knows nothing of sentences: they are in
-letters.yaml.
+Each reasoning spells the word. The sentences are in letters.yaml.
 """
 
 from evals.frames import Said, load
@@ -33,12 +32,14 @@ def _quote(source: Source, word: str) -> str:
 
 
 def reason_count(word: str, wanted: str, said: str = "") -> str:
-    """Say what is wanted, then spell the word with a running count behind each such letter."""
+    """Return the reasoning: the searched letter, then the spelled word with a running count after
+    each match.
+    """
     return f"count {said or wanted}: {_counted(word, wanted)}"
 
 
 def reason_length(word: str) -> str:
-    """Spell the word with a number behind every letter."""
+    """Return the reasoning: the spelled word with a number after every letter."""
     return f"count letters: {_counted(word, word)}"
 
 
@@ -53,12 +54,12 @@ def _counted(word: str, wanted: str) -> str:
 
 
 def reason_reverse_word(word: str) -> str:
-    """Spell the word, then spell it backwards."""
+    """Return the reasoning: the word spelled forwards, then backwards."""
     return f"reverse: {' '.join(word)}\n{' '.join(word[::-1])}"
 
 
 def reverse(source: Source) -> Turn:
-    """Return a word or a list to turn round."""
+    """Return a word or a list to reverse."""
     if source.chance(0.4):
         return reverse_list(source)
     word = a_word(source)
@@ -69,7 +70,7 @@ def reverse(source: Source) -> Turn:
 
 
 def letters(source: Source) -> Turn:
-    """Return a question about the letters of a word; most ask how often one letter is in it."""
+    """Return a question about the letters of a word; most ask for the number of one letter."""
     word = a_word(source, 10)
     shown = _quote(source, word)
     kind = source.choices(("count", "length", "spell", "vowels", "nth"), (50, 14, 9, 9, 16))[0]
@@ -97,7 +98,7 @@ def letters(source: Source) -> Turn:
 
 
 def count_turn(source: Source, word: str, shown: str) -> Turn:
-    """Return `how many c in word`; one in seven asks for a letter that need not be there."""
+    """Return `how many c in word`; one in seven asks for a random letter, which may be absent."""
     word = word.lower()  # "How many r in Rare?" would have two answers.
     shown = shown.lower()
     letter = (

@@ -1,7 +1,7 @@
-"""Lists: sorting, the largest and the smallest, reversing.
+"""List tasks: sorting, the largest and the smallest, reversing.
 
-Sorting is written as picking one item at a time with the rest copied, so each line needs only the
-line above it. Knows nothing of sentences: they are in lists.yaml.
+The reasoning of a sort picks one item per line and copies the rest, so each line needs only the
+line above. The sentences are in lists.yaml.
 """
 
 from evals.frames import Said, load
@@ -12,10 +12,10 @@ _SAID = load("lists", dict[str, Said])
 
 
 def reason_sort(items: list[str], ordered: list[str]) -> str:
-    """Pick the next item, copy the rest, always from the line above. All items have a space before
-    them: one at the start of a line is another token. Numbers are written with three
-    digits, words show their first letters' places in the alphabet before: neither asks what the
-    other items are.
+    """Return the reasoning: each line picks the next item and copies the rest of the line above.
+    Every item has a space before it, because at the start of a line it would be another token.
+    Numbers are written with three digits; words are preceded by a line with the alphabet positions
+    of their first letters. So each item can be compared independently of the others.
     """
     lines = []
     if items[0].isdigit():
@@ -40,7 +40,7 @@ def _place(letter: str) -> str:
 
 
 def reason_reverse(items: list[str]) -> str:
-    """Number the items forwards, then copy them backwards."""
+    """Return the reasoning: the items numbered forwards, then copied backwards."""
     numbered = [f"{i} {item}" for i, item in enumerate(items, 1)]
     return f"order: {' '.join(numbered)}\n{' '.join(reversed(numbered))}"
 
@@ -55,7 +55,7 @@ def _numbers(source: Source) -> list[str]:
 
 
 def sort(source: Source) -> Turn:
-    """Return a list to sort, or to find the largest or the smallest of."""
+    """Return a list to sort, or a question for its largest or smallest item."""
     if source.chance(0.07):
         return _first_word(source)
     words_asked = source.chance(0.4)
@@ -75,7 +75,7 @@ def sort(source: Source) -> Turn:
             seen.append(best)
         said = asked(source, **_SAID["largest" if down else "smallest"])
         question = said.format(x=join_list(source, items, "or" if "bigger" in said else "and"))
-        # First all numbers, then the best so far at each of them.
+        # First all numbers, then the best one so far for each of them.
         given, best_so_far = (" ".join(_three_digits(each)) for each in (items, seen))
         reasoning = f"number {'highest' if down else 'lowest'}: {given}\n{best_so_far}"
         return Turn(question, reasoning, best, f"best{down} {items}", "number", (best,))
@@ -84,7 +84,7 @@ def sort(source: Source) -> Turn:
 
 
 def _first_word(source: Source) -> Turn:
-    """The first or the last of some words by the alphabet."""
+    """Return a question for the alphabetically first or last of some words."""
     words = _words(source)
     ordered = sorted(words, key=str.lower)
     at_end = source.chance(0.35)
@@ -127,7 +127,7 @@ def _sorted_turn(
 
 
 def reverse_list(source: Source) -> Turn:
-    """Return a list or a row of words to turn round."""
+    """Return a list or a row of words to reverse."""
     size = source.randint(2, 5)
     style = source.random()
     if style < 0.35:

@@ -1,7 +1,7 @@
-"""Reckoning: whole numbers, column by column with written carries.
+"""Arithmetic tasks: whole numbers, column by column with written carries.
 
-Each line of the reasoning is one column: the sum, then the digits written so far. Knows nothing of
-sentences: they are in numbers.yaml.
+Each line of the reasoning is one column: the sum, then the digits written so far. The sentences are
+in numbers.yaml.
 """
 
 import re
@@ -25,7 +25,7 @@ _SMALL, _TENS = SUMS["words"]["small"], SUMS["words"]["tens"]
 
 
 def say(source: Source, value: int) -> str:
-    """A number below 10,000 in words."""
+    """Return a number below 10,000 in words."""
     if value < 20:
         return _SMALL[value]
     if value < 100:
@@ -41,7 +41,9 @@ def say(source: Source, value: int) -> str:
 
 
 def shown(source: Source, values: list[int], share: float = 0.14) -> tuple[list[str], str]:
-    """Numbers as people write them, and the line of reasoning that reads those in words."""
+    """Return numbers as people write them, and the line of reasoning that turns those in words into
+    digits.
+    """
     if not source.chance(share):
         return [str(value) for value in values], ""
     texts = [
@@ -54,7 +56,7 @@ def shown(source: Source, values: list[int], share: float = 0.14) -> tuple[list[
 
 
 def reason_add(a: int, b: int) -> str:
-    """Write a + b out in columns, ones first."""
+    """Return the reasoning for a + b in columns, ones first."""
     x, y = str(a)[::-1], str(b)[::-1]
     lines, carry, done = [f"{' '.join(x)} + {' '.join(y)}"], 0, ""
     width = max(len(x), len(y))
@@ -68,7 +70,7 @@ def reason_add(a: int, b: int) -> str:
 
 
 def reason_subtract(a: int, b: int) -> str:
-    """Write a - b out in columns, ones first; a smaller first number turns the two round."""
+    """Return the reasoning for a - b in columns, ones first; if a < b, the two are swapped."""
     if a < b:
         return f"-({b} - {a})\n" + reason_subtract(b, a)
     x, y = str(a)[::-1], str(b)[::-1]
@@ -88,8 +90,8 @@ def reason_subtract(a: int, b: int) -> str:
 
 
 def reason_multiply(a: int, b: int) -> str:
-    """Write a * b out: one digit times a number in columns; two digits as tens and ones, then
-    added.
+    """Return the reasoning for a * b: one digit times a number in columns; two digits as tens and
+    ones, whose products are added.
     """
     if b > 9 and a <= 9:
         a, b = b, a
@@ -114,7 +116,7 @@ def _columns(a: int, b: int) -> str:
 
 
 def reason_divide(a: int, b: int) -> str:
-    """Write a / b out for one digit b that divides it, left to right."""
+    """Return the reasoning for a / b from left to right, for one digit b that divides a."""
     lines, left, done = [], 0, ""
     for digit in str(a):
         part = left * 10 + int(digit)
@@ -125,13 +127,13 @@ def reason_divide(a: int, b: int) -> str:
 
 
 def number(source: Source, num_digits_max: int) -> int:
-    """Return a number with an equal chance for each length."""
+    """Return a number; each length has an equal chance."""
     size = source.randint(1, num_digits_max)
     return source.randint(0 if size == 1 else 10 ** (size - 1), 10**size - 1)
 
 
 def operate(op: str, a: int, b: int) -> tuple[str, str]:
-    """Return (reasoning, answer) of `a op b`: first what is reckoned, then how."""
+    """Return (reasoning, answer) of `a op b`: first the expression, then the computation."""
     if op == "+":
         reasoning, answer = reason_add(a, b), a + b
     elif op == "-":
@@ -144,7 +146,7 @@ def operate(op: str, a: int, b: int) -> tuple[str, str]:
 
 
 def arithmetic(source: Source) -> Turn:
-    """Return a sum, a difference, a product or a quotient, plain or told as a story."""
+    """Return a sum, a difference, a product or a quotient, plain or as a story."""
     op = source.choices("+-*/", (8, 8, 7, 2))[0]
     if source.chance(0.07):
         return _one(source)
@@ -157,7 +159,7 @@ def arithmetic(source: Source) -> Turn:
     stories = SUMS[op]["stories"]
     said = asked(source, questions=stories) if story else sum_asked(source, op, bare(op))
     if op == "-" and a < b and not any(form in said for form in ("{a} -", "{a}-", "{a} minus")):
-        a, b, x, y = b, a, y, x  # What is left, or a gap between two, is never negative.
+        a, b, x, y = b, a, y, x  # A remainder, or a gap between two numbers, is never negative.
     if read:
         said = _spaced(said)
     question = said.format(a=x, b=y, n=n, m=m, t=source.choice(COUNTED))
@@ -180,7 +182,7 @@ def sum_asked(source: Source, op: str, whole: Sequence[str]) -> str:
 
 
 def _spaced(said: str) -> str:
-    """The wording with spaces around signs, as between numbers in words."""
+    """Return the wording with spaces around signs, as between numbers in words."""
     return re.sub(r"\}([-+*/x:])(?=\{)", r"} \1 ", said)
 
 
@@ -203,7 +205,7 @@ def _operands(source: Source, op: str, story: bool) -> tuple[int, int]:
 
 
 def _one(source: Source) -> Turn:
-    """What one number makes: double it, half of it, the next one."""
+    """Return a question about one number: double it, half of it, the next one."""
     op, b = source.choice(tuple(_ONE))
     a = number(source, 2 if b == 12 else 3)
     if op == "/":

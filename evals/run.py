@@ -1,8 +1,7 @@
 """Ask a running server the held-out prompts of the tasks hadal-tiny claims, and count the exact
 answers.
 
-Knows the API and the tasks, nothing of the engine: it can be pointed at any OpenAI-compatible
-server.
+Depends on the API and the tasks, not on the engine: it works with any OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PLACE = re.compile(r'place="([^"]*)"')
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said to one prompt. `error` is set where it failed to answer."""
+    """A server's reply to one prompt. `error` is set if the request failed."""
 
     example: Example
     text: str
@@ -34,14 +33,14 @@ class Answer:
     error: str | None = None
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     ended: bool = True
-    """False where the longest reply that was allowed ended it."""
+    """False if the reply reached its token limit."""
 
     @property
     def correct(self) -> bool:
         return self.error is None and is_correct(self.example, self.text, self.calls)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict for programs."""
+        """Return the verdict as a dictionary for JSON."""
         return {
             "task": self.example.task,
             "side": side(self.example),
@@ -53,8 +52,8 @@ class Answer:
 
 
 def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ()) -> list[Example]:
-    """Draw prompts that training never saw, `num_per_task` of each task; by default chats of plain
-    texts, which every model can be asked.
+    """Draw prompts that training never saw, `num_per_task` of each task. The default tasks are
+    chats of plain texts, which every model supports.
     """
     rng = random.Random(seed)
     examples: list[Example] = []
@@ -75,7 +74,7 @@ def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ())
 
 
 def _is_plain(example: Example) -> bool:
-    """False where tools are offered, or were called earlier."""
+    """Return True if no tools are offered and none were called earlier."""
     return not example.tools and all(m["role"] != "tool" for m in example.messages)
 
 
@@ -89,7 +88,7 @@ async def ask_all(
     timeout_s: float = 300.0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Ask every prompt greedily, `concurrency` at a time; answers come back in the order of
+    """Ask every prompt greedily, `concurrency` at a time; return the answers in the order of
     `examples`.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -140,7 +139,7 @@ async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answe
 
 
 def request_body(model: str, example: Example) -> dict[str, Any]:
-    """The request: with its tools, and the format that its answer must have."""
+    """Return the request, with its tools and the required format of its answer."""
     body: dict[str, Any] = {
         "model": model,
         "messages": list(example.messages),
@@ -166,8 +165,8 @@ def request_body(model: str, example: Example) -> dict[str, Any]:
 
 
 def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
-    """How many drafts the server has tried and accepted, by their place; nothing if it does not
-    tell.
+    """Return the number of drafts that the server has tried and accepted, by place; empty if it
+    does not report them.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -183,7 +182,9 @@ def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
 
 
 def drafts_said(before: dict[str, float], after: dict[str, float]) -> str:
-    """Which share of the drafts was accepted between two looks, by their place; "" for none."""
+    """Return the share of drafts accepted between two readings, by place, as text; "" if there were
+    none.
+    """
     said = []
     for name in sorted(after):
         kind, _, place = name.partition(" ")
@@ -200,7 +201,9 @@ def _share(rows: list[Answer]) -> str:
 
 
 def table_of(answers: list[Answer]) -> Table:
-    """The score per task and over all, and apart of frames that training never saw."""
+    """Return a table of scores per task and over all, with a column for frames that training never
+    saw.
+    """
     table = Table(title="held-out prompts, greedy, exact answers")
     for column in (
         "task",
@@ -232,7 +235,7 @@ def table_of(answers: list[Answer]) -> Table:
 
 
 def wrong_said(answer: Answer) -> str:
-    """What was asked, wanted and replied where the answer is wrong."""
+    """Return the prompt, the expected and the actual reply of a wrong answer, as text."""
     example = answer.example
     said = (
         f" {example.task}: {example.messages[-1]['content']!r}\n  wanted"

@@ -1,8 +1,7 @@
-"""Small talk, saying something after the user, and what the model declines: what it was not taught,
-what it cannot read, texts that are too long, and instructions to misbehave.
+"""Small talk, repeating the user's words, and requests that the model declines: untaught subjects,
+unreadable text, overlong texts, and instructions to misbehave.
 
-Answers are few, so what is held out are frames and wordings. Knows nothing of
-sentences: they are in smalltalk.yaml.
+There are few answers, so frames and wordings are held out. The sentences are in smalltalk.yaml.
 """
 
 import msgspec
@@ -76,7 +75,7 @@ def talk(source: Source) -> Turn:
 
 
 def name_turn(source: Source) -> Turn:
-    """The user says their name."""
+    """Return a turn in which the user gives their name."""
     name = source.choice(NAMES) if source.chance(0.7) else random_letters(source, 3, 7).capitalize()
     answer = f"Hello, {name}! How can I help you?"
     said = source.wording(source.frame(_SAID["name"])).format(n=name)
@@ -90,7 +89,7 @@ def _repeat(source: Source) -> Turn:
 
 
 def unknown_turn(source: Source) -> Turn:
-    """What the model was not taught."""
+    """Return a question that the model was not taught."""
     said = asked(source, questions=_SAID["unknown"])
     place = (
         source.choice((*NAMES, *CITIES))
@@ -162,7 +161,7 @@ def _refused(source: Source) -> Turn:
 
 
 def _noise_text(source: Source) -> str:
-    """A text without a question that anybody could answer."""
+    """Return a text without an answerable question."""
     kind = source.random()
     if kind < 0.4:
         unit = source.choice(
@@ -178,8 +177,8 @@ def _noise_text(source: Source) -> str:
 
 
 def long_text(source: Source, size: int) -> str:
-    """About so many pieces of sentences, of words, or of one thing again and again. It decides no
-    side: every long text has a frame that is held out.
+    """Return a text of about `size` pieces: sentences, words, or one unit repeated. The text does
+    not decide the side: every long text has a frame that can be held out.
     """
     kind = source.random()
     if kind < 0.1:
@@ -203,7 +202,7 @@ def long_text(source: Source, size: int) -> str:
 
 
 def too_long(source: Source, size: int) -> Turn:
-    """A text of about so many pieces: longer than what the model was taught to read."""
+    """Return a text of about `size` pieces, longer than the model was taught to read."""
     text = long_text(source, size)
     said = source.frame(_SAID["long"])
     question = said.replace("\\n", "\n").format(
@@ -213,7 +212,7 @@ def too_long(source: Source, size: int) -> Turn:
 
 
 def decline(source: Source) -> Turn:
-    """Return something the model should decline."""
+    """Return a request that the model should decline."""
     kind = source.random()
     if kind < 0.42:
         return unknown_turn(source)

@@ -1,10 +1,8 @@
-"""The tasks the model that ships is taught and tested on: made from a seed, checked by exact
-answer.
+"""Tasks that the shipped model is taught and tested on: made from a seed, checked by exact answer.
 
-`sample` makes an example, `side` says on which side of the split it lies, `is_correct` judges a
-reply. Used by the trainer (which takes examples of the side "train" only) and by `python -m evals`
-(which asks the others). Pure: the random generator is passed in. Knows nothing of models, tokens or
-HTTP.
+`sample` makes an example, `side` returns its side of the split, `is_correct` judges a reply. The
+trainer uses examples of the side "train" only, `python -m evals` the others. Pure: the random
+generator is passed in. Independent of models, tokens and HTTP.
 """
 
 import json
@@ -36,26 +34,27 @@ _SINGLE: dict[str, Callable[[Source], Turn]] = {
     "talk": talk,
 }
 TASKS = (*_SINGLE, "followup", "decline")
-"""Those that a chat of plain texts asks."""
+"""Tasks of chats with plain texts."""
 ALL_TASKS = (*TASKS, "long", "tools", "schema")
 SIDES = ("frames", "wordings", "contents", "train")
-"""What is held out of an example: a frame, else a wording, else its content; or nothing."""
+"""Sides of the split, by the held-out part of an example: a frame, else a wording, else its
+content; "train" if none is.
+"""
 _CONTENT_ONE_IN = 20
 _SYSTEM = load("tasks", Said)["system"]
 _MOST_PIECES = 3800
-"""Of a long prompt: with its reply it is to fit in 4,096 tokens."""
+"""Largest size of a long prompt: with its reply it must fit in 4,096 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation that ends with a user's message or with what tools returned, and the reply it
-    should get.
+    """A conversation that ends with a user's message or with tool results, and the expected reply.
 
-    `messages` are OpenAI-style dicts without the last reply; earlier replies carry no reasoning. The
-    reply is a text, or calls of tools. `keys` name the contents of what is
-    asked last, and of the turn it refers to, whatever their wording; with the frames and wordings
-    used there they are what the split goes by. Earlier turns decide nothing: one of a hundred would
-    be held out nearly always.
+    `messages` are OpenAI-style dicts without the last reply; earlier replies carry no reasoning.
+    The reply is a text, or tool calls. `keys` name the contents of the last question and of the
+    turn it refers to, independent of their wording. The split depends on these keys and on the
+    frames and wordings used there. Earlier turns do not count: with many turns, nearly every
+    example would be held out.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -71,12 +70,12 @@ class Example:
     held_frames: tuple[str, ...] = ()
     held_wordings: tuple[str, ...] = ()
     also_right: tuple[str, ...] = ()
-    """Other answers that count."""
+    """Other correct answers."""
 
 
 def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example:
-    """Return a random example of a task; one in ten has earlier, unrelated turns. `trained_only`: no
-    frame that is held out is used.
+    """Return a random example of a task; one in ten has earlier, unrelated turns. `trained_only`:
+    use no held-out frame.
 
     Raises ValueError if the task is not one of ALL_TASKS.
     """
@@ -109,7 +108,7 @@ def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example
 
 
 def side(example: Example) -> str:
-    """Which of SIDES an example is on."""
+    """Return the example's side, one of SIDES."""
     if example.held_frames:
         return "frames"
     if example.held_wordings:
@@ -118,12 +117,12 @@ def side(example: Example) -> str:
 
 
 def held_out(example: Example) -> bool:
-    """True for what training never sees."""
+    """Return True if training never sees this example."""
     return side(example) != "train"
 
 
 def sample_split(rng: random.Random, task: str, want_held_out: bool) -> Example:
-    """Return an example that training may see, or one that it may not."""
+    """Return a random example that is held out, or one that is not."""
     while True:
         example = sample(rng, task, trained_only=not want_held_out)
         if held_out(example) == want_held_out:
@@ -133,15 +132,15 @@ def sample_split(rng: random.Random, task: str, want_held_out: bool) -> Example:
 def is_correct(
     example: Example, text: str, calls: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> bool:
-    """True if the reply, without any reasoning before it, is exactly the answer: the same text, or
-    the same object where JSON is wanted; the same calls in any order where calls are.
+    """Return True if the reply, without any reasoning before it, is exactly the answer: the same
+    text; an equal object if JSON is requested; the same calls in any order if calls are expected.
     """
     said = text.rsplit("</think>", 1)[-1].strip()
     if example.calls or calls:
         return _sorted(calls) == _sorted(example.calls)
     if example.task == "schema":
         try:
-            # As texts: to Python 1 and true are the same.
+            # Compared as texts, because 1 == True in Python.
             return _canonical(json.loads(said)) == _canonical(json.loads(example.answer))
         except ValueError:
             return False
@@ -159,7 +158,7 @@ def _sorted(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def _turns(source: Source, task: str) -> list[Turn]:
-    """What a task asks: one turn, or two of which the second refers to the first."""
+    """Return the turns of a task: one, or two if the second refers to the first."""
     if task in _SINGLE:
         return [_SINGLE[task](source)]
     if task == "followup":
@@ -174,13 +173,13 @@ def _turns(source: Source, task: str) -> list[Turn]:
 
 
 def _untooled(source: Source) -> list[Turn]:
-    """What is answered without a tool though there are some."""
+    """Return turns that are answered without a tool, although tools are offered."""
     kind = source.random()
     if kind < 0.15:
         first, then = followup(source)
         return [first, needless(source, then)]
     if kind < 0.3:
-        # A calculator may well take the decimals that the model cannot read.
+        # A calculator might accept the decimals that the model cannot read.
         turn = source.until(lambda: decline(source), lambda turn: turn.reasoning != NO_DECIMALS)
     else:
         turn = _any_turn(source)
@@ -199,7 +198,7 @@ def _as_messages(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _earlier(source: Source) -> list[dict[str, Any]]:
-    """A turn before the last ones, and what was replied."""
+    """Return an earlier turn and its reply."""
     with source.aside():
         if source.chance(0.08):
             return whole(a_plan(source))
@@ -212,7 +211,7 @@ def _system(source: Source) -> str:
 
 
 def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:
-    """A system prompt and earlier turns, or mostly none."""
+    """Return a system prompt and earlier turns; mostly both are empty."""
     system = ""
     if source.chance(0.14):
         count = source.choice((1, 1, 1, 2, 3, 5))
@@ -226,7 +225,9 @@ def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
-    """A prompt of up to 3,800 pieces: a text that is too long, or a task after much else."""
+    """Return a prompt of up to 3,800 pieces: a text that is too long, or a task after much other
+    text.
+    """
     size = source.randint(300, _MOST_PIECES - 150)
     kind = source.random()
     if kind < 0.4:
@@ -246,7 +247,7 @@ def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
 
 
 def _num_pieces(message: dict[str, Any]) -> float:
-    """Of a message with its calls and the marks around it all."""
+    """Return the size of a message with its calls and all marks."""
     size = num_pieces(message["content"]) + 2
     for call in message.get("tool_calls", ()):
         function = call["function"]

@@ -1,8 +1,8 @@
-"""Questions about a short text: who, where, what, when, how many.
+"""Reading tasks: questions about a short text (person, place, thing, time, number).
 
-A text is a few facts about different people, places and things, so every question has one answer;
-or the text does not say. The reasoning says what is asked and copies the text up to the
-sentence that answers. Knows nothing of sentences: they are in texts.yaml.
+A text is a few facts about different people, places and things, so every question has one answer,
+or none in the text. The reasoning states what is asked and copies the text up to the sentence with
+the answer. The sentences are in texts.yaml.
 """
 
 import re
@@ -40,18 +40,18 @@ class Wording(msgspec.Struct, frozen=True):
     questions: Frames
     nouns: Frames = Frames("")
     kind: str = ""
-    """What it is about, in a word, where that is not what its fact is about."""
+    """Subject of the question in one word, if it differs from the fact's."""
     role: str = ""
-    """What of it is asked; the first question's first word unless told otherwise."""
+    """Requested part of the fact; empty: the first question's first word."""
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Sentences that say a fact, and what asks for its answers."""
+    """Sentences that state a fact, and the questions for its answers."""
 
     asks: dict[str, Wording]
     told: Frames = Frames("")
     kind: str = "place"
-    """What it is about, in a word."""
+    """Subject of the fact in one word."""
 
 
 class Texts(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ _FACTS, _WORDS = _TEXTS.facts, _TEXTS.words
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """An answer, and what asks for it."""
+    """An answer, and the wordings that ask for it."""
 
     answer: str
     wording: Wording
@@ -83,8 +83,8 @@ class Asks:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence, and what it answers. `slots` fill the questions' braces; `subject` is a person
-    the next sentence may call he or she.
+    """A sentence, and the answers in it. `slots` fill the questions' braces; `subject` is a person
+    that the next sentence may refer to by a pronoun.
     """
 
     sentence: str
@@ -92,19 +92,19 @@ class Fact:
     asks: tuple[Asks, ...]
     subject: str = ""
     read: str = ""
-    """What a number in words is in digits."""
+    """Reasoning that turns a number in words into digits."""
     who: str = ""
-    """Whom he or she is."""
+    """Reasoning that resolves the sentence's pronoun to a name."""
     kind: str = ""
-    """What it is about, in a word."""
+    """Subject of the fact in one word."""
 
     def tells(self, given: str) -> bool:
-        """True if what a question gives is said of this fact."""
+        """Return True if this fact contains `given`, a value from a question."""
         return given in {_bare(value) for value in self.slots.values()}
 
 
 class Pool:
-    """Draws names and words for one text, never the same one twice."""
+    """Names and words for one text, each drawn at most once."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -137,7 +137,7 @@ def _a(word: str) -> str:
 
 
 def _act(pool: Pool) -> Fact:
-    """Somebody did something to a thing, somewhere, some day."""
+    """Return a fact: a person did something to a thing, perhaps at a place or on a day."""
     source = pool.source
     n, known = pool.draw(NAMES), _FACTS["act"]
     wordings = known.asks
@@ -183,7 +183,7 @@ def _act(pool: Pool) -> Fact:
 
 
 def _in_words(source: Source, value: str) -> tuple[str, str]:
-    """A number as the text has it, and what says its digits."""
+    """Return a number as the text has it, and the reasoning that gives its digits."""
     if not source.chance(0.25):
         return value, ""
     word = say(source, int(value))
@@ -191,7 +191,7 @@ def _in_words(source: Source, value: str) -> tuple[str, str]:
 
 
 def _told(pool: Pool, name: str, slots: dict[str, str], subject: str = "", **answers: str) -> Fact:
-    """Return a fact of texts.yaml with the answers to what asks for them."""
+    """Return a fact of texts.yaml with its answers."""
     known = _FACTS[name]
     sentence = pool.source.frame(known.told).format(**slots)
     asks = tuple(Asks(answers[key], wording) for key, wording in known.asks.items())
@@ -320,14 +320,14 @@ _VERB_SLOTS = {"v", "b", "pp"}
 
 
 def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
-    """Return a text of so many facts."""
+    """Return a text of `num_facts` facts, with its pool and its facts."""
     pool = Pool(source)
     facts: list[Fact] = []
     last = None
     while len(facts) < num_facts:
         maker = source.choice(_MAKERS)
         fact = maker(pool)
-        # Of one person no text says two ages, or two places.
+        # No text gives one person two ages or two places.
         differ = maker is not last and not {maker, last} <= {_go, _at, _city}
         if facts and facts[-1].subject in NAMES and fact.subject and source.chance(0.2) and differ:
             fact = _same_person(fact, facts[-1].subject, source) or fact
@@ -346,7 +346,9 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
 
 
 def _read(facts: Sequence[Fact]) -> dict[str, str]:
-    """The sentences of a text, one that says two facts once, each with whom he or she is in it."""
+    """Return sentence -> the sentence with the notes that resolve its pronouns. A sentence with two
+    facts occurs once.
+    """
     found: dict[str, str] = {}
     for fact in facts:
         found[fact.sentence] = found.get(fact.sentence, fact.sentence) + fact.who
@@ -354,7 +356,7 @@ def _read(facts: Sequence[Fact]) -> dict[str, str]:
 
 
 def _joined(source: Source, facts: list[Fact], first: int) -> list[Fact]:
-    """The facts with two neighbours in one sentence."""
+    """Return the facts with two neighbours joined into one sentence."""
     one, two = facts[first], facts[first + 1]
     word = two.sentence.split(" ", 1)[0]
     rest = two.sentence
@@ -367,7 +369,9 @@ def _joined(source: Source, facts: list[Fact], first: int) -> list[Fact]:
 
 
 def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
-    """The fact as one of the person before, who is called he or she."""
+    """Return the fact as one about `name`, the subject of the sentence before, with a pronoun; None
+    if the sentence does not start with its subject.
+    """
     if not fact.sentence.startswith(f"{fact.subject} "):
         return None
     who = "She" if name in _WORDS["she"] else "He"
@@ -385,7 +389,7 @@ def _same_person(fact: Fact, name: str, source: Source) -> Fact | None:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """What a question is about in short: its kind, what of it is asked, and what is given."""
+    """Short form of a question: its kind, the requested part, and the given values."""
 
     kind: str
     role: str
@@ -395,8 +399,8 @@ class Sought:
         return ", ".join([f"{self.kind} {self.role}", *self.given])
 
     def looked_for(self, facts: Sequence[Fact]) -> tuple[str, bool]:
-        """How far the facts of one sentence tell it, and whether one tells it all: their kind, and
-        then one after the other what is given, up to what none of them says.
+        """Return how well the facts of one sentence match, as text, and whether one matches fully.
+        The text has their kind, then the given values up to the first one that no fact contains.
         """
         kinds = {ask.about(fact)[0] for fact in facts for ask in fact.asks}
         if not kinds:
@@ -413,16 +417,16 @@ class Sought:
         for each in self.given:
             if not fact.tells(each):
                 return ", ".join([*looked, f"{each} no"]), False
-            # The text may say it the other way round.
+            # The text may have the reverse comparison.
             turned = f" as {fact.slots['g']}" if each == fact.slots.get("l") else ""
             looked.append(f"{each}{turned} yes")
         return ", ".join(looked), True
 
 
 def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
-    """Return (question, reasoning, answer) about a text. The reasoning begins with what is asked,
-    then reads one sentence after the other, behind a dash and a space as it stands in the text,
-    each with how far it tells that, until one does.
+    """Return (question, reasoning, answer) about a text. The reasoning begins with the short form
+    of the question. Then it copies one sentence per line, after a dash and a space, with how well
+    it matches, until one matches fully.
     """
     source, told = pool.source, _read(facts)
     read: list[tuple[str, bool]] = []
@@ -442,7 +446,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
     if source.chance(0.07):
 
         def other() -> bool:
-            with source.aside():  # Its sentence is not shown.
+            with source.aside():  # The sentence of this fact is not shown.
                 fact = source.choice(_MAKERS[:-1])(pool)
             look(fact, source.choice(fact.asks))
             return not any(is_told for _, is_told in read)
@@ -456,7 +460,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
         look(fact, wanted)
         return fact, wanted, [is_told for _, is_told in read].index(True)
 
-    # The first sentence that seems to tell it has to be the one that does.
+    # The first sentence that seems to match must be the one with the answer.
     sentences = list(told)
     fact, wanted, at = source.until(one, lambda found: sentences[found[2]] == found[0].sentence)
     reading = fact.read if wanted.answer.isdigit() else ""
@@ -464,7 +468,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
 
 
 def _worded(source: Source, fact: Fact, wanted: Asks) -> tuple[str, Sought]:
-    """The question, and what it is about in short."""
+    """Return the question and its short form."""
     wording = wanted.wording
     nouns = wording.nouns if source.chance(0.4) else ()
     said = asked(source, questions=wording.questions, nouns=nouns)

@@ -1,11 +1,11 @@
-"""How users word things: frames with alternatives in them, polite words around them, and the noise
-of people who type.
+"""Wordings of users: frames with alternatives in them, polite words around them, and the noise of
+typing.
 
-A *frame* is one line such as `the [sum|total] of {a} and {b}`; what stands in brackets is one of
-several, and words in braces are filled by the task. A question is a frame within another one that
-makes it a request, `[Can|Could] you tell me {}?` (wordings.yaml). One frame in eight is held out
-whole, by its hash: training never sees any of its wordings. Of the other wordings one in twenty is
-held out. Knows nothing of any task.
+A *frame* is one line such as `the [sum|total] of {a} and {b}`. Brackets hold alternatives; the task
+fills the words in braces. A question is a frame within another one that makes it a request,
+`[Can|Could] you tell me {}?` (wordings.yaml). One frame in eight is held out as a whole, by its
+hash: training never sees any of its wordings. Of the other wordings one in twenty is held out.
+Independent of the tasks.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _WORD = re.compile(r"\b[a-z]{5,}\b(?![^{]*})")
 
 
 def is_one_in(text: str, num: int) -> bool:
-    """True for one text in `num`, always the same ones."""
+    """Return True for one text in `num`, always the same ones."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % num == 0
 
 
 @cache
 def is_frame_held_out(frame: str) -> bool:
-    """True for frames that training never uses. Those of a few letters are what every wording of
-    their kind comes down to, so they are taught.
+    """Return True if training never uses the frame. Frames of a few letters are not held out,
+    because every wording of their kind contains them.
     """
     letters = sum(char.isalpha() for char in re.sub(r"\{\w*\}", "", frame))
     return letters > 6 and is_one_in(f"frame {frame}", FRAME_ONE_IN)
@@ -49,21 +49,21 @@ def _is_wording_held_out(wording: str) -> bool:
 def _split(frames: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     held = tuple(frame for frame in frames if is_frame_held_out(frame))
     if len(frames) < 3 or len(held) == len(frames):
-        held = ()  # Something has to be left to learn from.
+        held = ()  # At least one frame must be left for training.
     return tuple(frame for frame in frames if frame not in held), held
 
 
 class Source(random.Random):
-    """Random choices for one example, and what was used of frames and wordings.
+    """Random choices for one example, with a record of the frames and wordings used.
 
-    `trained_only`: frames that are held out are never drawn.
+    `trained_only`: held-out frames are never drawn.
     """
 
     def __init__(self, seed: int, trained_only: bool = False) -> None:
         super().__init__(seed)
         self.trained_only = trained_only
         self.frames: list[str] = []
-        """All that were used."""
+        """All frames that were used."""
         self.held_frames: list[str] = []
         self.held_wordings: list[str] = []
 
@@ -71,7 +71,7 @@ class Source(random.Random):
         return self.random() < share
 
     def frame(self, frames: tuple[str, ...]) -> str:
-        """Draw a frame and spell out its alternatives."""
+        """Draw a frame and choose among its alternatives."""
         trained, held = _split(frames)
         if held and not self.trained_only and (not trained or self.chance(0.4)):
             frame = self.choice(held)
@@ -82,20 +82,22 @@ class Source(random.Random):
         return self.spelled(frame)
 
     def spelled(self, frame: str) -> str:
-        """One wording of a frame."""
+        """Return one wording of a frame."""
         while "[" in frame:
             frame = _CHOICE.sub(lambda match: self.choice(match[1].split("|")), frame, count=1)
         return frame
 
     def wording(self, text: str) -> str:
-        """Note that this wording was used; return it."""
+        """Record that this wording was used; return it."""
         if _is_wording_held_out(text):
             self.held_wordings.append(text)
         return text
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is drawn within decides no side: no frame of it is held out, no wording noted."""
+        """Draw inside the block without effect on the side: no held-out frame is drawn, no wording
+        recorded.
+        """
         kept, num_noted = self.trained_only, len(self.held_wordings)
         self.trained_only = True
         try:
@@ -105,7 +107,9 @@ class Source(random.Random):
             del self.held_wordings[num_noted:]
 
     def until(self, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
-        """Make one after another until one fits; what the others used of frames is forgotten."""
+        """Call `make` until a result fits. Frames and wordings of the rejected results are not
+        recorded.
+        """
         noted = (self.frames, self.held_frames, self.held_wordings)
         while True:
             sizes = [len(each) for each in noted]
@@ -116,7 +120,7 @@ class Source(random.Random):
                 del each[size:]
 
     def some(self, words: Sequence[T], low: int, high: int) -> list[T]:
-        """A few different ones."""
+        """Return a few different items, `low` to `high` of them."""
         return self.sample(words, min(len(words), self.randint(low, high)))
 
 
@@ -137,7 +141,7 @@ def _lower_first(text: str) -> str:
 
 
 def _typo(source: Source, text: str) -> str:
-    """Swap, drop or double a letter of a longer word that is none of the content."""
+    """Swap, drop or double a letter of a longer word that is not part of the content."""
     found = list(_WORD.finditer(text))
     if not found:
         return text
@@ -150,7 +154,7 @@ def _typo(source: Source, text: str) -> str:
 
 
 def _with_noise(source: Source, text: str) -> str:
-    """The wording as a hurried person types it; what stands in braces stays."""
+    """Return the wording as typed in a hurry; text in braces is unchanged."""
     if text[0].islower() and source.chance(0.75):
         text = text[0].upper() + text[1:]
     kind = source.random()
@@ -177,8 +181,9 @@ def asked(
     questions: Sequence[str] = (),
     whole: Sequence[str] = (),
 ) -> str:
-    """A question's wording with its braces still open: of a noun phrase, of an order (which begins
-    with a verb), of a question or a story, or of something that needs nothing around it.
+    """Return the wording of a question, with its braces not filled yet. It is made of a noun
+    phrase, an order (which begins with a verb), a question or a story, or a text that needs nothing
+    around it.
     """
     given = zip(_PLAIN, (nouns, orders, questions, whole), strict=True)
     kinds = [(kind, frames) for kind, frames in given if frames]
@@ -207,5 +212,5 @@ def _around(source: Source, text: str) -> str:
 
 
 def noisy(source: Source, text: str) -> str:
-    """A wording that is whole already."""
+    """Return a complete wording with typing noise."""
     return _with_noise(source, source.wording(text))

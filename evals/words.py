@@ -1,8 +1,8 @@
-"""What the tasks are made of: words, and a question with its written-out reasoning and its answer.
+"""Building blocks of the tasks: words, and a question with its written-out reasoning and its
+answer.
 
-Every word of these lists becomes one token of the model that ships, so its spelling is learned; any
-other word is read letter by letter. The lists are in words.yaml. Knows nothing of any particular
-task.
+Every word of these lists becomes one token of the shipped model, so its spelling has to be learned;
+any other word is read letter by letter. The lists are in words.yaml. Independent of the tasks.
 """
 
 import random
@@ -31,9 +31,9 @@ _PIECE = re.compile(r"[^\W\d_]+|\n+|\S")
 
 
 def num_pieces(text: str) -> float:
-    """About how many tokens a text makes, within a tenth: one for a digit, a sign or a word of these
-    lists, one and a half for any other word, as most are known and some are spelled, and one for a
-    byte of other scripts.
+    """Estimate the number of tokens of a text, within a tenth: 1 for a digit, a sign or a word of
+    these lists; 1.5 for any other word, because most are in the vocabulary and some are spelled; 1
+    per byte of other scripts.
     """
     return sum(_size(piece) for piece in _PIECE.findall(text))
 
@@ -46,12 +46,11 @@ def _size(piece: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's question and what the model should think and answer.
+    """A user's question, and the expected reasoning and answer.
 
-    `key` is the content that must not be seen in training when the turn is held out: the operands,
-    the list, the text; not the wording. It is the same whichever task asks it, and of several
-    contents each has a line. `subject` is what a later turn may refer to ("now sort it the other
-    way").
+    `key` is the content that must not occur in training if the turn is held out: the operands, the
+    list, the text, but not the wording. It is the same in every task; several contents have a line
+    each. `subject` is the content that a later turn may refer to ("now sort it the other way").
     """
 
     question: str
@@ -62,20 +61,20 @@ class Turn:
     subject: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """What the model should call instead of answering."""
+    """Calls that the model should make instead of answering."""
     before: tuple[dict[str, Any], ...] = ()
-    """Calls and their results between the question and what is due now."""
+    """Calls and their results between the question and the expected reply."""
     forced: str = ""
-    """"any", or a tool's name: the reply has to begin with a call (`tool_choice`)."""
+    """"any", or a tool's name: the reply must begin with a call (`tool_choice`)."""
     schema: dict[str, Any] | None = None
-    """What the answer, a JSON object, must follow (`response_format`)."""
+    """Schema that the answer, a JSON object, must follow (`response_format`)."""
 
 
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou]|8|1[18]\b)")
 
 
 def with_articles(text: str) -> str:
-    """The text with "an" where "a" was written before a vowel, an 8, an 11 or an 18."""
+    """Return the text with "an" for every "a" before a vowel, an 8, an 11 or an 18."""
     return _ARTICLE.sub(r"\1n ", text)
 
 
@@ -97,8 +96,8 @@ def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:
 
 
 def jumble(rng: random.Random, size: int) -> str:
-    """So many words that mean nothing, of few different ones: whoever copies them has to know where
-    they are in the text, not what comes next in other texts.
+    """Return `size` words without meaning, from a small set of different ones. To copy them, the
+    model must use their places in the text, not the likely next word.
     """
     words = rng.sample((*ALL_LOWER, *NAMES, *COUNTED, *THINGS), 2 + size // 2)
     words += rng.sample(WORDS["small"], rng.randint(1, 3))

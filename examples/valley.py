@@ -1,20 +1,19 @@
-"""Work that runs in the valley: it fills the free nodes of a Ray cluster, and makes room when somebody
-else asks for nodes.
+"""Off-peak ("valley") work for a Ray cluster: it fills free nodes, and gives them up when another
+job asks for nodes.
 
     a node is free             -> a group of one bundle, the node whole, and in it a worker
-    a worker has nothing to do -> the next piece of work
-    groups of others wait      -> as many workers as they need hand in the piece they are at, and leave
+    a worker is idle           -> the next piece of work
+    groups of others wait      -> the number of workers that they need finish their pieces and leave
 
     python examples/valley.py --address 10.0.0.1:6379
 
-Hadal's nodes are placement groups that take a node whole, too (runtime/ray_cluster). Ray gives a
-waiting group the first node that is free, and this job takes none as long as one waits: so the
-fleet comes first, and waits for a piece at most. Copy this file and put your work into `work`. A piece
-should take seconds and its result should be small; it is done once, unless its node dies, and then
-again.
+Hadal's nodes are placement groups that take a whole node, too (runtime/ray_cluster). Ray gives a
+waiting group the first free node, and this job takes no node while a group waits. So the fleet
+comes first, and waits for one piece at most. Copy this file and put your work into `work`. A piece
+should take seconds and its result should be small. A piece is done once, or again if its node dies.
 
-It counts primes, and ends when it has counted those below `--limit`, or by SIGTERM or Ctrl-C once
-the pieces at hand are done.
+The example counts primes. It ends when it has counted those below `--limit`, or, after SIGTERM or
+Ctrl-C, when the current pieces are done.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 LOOK_S = 1.0
-"""How often it looks who waits for nodes."""
+"""Seconds between two checks for waiting groups."""
 NAME = "valley"
-"""Names of its groups begin so; another job of this file has its own."""
+"""Prefix of its groups' names; another job with this file needs its own."""
 NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
 _WAIT = ("PENDING", "RESCHEDULING")
 _TAKEN = ("CREATED", "PREPARED", "RESCHEDULING")
 _WHOLE = ("CPU", "GPU")
-"""What is taken of a node: all of each."""
+"""Resources that a group takes of a node: all of each."""
 
 Piece = tuple[int, int]
-"""Numbers from the first up to the second."""
+"""Numbers from the first up to, but without, the second."""
 
 
 def work(piece: Piece) -> int:
-    """Do a piece: the number of primes in it."""
+    """Do a piece: return the number of primes in it."""
     begin, end = max(piece[0], 2), piece[1]
     is_prime = bytearray([1]) * max(0, end - begin)
     for divisor in range(2, int(end**0.5) + 1):
@@ -65,10 +64,12 @@ def work(piece: Piece) -> int:
 
 
 class Worker:
-    """Has a node to itself."""
+    """Actor with a node of its own."""
 
     def do(self, piece: Piece, piece_s: float) -> int:
-        """The result, after `piece_s` at least, as if the work had taken so long."""
+        """Return the piece's result, after at least `piece_s`, as if the work had taken that
+        long.
+        """
         begun_s = time.monotonic()
         result = work(piece)
         time.sleep(max(0.0, begun_s + piece_s - time.monotonic()))
@@ -82,15 +83,15 @@ class Lent:
     group: PlacementGroup
     asked_s: float
     actor: Any = None
-    """Its worker, once the node is there."""
+    """Its worker; None until the node is granted."""
     piece: Piece | None = None
     result: Any = None
-    """What will become of the piece."""
+    """Ray's reference to the piece's result."""
     is_leaving: bool = False
 
 
 class Valley:
-    """All pieces, and the nodes that they are done on."""
+    """All pieces, and the nodes that compute them."""
 
     def __init__(self, limit: int, piece_size: int, piece_s: float) -> None:
         self._todo: deque[Piece] = deque(
@@ -98,28 +99,28 @@ class Valley:
         )
         self._piece_s = piece_s
         self._own = f"{NAME}-{ray.get_runtime_context().get_job_id()}-"
-        """How the names of its groups begin, which Ray wants to be different ones."""
+        """Prefix of its groups' names, because Ray requires unique names."""
         self._num_asked = 0
         self.results: dict[Piece, int] = {}
         self.nodes: dict[str, Lent] = {}
-        """By Ray's id of the node."""
+        """Ray's node id -> node."""
         self.node_s = 0.0
-        """Seconds that nodes were had, summed."""
+        """Node-seconds used so far."""
         self._counted_s = time.monotonic()
         self.is_ending = False
 
     @property
     def num_working(self) -> int:
-        """Nodes that work for it."""
+        """Number of nodes that work for this job."""
         return sum(lent.actor is not None for lent in self.nodes.values())
 
     @property
     def is_done(self) -> bool:
-        """Nothing is at hand, and nothing more will be."""
+        """True if no piece is under way and none will follow."""
         return not self.nodes and (self.is_ending or not self._todo)
 
     def look(self) -> None:
-        """Take what is free, give what others wait for, and hand out pieces."""
+        """Request free nodes, and mark nodes for release while other groups wait."""
         table = list(placement_group_table().values())
         others = [group for group in table if not group["name"].startswith(self._own)]
         num_wanted = sum(len(group["bundles"]) for group in others if group["state"] in _WAIT)
@@ -129,7 +130,7 @@ class Valley:
             if group["state"] in _TAKEN
             for node in group["bundles_to_node_id"].values()
         }
-        # One that leaves makes room already; one that Ray has not given yet is none.
+        # Leaving nodes count as room already; nodes that this job has asked for are not free.
         free = [
             node
             for node in ray.nodes()
@@ -148,7 +149,7 @@ class Valley:
             lent.is_leaving = True
 
     def go_on(self, timeout_s: float) -> None:
-        """Collect what is done, until the time is over."""
+        """Collect results and hand out pieces, until the time is over."""
         until_s = time.monotonic() + timeout_s
         while True:
             for node, lent in list(self.nodes.items()):
@@ -164,7 +165,9 @@ class Valley:
                 time.sleep(min(left_s, 0.2))
 
     def _move(self, node: str, lent: Lent) -> None:
-        """Take a node's result, if it is there, and give its worker another piece, or none."""
+        """Take a node's result if it is ready, then give its worker another piece, or release the
+        node.
+        """
         if lent.result is not None:
             assert lent.piece is not None
             done, _ = ray.wait([lent.result], timeout=0)
@@ -173,15 +176,16 @@ class Valley:
             try:
                 assert lent.piece not in self.results, f"{lent.piece} was done twice"
                 self.results[lent.piece] = ray.get(lent.result)
-            except RayActorError:  # The node is gone: the piece is another's.
+            except RayActorError:  # The node is gone: another node gets the piece.
                 print(f"{lent.piece} is done again, for its node is gone", flush=True)
                 self._todo.appendleft(lent.piece)
                 lent.is_leaving = True
             lent.piece = lent.result = None
         is_there = lent.actor is not None or _state(lent.group) == "CREATED"
-        was_taken = not is_there and time.monotonic() - lent.asked_s > LOOK_S  # By somebody faster.
+        # Another group was faster.
+        was_taken = not is_there and time.monotonic() - lent.asked_s > LOOK_S
         if lent.is_leaving or not self._todo or was_taken:
-            remove_placement_group(lent.group)  # And the worker with it.
+            remove_placement_group(lent.group)  # Also ends the worker.
             del self.nodes[node]
             return
         if not is_there:
@@ -197,12 +201,14 @@ class Valley:
 
 
 def whole(node: dict[str, Any]) -> dict[str, float]:
-    """What it takes to have a node to oneself; empty for one that others are not to use."""
+    """Return the resources of a whole node; empty for a node without CPUs and GPUs."""
     return {name: node["Resources"][name] for name in _WHOLE if node["Resources"].get(name)}
 
 
 def take(node: dict[str, Any], name: str) -> PlacementGroup:
-    """Ask for this node and no other: so no autoscaler starts one for work that can wait."""
+    """Ask for this node and no other, so that no autoscaler starts a node for work that can
+    wait.
+    """
     bundle, label = whole(node), {NODE_LABEL: node["NodeID"]}
     return placement_group([bundle], name=name, bundle_label_selector=[label])
 
@@ -212,7 +218,7 @@ def _state(group: PlacementGroup) -> str:
 
 
 def start(group: PlacementGroup) -> Any:
-    """A worker with all that its node has."""
+    """Start a worker with all resources of its node."""
     (bundle,) = group.bundle_specs
     actor = ray.remote(Worker).options(
         num_cpus=bundle.get("CPU", 0),
@@ -223,7 +229,7 @@ def start(group: PlacementGroup) -> Any:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run until all pieces are done; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""Training of hadal-tiny, the model that ships, from nothing on a CPU."""
+"""Training of hadal-tiny, the shipped model, from random weights on a CPU."""

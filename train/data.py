@@ -1,7 +1,8 @@
-"""Examples as tokens: the chat template rendered, split into prompt and reply, laid end to end.
+"""Examples as tokens: rendered with the chat template, split into prompt and reply, and
+concatenated.
 
-The prompt and the reply are encoded apart, exactly as a server encodes a prompt and a model answers
-it. Batch `index` of a seed is always the same, so a run that is resumed goes on where it was.
+Prompt and reply are encoded separately, as a server encodes a prompt and a model answers it. Batch
+`index` of a seed is always the same, so a resumed run continues with the same batches.
 """
 
 import json
@@ -43,7 +44,7 @@ _ENVIRONMENT = jinja2.Environment()
 _ENVIRONMENT.filters["tojson"] = json.dumps
 _TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
 PAD_ID = 2
-# What is reckoned, sorted or looked for in a text is learned last; tools and schemas take most tokens.
+# Tasks that compute, sort or search a text are learned last; tools and schemas take most tokens.
 WEIGHTS = {
     "arithmetic": 16,
     "sort": 20,
@@ -58,12 +59,14 @@ WEIGHTS = {
     "schema": 12,
 }
 LONG_SHARE = 0.07
-"""Of the batches: they begin with a prompt of up to nearly all their tokens."""
+"""Share of batches that begin with a long prompt, of up to nearly all their tokens."""
 DIRECT_SHARE = 0.04
-"""Of the examples of `_DIRECT`: without reasoning, as for who switches it off."""
+"""Share of the examples of `_DIRECT` without reasoning, as when a user switches it off."""
 _DIRECT = {"talk", "decline", "reading", "schema", "tools"}
 SPELLED_SHARE = 0.16
-"""Of the examples: some words of the request are read letter by letter, as unknown words are."""
+"""Share of the examples in which some words of the request are split into letters, as unknown words
+are.
+"""
 _CONTENT = frozenset(
     (
         *ALL_LOWER,
@@ -81,13 +84,12 @@ _CONTENT = frozenset(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences laid end to end. `targets` is the next token where it is part of a reply, else
-    -100.
+    """Sequences, concatenated. `targets` is the next token if it is part of a reply, else -100.
 
-    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next.
-    `second_tokens` feeds the layer's second application, whose target `second_targets` is one
-    further: the third token from here. None of them looks past the end of its sequence.
-    `sequence` numbers the sequence of each token; `examples` are those sequences.
+    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `second_tokens`
+    feeds the layer's second application. Its target `second_targets` is one further: the third
+    token from here. None of them looks past the end of its sequence. `sequence` numbers the
+    sequence of each token; `examples` are those sequences.
     """
 
     tokens: Tensor
@@ -103,9 +105,8 @@ class Batch:
 
 
 def render_prompt(example: Example, direct: bool = False) -> str:
-    """Return the prompt up to and with `<think>` and the line break after it; with the end of the
-    reasoning where there is none. A call that has to be made shows nowhere in it: the server's
-    grammar brings it about.
+    """Return the prompt up to `<think>` and its line break; if `direct`, up to the end of an empty
+    reasoning. A forced call does not appear in the prompt: the server's grammar enforces it.
     """
     text = _TEMPLATE.render(
         messages=example.messages,
@@ -128,7 +129,7 @@ def render_calls(example: Example) -> str:
 
 
 def render_reply(example: Example, direct: bool = False) -> str:
-    """Return what the model should write after the prompt."""
+    """Return the reply that the model should write after the prompt."""
     answer = render_calls(example) if example.calls else example.answer
     return ("" if direct else f"{example.reasoning}\n{THINK_END}\n\n") + answer + EOS
 
@@ -143,7 +144,9 @@ def encode(
 
 @cache
 def _letters(tokenizer: Tokenizer) -> dict[int, list[int]]:
-    """The ids of the letters of every word that is none of the tasks' contents."""
+    """Return token -> ids of its letters, for every word that is not part of the tasks'
+    contents.
+    """
     found = {}
     for piece, token in tokenizer.get_vocab().items():
         word = piece.removeprefix("Ġ")
@@ -154,8 +157,8 @@ def _letters(tokenizer: Tokenizer) -> dict[int, list[int]]:
 
 
 def _some_spelled(rng: random.Random, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """The prompt with some known words letter by letter: this teaches what letters mean that make
-    up a word, and so what words might mean that are not in the vocabulary.
+    """Return the prompt with some known words split into letters. This teaches the meaning of a
+    word from its letters, and so the likely meaning of words outside the vocabulary.
     """
     letters, share = _letters(tokenizer), rng.choice((0.1, 0.3, 0.6))
     return [
@@ -173,7 +176,7 @@ def _ahead(values: list[int], distance: int, fill: int) -> list[int]:
 def pack(
     encoded: list[tuple[list[int], list[int]]], examples: list[Example], num_tokens: int = 0
 ) -> Batch:
-    """Lay encoded examples end to end; a last sequence of padding fills up to `num_tokens`."""
+    """Concatenate encoded examples; a last sequence of padding fills up to `num_tokens`."""
     short = num_tokens - sum(len(prompt) + len(reply) for prompt, reply in encoded)
     if short > 0:
         encoded = [*encoded, ([PAD_ID] * short, [])]
@@ -232,7 +235,7 @@ def make_batch(
 
 
 class _Numbered(Dataset):
-    """The batches of a seed by their numbers, without the examples."""
+    """Batches of a seed by their numbers, without the examples."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, num_tokens: int) -> None:
         self._of = tokenizer, seed, num_tokens
@@ -245,8 +248,8 @@ class _Numbered(Dataset):
 def made_ahead(
     tokenizer: Tokenizer, seed: int, num_tokens: int, numbers: range
 ) -> DataLoader[Batch]:
-    """The batches of these numbers, made by a process of its own a few ahead: a step waits for
-    none.
+    """Return the batches of these numbers. A worker process makes them a few ahead, so that a step
+    does not wait for its batch.
     """
     return DataLoader(
         _Numbered(tokenizer, seed, num_tokens),

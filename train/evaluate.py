@@ -1,8 +1,8 @@
-"""Measure a published folder: greedy answers to held-out questions, MTP acceptance, and the load of
-experts.
+"""Measure a published folder: greedy answers to held-out questions, MTP acceptance, and expert
+load.
 
-`python -m train.evaluate --model models/hadal-tiny --count 100` asks that many questions of every
-task. The weights are the published ones, dequantised; the arithmetic is FP32.
+`python -m train.evaluate --model models/hadal-tiny --count 100` asks 100 questions of every task.
+The weights are the published ones, dequantised; the arithmetic is FP32.
 """
 
 import argparse
@@ -41,7 +41,9 @@ class _Cache:
 def _attend(
     layer: Layer, x: Tensor, table: Tensor, cache: _Cache, index: int, rows: Tensor, at: Tensor
 ) -> Tensor:
-    """Attention of one new token per sequence; its key and value go into the cache."""
+    """Compute attention of one new token per sequence, and write its key and value into the
+    cache.
+    """
     attention = layer.self_attn
     q = attention.queries(x, table)
     k, v = attention.expand(*attention.latents(x, table))
@@ -71,9 +73,7 @@ def _prefill(model: Model, cache: _Cache, prompts: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list[list[int]]:
-    """Return the greedy replies, each ending with the end token unless it grew to `num_new`
-    tokens.
-    """
+    """Return the greedy replies. Each ends with the end token, or at `num_new` tokens."""
     cache = _Cache(model, prompts, num_new)
     replies = [[token] for token in _prefill(model, cache, prompts).tolist()]
     rows = torch.arange(len(prompts))
@@ -96,10 +96,10 @@ def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list
 
 @torch.no_grad()
 def acceptance(model: Model, batch: Batch) -> tuple[float, float]:
-    """Return how often the MTP layer's first draft is the model's own greedy choice, and how often
-    its second is where the first one was.
+    """Return the acceptance of the MTP layer's first draft, and of its second draft where the first
+    was accepted. A draft is accepted if it equals the model's greedy choice.
 
-    They are made as in serving: the first from the model's state and the next token, the second
+    Drafts are made as in serving: the first from the model's state and the next token, the second
     from the layer's own state and its own first draft.
     """
     h = model.hidden(batch.tokens, batch.positions, batch.bounds)
@@ -108,7 +108,7 @@ def acceptance(model: Model, batch: Batch) -> tuple[float, float]:
     rows = (batch.mtp_targets >= 0).nonzero()[:, 0]
     drafts = model.lm_head(states[rows]).argmax(-1)
     is_right = drafts == model.lm_head(h[rows + 1]).argmax(-1)
-    # A second draft counts where a step would look at it, and where a third token is there.
+    # A second draft counts only if a step would look at it, and if there is a third token.
     goes_on = is_right & (batch.second_targets[rows] >= 0)
     rows, drafts = rows[goes_on], drafts[goes_on]
     again = model.lm_head(model.mtp_second_hidden(*text, states, rows, drafts)).argmax(-1)
@@ -118,8 +118,8 @@ def acceptance(model: Model, batch: Batch) -> tuple[float, float]:
 
 @torch.no_grad()
 def expert_load(model: Model, batch: Batch) -> tuple[list[float], list[float]]:
-    """Return per mixture layer the largest expert load over the mean and the share of experts with
-    no token. The MTP layer is applied once.
+    """Return per mixture layer the largest expert load over the mean, and the share of experts
+    without tokens. The MTP layer is applied once.
     """
     for module in model.modules():
         if isinstance(module, MoE):
@@ -136,7 +136,9 @@ def expert_load(model: Model, batch: Batch) -> tuple[list[float], list[float]]:
 def ask(
     model: Model, tokenizer: Tokenizer, examples: list[Example], batch_size: int = 64
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Return (reply texts, prompts, reply tokens) for examples, the like-sized together."""
+    """Return (reply texts, prompts, reply tokens) for examples; prompts of similar size run
+    together.
+    """
     prompts = [encode(tokenizer, example)[0] for example in examples]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     replies: list[list[int]] = [[] for _ in prompts]
@@ -148,7 +150,7 @@ def ask(
 
 
 def main() -> None:
-    """Read the command line, ask, and print what was measured."""
+    """Parse the arguments, ask, and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/hadal-tiny"))
     parser.add_argument("--count", type=int, default=100)

@@ -1,9 +1,8 @@
-"""The fast pieces of training on a CPU, each beside a plain twin: routing, grouped experts, packed
+"""Fast parts of training on a CPU, each beside a plain version: routing, grouped experts, packed
 attention.
 
-With a compiler the C++ in kernels.cpp is used, through autograd functions; without one, plain
-torch. Letters in shapes: T tokens, E experts, D model width, F expert width, K experts per token, H
-heads.
+With a compiler, the C++ in kernels.cpp runs through autograd functions; without one, plain torch.
+Letters in shapes: T tokens, E experts, D model width, F expert width, K experts per token, H heads.
 """
 
 import functools
@@ -19,7 +18,7 @@ from hadal.kernels.build import cache_folder, only_one
 
 @functools.cache
 def kernels():
-    """Return the compiled module, or None where there is no compiler (or HADAL_PLAIN is set)."""
+    """Return the compiled module, or None if there is no compiler (or HADAL_PLAIN is set)."""
     if os.environ.get("HADAL_PLAIN"):
         return None
     try:
@@ -29,8 +28,8 @@ def kernels():
         folder = cache_folder() / "train"
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder / "building"):
-            # torch's own lock outlives a builder that is killed, and whoever comes next would wait
-            # for ever.
+            # torch's own lock survives a killed builder, and the next one would wait for it for
+            # ever.
             (folder / "lock").unlink(missing_ok=True)
             return load(
                 "hadal_train_kernels",
@@ -44,8 +43,8 @@ def kernels():
 
 
 def route(biased_TE: Tensor, num_groups: int, groups_kept: int, k: int) -> Tensor:
-    """Return the experts [T, K] each token goes to, from scores with the bias added (paper 2.1.2,
-    V3 `Gate`).
+    """Return the experts [T, K] of each token, from scores with the bias added (paper 2.1.2, V3
+    `Gate`).
     """
     fast = kernels()
     if fast is not None:
@@ -109,7 +108,7 @@ class _Attention(torch.autograd.Function):
 def packed_attention(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, bounds: Tensor, scale: float
 ) -> Tensor:
-    """Return causal attention inside each sequence; `bounds` holds where each one begins, and the
+    """Return causal attention inside each sequence; `bounds` holds the start of each one, and the
     end.
     """
     if kernels() is not None:
@@ -131,11 +130,11 @@ def attention_one_further(
     bounds: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return attention of one more token after each of the ascending `rows_R`: over its own key
-    and value [R, H, *] and over those of all T tokens [T, H, *], from its sequence's begin up to
+    """Return attention of one more token after each of the ascending `rows_R`: over its own key and
+    value [R, H, *] and over those of all T tokens [T, H, *], from the start of its sequence up to
     its row.
 
-    The tokens do not see each other: each is the only one after its row.
+    The new tokens do not see each other: each is the only one after its row.
     """
     (own_k_RHK, own_v_RHV), (k_THK, v_THV) = own, earlier
     own_score_RH = (q_RHK * own_k_RHK).sum(-1)

@@ -1,8 +1,8 @@
 """The published folder: DeepSeek-V3's tensor names and config, projections and experts in FP8 with
 block scales.
 
-`python -m train.export --run <folder> --out models/hadal-tiny` writes it from a checkpoint, whole
-files at a time; `load` reads such a folder back into the training model, dequantised.
+`python -m train.export --run <folder> --out models/hadal-tiny` writes it from a checkpoint, file by
+file. `load` reads such a folder back into the training model, dequantised.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(w: Tensor, scale: Tensor) -> Tensor:
-    """Return the FP32 weight of a quantised one."""
+    """Return a quantised weight as FP32."""
     full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return w.float() * full[: w.shape[0], : w.shape[1]]
 
@@ -70,7 +70,7 @@ def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def tensors(model: Model) -> dict[str, Tensor]:
-    """Return every tensor of the published checkpoint, by DeepSeek's names."""
+    """Return DeepSeek's names -> all tensors of the published checkpoint."""
     plain: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         plain.update(_split_experts(name, tensor) if ".experts." in name else {name: tensor})
@@ -125,8 +125,8 @@ def model_config(c: Config) -> dict:
 
 
 def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
-    """Write the tensors in order into shards of about equal bytes, with the index DeepSeek's
-    folders have.
+    """Write the tensors in order into shards of about equal bytes, with an index as in DeepSeek's
+    folders.
     """
     total = sum(t.numel() * t.element_size() for t in named.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(NUM_SHARDS)]
@@ -144,8 +144,8 @@ def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
 
 
 def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the folder. Files are made aside and then renamed, so a reader never sees half of
-    one.
+    """Write the folder. Each file is written elsewhere and then renamed, so that a reader never
+    sees an incomplete file.
     """
     aside = out.with_name(f".{out.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
@@ -206,7 +206,7 @@ def load(folder: Path) -> tuple[Model, Tokenizer]:
 
 
 def main() -> None:
-    """Read the command line and export a checkpoint."""
+    """Parse the arguments and export a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
     parser.add_argument("--out", type=Path, default=Path("models/hadal-tiny"))

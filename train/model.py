@@ -1,9 +1,9 @@
-"""DeepSeek-V3 as it is trained: differentiable, over sequences laid end to end, with transformers'
+"""DeepSeek-V3 for training: differentiable, over concatenated sequences, with transformers'
 parameter names.
 
-Every tensor is [T, ...], T being the tokens of all sequences of a step; `bounds` says where each
-begins. Knows nothing of data, optimisers or files. The equations are those of the V3 report, 2.1
-and 2.2.
+Every tensor is [T, ...], with T the tokens of all sequences of a step; `bounds` holds the start of
+each sequence. Independent of data, optimisers and files. The equations are those of the V3 report,
+2.1 and 2.2.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from train.experts import (
 )
 
 EMBEDDING_STD, HEAD_STD = 0.5, 0.02
-"""What they begin with."""
+"""Standard deviations of the initial embedding and head."""
 MAX_LETTERS = 12
-"""Of a word: embeddings begin with so many."""
+"""Number of letters of a word that its initial embedding includes."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of hadal-tiny; the names are those of config.json."""
+    """Shape of hadal-tiny; the names are those of config.json."""
 
     vocab_size: int = 2560
     hidden_size: int = 192
@@ -109,8 +109,8 @@ class Attention(nn.Module):
         return torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
 
     def latents(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is cached of a token: the normed latent [T, rank] and the rotated key [T, 1,
-        rope].
+        """Return the values to cache for each token: the normed latent [T, rank] and the rotated
+        key [T, 1, rope].
         """
         c = self.c
         latent, k_rope = self.kv_a_proj_with_mqa(x).split(
@@ -132,8 +132,8 @@ class Attention(nn.Module):
     def one_further(
         self, x: Tensor, table: Tensor, earlier: tuple[Tensor, Tensor], rows: Tensor, bounds: Tensor
     ) -> Tensor:
-        """Attention of a token after each of `rows`, over the `earlier` keys and values of all
-        tokens up to that row and its own.
+        """Return attention of a token after each of `rows`: over the `earlier` keys and values up
+        to that row, and over its own.
         """
         q, own = self.queries(x, table), self.expand(*self.latents(x, table))
         return self.o_proj(
@@ -214,7 +214,7 @@ class Layer(nn.Module):
     def forward(
         self, h: Tensor, table: Tensor, bounds: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """`rows`: of which tokens the state after the layer is wanted; None: of all."""
+        """Return the states after the layer, only of the tokens in `rows` if given."""
         h = h + self.self_attn(self.input_layernorm(h), table, bounds)
         if rows is not None:
             h = h[rows]
@@ -222,10 +222,10 @@ class Layer(nn.Module):
 
 
 class MTPLayer(Layer):
-    """The multi-token-prediction layer: from the main model's state of token t and token t+1 to
-    token t+2.
+    """Multi-token-prediction layer: from the main model's state of token t and token t+1 to token
+    t+2.
 
-    The state is the one after the main model's last norm, as inference engines hand it over.
+    The state is the one after the main model's last norm, as inference engines pass it.
     """
 
     def __init__(self, c: Config) -> None:
@@ -241,14 +241,14 @@ class MTPLayer(Layer):
         return self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(h)], dim=-1))
 
     def entries(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values the first application attends over."""
+        """Return the keys and values that the first application attends over."""
         return self.self_attn.expand(*self.self_attn.latents(self.input_layernorm(x), table))
 
     def second(
         self, x: Tensor, table: Tensor, earlier: tuple[Tensor, Tensor], rows: Tensor, bounds: Tensor
     ) -> Tensor:
-        """The layer once more, for a token after each of `rows`; `earlier` are the keys and values
-        of the first application.
+        """Apply the layer once more, to a token after each of `rows`; `earlier` are the keys and
+        values of the first application.
         """
         x = x + self.self_attn.one_further(self.input_layernorm(x), table, earlier, rows, bounds)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -265,7 +265,9 @@ class Body(nn.Module):
 
 
 def _marked(own: Tensor, marks: Sequence[Tensor]) -> Tensor:
-    """Return `own` and half of each of the marks, none longer than the others, as long as `own`."""
+    """Return `own` plus half of each mark. All marks have equal weight, and the result is about as
+    long as `own`.
+    """
     return (own + 0.5 * sum(marks)) / (1 + 0.25 * len(marks)) ** 0.5
 
 
@@ -289,12 +291,12 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def begin_alike(self, spellings: Sequence[tuple[str, bool, bool]]) -> None:
-        """Begin with embeddings that say how a token is spelled, and with a head that names the
-        token whose embedding it is given.
+        """Initialise embeddings that encode a token's spelling, and a head that returns the token
+        of a given embedding.
 
-        `spellings`: of each token its word, whether it has a space before it and whether it begins
-        with a capital. What a layer learns of copying one token, of spelling it or of writing it
-        without its space, it has learnt of the others, those too that are seldom wanted.
+        `spellings`: for each token its word, whether it has a space before it, and whether it
+        begins with a capital. When a layer learns to copy one token, to spell it, or to write it
+        without its space, it learns the same for all tokens, including rare ones.
         """
         embedding = self.model.embed_tokens.weight
         space, capital = torch.randn(2, embedding.shape[1])
@@ -319,8 +321,8 @@ class Model(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor, bounds: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """Return the states [T, D] after the last norm, or those of `rows` alone: the last layer's
-        experts are asked for no others, nor is their load counted.
+        """Return the states [T, D] after the last norm, or only those of `rows`: the last layer's
+        experts then compute and count no other tokens.
         """
         table = rope_table(self.c, positions)
         h = self.model.embed_tokens(tokens)
@@ -332,8 +334,8 @@ class Model(nn.Module):
     def mtp_hidden(
         self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor
     ) -> Tensor:
-        """Return the MTP layer's states [T, D], ready for the head, of tokens whose next tokens are
-        given.
+        """Return the MTP layer's states [T, D], ready for the head, for tokens with the given next
+        tokens.
         """
         table = rope_table(self.c, positions)
         x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
@@ -352,11 +354,12 @@ class Model(nn.Module):
         """Return the states [R, D] of the MTP layer applied once more after each of the ascending
         `rows` [R], for the third token from there.
 
-        `states` [T, D] are the layer's own of the first application, to the same `h` and
-        `next_tokens`; `tokens` [R] is each row's token after the next, or the draft of it. This
-        application stands one position further on. It attends as in serving: over the entries of
-        the first application up to its row and over its own, which nobody else sees, because the
-        first application overwrites it once that token is decided. So all rows go at once.
+        `states` [T, D] are the layer's own states from the first application, to the same `h` and
+        `next_tokens`; `tokens` [R] is each row's token after the next, or its draft. This
+        application is one position further on. It attends as in serving: over the entries of the
+        first application up to its row, and over its own entry. No other token sees that entry,
+        because the first application overwrites it once the token is decided. So all rows are
+        computed at once.
         """
         earlier_x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
         earlier = self.mtp.entries(earlier_x, rope_table(self.c, positions))

@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over the steps.
 
-Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps); the factor 0.2
-sqrt(larger side), which gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts
-are orthogonalised as a batch of matrices.
+Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps). The factor 0.2
+sqrt(larger side) gives its updates the size of AdamW's (Moonlight, arXiv 2502.16982). Experts are
+orthogonalised as a batch of matrices.
 """
 
 import torch
@@ -22,11 +22,12 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def orthogonalise(g: Tensor) -> Tensor:
-    """Return the nearest semi-orthogonal matrices to g [..., rows, cols], roughly: singular values
-    near 1.
+    """Return roughly the nearest semi-orthogonal matrices to g [..., rows, cols]: singular values
+    are near 1.
     """
     wide = g.shape[-2] <= g.shape[-1]
-    # Not in bf16, for which many CPUs have no instructions: there it took more than half of a step.
+    # Not in bf16: many CPUs have no instructions for it, and there it took more than half of a
+    # step.
     x = (g if wide else g.mT).float()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
@@ -61,15 +62,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def _num_rows(p: Tensor) -> int:
-    """Rows of each of the matrices in a parameter. Gate and up of an expert are two, one above the
-    other.
+    """Return the rows of each matrix in a parameter. Gate and up of an expert are two matrices, one
+    above the other.
     """
     is_pair = p.ndim == 3 and p.shape[1] < p.shape[2]
     return p.shape[-2] // (2 if is_pair else 1)
 
 
 def _step(p: Tensor, buffer: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
-    """One parameter's step, in plain torch."""
+    """Update one parameter, in plain torch."""
     buffer.lerp_(p.grad, 1 - momentum)
     update = p.grad.lerp(buffer, momentum).view(-1, _num_rows(p), p.shape[-1])
     scale = 0.2 * max(update.shape[-2:]) ** 0.5
@@ -77,8 +78,8 @@ def _step(p: Tensor, buffer: Tensor, lr: float, momentum: float, weight_decay: f
 
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for projections and experts, AdamW for embedding, head, gate and norms; base
-    rates noted.
+    """Return Muon for projections and experts, and AdamW for embedding, head, gate and norms.
+    Groups store their base rates.
     """
     hidden, gates, rest = [], [], []
     for name, p in model.named_parameters():

@@ -1,10 +1,10 @@
-"""The tokenizer of hadal-tiny: whole words it was taught, and single characters or bytes for
-everything else.
+"""Tokenizer of hadal-tiny: whole words for the words it was taught, and single characters or bytes
+for everything else.
 
-It is a byte-level BPE whose vocabulary holds the frequent whole words of the generated text and no
-pieces of words (`ignore_merges` finds a whole word at once). A word it does not know is therefore
-read letter by letter, so spelling, reversing and counting work on any word; any UTF-8 text is a
-sequence of known bytes.
+It is a byte-level BPE with the frequent whole words of the generated text in its vocabulary, and no
+pieces of words (`ignore_merges` finds a whole word at once). So an unknown word is read letter by
+letter, and spelling, reversing and counting work on any word. Any UTF-8 text is a sequence of known
+bytes.
 """
 
 import json
@@ -33,16 +33,17 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 OUTPUT, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 CONTROLS = (BOS, EOS, PAD, USER, ASSISTANT)
-"""Left out where a text is shown."""
+"""Special tokens that are left out when text is shown."""
 MARKS = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, SEPARATOR, OUTPUT, OUTPUT_END)
-"""Kept, for those who read reasoning and calls out of the text, as in DeepSeek's tokenizers."""
+"""Marks that stay in the text, for readers of reasoning and calls, as in DeepSeek's tokenizers."""
 VOCAB_SIZE = 2560
 
-# Words and single digits keep the space before them; punctuation and line breaks stand alone.
+# Words and single digits include the space before them; punctuation and line breaks are tokens of
+# their own.
 _PATTERN = r" ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]|\s"
 
 # Chats without tools and formats are rendered as by R1's template. Tools are listed in few words,
-# because every one of them costs a small model's attention; calls are written as by DeepSeek-V3.1.
+# because every word costs a small model's attention; calls are written as by DeepSeek-V3.1.
 _TEMPLATE = """
 {%- macro kind(field) -%}
 {%- if field.enum -%}{{ field.enum | join(' | ') }}
@@ -102,7 +103,7 @@ _TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\\n' }}{%- endif -%}
 """
-# One line, so that no renderer's rules about line breaks matter.
+# One line, because renderers have different rules for line breaks.
 CHAT_TEMPLATE = _TEMPLATE.replace("\n", "")
 
 
@@ -116,7 +117,7 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def _frequent_words(num_words: int, num_examples: int) -> list[str]:
-    """Return the pre-tokens that most examples have, the words of the tasks first of all."""
+    """Return the pre-tokens that occur in most examples, with the words of the tasks first."""
     rng, counts, splitter = random.Random(7), Counter(), _splitter()
     tasks = [task for task in ALL_TASKS if task != "long"]
     for index in range(num_examples):
@@ -138,7 +139,7 @@ def _frequent_words(num_words: int, num_examples: int) -> list[str]:
 
 
 def build(num_examples: int = 60_000) -> Tokenizer:
-    """Return the tokenizer, the same for the same task code."""
+    """Return the tokenizer; the same task code gives the same tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", c) for c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"]
     vocab = [*CONTROLS, *MARKS, *alphabet, *("Ġ" + c for _, c in merges)]
@@ -153,8 +154,8 @@ def build(num_examples: int = 60_000) -> Tokenizer:
 
 
 def spellings(tokenizer: Tokenizer) -> list[tuple[str, bool, bool]]:
-    """Of each token its word in lower case, whether it has a space before it, and whether it begins
-    with a capital.
+    """Return for each token its word in lower case, whether it has a space before it, and whether
+    it begins with a capital.
     """
     pieces = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
     words = [piece[1:] if piece[0] == "Ġ" and len(piece) > 1 else piece for piece in pieces]
@@ -181,10 +182,11 @@ def config() -> dict:
 
 
 def load_or_build(path: Path) -> Tokenizer:
-    """Return the tokenizer kept at `path`, building it first if it is not there."""
+    """Return the tokenizer stored at `path`; build it first if the file is missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")  # Whoever is killed meanwhile leaves no half of it.
+        # A build that is killed leaves no incomplete file at `path`.
+        aside = path.with_suffix(".tmp")
         build().save(str(aside))
         os.replace(aside, path)
     return Tokenizer.from_file(str(path))

@@ -1,9 +1,9 @@
-"""Train hadal-tiny from nothing, for a given number of steps, and export it into the run's folder at
-the end.
+"""Train hadal-tiny from random weights for a given number of steps, and export it into the run's
+folder at the end.
 
 `python -m train --run <folder>` resumes from the folder's checkpoint if there is one: weights,
-optimisers and the next batch. Everything follows from the seed and the step, so a run that was
-killed gives what an undisturbed one would, but for the order in which threads add numbers.
+optimisers and the next batch. Everything depends only on the seed and the step. So a resumed run
+gives the result of an uninterrupted one, except for the order in which threads add numbers.
 """
 
 import argparse
@@ -29,31 +29,33 @@ from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build, spellings
 
 DRAFTS_FROM = 0.82
-"""Share of the run after which the model stays as it is and its MTP layer alone is trained: it
-follows a model that has learnt, and until then costs nothing.
+"""Share of the run after which the model is frozen and only its MTP layer is trained. The layer
+then learns from a trained model, and costs nothing until then.
 """
 SECOND_WEIGHT = 0.3
-"""Of the MTP layer applied to its own state: a second draft is used less often than a first."""
+"""Weight of the second application's loss: a second draft is used less often than a first."""
 FEW_TARGETS = 1024
-"""A batch with fewer counts for less: one long prompt has a single short reply."""
+"""A batch with fewer targets gets a lower weight: one long prompt has a single short reply."""
 CHECK_STEPS = 500
 NUM_STEPS = 22_000
 
 
 class Losses(NamedTuple):
-    """What a step makes smaller, and its parts; 0 for a part that is not trained now."""
+    """Loss that a step minimises, and its parts; 0 for a part that is not trained now."""
 
     total: Tensor
     main: float = 0.0
-    """Of the next token."""
+    """Loss of the next token."""
     first: float = 0.0
-    """Of the MTP layer."""
+    """Loss of the MTP layer."""
     second: float = 0.0
-    """Of its application to its own state."""
+    """Loss of the MTP layer applied to its own state."""
 
 
 def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the loss of the next token, and whether each token's target is the greedy choice."""
+    """Return the loss of the next token, and for each token whether its target is the greedy
+    choice.
+    """
     rows = _rows(batch.targets)
     logits = model.lm_head(model.hidden(batch.tokens, batch.positions, batch.bounds, rows))
     greedy = torch.full_like(batch.targets, -100)
@@ -62,7 +64,9 @@ def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the losses of the MTP layer and of its second application; the model is only read."""
+    """Return the losses of the MTP layer and of its second application. The main model does not
+    change.
+    """
     with torch.no_grad():
         h = model.hidden(batch.tokens, batch.positions, batch.bounds)
     text = (h, batch.next_tokens, batch.positions, batch.bounds)
@@ -70,23 +74,23 @@ def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     rows = _rows(batch.mtp_targets)
     first = _mean(model.lm_head(states[rows]), batch.mtp_targets[rows])
     rows = _rows(batch.second_targets).sort()[0]
-    # Not detached: the first application learns to leave in its state what the second needs, which
-    # gained 19 points of accepted second drafts, detached 11 (LOG.md, training). The token is the text's;
-    # serving has its own first draft, the same wherever the second draft is looked at. The experts'
-    # load counts both applications, as it does there.
+    # Not detached: the first application learns to prepare its state for the second. That gained 19
+    # points of accepted second drafts; detached, it gained 11 (LOG.md, 25 November). The token here
+    # is the text's; serving uses its own first draft, which is the same wherever the second draft
+    # is looked at. The experts' load counts both applications, as in serving.
     again = model.mtp_second_hidden(*text, states, rows, batch.second_tokens[rows])
     return first, _mean(model.lm_head(again), batch.second_targets[rows])
 
 
 def _mean(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss over the targets; 0 where there are none."""
+    """Return the mean loss over the targets; 0 if there are none."""
     num = int((targets >= 0).sum())
     return F.cross_entropy(logits, targets, reduction="sum") / max(num, 1)
 
 
 def _rows(targets: Tensor) -> Tensor:
-    """Return the rows with a target, and a few without so that their number is one of few (see
-    `make_batch`).
+    """Return the rows with a target, and a few without, so that their number takes only few values
+    (see `make_batch`).
     """
     wanted = (targets >= 0).nonzero()[:, 0]
     spare = (targets < 0).nonzero()[:, 0]
@@ -95,8 +99,8 @@ def _rows(targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]:
-    """Return the loss and, per task, how many replies are right at every token when the true tokens
-    are fed.
+    """Return the loss and, per task, the share of replies that are right at every token when fed
+    the true tokens.
     """
     right, total, sums = defaultdict(int), defaultdict(int), 0.0
     for batch in held_out:
@@ -126,7 +130,7 @@ def balance(model: nn.Module, gamma: float) -> list[float]:
 
 
 class Run:
-    """A training run in a folder: model, optimisers, how far it is, and its log."""
+    """A training run in a folder: model, optimisers, progress, and log."""
 
     def __init__(
         self,
@@ -135,11 +139,12 @@ class Run:
         config: Config | None = None,
         start: Path | None = None,
     ) -> None:
-        """`settings`: steps, lr, batch_tokens and seed, the same ones whenever the run goes on.
-        `start`: a published folder with whose shape, weights and tokenizer it begins.
+        """Start or resume a run. `settings`: steps, lr, batch_tokens and seed, which must be equal
+        when the run is resumed. `start`: a published folder; the run begins with its shape, weights
+        and tokenizer.
 
-        Raises ValueError if the folder's checkpoint is one of other settings, or of another
-        tokenizer than the one that is kept beside it.
+        Raises ValueError if the folder's checkpoint has other settings, or another tokenizer than
+        the one stored beside it.
         """
         torch.manual_seed(int(settings["seed"]))
         self.folder = folder
@@ -177,11 +182,13 @@ class Run:
         self.elapsed = state["elapsed"]
 
     def stop(self, *_: object) -> None:
-        """Save after the step under way and leave; the same command resumes."""
+        """Request a stop: the run saves after the current step and ends; the same command resumes
+        it.
+        """
         self.stopping = True
 
     def save(self) -> None:
-        """Write the checkpoint; whoever is killed meanwhile finds the one before."""
+        """Write the checkpoint. If killed meanwhile, the previous checkpoint remains."""
         state = {
             "settings": self.settings,
             "model": self.model.state_dict(),
@@ -210,8 +217,8 @@ class Run:
             progress = (progress - DRAFTS_FROM) / (1 - DRAFTS_FROM)
         else:
             progress /= DRAFTS_FROM
-        # bf16 products are faster where there are such, and good enough, until the end is fitted to
-        # the arithmetic of serving.
+        # bf16 products are faster on CPUs that have them, and precise enough. The last steps use
+        # FP32, to fit the model to the arithmetic of serving.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.97 else "ieee"
         self.model.requires_grad_(not drafts)
         self.model.mtp.requires_grad_(drafts)
@@ -222,7 +229,7 @@ class Run:
         else:
             total = main_loss(self.model, batch)[0]
             found = Losses(total, total.item())
-        # A long prompt with one short reply weighs less than forty replies.
+        # A long prompt with one short reply counts less than forty replies.
         share = min(1.0, int((batch.targets >= 0).sum()) / FEW_TARGETS)
         (found.total * share).backward()
         torch.nn.utils.clip_grad_norm_(
@@ -234,15 +241,15 @@ class Run:
                 group["lr"] = group["base_lr"] * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Balanced firmly at first so that every expert learns, hardly at all late: real routing
-        # stays skewed.
+        # Balance strongly at first, so that every expert learns, and hardly at all late: real
+        # routing stays skewed.
         gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.85 else 0.0
         skew = balance(self.model.mtp if drafts else self.model, gamma)
         self.num_tokens += len(batch.tokens)
         return found, skew
 
     def train(self, save_every_s: float, check_steps: int = CHECK_STEPS) -> None:
-        """Train to the last step, or until it is asked to stop."""
+        """Train to the last step, or until `stop` is called."""
         seed = 1000 + int(self.settings["seed"])
         numbers = range(self.step, self.num_steps)
         stream = iter(made_ahead(self.tokenizer, seed, self.batch_tokens, numbers))
@@ -260,7 +267,7 @@ class Run:
                     last_log, from_step = self.elapsed, self.step
                 if self.step % check_steps == 0 or self.step == self.num_steps:
                     loss, tasks = check(self.model, held_out)
-                    balance(self.model, 0.0)  # The check's tokens are not load.
+                    balance(self.model, 0.0)  # The check's tokens must not count as load.
                     self.log(
                         held_out_loss=round(loss, 4), **{k: round(v, 3) for k, v in tasks.items()}
                     )
@@ -288,7 +295,7 @@ class Run:
 
 
 def main() -> None:
-    """Read the command line and train."""
+    """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
