@@ -133,9 +133,7 @@ async def dribble(address: Address, number: int) -> None:
 
 
 async def unread(address: Address, number: int) -> None:
-    """Start a stream with large events for every token (8 choices, log-probabilities), and read
-    nothing.
-    """
+    """Start a stream with large events (8 choices, log-probabilities), and read nothing."""
     loop = asyncio.get_running_loop()
     fields = {
         "prompt": "Once",
@@ -178,9 +176,7 @@ async def big_ids(address: Address, number: int) -> None:
 
 
 def costly_bodies() -> list[tuple[str, bytes]]:
-    """Return (path, body) pairs: near the largest size, and with the highest cost before admission
-    or refusal.
-    """
+    """Return (path, body) pairs near the largest size, with the highest cost before admission."""
     words = "So it goes, and no 2 of 345 lines are alike. " * (4 * MIB // 46)
     letters = "ab" * (2 * MIB - 1000)
     nested: dict[str, Any] = {"type": "string"}
@@ -330,9 +326,7 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
 def watch_attacked(
     address: Address, attack: Attack, span_s: float, numbers: itertools.count[int]
 ) -> Seen:
-    """Measure the other tenant during the attack. Raises RuntimeError if the attack ended by
-    itself.
-    """
+    """Measure the other tenant during the attack. Raises RuntimeError if it ended by itself."""
     host, port = address
     command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
     attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)

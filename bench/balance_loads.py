@@ -57,8 +57,8 @@ class UnitReport:
 
 
 def mooncake(path: Path) -> UnitReport:
-    """Return Mooncake's conversations. A block seen before counts as cached, as on a disk that
-    never evicts.
+    """Return Mooncake's conversations. A repeated block is cached, as on a disk without
+    evictions.
     """
     seen: set[int] = set()
     arrivals = []

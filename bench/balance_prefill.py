@@ -42,9 +42,7 @@ OURS = "hadal"
 SHARE = 0.75
 QUICK_ARRIVALS = 5_000
 MOST_OVER_MEAN = 2
-"""Hard limit of a rank's tokens as a multiple of the step's nominal tokens, for rules that cut by
-cost.
-"""
+"""Hard limit of a rank's tokens over the step's nominal tokens, for rules that cut by cost."""
 PLAN_MS_TARGET = 1.0
 EFFICIENCY_TARGETS = {"mooncake-conv": 0.92, "chat, 32K cap": 0.95}
 TTFT_TARGET_S = 6.0
@@ -54,8 +52,8 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Return name -> factory of a fresh rule. Rules that cut by cost get the price of a mean step
-    of this load.
+    """Return name -> maker of a fresh rule. Rules that cut by cost get this load's mean step
+    price.
     """
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
@@ -115,7 +113,7 @@ def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks:
 
 
 def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
-    """Print one table of a load whose arrivals are scaled in time to `SHARE` of the capacity of
+    """Print one table of a load with arrivals scaled in time to `SHARE` of the capacity of
     perfectly balanced ranks.
     """
     duration_s = ideal_s(load, num_ranks) / SHARE

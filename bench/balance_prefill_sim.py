@@ -90,9 +90,7 @@ def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
 
 
 def by_cost(dispatch: Callable[[Queues], int], budget_s: float) -> Rule:
-    """Return a rule with an equal budget of seconds per rank, oldest first; no rank exceeds the
-    token limit.
-    """
+    """Return a rule: equal seconds per rank, oldest first, and no rank above the token limit."""
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
         while waiting:

@@ -110,9 +110,7 @@ def replans(console: Console, folder: Path) -> None:
 def one_layer_ms(
     today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float
 ) -> float:
-    """Return the ms of planning one layer alone with a split, as a leader does; median over some
-    layers.
-    """
+    """Return the median ms of planning one layer alone with a split, as a leader does."""
     times = []
     for layer in range(0, len(loads), 8):
         now = Placement(today.num_experts, today.slot_to_expert_LRS[layer : layer + 1])
@@ -128,7 +126,7 @@ def one_layer_ms(
 
 
 def windows(console: Console, folder: Path) -> None:
-    """Print plans for windows whose steps alternate between decode mixes: planned for 12 steps,
+    """Print plans for windows of steps that alternate between decode mixes: planned for 12 steps,
     judged on 24 others of the same kind.
     """
     table = table_of(

@@ -54,7 +54,7 @@ def route(scores_NE: Singles) -> Ints:
 def fitted_tokens(
     loads_E: Floats, num_tokens: int, random: np.random.Generator, num_rounds: int = 40
 ) -> Tokens:
-    """Return tokens whose expert loads approximate `loads_E`."""
+    """Return tokens with expert loads close to `loads_E`."""
     wanted = loads_E / loads_E.sum()
     noise = random.standard_normal((num_tokens, len(wanted)), np.float32)
     bias = np.zeros(len(wanted), np.float32)

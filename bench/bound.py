@@ -49,9 +49,7 @@ def prefill_cost(config: ModelConfig, num_tokens: int, weight_bytes: int = FP32_
 def decode_cost(
     config: ModelConfig, batch: int, context: int, weight_bytes: int = FP32_BYTES
 ) -> Cost:
-    """Return the cost of one token for each of `batch` requests with `context` tokens in the FP32
-    cache.
-    """
+    """Return the cost of one token for `batch` requests with `context` tokens in the FP32 cache."""
     latents = batch * context * config.latent_dim * config.num_hidden_layers
     # Absorbed form: a head's scores are over the latent and the rotated key; its output is a mix of
     # latents.

@@ -51,9 +51,7 @@ _PROFILE_SMS = 112
 
 @functools.cache
 def priced(command: str) -> dict[str, Any]:
-    """Run `hadal step COMMAND --json` and return its result. Raises ValueError with the command's
-    message.
-    """
+    """Return the result of `hadal step COMMAND --json`. Raises ValueError with its message."""
     result = CliRunner().invoke(app, ["step", *shlex.split(command), "--json"])
     if result.exit_code:
         raise ValueError(f"hadal step {command}: {result.stderr}")

@@ -27,9 +27,7 @@ class Sent:
     row: int
     """Row of the rank in the view."""
     number: int
-    """Running number of the caller's placements; a report states the last number that it
-    includes.
-    """
+    """Running number of the caller's placements; a report states the last one that it includes."""
     arrival: Arrival
 
 

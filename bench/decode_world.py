@@ -101,7 +101,7 @@ class Waiting:
 
 
 class World:
-    """Slots of all ranks as arrays. `reported` is a rule's view: some steps old if loads are
+    """Slots of all ranks as arrays. `reported` is a rule's view, some steps old if loads are
     stale.
     """
 

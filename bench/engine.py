@@ -49,7 +49,7 @@ def ask(process: SubjectProcess, point: Point) -> float:
 
 
 def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> list[SubjectProcess]:
-    """Start the processes one after the other. Engines that fail are noted in the result and left
+    """Start the processes one after the other. Failed engines are noted in the result and left
     out.
     """
     running = []
@@ -75,7 +75,7 @@ def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> l
 def measure(
     result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console
 ) -> None:
-    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each starting with another
+    """Fill `result.series`: a warm-up, then `repetitions` rounds, each starting with another
     engine.
     """
     watch = CpuWatch()

@@ -51,9 +51,7 @@ class Point:
         return num_tokens + 1 < config.max_position_embeddings
 
     def bound(self, config: ModelConfig, limits: Limits, weight_bytes: int) -> float:
-        """Return the tokens per second that no engine with FP32 products can exceed on this
-        machine.
-        """
+        """Return the tokens/s that no engine with FP32 products can exceed on this machine."""
         if self.kind == "prefill":
             cost = prefill_cost(config, self.size, weight_bytes)
         else:

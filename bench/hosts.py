@@ -123,9 +123,7 @@ class Deployed:
     url: str
 
     def ask(self, model: Path, batch: int, num_tokens: int, context: int = CONTEXT) -> list[Sample]:
-        """Return `batch` concurrent streams of `num_tokens` tokens after prompts of `context`
-        tokens.
-        """
+        """Return `batch` concurrent streams of `num_tokens` after prompts of `context` tokens."""
         vocab_size = read_model_config(model).vocab_size
         asked = [
             random_body(model.name, prompt, num_tokens)

@@ -117,9 +117,7 @@ class ClosedLoop:
             self._raise(ends)
 
     async def finish(self) -> None:
-        """Send nothing more and wait for the open requests. Raises the error that ended a
-        client.
-        """
+        """Send nothing more and wait for open requests. Raises the error that ended a client."""
         self._is_ending = True
         self._raise(await asyncio.gather(*self._clients, return_exceptions=True))
 
@@ -173,9 +171,7 @@ class ClosedLoop:
 
 
 def http_client(url: str, num_clients: int) -> httpx.AsyncClient:
-    """Return a client with connections for `num_clients` clients and 8 more, for readers of
-    /metrics.
-    """
+    """Return a client with connections for `num_clients` and for 8 readers of /metrics."""
     limits = httpx.Limits(
         max_connections=num_clients + 8, max_keepalive_connections=num_clients + 8
     )

@@ -1,4 +1,4 @@
-"""The same load on servers that differ only in their balancers, in turn: tokens per second and
+"""One load on servers that differ only in their balancers, in turn: tokens per second and
 gauges of each.
 
 All servers of a scene run at once, and only the measured one gets requests. So rounds are

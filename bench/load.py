@@ -37,9 +37,7 @@ class CheapTransport(httpx.AsyncBaseTransport):
     """HTTP/1.0 with one connection per request: an answer ends with its connection."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request with its whole body, and return its answer as soon as the head has
-        arrived.
-        """
+        """Send a request with its whole body, and return its answer once the head has arrived."""
         url = request.url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
         content = await request.aread()

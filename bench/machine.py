@@ -34,9 +34,7 @@ class Limits:
 
 
 def measure_limits(threads: int, *, quick: bool = False) -> Limits:
-    """Measure the limits as the best of several rounds: a limit is the possible rate, not the
-    average.
-    """
+    """Measure the limits as the best of several rounds: a limit is not an average."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -131,9 +129,7 @@ def parse_usage(stat: str, at_s: float) -> Usage:
 
 
 def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> float:
-    """Return the share of the machine that other processes used between the two, if we used `own_s`
-    CPU seconds.
-    """
+    """Return the share of the machine used by others in between, if we used `own_s` CPU seconds."""
     return max(0.0, after.busy_s - before.busy_s - own_s) / (
         num_cores * max(after.at_s - before.at_s, 1e-3)
     )

@@ -78,9 +78,7 @@ class DeviceCase:
 
 
 BALANCED = DeviceCase("balanced", 4.0, 3.5, 0.5, 10.0, 2.0, 10.0, 10.0)
-"""Link and compute take the same time, and so do attention and experts: the case prefill_dual is
-made for.
-"""
+"""Equal times on link and compute, attention and experts: the case prefill_dual is made for."""
 DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
 """Long attention, short experts: the case decode_five is made for."""
 
@@ -210,9 +208,7 @@ PREFILL_BAR, DECODE_BAR, MAX_OVER_PRICE = 1.75, 1.5, 1.05
 
 @dataclass
 class VirtualResult:
-    """Seconds of each repetition, by variant. Repetition i of all variants ran one after the
-    other.
-    """
+    """Seconds of each repetition, by variant. Repetition i of all variants ran in a row."""
 
     case: DeviceCase
     num_ranks: int
@@ -248,9 +244,7 @@ class VirtualResult:
 def measure_virtual(
     ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS
 ) -> VirtualResult:
-    """Run every variant `num_pairs` times in turn. The price uses the case's op times and the
-    measured link.
-    """
+    """Run every variant `num_pairs` times in turn. Prices: the case's ops, the measured link."""
     ranks.ask({"do": "device", "case": asdict(case)})
     result = VirtualResult(case, len(ranks))
     full = _with_link(case.op_seconds(2.0), ranks, LINK_FULL)

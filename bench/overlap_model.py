@@ -139,7 +139,7 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model to measure. `num_tokens` counts one micro-batch of one rank; a full batch is two
+    """A model to measure. `num_tokens` is per micro-batch and rank; a full batch is two
     micro-batches.
     """
 
@@ -180,9 +180,7 @@ class ModelCase:
 
 
 class ModelRank:
-    """A rank with its experts. Runs repeat the same step: they overwrite the same KV with the same
-    values.
-    """
+    """A rank with its experts. Runs repeat one step and overwrite the KV with equal values."""
 
     def __init__(self, group: Group, case: ModelCase) -> None:
         self._group = SwitchGroup(group)
@@ -265,8 +263,8 @@ class ModelRank:
         }
 
     def _formula_bytes(self) -> int:
-        """Return the bytes that this rank's tokens cost on the link, both ways, computed from the
-        chosen experts.
+        """Return the bytes of this rank's tokens on the link, both ways, from the chosen
+        experts.
         """
         layout = MessageLayout(self._case.dispatch_format, self._case.hidden_size)
         peers = [peer for peer in self._group.members if peer != self._group.rank]
@@ -309,9 +307,7 @@ class ModelRank:
 
 
 def _layer(config: ModelConfig, index: int, experts: list[int]) -> LayerWeights:
-    """Return a layer's weights: equal on every rank, except for the experts, which are the rank's
-    own.
-    """
+    """Return a layer's weights: equal on every rank, except for the rank's own experts."""
     generator = torch.Generator().manual_seed(index)
     c, dim = config, config.hidden_size
 

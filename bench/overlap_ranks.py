@@ -27,9 +27,7 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 STACKS_S = 0.5
 LEAD_S = 0.03
-"""Seconds from a question to the start time in it: long enough for the question to reach every
-rank.
-"""
+"""Seconds from a question to its start time: enough for the question to reach every rank."""
 
 Answer = dict[str, Any]
 
@@ -77,17 +75,13 @@ class Ranks:
         )
 
     def ask(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Send every rank the same question. Return the answers in the order of ranks. Raises
-        RankFailed.
-        """
+        """Send every rank the question. Return the answers in rank order. Raises RankFailed."""
         for rank in self._ranks:
             rank.tell(question)
         return [rank.answer(timeout_s) for rank in self._ranks]
 
     def run(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Run a question on all ranks from the same time on. Adds the run's seconds to each
-        answer.
-        """
+        """Run a question on all ranks from the same time on; add its seconds to each answer."""
         start_s = time.perf_counter() + LEAD_S
         answers = self.ask({"do": "run", "start_s": start_s, **question}, timeout_s)
         elapsed_s = max(answer["end_s"] for answer in answers) - start_s

@@ -68,9 +68,7 @@ class Series:
         return statistics.median(seconds) if seconds else None
 
     def ratios(self, over: str, under: str) -> list[float]:
-        """Return seconds of `over` divided by seconds of `under`, for the rounds in which both were
-        clean.
-        """
+        """Return seconds of `over` over seconds of `under`, for rounds in which both were clean."""
         return [
             r[over].seconds / r[under].seconds
             for r in self.rounds
@@ -188,9 +186,7 @@ class RealResult:
 
 
 def calibrate(ranks: Ranks, case: ModelCase, hosts: Hosts) -> tuple[float, float]:
-    """Return (compute seconds of a step in two micro-batches, bytes that the busiest rank sends in
-    it).
-    """
+    """Return (compute seconds of a step in two micro-batches, bytes sent by the busiest rank)."""
     ranks.ask({"do": "model", "case": asdict(case)}, RUN_TIMEOUT_S)
     hosts.limit(CALIBRATION_RATE_BYTES_PER_S)
     warm = ranks.run(TWO.question(), RUN_TIMEOUT_S)
@@ -254,9 +250,7 @@ SPEED_UP_BAR, IDEAL_BAR, MAX_REGRET = 1.5, 0.75, 0.05
 
 
 def speed_up(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """Return the speed-up over one full batch, median of the clean pairs; None if there are too
-    few.
-    """
+    """Return the speed-up over one full batch, median of clean pairs; None if there are too few."""
     ratios = result.series.ratios(FULL.name, variant.name)
     return statistics.median(ratios) if len(ratios) >= num_pairs else None
 

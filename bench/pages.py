@@ -33,9 +33,7 @@ port = 0
 prices = "0/0/0"
 gpu_hour_usd = 0.0
 """
-"""Settings added to `laptop_ep`. Prices are 0: a margin at the rent of six GPUs would be
-meaningless here.
-"""
+"""Settings added to `laptop_ep`. Prices are 0: a margin at the rent of six GPUs means nothing."""
 
 
 def chromium(playwright: Any) -> Any:
@@ -74,9 +72,7 @@ def pictures() -> None:
 
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
-    """Load the server with `hadal bench` inside the block. Raises SystemExit if the load ends by
-    itself.
-    """
+    """Load the server with `hadal bench` in the block. Raises SystemExit if the load ends early."""
     command = [sys.executable, "-m", "hadal.cli", "bench", url, *LOAD, "--duration", "3600"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as load:
         try:

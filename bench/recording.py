@@ -84,8 +84,8 @@ class Echo:
 
 
 def cost_of(recording: Recording, folder: Path, rounds: int = ROUNDS) -> Cost:
-    """Record a process's calls again, each round in a folder of its own. Raises ValueError if there
-    are no calls.
+    """Record a process's calls again, each round in its own folder. Raises ValueError without
+    calls.
     """
     calls = recording.calls
     if not calls:

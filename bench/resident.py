@@ -120,9 +120,7 @@ def _seconds(running: Running, bodies: list[dict[str, Any]]) -> float:
 
 
 def _decode(console: Console, running: Running, model: str, batch: int) -> None:
-    """Print decode speed, from the difference of two output lengths, so that prefill does not
-    count.
-    """
+    """Print decode speed, from the difference of two output lengths: prefill does not count."""
     short, long = (
         _seconds(running, [_body(model, 8 + i, 2 + more) for i in range(batch)])
         for more in (0, NUM_DECODED)
@@ -139,9 +137,7 @@ def _prefill(console: Console, running: Running, model: str, num_tokens: int) ->
 
 
 def _resident_bytes(running: Running) -> tuple[int, int]:
-    """Return (proportional set size, bytes mapped by several processes) of the server's
-    processes.
-    """
+    """Return (proportional set size, bytes mapped by several processes) of the processes."""
     pss = shared = 0
     for pid in tree_of(running.process.pid):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()

@@ -315,9 +315,7 @@ def table(model: str, found: Sequence[Pair], streams: Sequence[int], results: Re
 
 
 def bare_of(pair: Pair, found: Sequence[Pair], number: int, results: Results) -> float:
-    """Return a bare engine's milliseconds per step. A pair without one uses the engine of the pair
-    before it.
-    """
+    """Return a bare engine's ms per step; a pair without one uses the engine of the pair before."""
     at = next(index for index, each in enumerate(found) if each is pair)
     name = next(each.name for each in reversed(found[: at + 1]) if each.bare is not None)
     return median(results[name, number, "bare"], lambda each: each.step_ms)

@@ -1,4 +1,4 @@
-"""`hadal serve` for a benchmark: started as a user starts it, observed from outside, stopped at the
+"""`hadal serve` for a benchmark: started as by a user, observed from outside, stopped at the
 end.
 """
 
@@ -176,9 +176,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def wait_for(
     condition: Callable[[], bool], running: Running, what: str, timeout_s: float = 180.0
 ) -> None:
-    """Poll `condition` until it is true. Raises RuntimeError if the server ends or the time is
-    over.
-    """
+    """Poll `condition` until true. Raises RuntimeError if the server ends or the time is over."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s and running.process.poll() is None:
         with contextlib.suppress(OSError, RuntimeError):  # Not listening yet, or no status yet.

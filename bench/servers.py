@@ -1,6 +1,4 @@
-"""Servers that bench.served compares: Hadal's and those of its peers, each on a free port of
-loopback.
-"""
+"""Servers that bench.served compares: Hadal's and its peers', each on a free port of loopback."""
 
 from __future__ import annotations
 

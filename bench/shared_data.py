@@ -49,9 +49,7 @@ def find(name: str) -> Path | None:
 
 
 def why_missing(*names: str) -> str:
-    """Return which of these files are missing and where to get them, as text; "" if all are
-    available.
-    """
+    """Return which of these files are missing and where to get them, as text; "" if none."""
     absent = [f"{name} ({NAME_TO_SOURCE[name]})" for name in names if find(name) is None]
     if not absent:
         return ""

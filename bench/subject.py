@@ -44,9 +44,7 @@ def prompts(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[lis
 
 
 def answer(make: Any) -> None:
-    """Serve `make()`'s Subject over stdin and stdout until stdin closes. Prints of libraries go to
-    stderr.
-    """
+    """Serve `make()`'s Subject over stdin and stdout until stdin closes. Prints go to stderr."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

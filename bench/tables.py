@@ -1,6 +1,4 @@
-"""Helpers that benchmarks share: a parser with `--quick`, a table of columns, a percentile, and
-result files.
-"""
+"""Helpers of all benchmarks: a parser with `--quick`, tables, a percentile, and result files."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from bench.subject import ROOT
 
 
 def parser_of(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """Return the parser of `python -m bench.NAME`. `quick`: help text of --quick; empty: there is
-    no --quick.
-    """
+    """Return the parser of `python -m bench.NAME`. `quick`: help of --quick; empty: no --quick."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}",
         description=description,
@@ -40,9 +36,7 @@ def table_of(columns: str, title: str = "", num_left: int = 1) -> Table:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile `share`: the smallest value that at least this share of all values do
-    not exceed.
-    """
+    """Return the smallest value that at least `share` of all values do not exceed."""
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 

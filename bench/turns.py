@@ -30,9 +30,7 @@ from bench.subject import ROOT
 from bench.tables import parser_of, table_of
 
 Ask = Callable[[Sequence[int], int], tuple[list[int], int, float]]
-"""(prompt, requested tokens) -> (answer, prompt tokens found in the cache, ms to the first
-token).
-"""
+"""(prompt, requested tokens) -> (answer, cached tokens of the prompt, ms to the first token)."""
 NUM_CHATS, NUM_TURNS = 6, 10
 REST_S = 0.3
 """Seconds between two turns: people and tools take longer."""
@@ -54,9 +52,7 @@ def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[in
 
 
 def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Send a request to llama.cpp's server, which reports its cached tokens and the ms for the rest
-    of the prompt.
-    """
+    """Send a request to llama.cpp's server, which reports cached tokens and the ms of the rest."""
     body = {
         "prompt": list(prompt),
         "n_predict": number,

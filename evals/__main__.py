@@ -62,8 +62,8 @@ def evaluate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
-    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print the number of
-    exact answers.
+    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print the
+    scores.
     """
     base_url = url.rstrip("/").removesuffix("/v1")
     try:

@@ -241,9 +241,7 @@ def _returned(source: Source, key: str, value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Converter(Offer):
-    """A tool that converts the units in `units`. `arguments` takes the units in the user's
-    words.
-    """
+    """A tool that converts the units in `units`. `arguments` takes them in the user's words."""
 
     units: dict[str, tuple[Unit, ...]]
 

@@ -25,9 +25,7 @@ def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
 
 
 def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
-    """Subtract the days; add the length of the month before while there are too few. Return
-    (reasoning, answer).
-    """
+    """Subtract the days; add months before while there are too few. Return (reasoning, answer)."""
     lines = [f"{MONTHS[month]} {day} - {days}"]
     while day <= days:
         month = (month - 1) % 12

@@ -42,8 +42,8 @@ Said = dict[str, Frames]
 
 
 def load(name: str, into: type[T]) -> T:
-    """Return the contents of `evals/<name>.yaml`. Raises msgspec.ValidationError if they do not fit
-    `into`.
+    """Return the contents of `evals/<name>.yaml`. Raises msgspec.ValidationError if they do not
+    fit.
     """
     raw = msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yaml").read_bytes())
     return msgspec.convert(raw, into, dec_hook=partial(_made, raw.pop("parts", {})))

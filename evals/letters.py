@@ -32,9 +32,7 @@ def _quote(source: Source, word: str) -> str:
 
 
 def reason_count(word: str, wanted: str, said: str = "") -> str:
-    """Return the reasoning: the searched letter, then the spelled word with a running count after
-    each match.
-    """
+    """Return the reasoning: the letter, then the spelled word with a count after each match."""
     return f"count {said or wanted}: {_counted(word, wanted)}"
 
 

@@ -41,9 +41,7 @@ def say(source: Source, value: int) -> str:
 
 
 def shown(source: Source, values: list[int], share: float = 0.14) -> tuple[list[str], str]:
-    """Return numbers as people write them, and the line of reasoning that turns those in words into
-    digits.
-    """
+    """Return numbers as people write them, and the reasoning that turns words into digits."""
     if not source.chance(share):
         return [str(value) for value in values], ""
     texts = [

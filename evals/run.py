@@ -88,9 +88,7 @@ async def ask_all(
     timeout_s: float = 300.0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Ask every prompt greedily, `concurrency` at a time; return the answers in the order of
-    `examples`.
-    """
+    """Ask every prompt greedily, `concurrency` at a time; return answers in order of `examples`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     gate = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout_s) as client:
@@ -182,9 +180,7 @@ def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
 
 
 def drafts_said(before: dict[str, float], after: dict[str, float]) -> str:
-    """Return the share of drafts accepted between two readings, by place, as text; "" if there were
-    none.
-    """
+    """Return the share of drafts accepted between two readings, by place, as text; "" if none."""
     said = []
     for name in sorted(after):
         kind, _, place = name.partition(" ")
@@ -201,9 +197,7 @@ def _share(rows: list[Answer]) -> str:
 
 
 def table_of(answers: list[Answer]) -> Table:
-    """Return a table of scores per task and over all, with a column for frames that training never
-    saw.
-    """
+    """Return a table of scores per task and over all, with a column for held-out frames."""
     table = Table(title="held-out prompts, greedy, exact answers")
     for column in (
         "task",

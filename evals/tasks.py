@@ -225,9 +225,7 @@ def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
-    """Return a prompt of up to 3,800 pieces: a text that is too long, or a task after much other
-    text.
-    """
+    """Return a prompt of up to 3,800 pieces: a too long text, or a task after much other text."""
     size = source.randint(300, _MOST_PIECES - 150)
     kind = source.random()
     if kind < 0.4:

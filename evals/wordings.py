@@ -95,9 +95,7 @@ class Source(random.Random):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Draw inside the block without effect on the side: no held-out frame is drawn, no wording
-        recorded.
-        """
+        """Draw in the block without effect on the side: no held-out frame, no wording recorded."""
         kept, num_noted = self.trained_only, len(self.held_wordings)
         self.trained_only = True
         try:
@@ -107,9 +105,7 @@ class Source(random.Random):
             del self.held_wordings[num_noted:]
 
     def until(self, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
-        """Call `make` until a result fits. Frames and wordings of the rejected results are not
-        recorded.
-        """
+        """Call `make` until a result fits; record no frames and wordings of rejected results."""
         noted = (self.frames, self.held_frames, self.held_wordings)
         while True:
             sizes = [len(each) for each in noted]

@@ -67,9 +67,7 @@ class Worker:
     """Actor with a node of its own."""
 
     def do(self, piece: Piece, piece_s: float) -> int:
-        """Return the piece's result, after at least `piece_s`, as if the work had taken that
-        long.
-        """
+        """Return the piece's result, after at least `piece_s`, as if it had taken that long."""
         begun_s = time.monotonic()
         result = work(piece)
         time.sleep(max(0.0, begun_s + piece_s - time.monotonic()))
@@ -165,7 +163,7 @@ class Valley:
                 time.sleep(min(left_s, 0.2))
 
     def _move(self, node: str, lent: Lent) -> None:
-        """Take a node's result if it is ready, then give its worker another piece, or release the
+        """Take a node's result if it is ready; give its worker another piece, or release the
         node.
         """
         if lent.result is not None:
@@ -206,9 +204,7 @@ def whole(node: dict[str, Any]) -> dict[str, float]:
 
 
 def take(node: dict[str, Any], name: str) -> PlacementGroup:
-    """Ask for this node and no other, so that no autoscaler starts a node for work that can
-    wait.
-    """
+    """Ask for this node and no other, so that no autoscaler starts one for work that can wait."""
     bundle, label = whole(node), {NODE_LABEL: node["NodeID"]}
     return placement_group([bundle], name=name, bundle_label_selector=[label])
 

@@ -64,9 +64,7 @@ DIRECT_SHARE = 0.04
 """Share of the examples of `_DIRECT` without reasoning, as when a user switches it off."""
 _DIRECT = {"talk", "decline", "reading", "schema", "tools"}
 SPELLED_SHARE = 0.16
-"""Share of the examples in which some words of the request are split into letters, as unknown words
-are.
-"""
+"""Share of the examples in which some words are split into letters, as unknown words are."""
 _CONTENT = frozenset(
     (
         *ALL_LOWER,
@@ -144,9 +142,7 @@ def encode(
 
 @cache
 def _letters(tokenizer: Tokenizer) -> dict[int, list[int]]:
-    """Return token -> ids of its letters, for every word that is not part of the tasks'
-    contents.
-    """
+    """Return token -> ids of its letters, for every word that is not in the tasks' contents."""
     found = {}
     for piece, token in tokenizer.get_vocab().items():
         word = piece.removeprefix("Ġ")
@@ -204,10 +200,9 @@ def pack(
 def make_batch(
     tokenizer: Tokenizer, seed: int, index: int, num_tokens: int, want_held_out: bool = False
 ) -> Batch:
-    """Return batch `index` of exactly `num_tokens` tokens, all tasks mixed, from one side of the
-    split.
+    """Return batch `index`: `num_tokens` tokens of mixed tasks from one side of the split.
 
-    One size for all, because the products in bf16 are compiled anew for every shape.
+    All batches have one size, because bf16 products are recompiled for every shape.
     """
     rng = random.Random(f"{seed} {index} {want_held_out}")
     tasks = list(WEIGHTS)

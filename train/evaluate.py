@@ -41,9 +41,7 @@ class _Cache:
 def _attend(
     layer: Layer, x: Tensor, table: Tensor, cache: _Cache, index: int, rows: Tensor, at: Tensor
 ) -> Tensor:
-    """Compute attention of one new token per sequence, and write its key and value into the
-    cache.
-    """
+    """Compute attention of one new token per sequence; write its key and value into the cache."""
     attention = layer.self_attn
     q = attention.queries(x, table)
     k, v = attention.expand(*attention.latents(x, table))
@@ -136,9 +134,7 @@ def expert_load(model: Model, batch: Batch) -> tuple[list[float], list[float]]:
 def ask(
     model: Model, tokenizer: Tokenizer, examples: list[Example], batch_size: int = 64
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Return (reply texts, prompts, reply tokens) for examples; prompts of similar size run
-    together.
-    """
+    """Return (reply texts, prompts, reply tokens); prompts of similar size run together."""
     prompts = [encode(tokenizer, example)[0] for example in examples]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     replies: list[list[int]] = [[] for _ in prompts]

@@ -43,9 +43,7 @@ def kernels():
 
 
 def route(biased_TE: Tensor, num_groups: int, groups_kept: int, k: int) -> Tensor:
-    """Return the experts [T, K] of each token, from scores with the bias added (paper 2.1.2, V3
-    `Gate`).
-    """
+    """Return the experts [T, K] of each token, from biased scores (paper 2.1.2, V3 `Gate`)."""
     fast = kernels()
     if fast is not None:
         return fast.route(biased_TE.detach().contiguous(), num_groups, groups_kept, k)
@@ -108,9 +106,7 @@ class _Attention(torch.autograd.Function):
 def packed_attention(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, bounds: Tensor, scale: float
 ) -> Tensor:
-    """Return causal attention inside each sequence; `bounds` holds the start of each one, and the
-    end.
-    """
+    """Return causal attention inside each sequence; `bounds` holds all starts, and the end."""
     if kernels() is not None:
         return _Attention.apply(q_THK, k_THK, v_THV, bounds, scale)
     outs = []

@@ -125,8 +125,8 @@ def model_config(c: Config) -> dict:
 
 
 def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
-    """Write the tensors in order into shards of about equal bytes, with an index as in DeepSeek's
-    folders.
+    """Write the tensors in order into shards of about equal bytes, with DeepSeek's kind of
+    index.
     """
     total = sum(t.numel() * t.element_size() for t in named.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(NUM_SHARDS)]
@@ -169,9 +169,7 @@ def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Model, Tokenizer]:
-    """Return the training model with a published folder's weights, dequantised to FP32, and its
-    tokenizer.
-    """
+    """Return the training model with a published folder's weights as FP32, and its tokenizer."""
     values = json.loads((folder / "config.json").read_text())
     model = Model(Config(**{name: values[name] for name in Config().as_dict()}))
     stored: dict[str, Tensor] = {}

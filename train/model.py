@@ -334,9 +334,7 @@ class Model(nn.Module):
     def mtp_hidden(
         self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor
     ) -> Tensor:
-        """Return the MTP layer's states [T, D], ready for the head, for tokens with the given next
-        tokens.
-        """
+        """Return the MTP layer's states [T, D], ready for the head, given the next tokens."""
         table = rope_table(self.c, positions)
         x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
         return self.mtp.shared_head["norm"](self.mtp(x, table, bounds))

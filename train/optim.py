@@ -37,9 +37,7 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: one step turns and moves a matrix by the same amount in every
-    direction.
-    """
+    """Momentum, orthogonalised: a step moves a matrix by the same amount in every direction."""
 
     def __init__(self, params: list[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})

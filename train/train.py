@@ -53,9 +53,7 @@ class Losses(NamedTuple):
 
 
 def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the loss of the next token, and for each token whether its target is the greedy
-    choice.
-    """
+    """Return the loss of the next token, and whether each token's target is the greedy choice."""
     rows = _rows(batch.targets)
     logits = model.lm_head(model.hidden(batch.tokens, batch.positions, batch.bounds, rows))
     greedy = torch.full_like(batch.targets, -100)
@@ -64,7 +62,7 @@ def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the losses of the MTP layer and of its second application. The main model does not
+    """Return the losses of the MTP layer and of its second application; the model does not
     change.
     """
     with torch.no_grad():
@@ -114,9 +112,7 @@ def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]
 
 
 def balance(model: nn.Module, gamma: float) -> list[float]:
-    """Move every expert's bias a step toward equal load (V3 report 2.1.2); return max/mean load per
-    layer.
-    """
+    """Move every expert's bias toward equal load (V3 report 2.1.2); return max/mean per layer."""
     skew = []
     for module in model.modules():
         if isinstance(module, MoE):
@@ -182,9 +178,7 @@ class Run:
         self.elapsed = state["elapsed"]
 
     def stop(self, *_: object) -> None:
-        """Request a stop: the run saves after the current step and ends; the same command resumes
-        it.
-        """
+        """Request a stop after the current step, with a checkpoint; the same command resumes."""
         self.stopping = True
 
     def save(self) -> None:

@@ -44,9 +44,7 @@ def hadal(
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
-    """Return the peers that `make bench-peers` set up. Converts the model for peers that need
-    it.
-    """
+    """Return the peers that `make bench-peers` set up. Converts the model if a peer needs it."""
     peers = []
     number = str(threads)
     if find_spec("transformers"):

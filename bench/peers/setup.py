@@ -62,9 +62,7 @@ def run(*command: str, timeout_s: float = 3600.0) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment for commands: uv does not read pip's variable for a local folder of
-    wheels.
-    """
+    """Return the environment: uv does not read pip's variable for a local folder of wheels."""
     return {
         **os.environ,
         "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
@@ -82,9 +80,7 @@ def make_venv(folder: Path, *packages: str) -> None:
 
 
 def set_up_vllm() -> None:
-    """Install vLLM's CPU build. Three packages that it pulls in do not fit its torch; it works
-    without them.
-    """
+    """Install vLLM's CPU build, without three unneeded packages that do not fit its torch."""
     if (VLLM_VENV / ".ok").exists():
         return
     make_venv(VLLM_VENV, VLLM, TORCH)
