@@ -94,7 +94,7 @@ class Result:
 
 @dataclass
 class Waiting:
-    """A queued request. Rules must not read `num_output`: only the world knows it."""
+    """A queued request. Rules must not read `num_output`: it is hidden state of the world."""
 
     num_input: int
     num_output: int

@@ -3,7 +3,7 @@ concurrency.
 
     python -m bench.load [--quick] [--requests 500]
 
-Prompts are held-out questions of the tasks that the shipped model knows; the model ends its answers
+Prompts are held-out questions of the tasks that the shipped model learned; the model ends its answers
 itself. Closed loop: a client sends its next request when the last one is answered. Requests are
 sent and measured as in `hadal bench` (hadal.apps.bench.request), but over a cheaper transport,
 because the clients run on the same cores as the server.

@@ -54,7 +54,7 @@ class Timed:
 
 @dataclass
 class Series:
-    """All runs of a set of variants, in rounds: one run of each variant a round."""
+    """All runs of a set of variants, in rounds: one run of each variant per round."""
 
     rounds: list[dict[str, Timed]] = field(default_factory=list)
 

@@ -52,7 +52,7 @@ class Had:
 
 
 def had(line: tuple[float, float], promise: float, counts: dict[int, int]) -> Had:
-    """Run `counts` streams of LIGHT, HEAVY and BATCH for NUM_STEPS steps."""
+    """Run `counts` streams of LIGHT, HEAVY and BATCH for NUM_STEPS steps; return the results."""
     tenants = np.repeat(list(counts), list(counts.values()))
     turns = np.zeros(tenants.size, np.int64)
     is_batch, ranks, weights = tenants == BATCH, np.zeros_like(turns), np.ones(tenants.size)

@@ -121,8 +121,8 @@ def launched(
     """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is
     ready.
 
-    `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout whose
-    code runs.
+    `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout to
+    run.
     """
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
         folder = Path(name)

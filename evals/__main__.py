@@ -62,9 +62,7 @@ def evaluate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
-    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print the
-    scores.
-    """
+    """Ask a server held-out prompts of hadal-tiny's tasks; print how many answers are exact."""
     base_url = url.rstrip("/").removesuffix("/v1")
     try:
         examples = (

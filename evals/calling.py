@@ -424,7 +424,7 @@ def _one_looked_up(source: Source) -> Plan:
 
 
 def _units(source: Source, offer: Converter) -> tuple[str, str]:
-    """Return two units of a quantity that the tool knows, in the user's words."""
+    """Return two units of a quantity that the tool supports, in the user's words."""
     units = source.sample(source.choice(tuple(offer.units.values())), 2)
     first, second = (source.choice((unit[3], *unit[3:])) for unit in units)
     return first, second

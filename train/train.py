@@ -182,7 +182,7 @@ class Run:
         self.stopping = True
 
     def save(self) -> None:
-        """Write the checkpoint. If killed meanwhile, the previous checkpoint remains."""
+        """Write the checkpoint. If the process is killed in between, the previous one remains."""
         state = {
             "settings": self.settings,
             "model": self.model.state_dict(),
