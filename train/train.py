@@ -73,7 +73,7 @@ def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     first = _mean(model.lm_head(states[rows]), batch.mtp_targets[rows])
     rows = _rows(batch.second_targets).sort()[0]
     # Not detached: the first application learns to prepare its state for the second. That gained 19
-    # points of accepted second drafts; detached, it gained 11 (LOG.md, 25 November). The token here
+    # points of accepted second drafts; detached, it gained 11 (LOG.md, training). The token here
     # is the text's; serving uses its own first draft, which is the same wherever the second draft
     # is looked at. The experts' load counts both applications, as in serving.
     again = model.mtp_second_hidden(*text, states, rows, batch.second_tokens[rows])
