@@ -1,6 +1,7 @@
 """The pages refer only to existing files, headings and commands of `hadal`."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from hadal.cli import app
 from tests.suite import promises
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES, MOST_CHARACTERS = 6, 120
+"""Lines of a paragraph; characters of a line outside tables and code."""
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHAPED = [*PAGES, ROOT / "LOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -35,6 +39,28 @@ def test_commands_are_there(page: Path) -> None:
     known = set(get_command(app).commands)
     named = set(re.findall(r"`hadal ([a-z]+)", page.read_text(encoding="utf-8")))
     assert named <= known, f"{page.name}: {named - known}"
+
+
+def paragraphs(page: Path) -> Iterator[list[str]]:
+    """Yield the lines of each paragraph and list item; no tables, headings or code."""
+    lines: list[str] = []
+    is_code = False
+    for line in [*page.read_text(encoding="utf-8").splitlines(), ""]:
+        is_fence = line.startswith("```")
+        is_code ^= is_fence
+        is_prose = not is_code and not is_fence and line.strip() and line[0] not in "|#<!"
+        if lines and (not is_prose or re.match(r" *(-|[0-9]+\.) ", line)):
+            yield lines
+            lines = []
+        lines += [line] if is_prose else []
+
+
+@pytest.mark.parametrize("page", SHAPED, ids=lambda page: page.name)
+def test_paragraphs_are_short(page: Path) -> None:
+    long = [lines[0] for lines in paragraphs(page) if len(lines) > MOST_LINES]
+    assert not long, f"{page.name}: a paragraph has at most {MOST_LINES} lines"
+    wide = [line for lines in paragraphs(page) for line in lines if len(line) > MOST_CHARACTERS]
+    assert not wide, f"{page.name}: a line has at most {MOST_CHARACTERS} characters"
 
 
 def test_the_first_page_says_every_command() -> None:
