@@ -24,7 +24,7 @@ from hadal.gateway.text.vocabulary import read_vocabulary
 from hadal.runtime.resolve import model_folder
 
 LONGEST = 3300
-"""Most tokens of a prompt: with an answer it fits hadal-tiny's context of 4096."""
+"""Maximum number of tokens of a prompt: with an answer it fits hadal-tiny's context of 4096."""
 TIMEOUT_S = 300.0
 
 

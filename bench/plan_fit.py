@@ -52,7 +52,7 @@ SEEDS, QUICK_SEEDS = (1, 2), (1,)
 SETTLE_STEPS, MEASURE_STEPS = 12.0, 150.0
 """Steps of the planned length, before and during the measurement."""
 REQUESTS_MIN = 2000
-"""Fewest measured requests: with fewer, a p99 means little."""
+"""Minimum number of measured requests: with fewer, a p99 means little."""
 POWERS = (0.5, 0.75, 1.0)
 LOADS = (("light", 0.0, 0.5), ("middling", 0.5, 1.5), ("heavy", 1.5, math.inf))
 """(name, from, below) in simulated prompts per rank and step."""

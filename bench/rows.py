@@ -32,7 +32,7 @@ PROMISES = (1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, NONE)
 NUM_STEPS = 6400
 LIGHT, HEAVY, BATCH = 0, 1, 2
 LEAST_TOGETHER = 0.6
-"""Least share of all tokens/s without a promise that the default leaves where rows cost most."""
+"""Minimum share of all tokens/s without a promise that the default leaves where rows cost most."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ OTHER_FAULT = pytest.mark.more(
     "another fault; tests of the store have each, and one is in `make test`"
 )
 MAX_LOG_LINES = 6
-"""Most log lines for one problem of the cache: one from each process of a server."""
+"""Maximum number of log lines for one problem of the cache: one from each process of a server."""
 
 
 @dataclass(frozen=True)

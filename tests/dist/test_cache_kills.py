@@ -38,7 +38,7 @@ NUM_ASKED_AGAIN = 4
 """Chats of the previous round's tenant."""
 CONCURRENCY = 8
 MAX_LOOKS = 60
-"""Most scans of the folder before the kill."""
+"""Maximum number of scans of the folder before the kill."""
 WAYS = ("group", "supervisor", "one process", "one process")
 """Kinds of kills; "one process" kills a unit or a rank."""
 RANKS = (1, 1, 1, 2)

@@ -27,7 +27,7 @@ from tests.waiting import DEADLINE_S, deadline, join, wait_until
 
 NUM_ROUNDS = 200 if FULL else 4 if LEVEL == "test" else 12
 MAX_READS = 40
-"""Most concurrent reads before a writer is killed."""
+"""Maximum number of concurrent reads before a writer is killed."""
 ROUNDS_OF_A_FOLDER = 3
 """Rounds per folder: later rounds adopt the segments of the first ones."""
 TINY_BYTES = segment_bytes(24, BLOCK_BYTES)

@@ -28,7 +28,7 @@ from tests.waiting import DEADLINE_S, join, wait_until
 NUM_ROUNDS = 100 if FULL else 1 if LEVEL == "test" else 4
 MORE = pytest.mark.more("a file with outages is in `make test`")
 MAX_FACTS = 300
-"""Most acknowledged facts before a writer is killed."""
+"""Maximum number of acknowledged facts before a writer is killed."""
 ALWAYS = (0, 2**60)
 
 

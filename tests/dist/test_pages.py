@@ -48,8 +48,8 @@ QUESTIONS = (
 NUM_CHATS = 16
 """Concurrent chats. Moves pay off only if they save time for many tokens per step."""
 MOST_CHANGES = 300
-"""Most changes of the document by one refresh of a page with 2,224 ranks: unchanged parts must not
-be rebuilt. `python -m bench.pages --refresh` measures the milliseconds.
+"""Maximum number of changes of the document by one refresh of a page with 2,224 ranks: unchanged
+parts must not be rebuilt. `python -m bench.pages --refresh` measures the milliseconds.
 """
 COUNT_CHANGES = """() => {
     window.numChanged = 0;

@@ -14,7 +14,7 @@ class Client:
 
     generation: Generation
     longest: int
-    """Most output tokens that fit in the context and the units."""
+    """Maximum number of output tokens that fit in the context and the units."""
     expected: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     final: Deliver | None = None

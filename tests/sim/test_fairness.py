@@ -67,7 +67,7 @@ class Watch:
     burst: int = 0
     """Burst tokens of the configuration."""
     most: int = 0
-    """Most tokens that requests placed at one time can reach."""
+    """Maximum number of tokens that requests placed at one time can reach."""
     left: set[str] = field(default_factory=set)
 
     def begin(self) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
-"""Most workers of the live part. Each has servers of up to eight processes."""
+"""Maximum number of workers of the live part. Each has servers of up to eight processes."""
 PURE_TIMEOUT_S = 1800
 """Timeout of a pure test. Pure tests never wait, so only an endless loop reaches it. Some compute
 for a minute, and for several on a busy machine.

@@ -38,7 +38,7 @@ from hadal.kernels.route import route
 from hadal.reference.route import Route
 
 MAX_LIVE = 2
-"""Most live handles: one per micro-batch."""
+"""Maximum number of live handles: one per micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ MAX_BAR_CHARS = 50
 MARGIN_CHARS = 18
 """Width of the name and the number left of a bar."""
 MOST_TOKENS = 1e18
-"""Most tokens of an expert: a million years of work at 30,000 tokens/s."""
+"""Maximum number of tokens of an expert: a million years of work at 30,000 tokens/s."""
 
 
 def plan_text(

@@ -29,7 +29,7 @@ class ServedText:
     thinks: bool
     """True if the model can mark its reasoning."""
     context_tokens: int
-    """Most tokens of a prompt and its reply together."""
+    """Maximum number of tokens of a prompt and its reply together."""
 
 
 def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:

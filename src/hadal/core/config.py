@@ -37,7 +37,7 @@ Rate = Annotated[float, Meta(ge=0, lt=1e15)]
 Text = Annotated[str, Meta(max_length=4096)]
 """Name or path, at most as long as Linux allows."""
 _MOST_RANKS = 1 << 17
-"""Most ranks of all units together. DeepSeek's published day had 2,200 GPUs at its peak."""
+"""Maximum number of ranks of all units together. DeepSeek's published day had 2,200 GPUs at its peak."""
 
 
 def _one_of(*names: str) -> Meta:
@@ -51,8 +51,8 @@ TENANT_PROMISE = 2.0
 """Default of `UnitsConfig.tenant_promise`; `python -m bench rows` prints what each value costs."""
 DRAFTS_MAX = 3
 DRAFTS_AUTO = 2
-"""Most speculative tokens (drafts) of a pass if their number is chosen automatically; buffers are
-sized for it.
+"""Maximum number of speculative tokens (drafts) of a pass if their number is chosen automatically;
+buffers are sized for it.
 """
 
 
@@ -107,7 +107,7 @@ class UnitsConfig(ConfigTable, frozen=True):
     "auto": the cheapest for the step, by price.
     """
     min_split_tokens: Count = 32
-    """Fewest tokens, on the busiest rank, of a step that is split into two micro-batches."""
+    """Minimum number of tokens, on the busiest rank, of a step that is split into two micro-batches."""
     mode: Annotated[str, _one_of("", "normal", "low_latency")] = ""
     """Way of sending tokens to experts: "normal" (one copy per rank, counts first) or "low_latency"
     (fixed buffers). Empty: normal in prefill, low-latency in decode.
@@ -141,10 +141,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     pools share a quarter of the memory that weights leave free (runtime/pool_sizes); otherwise 256.
     """
     max_requests: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
-    """Most requests that a rank serves at once (decode: slots)."""
+    """Maximum number of requests that a rank serves at once (decode: slots)."""
     max_waiting: Count = 256
-    """Most requests that a unit's leader (scheduler) queues beyond `max_requests`; further ones are
-    returned to the front.
+    """Maximum number of requests that a unit's leader (scheduler) queues beyond `max_requests`;
+    further ones are returned to the front.
     """
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class CacheConfig(ConfigTable, frozen=True):
     no KV on disk.
     """
     disk_mb: Positive = 4096
-    """Most MiB that this deployment stores in `folder`."""
+    """Maximum MiB that this deployment stores in `folder`."""
     recompute: Switch = AUTO
     """"auto": blocks on disk that are cheaper to compute than to read, by measured times, are
     computed; "off": they are read.
@@ -224,9 +224,9 @@ class BatchesConfig(ConfigTable, frozen=True):
     max_tenant_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
     """Largest total size of a tenant's files, MiB."""
     max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 50_000
-    """Most requests in one batch."""
+    """Maximum number of requests in one batch."""
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64
-    """Most requests of all batches that run at once, if the load leaves capacity."""
+    """Maximum number of requests of all batches that run at once, if the load leaves capacity."""
     keep_days: Annotated[int, Meta(ge=1, le=3650)] = 30
     """Days for which files and ended batches are kept."""
 
@@ -237,7 +237,7 @@ class FleetConfig(ConfigTable, frozen=True):
     mode: Switch = OFF
     """"off": the number of units stays at `units`; "auto": units are started and drained during service."""
     prefill_max: Units = 0
-    """Most prefill units. 0: prefill.units, so that the number never grows."""
+    """Maximum number of prefill units. 0: prefill.units, so that the number never grows."""
     decode_max: Units = 0
     bundle_prefill: Units = 0
     """Prefill units of a bundle; both roles then grow by whole bundles. 0 for both roles: each role
@@ -298,8 +298,8 @@ class GatewayConfig(ConfigTable, frozen=True):
     keep_responses_s: Annotated[float, Meta(ge=0, le=86400 * 30)] = 3600.0
     """Time for which a response of /v1/responses can be read and continued. 0: responses are not kept."""
     keep_responses_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
-    """Most memory for kept responses, MiB per gateway process. Beyond it, the oldest responses of
-    the tenant with the most are dropped.
+    """Maximum memory for kept responses, MiB per gateway process. Beyond it, the oldest responses
+    of the tenant with the most are dropped.
     """
 
 
@@ -317,9 +317,9 @@ class LimitsConfig(ConfigTable, frozen=True):
 
     max_body_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 4 * 1024 * 1024
     max_prompt_tokens: Count = 0
-    """Most tokens of a prompt. 0: the model's context less one."""
+    """Maximum number of tokens of a prompt. 0: the model's context less one."""
     max_output_tokens: Count = 0
-    """Most output tokens of a request. 0: the model's context."""
+    """Maximum number of output tokens of a request. 0: the model's context."""
     default_output_tokens: Count = 0
     """Limit on output for a request that sets none. 0: the rest of the context."""
     likely_output_tokens: Positive = 2048
@@ -328,17 +328,17 @@ class LimitsConfig(ConfigTable, frozen=True):
     """
     max_n: Annotated[int, Meta(ge=1, le=1 << 10)] = 8
     max_running: Positive = 256
-    """Most generations that the front runs at once; more are queued."""
+    """Maximum number of generations that the front runs at once; more are queued."""
     max_queued: Count = 512
-    """Most generations queued at the front; while other tenants queue too, a tenant's limit is its
-    equal share. Beyond it the reply is 429 with Retry-After.
+    """Maximum number of generations queued at the front; while other tenants queue too, a tenant's
+    limit is its equal share. Beyond it the reply is 429 with Retry-After.
     """
     burst_tokens: Count = 8192
     """Head start, in prompt tokens of work, of a tenant that returns after a pause over queued
     tenants (policy/fairness).
     """
     max_retries: Count = 8
-    """Most retries of one request after its units failed. Preemptions do not count."""
+    """Maximum number of retries of one request after its units failed. Preemptions do not count."""
     request_timeout_s: Seconds = 3600.0
     """Longest wait of a request: in the queue, for its first token, and for each later token. A
     request that keeps making tokens ends only by its own limits.
@@ -396,8 +396,8 @@ class Deployment(ConfigTable, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port of the API. 0: a free one."""
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
-    """Most tokens of a rank in a prefill step. If steps are cut by cost, the mean is about two
-    thirds of it.
+    """Maximum number of tokens of a rank in a prefill step. If steps are cut by cost, the mean is
+    about two thirds of it.
     """
     dispatch_format: Annotated[str, _one_of("fp32", "fp8", "fp8_pow2")] = "fp32"
     """Number format of tokens sent to experts and back: "fp32" both ways, or "fp8" / "fp8_pow2":

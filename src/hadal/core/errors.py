@@ -5,7 +5,7 @@ each class to an HTTP status.
 EXIT_CONFIG = 2
 """Exit code if the model or the configuration cannot work, so that a restart would not help."""
 _MAX_CHARS = 1000
-"""Most characters of a ConfigError's message, which may quote a file."""
+"""Maximum number of characters of a ConfigError's message, which may quote a file."""
 
 
 class HadalError(Exception):

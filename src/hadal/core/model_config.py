@@ -71,7 +71,7 @@ class ModelConfig:
     """
     index_head_dim: HeadWidth | None = None
     index_topk: Tokens | None = None
-    """Most positions that a token attends to."""
+    """Maximum number of positions that a token attends to."""
     rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     rope_theta: Theta = 10000.0
     rope_scaling: RopeScaling | None = None

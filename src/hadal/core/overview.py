@@ -43,7 +43,7 @@ class LayerMove(msgspec.Struct, frozen=True):
 
 
 EXPERTS_MAX = 4
-"""Most units for which expert loads are returned at once."""
+"""Maximum number of units for which expert loads are returned at once."""
 
 
 class UnitExperts(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class UnitExperts(msgspec.Struct, frozen=True):
     num_replicas: tuple[tuple[int, ...], ...]
     """Copies of each expert, by MoE layer and expert."""
     moves: tuple[LayerMove, ...] = ()
-    """Most recent moves, the latest last."""
+    """Maximum number of recent moves, the latest last."""
 
 
 class Overview(msgspec.Struct, frozen=True):

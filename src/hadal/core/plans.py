@@ -39,8 +39,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     the text. -1: the reasoning has already begun, or there is none.
     """
     budget: int = -1
-    """Most tokens of reasoning, without its begin and end tokens; after them only `begins_after`
-    may be drawn. -1: no limit.
+    """Maximum number of tokens of reasoning, without its begin and end tokens; after them only
+    `begins_after` may be drawn. -1: no limit.
     """
 
 

@@ -65,7 +65,7 @@ log = logging.getLogger("hadal.batches")
 UPLOAD_S = 300.0
 """Longest time for uploading a file."""
 MAX_OPEN_BATCHES = 100
-"""Most open batches per tenant."""
+"""Maximum number of open batches per tenant."""
 _MULTIPART_BYTES = 1 << 16
 """Allowance for the form's bytes around a file."""
 _MAX_FILES, _MAX_BATCHES = 10_000, 100

@@ -34,8 +34,9 @@ class _Mlp(ctypes.Structure):
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
 TILED_COLUMNS = 512
-"""Fewest columns of a matrix for tile units: smaller ones take less time to multiply than their tokens
-to pack. The shape decides and not the batch, since the batch must not change any bit of a result.
+"""Minimum number of columns of a matrix for tile units: smaller ones take less time to multiply
+than their tokens to pack. The shape decides and not the batch, since the batch must not change any
+bit of a result.
 """
 _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
     weakref.WeakKeyDictionary()

@@ -21,7 +21,9 @@ from hadal.kv.free_runs import FreeRuns
 from hadal.policy.eviction import Arc, Lru
 
 MAX_SEGMENT_SLOTS = 1 << 31
-"""Most disk slots of a segment: small enough that the numbers of two segments' slots are never adjacent."""
+"""Maximum number of disk slots of a segment: small enough that the numbers of two segments' slots
+are never adjacent.
+"""
 
 
 class DiskSlots:

@@ -43,7 +43,7 @@ class MoveTerms:
     requests move per point of balance (simulated).
     """
     num_moves_max: int = 4
-    """Most moves of one decision."""
+    """Maximum number of moves of one decision."""
     kv_time_share: float = 0.28
     """Share of a balanced step's time that grows with a rank's KV (simulated step: 2.9e-8 s per
     token, 96 requests of 4.4k tokens).
@@ -59,7 +59,7 @@ class MoveTerms:
     before.
     """
     num_tokens_left_min: int = 8
-    """Fewest tokens that a request may still generate, at its longest, to be moved."""
+    """Minimum number of tokens that a request may still generate, at its longest, to be moved."""
 
 
 @dataclass(frozen=True, slots=True)

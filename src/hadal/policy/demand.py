@@ -21,7 +21,7 @@ from hadal.core.arrays import Floats
 
 DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5
-"""Fewest samples that show a trend."""
+"""Minimum number of samples that show a trend."""
 DOUBT = 3.0
 """Standard errors subtracted from a slope: noise alone rarely exceeds them, and then only slightly."""
 CHANGE_MAX = 2.0

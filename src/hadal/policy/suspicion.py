@@ -21,7 +21,7 @@ TOGETHER = 4.0
 it.
 """
 MOST = 20.0
-"""Most timeouts that a process is granted with any excuse for its silence."""
+"""Maximum number of timeouts that a process is granted with any excuse for its silence."""
 PAUSE_PERIODS = 2.5
 """A detector that was not called for more than this number of its periods did not run itself."""
 

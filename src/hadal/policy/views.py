@@ -59,7 +59,7 @@ class DecodeUnitView:
     num_requests: int
     num_requests_max: int
     num_blocks_request: int
-    """Most blocks that one request can hold: those of one rank."""
+    """Maximum number of blocks that one request can hold: those of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class AdmissionView:
     num_queued: int
     """Queued generations of the request's tenant."""
     num_queued_max: int
-    """Most generations that may be queued, over all tenants."""
+    """Maximum number of generations that may be queued, over all tenants."""
     finished_per_s: float
     """Finished requests per second, measured and smoothed; 0 if unknown."""
     num_wanted: int = 1

@@ -25,8 +25,8 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 from hadal.runtime.worker import Worker
 
 MAX_FORMS_IN_FLIGHT = 16
-"""Most FormPlans in flight. A unit forms again when a rank is lost during forming; a leader that
-asks for more than this is broken.
+"""Maximum number of FormPlans in flight. A unit forms again when a rank is lost during forming; a
+leader that asks for more than this is broken.
 """
 FOLLOWS_S = 0.05
 """A rank's step plan does not state whether it follows the last step. It is taken to follow if it

@@ -29,8 +29,8 @@ from hadal.runtime.addresses import (
 )
 
 MAX_QUEUED = 4096
-"""Most messages queued for one peer that does not read. A decode step is one message, so this is
-minutes of steps.
+"""Maximum number of messages queued for one peer that does not read. A decode step is one message,
+so this is minutes of steps.
 """
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message. A prompt of a million tokens is 5 MB; a larger message is not ours."""

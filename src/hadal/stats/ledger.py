@@ -33,7 +33,7 @@ from hadal.stats.usage import WorkSpan
 SCHEMA = 1
 """Version of the tables, raised whenever a table changes. A ledger of another version is not touched."""
 MAX_ROWS = 500
-"""Most rows of one statement."""
+"""Maximum number of rows of one statement."""
 _LOCK = 0x4841444C
 """PostgreSQL's advisory lock during creation of the tables ("HADL")."""
 

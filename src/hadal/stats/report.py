@@ -48,7 +48,7 @@ class NodeUse:
     window_us: int
     role_to_node_us: dict[str, Fraction] = field(default_factory=dict)
     peak: Fraction = Fraction(0)
-    """Most nodes at any one time, all roles together."""
+    """Maximum number of nodes at any one time, all roles together."""
     cost_pico_usd: Fraction = Fraction(0)
 
     @property

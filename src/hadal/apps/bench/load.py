@@ -24,7 +24,7 @@ from hadal.apps.bench.request import BenchError, Sample, Target, client_for, mea
 from hadal.apps.bench.texts import Texts
 
 MAX_OPEN = 4096
-"""Most open requests of an open load; a request due beyond it counts as an error (FULL)."""
+"""Maximum number of open requests of an open load; a request due beyond it counts as an error (FULL)."""
 FULL = f"not sent: {MAX_OPEN} were open"
 LATE = "not sent: this client was late by more than a request may take"
 STOPPED = "stopped"

@@ -20,7 +20,7 @@ from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from hadal.apps.console.conversation import ChatAnswer, ToolRun
 
 _MAX_SHOWN = 20_000
-"""Most characters shown of a tool's arguments or result."""
+"""Maximum number of characters shown of a tool's arguments or result."""
 
 
 class AnswerView:

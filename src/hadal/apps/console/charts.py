@@ -24,7 +24,7 @@ PALETTE = (TEAL, AMBER, VIOLET, GREEN, RED, GREY, "#5c86c9", "#b87333")
 _TEXT, _LINE = "#85909a", "rgba(133,144,154,.22)"
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _MAX_POINTS = 150
-"""Most points per line: a chart is a few hundred pixels wide, and more are slow to draw."""
+"""Maximum number of points per line: a chart is a few hundred pixels wide, and more are slow to draw."""
 
 Options = dict[str, Any]
 Values = Sequence[float | None]

@@ -31,7 +31,7 @@ _SHOW_CHARS_PER_S = 50_000
 less often.
 """
 _MAX_ROUNDS = 8
-"""Most answers per turn; this stops a model that calls tools for ever."""
+"""Maximum number of answers per turn; this stops a model that calls tools for ever."""
 _KEEP_S = 1.0
 _KEEP_CHARS_PER_S = 250_000
 """Limit on stored characters per second: a running answer is stored every second, a long

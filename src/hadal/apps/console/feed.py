@@ -45,7 +45,7 @@ _SLOW_PERIODS = 3
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
-"""Most requests of a day for which each is read, to compute every tenant's cost."""
+"""Maximum number of requests of a day for which each is read, to compute every tenant's cost."""
 _MONEY_WAIT_S = 1.0
 """Longest wait of a frame for the ledger; after it the frame is shown without new figures."""
 _NUM_LINES = 60

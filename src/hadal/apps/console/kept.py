@@ -19,7 +19,7 @@ PIECE_CHARS = 100_000
 """Characters read from the browser at once; in any encoding far below a message's limit."""
 _PREFIX = "hadal.chat."
 _MAX_LISTED = 1000
-"""Most conversations in the list; the browser may have more."""
+"""Maximum number of conversations in the list; the browser may have more."""
 _MAX_PIECES = 1000
 _JS_S = 10.0
 

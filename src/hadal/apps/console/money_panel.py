@@ -13,7 +13,7 @@ from hadal.apps.console.widgets import Chart, empty_note
 from hadal.gateway.desk.frames import ConsoleFrame
 
 _MAX_ROWS = 50
-"""Most rows of a table; the command `hadal report` prints all."""
+"""Maximum number of rows of a table; the command `hadal report` prints all."""
 
 
 class MoneyPanel:

@@ -24,7 +24,7 @@ from hadal.core.handshake import PROOF_BYTES
 HELLO, DATA, ABORT, CHALLENGE = 1, 2, 3, 4
 MAX_PAYLOAD_BYTES = 1 << 31
 MAX_CONTROL_BYTES = 4096
-"""Most payload bytes of any frame but DATA."""
+"""Maximum number of payload bytes of any frame but DATA."""
 MAX_REASON_BYTES = 1000
 MAX_LOST_RANKS = 1000
 _MAGIC = b"HdM2"

@@ -17,10 +17,10 @@ from hadal.comm.group import Interval
 from hadal.comm.mesh.frames import Frame, FrameError
 
 MAX_IN_FLIGHT = 8
-"""Most exchanges posted and not waited for."""
+"""Maximum number of exchanges posted and not waited for."""
 MAX_EARLY_BYTES = 64 << 20
-"""Most bytes held for exchanges not posted here yet, over all peers; beyond it, frames wait in the
-socket.
+"""Maximum number of bytes held for exchanges not posted here yet, over all peers; beyond it, frames
+wait in the socket.
 """
 
 

@@ -45,7 +45,7 @@ from hadal.core.plans import Member, Waited
 PURPOSE = "mesh 2"
 """Purpose of the key (core/handshake.key_of)."""
 MAX_PENDING = 256
-"""Most accepted connections that have not sent a HELLO, or are in a later formation."""
+"""Maximum number of accepted connections that have not sent a HELLO, or are in a later formation."""
 
 
 class MeshFormation:

@@ -19,7 +19,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     max_tokens: int
-    """Most output tokens in total, `output` included."""
+    """Maximum number of output tokens in total, `output` included."""
     stop_ids: tuple[int, ...]
     min_tokens: int
     """Stop ids are forbidden before this many output tokens."""
@@ -80,10 +80,10 @@ class RateLimits(msgspec.Struct, frozen=True, array_like=True):
     """Rest of a tenant's quota, for a reply's headers. None: there is no such limit."""
 
     requests: int | None = None
-    """Most requests at once."""
+    """Maximum number of requests at once."""
     requests_left: int = 0
     tokens: int | None = None
-    """Most tokens per minute."""
+    """Maximum number of tokens per minute."""
     tokens_left: int = 0
     requests_reset_s: float = 0.0
     """Seconds until the whole quota is available again, as far as known."""

@@ -50,9 +50,9 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
     tenant: str
     tokens_per_minute: int = 0
     requests: int = 0
-    """Most generations at once, queued ones included."""
+    """Maximum number of generations at once, queued ones included."""
     day_pico_usd: int = 0
-    """Most that is charged per UTC day, in 10^-12 dollars."""
+    """Maximum amount charged per UTC day, in 10^-12 dollars."""
 
 
 class Quotas(Message, frozen=True):

@@ -126,7 +126,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_OTHER_VALUES = 65_536
-"""Most values of a body besides token ids; commas in its texts count as well."""
+"""Maximum number of values of a body besides token ids; commas in its texts count as well."""
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 

@@ -33,7 +33,7 @@ _MAX_SMALL_BYTES = 1 << 18
 second.
 """
 MAX_LOGGED = 256
-"""Most names that a process logs, since clients choose them."""
+"""Maximum number of names that a process logs, since clients choose them."""
 _MAX_NAME_CHARS = 64
 _Raws = dict[str, msgspec.Raw]
 _logged: set[tuple[str, str]] = set()

@@ -23,9 +23,9 @@ have stopped.
 """
 
 MAX_WAITING = 4096
-"""Most deliveries waiting in a mailbox of up to eight choices; above eight, an eighth of it per
-choice. Even a slow reader takes all waiting deliveries at once, so a mailbox this full has no
-reader.
+"""Maximum number of deliveries waiting in a mailbox of up to eight choices; above eight, an eighth
+of it per choice. Even a slow reader takes all waiting deliveries at once, so a mailbox this full
+has no reader.
 """
 
 

@@ -70,7 +70,7 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Most incomplete bodies at once. A body that arrived together with its headers is read at once."""
+"""Maximum number of incomplete bodies at once. A body that arrived together with its headers is read at once."""
 
 
 class Bodies:

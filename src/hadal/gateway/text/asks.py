@@ -128,7 +128,7 @@ class ChatAsk:
     turns: tuple[Turn, ...]
     rendering: Rendering = PLAIN
     budget: int | None = None
-    """Most reasoning tokens; None: no separate limit."""
+    """Maximum number of reasoning tokens; None: no separate limit."""
     budget_field: str = ""
     """Field that set the budget."""
     switch_field: str = field(default="", compare=False)

@@ -12,8 +12,8 @@ that end together, the one that starts first. Independent of tokens.
 from __future__ import annotations
 
 _NESTED_CHARS = 256
-"""Most characters held back for starts within starts: a longer text of only those is no accident of
-a model.
+"""Maximum number of characters held back for starts within starts: a longer text of only those is
+no accident of a model.
 """
 
 

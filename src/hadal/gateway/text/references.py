@@ -18,8 +18,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 from hadal.core.errors import RequestError
 
 MAX_REFERRED = 1000
-"""Most schemas that the references of one schema may lead to. A schema counts once per dynamic
-scope.
+"""Maximum number of schemas that the references of one schema may lead to. A schema counts once per
+dynamic scope.
 """
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _OTHER_FORMS = (*_NAMES, "$dynamicRef")

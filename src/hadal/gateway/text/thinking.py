@@ -95,7 +95,7 @@ class Thinking:
     """True: think; False: do not; None: the chat template decides."""
     template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     budget: int | None = None
-    """Most reasoning tokens; None: only the reply's limit applies."""
+    """Maximum number of reasoning tokens; None: only the reply's limit applies."""
     budget_field: str = ""
     """Field that set the budget."""
     switch_field: str = ""

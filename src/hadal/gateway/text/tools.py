@@ -32,13 +32,13 @@ from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128
 MAX_STRICT_BYTES = 1 << 17
-"""Most bytes of the schemas of a request's strict tools."""
+"""Maximum number of bytes of the schemas of a request's strict tools."""
 _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
 """NAME, a line break, a fence. Some models omit the first line break or the second."""
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
 """Number of a call: 0 for the first one of a conversation, and so on."""
 _MAX_HEAD = 256
-"""Most characters before the arguments: a longer text is not a name, and is not searched again."""
+"""Maximum number of characters before the arguments: a longer text is not a name, and is not searched again."""
 _BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -76,7 +76,7 @@ class ToolWords:
     named: str
     """Value of `tool_choice` that demands a call of one tool."""
     max_name: int = 64
-    """Most characters of a tool's name."""
+    """Maximum number of characters of a tool's name."""
 
 
 CHAT_WORDS = ToolWords(

@@ -20,7 +20,7 @@ from hadal.tokens.split import Splitter
 from hadal.tokens.table import read_fields, token_table
 
 _COMPOSED = 4
-"""Most characters that Unicode composes into one (U+1F82)."""
+"""Maximum number of characters that Unicode composes into one (U+1F82)."""
 _SAMPLES = ("Hadal 0", "a", "e f")
 """Texts that show which tokens a post-processor adds."""
 _PANIC = "PanicException"

@@ -60,7 +60,7 @@ class Curve:
     pad_k: float = 0.0
     """Cost of a tile's prologue and epilogue, in channels of k (FP8)."""
     floor_s_per_k: float = 0.0
-    """Least time of a tile's loop over k, seconds per channel."""
+    """Minimum time of a tile's loop over k, seconds per channel."""
     pad_pairs: float = 0.0
     """Positions that tiles add to each row's context."""
     source: str = ""

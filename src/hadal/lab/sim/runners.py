@@ -53,7 +53,7 @@ class StepWork(NamedTuple):
     most_tokens: int
     """Prefill: most tokens of a rank. Decode: most requests of a rank."""
     most_positions: int
-    """Most `positions` of a rank."""
+    """Maximum number of `positions` of a rank."""
     imbalance: float
     """Imbalance of experts, mean of the micro-batches."""
     num_micro_batches: int

@@ -38,7 +38,7 @@ NO_PREFIX = -1
 _OF_PREFIX, _OF_PART = 1 << 62, 1 << 63
 _TURN_BITS = 12
 MAX_TURNS = (1 << _TURN_BITS) - 1
-"""Most turns of a session; with more, answers of two turns could share a number."""
+"""Maximum number of turns of a session; with more, answers of two turns could share a number."""
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

@@ -38,7 +38,7 @@ Values = Sequence[float | None]
 LOG_SPAN = 30.0
 """Ratio of an axis's ends above which it is logarithmic."""
 NUM_BARS = 200
-"""Most bars of a chart by rank; with more ranks, a bar is the mean of neighbours."""
+"""Maximum number of bars of a chart by rank; with more ranks, a bar is the mean of neighbours."""
 MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 """(key of a quantile in the result, its name in a chart)."""
 _NAME_CHARS_MAX = 44

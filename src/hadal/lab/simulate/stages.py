@@ -53,7 +53,7 @@ class SimulationPlan:
     alternatives: tuple[tuple[str, Study], ...]
     """(description, study) of each alternative."""
     num_jobs: int
-    """Most processes at once."""
+    """Maximum number of processes at once."""
 
     @property
     def work_s(self) -> float:

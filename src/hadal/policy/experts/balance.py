@@ -34,8 +34,8 @@ MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
 """Balancedness at which a layer is left alone: sampling noise of one step is fifty times larger."""
 NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
-"""Least expert slots of a rank -> rounds of exchange. With few slots, a good partner takes longer
-to find.
+"""Minimum number of expert slots of a rank -> rounds of exchange. With few slots, a good partner
+takes longer to find.
 """
 
 

@@ -28,13 +28,13 @@ NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
 """Cost assumed for a move of no replica, so that such moves come first if they bring any relief."""
 WORTHWHILE = np.float32(2e-4)
-"""Least relief per replica, as a fraction of the heaviest rank's load, for a layer's path to go on."""
+"""Minimum relief per replica, as a fraction of the heaviest rank's load, for a layer's path to go on."""
 LIGHT_RANKS = 12
 """Minimum number of lightest ranks that the heaviest trades with; more if half of all ranks is more.
 All ranks if they have two expert slots: good partners are rare then, and not among the lightest.
 """
 MAX_ROUNDS = 200
-"""Most moves of one layer's path."""
+"""Maximum number of moves of one layer's path."""
 
 
 @dataclass(frozen=True)

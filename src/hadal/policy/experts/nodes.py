@@ -31,8 +31,8 @@ NUM_LIGHT = 6
 the time.
 """
 MAX_PARTITIONS = 3000
-"""Most ways to deal groups to nodes that are enumerated (105 for 8 groups on 4 nodes); above it,
-search.
+"""Maximum number of ways to deal groups to nodes that are enumerated (105 for 8 groups on 4 nodes);
+above it, search.
 """
 
 

@@ -68,7 +68,7 @@ class _BegunStep:
     """True for slots that the plan computes, [slots]."""
     num_passes: int
     num_checked: Ints
-    """Most drafts (speculative tokens) that it checks per slot, [slots]."""
+    """Maximum number of drafts (speculative tokens) that it checks per slot, [slots]."""
     num_requests: int
     """Computed requests on the rank with the most."""
     num_drafts: tuple[int, int]

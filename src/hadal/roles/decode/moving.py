@@ -31,8 +31,8 @@ from hadal.roles.decode.table import ARRIVING, STATE_TO_NAME, DecodeTable, SlotS
 from hadal.roles.ranks.pools import RankPools
 
 STALL_STEPS_MAX = 3
-"""Most steps that a moving request rests. Two plans are made before any copy can have ended; a
-third gives the copy the time of another step.
+"""Maximum number of steps that a moving request rests. Two plans are made before any copy can have
+ended; a third gives the copy the time of another step.
 """
 _NUM_MORE = 2
 """Positions reserved at the target beyond those written when the move is decided: one for the last

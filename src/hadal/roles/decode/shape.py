@@ -91,7 +91,7 @@ class SlotDrafts:
 
     @property
     def num_passes_max(self) -> int:
-        """Most passes of the next plan; a trial of another number of drafts limits them."""
+        """Maximum number of passes of the next plan; a trial of another number of drafts limits them."""
         return self._chooser.num_passes_left
 
     def choose(self, num_requests: int) -> int:

@@ -32,7 +32,7 @@ from hadal.roles.experts.window import CountsWindow
 from hadal.roles.unit.report import ExpertFigures
 
 _NUM_NOTES = 256
-"""Most notes that are kept. The owner removes them after every event; this bounds them otherwise."""
+"""Maximum number of notes that are kept. The owner removes them after every event; this bounds them otherwise."""
 
 
 class ExpertBalancer:

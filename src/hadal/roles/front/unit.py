@@ -23,7 +23,7 @@ class Unit:
     are lost and return.
     """
     num_blocks_request: int
-    """Most blocks that one request can hold there; 0 while no rank lives."""
+    """Maximum number of blocks that one request can hold there; 0 while no rank lives."""
     num_requests_max: int
     seen_s: float
     fingerprint: str = ""

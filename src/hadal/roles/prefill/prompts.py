@@ -180,9 +180,9 @@ class PackRules:
     """The rules by which a unit's steps are packed."""
 
     chunk_tokens: int
-    """Most tokens per rank and step."""
+    """Maximum number of tokens per rank and step."""
     num_requests_max: int
-    """Most started prompts per rank."""
+    """Maximum number of started prompts per rank."""
     is_by_cost: bool = True
     """True: the same time on every rank. False: a token budget per rank."""
     is_in_turn: bool = False

@@ -29,15 +29,15 @@ from hadal.kv.disk_index import BlockIndex, DiskIndex
 from hadal.roles.ranks.pools import RankPools
 
 WRITING_BLOCKS = 64
-"""Most blocks of a rank being written at a time."""
+"""Maximum number of blocks of a rank being written at a time."""
 WRITING_SHARE = 8
 """Divisor of a rank's blocks: at most 1/WRITING_SHARE of them are being written, so that a disk
 that hangs holds no more.
 """
 WAITING_BLOCKS = 4096
-"""Most waiting blocks of a rank, if they are not held."""
+"""Maximum number of waiting blocks of a rank, if they are not held."""
 HELD_BLOCKS = 256
-"""Most waiting blocks of a rank, if they are held: enough for a disk that pauses for 1 or 2 s."""
+"""Maximum number of waiting blocks of a rank, if they are held: enough for a disk that pauses for 1 or 2 s."""
 
 
 @dataclass(frozen=True, slots=True)

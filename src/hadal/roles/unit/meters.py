@@ -11,9 +11,9 @@ By their ratio, 1 step in 100 is quicker than the estimate. Steps of costlier re
 by other work on the host, hardly count.
 """
 _LINE_VARIANCE = 2.0
-"""Least variance of the number of requests per step for which a fitted line is meaningful."""
+"""Minimum variance of the number of requests per step for which a fitted line is meaningful."""
 _CROWD = 2.0
-"""Least mean number of requests per step for which a line from a single request to that mean is
+"""Minimum mean number of requests per step for which a line from a single request to that mean is
 meaningful.
 """
 

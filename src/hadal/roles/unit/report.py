@@ -98,7 +98,7 @@ class ReportBuilder:
     # ---- reports ----
     @property
     def num_requests_max(self) -> int:
-        """Most requests on the living ranks."""
+        """Maximum number of requests on the living ranks."""
         return self._num_requests_max * self._pools.num_living
 
     def build(self, num_requests: int, num_tokens_waiting: int, idle_s: float) -> UnitReport:

@@ -13,9 +13,9 @@ from hadal.core.plans import StepDone
 from hadal.core.seams import Effect, Send
 
 STEPS_MAX = 256
-"""Most steps of one trace, so that the answer fits into a message."""
+"""Maximum number of steps of one trace, so that the answer fits into a message."""
 REQUESTS_MAX = 8
-"""Most unanswered requests for traces; one more is answered with no steps at once."""
+"""Maximum number of unanswered requests for traces; one more is answered with no steps at once."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ MAX_PRIVATE_BYTES = 1 << 20
 """Largest size of a file with a secret or with keys."""
 _PATH = os.O_PATH | os.O_CLOEXEC
 _MAX_LINKS = 40
-"""Most symbolic links on the way to a folder, as in Linux."""
+"""Maximum number of symbolic links on the way to a folder, as in Linux."""
 
 
 def state_folder() -> Path | None:

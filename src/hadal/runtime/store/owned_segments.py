@@ -35,7 +35,7 @@ enough that siblings can share a dead writer's segments; large enough that there
 every leader holds all of them open.
 """
 PARTS = 8, 64
-"""Least and greatest number of segments that a share is cut into."""
+"""Minimum and maximum number of segments that a share is cut into."""
 ORPHAN_S = 60.0
 """Time for which a dead writer's segments are reserved for its successor."""
 

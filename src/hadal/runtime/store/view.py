@@ -38,11 +38,11 @@ from hadal.runtime.worker import lower_priority
 
 LOOK_S = 0.2
 NEWS_BLOCKS = 16384
-"""Most blocks in one DiskNews: a leader processes that number within some milliseconds."""
+"""Maximum number of blocks in one DiskNews: a leader processes that number within some milliseconds."""
 FOLDER_S = 60.0
 """Time in which a folder that was never there is no trouble: writers create it when they are up."""
 MARKS_MAX = 4096
-"""Most queued marks. More are left out: they are statistics."""
+"""Maximum number of queued marks. More are left out: they are statistics."""
 
 _Names = NDArray[np.void]
 _NAME = np.dtype("V16")

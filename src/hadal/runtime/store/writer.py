@@ -40,8 +40,8 @@ class WriteLimits:
     """Limits of the queue for a disk, in bytes and in time."""
 
     queue_bytes: int = 256 * 1024 * 1024
-    """Most queued bytes. With more, the disk is slower than the steps, and a queued block cannot be
-    used for anything else.
+    """Maximum number of queued bytes. With more, the disk is slower than the steps, and a queued
+    block cannot be used for anything else.
     """
     deadline_s: float = 30.0
     """Longest time of a store without progress; then it is answered as failed."""

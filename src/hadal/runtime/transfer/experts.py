@@ -37,7 +37,7 @@ PURPOSE = "experts 4"
 PIECE_BYTES = 1 << 20
 """Bytes sent or received between two checks of the clock."""
 _MAX_LINKS = 1024
-"""Most peers with a remembered link. A link holds the time of its peer's last failure."""
+"""Maximum number of peers with a remembered link. A link holds the time of its peer's last failure."""
 
 
 class Weights(Protocol):

@@ -27,10 +27,10 @@ from hadal.core.messages.ranks import RankDo
 from hadal.core.messages.units import Decode, Filled, KvLease
 
 MAX_KEPT = 8192
-"""Most grants kept for leases that may still be pulled: more than a rank has requests."""
+"""Maximum number of grants kept for leases that may still be pulled: more than a rank has requests."""
 MAX_KEPT_BLOCKS = 1 << 20
-"""Most blocks of all kept leases together: more than a pool has, in 75 MB. Without this limit,
-MAX_KEPT leases on long prompts would take 1.3 GB.
+"""Maximum number of blocks of all kept leases together: more than a pool has, in 75 MB. Without
+this limit, MAX_KEPT leases on long prompts would take 1.3 GB.
 """
 PURPOSE = "lease 1"
 

@@ -41,7 +41,7 @@ HALF_BYTES = 4 << 20
 """Size of half a buffer, but one block at least. Reads fill one half while the other is copied out.
 """
 MAX_RETIRED = 16
-"""Most buffers set aside because of unfinished reads; then this process pulls over TCP."""
+"""Maximum number of buffers set aside because of unfinished reads; then this process pulls over TCP."""
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _SPINS = 50
 _NAP_S, _NAP_MAX_S = 20e-6, 1e-3

@@ -52,13 +52,13 @@ NIXL_START_S = 6.0
 which takes long on busy cores.
 """
 MAX_CONNECTIONS = 128
-"""Most connections that a server serves at once; more wait. Every rank that pulls has one."""
+"""Maximum number of connections that a server serves at once; more wait. Every rank that pulls has one."""
 MAX_UNPROVEN = 64
-"""Most accepted connections before their handshake is done; one more ends the oldest."""
+"""Maximum number of accepted connections before their handshake is done; one more ends the oldest."""
 MAX_FRAME_BYTES = 4 << 20
 """Longest frame. The lease of a million tokens takes a twentieth of it."""
 MAX_PIECES = 512
-"""Most pieces of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
+"""Maximum number of pieces of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
 
 _MAGIC = b"HADALP01"
 _CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES

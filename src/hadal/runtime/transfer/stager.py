@@ -20,7 +20,7 @@ from hadal.runtime.transfer.experts import Weights
 from hadal.runtime.worker import Pace, Worker
 
 MAX_WAITING = 8
-"""Most queued plans. A leader installs one layer at a time; more queue only if it gave some up."""
+"""Maximum number of queued plans. A leader installs one layer at a time; more queue only if it gave some up."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> its outcome: model/experts.ExpertStore.stage."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PURPOSE = "kv 3"
 """Purpose of the key (core/handshake.key_of)."""
 CHUNK_BYTES = 1 << 20
-"""Most bytes of a chunk; one block at least. A chunk has one checksum and is resent by itself."""
+"""Maximum number of bytes of a chunk; one block at least. A chunk has one checksum and is resent by itself."""
 
 
 class AboutPool(msgspec.Struct, frozen=True, array_like=True, tag=True):

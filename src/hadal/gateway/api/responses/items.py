@@ -15,7 +15,7 @@ from hadal.gateway.api.responses.tools import OfferedTools, as_arguments
 from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100
-"""Most items of an input on one page."""
+"""Maximum number of items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text")
 _NO_TOOLS = OfferedTools()
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")

@@ -55,7 +55,7 @@ class UnitCurves:
     hit_share: float
     """Share of prompt tokens found in the cache instead of computed."""
     batch_max: float
-    """Most requests of a decode rank."""
+    """Maximum number of requests of a decode rank."""
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -30,7 +30,7 @@ SAMPLE = 100
 """Sampling rate: one session in SAMPLE is drawn, or more if fewer than SESSIONS_MIN are left."""
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
-"""Fewest sessions for the cache's sample; with fewer, its hits are too noisy."""
+"""Minimum number of sessions for the cache's sample; with fewer, its hits are too noisy."""
 QUICK_SESSIONS = 20_000
 """Sessions in a sample that only serves to find a mean."""
 EARLY_S = 2 * HOUR_S

@@ -46,7 +46,7 @@ class UnitsStudy:
     redundant_experts: int
     """Expert replicas in addition to one of each expert."""
     max_requests: int
-    """Most requests of a rank."""
+    """Maximum number of requests of a rank."""
     bundle: int
     """Units of this role per bundle of the fleet. 0 for both roles: each role scales on its own."""
     extra: int
@@ -120,7 +120,7 @@ class Study:
     tpot_ms: float = 200.0 / 3.0
     """TPOT target at all times: 15 tokens/s. Only the reached mean was published, no target."""
     chunk_tokens: int = 24_576
-    """Most tokens of a rank in a prefill step. Ranks get two thirds of it on average
+    """Maximum number of tokens of a rank in a prefill step. Ranks get two thirds of it on average
     (roles/prefill/prompts): the 16K per GPU of the published prefill profile.
     """
     drafts: int = 1

@@ -38,7 +38,7 @@ class UnitModel:
     """Ranks of a decode unit."""
     tpot_s: Tpot
     batch_max: float
-    """Most requests of a decode rank, limited by memory or by slots."""
+    """Maximum number of requests of a decode rank, limited by memory or by slots."""
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Needs:
     num_peak: Ints
     """Units at the peak."""
     num_least: Ints
-    """Least units over the day."""
+    """Minimum number of units over the day."""
     gpu_hours: Floats
     """GPU-hours of the day."""
 

@@ -33,20 +33,20 @@ from hadal.policy.scaling import RoleRules
 from hadal.policy.slo import MEAN
 
 SETTLE_S, MEASURE_S = 5.0, 8.0
-"""Least simulated seconds: settling before the measurement, and the measurement."""
+"""Minimum simulated seconds: settling before the measurement, and the measurement."""
 TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
-"""Least settling and measurement as multiples of the TTFT target; the larger bound applies."""
+"""Minimum settling and measurement as multiples of the TTFT target; the larger bound applies."""
 RUNNING_MAX = 16_000
-"""Most running requests on the simulated decode units; one unit is always simulated."""
+"""Maximum number of running requests on the simulated decode units; one unit is always simulated."""
 RANKS_MAX = 1024
-"""Most ranks of the simulated part of the fleet; one unit of each role is always simulated."""
+"""Maximum number of ranks of the simulated part of the fleet; one unit of each role is always simulated."""
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
-"""Most simulated seconds, and most requests that arrive or run at the start. If a long TTFT target
-needs more seconds, the measurement is shortened. If more requests arrive in the least time, the
-load of the units is lowered, and the result reports it.
+"""Maximum simulated seconds, and maximum number of requests that arrive or run at the start. If a
+long TTFT target needs more seconds, the measurement is shortened. If more requests arrive in the
+least time, the load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
-"""Most units of a fluid day at its peak. A day takes 1 s per 100 units, and more than
+"""Maximum number of units of a fluid day at its peak. A day takes 1 s per 100 units, and more than
 proportionally for more.
 """
 CONTEXT_MAX = 131_072

@@ -54,9 +54,9 @@ class RolePlan:
     need_peak: float
     """Units at the peak, not rounded."""
     num_peak: int
-    """Most units of the day."""
+    """Maximum number of units of the day."""
     num_least: int
-    """Least units of the day."""
+    """Minimum number of units of the day."""
     gpu_hours: float
     """GPU-hours of a day."""
     num_ranks: int

@@ -18,10 +18,10 @@ from hadal.lab.sim.plan.measure import Measured, measure
 from hadal.lab.sim.plan.plan import DeploymentPlan, HardwarePlans, price_hardware
 
 TRIES = 4
-"""Most simulated plans of a search, per plan to verify."""
+"""Maximum number of simulated plans of a search, per plan to verify."""
 NODES_MAX = 10_000
-"""Most nodes at the peak. More is usually a mistake in a file; a larger traffic can be planned in
-equal parts, because costs add up.
+"""Maximum number of nodes at the peak. More is usually a mistake in a file; a larger traffic can be
+planned in equal parts, because costs add up.
 """
 _SAFETY = 0.98
 """Factor on a corrected share of the SLO, so that a re-plan does not miss it narrowly again."""

@@ -65,7 +65,7 @@ PREFILL_UNITS = ((4, 0), (8, 0), (16, 0), (32, 0), (32, 32), (64, 64), (72, 32))
 CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Candidates for the most tokens of a rank in a prefill step."""
 BATCH_MAX = 1024
-"""Most requests of a decode rank."""
+"""Maximum number of requests of a decode rank."""
 HBM_FULL = 0.98
 """Share of memory in use with weights, KV and all buffers."""
 KV_USE = 0.9
@@ -138,7 +138,7 @@ class PrefillUnit:
 
     model: StepModel
     chunk_tokens: int
-    """Most tokens of a rank in a step."""
+    """Maximum number of tokens of a rank in a step."""
     tokens_per_s: float
     """Prompt tokens/s in full steps, cached tokens included."""
     use: float

@@ -21,7 +21,7 @@ from hadal.lab.sim.runners import StepWork
 from hadal.lab.sim.world.requests import Requests
 
 TPOT_TOKENS = 20
-"""Fewest output tokens of a request for its TPOT to count: fewer make the mean unreliable."""
+"""Minimum number of output tokens of a request for its TPOT to count: fewer make the mean unreliable."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class UnitDesign:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a decode step."""
+        """Maximum number of drafts of a decode step."""
         return num_drafts_max(self.config, self.models[DECODE].model)
 
     @property
