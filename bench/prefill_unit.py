@@ -40,8 +40,8 @@ SEEDS = 3
 QUICK_S = 8.0
 QUICK_LOAD_SCALE = 1_000
 QUICK_CACHE_SAMPLE = 40_000.0
-"""Sessions per session that meets the cache in a quick run: the cache hits 56.2 % of the day's
-tokens, and 56.5 % with the study's sample.
+"""Cache sampling rate of a quick run: one session in this many is simulated. The cache then hits 56.2 %
+of the day's tokens, and 56.5 % at the study's rate.
 """
 NUM_COLUMNS = 140
 """Characters per line that the table needs."""

@@ -21,7 +21,7 @@ def main() -> None:
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", out]
     base = __import__(
         "conversion.base", fromlist=["TextModel"]
-    )  # Part of the source named above; no environment has it.
+    )  # Part of llama.cpp's source, not an installed package.
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 

@@ -34,7 +34,9 @@ from hadal.tokens.grammars import Grammars
 from hadal.tokens.table import read_token_table
 
 EDGE = 1e-4
-"""Width of a border in cumulative probability. Kernels and the plain loop differ by about a tenth of it."""
+"""Largest distance between a draw and a border at which either token is accepted, in cumulative
+probability. Kernels and the plain loop differ by about a tenth of this.
+"""
 NOISE, NUM_NOISY = 1e-5, 16
 """NOISE: relative noise on inputs of experts and router, about as rounding. NUM_NOISY: its draws."""
 COMPLETIONS = "/v1/completions"

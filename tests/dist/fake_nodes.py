@@ -45,7 +45,7 @@ exec sleep infinity
 
 
 class ClusterState(msgspec.Struct):
-    """Nodes, free GPUs and placement groups of the cluster."""
+    """Report that this process prints once a second about the fake cluster."""
 
     num_nodes: int
     num_free_gpus: int

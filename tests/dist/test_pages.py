@@ -366,7 +366,8 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
             expect(said).to_be_visible()
             page.click("text=OK")
             expect(said).to_be_hidden()
-            # It would have been stored again by now: these words take at least 1.5 s.
+            # These words take at least 1.5 s, so the page has tried to store the answer again by now (every
+            # second). The notice must not come back.
             expect(page.locator(".h-answer").last).to_contain_text("tick tock " * 15 + "tick")
             expect(said).to_be_hidden()
             page.evaluate("localStorage.clear()")

@@ -86,7 +86,8 @@ class SteppingWorld(World):
         if isinstance(host, RankHost):
             super()._upset(host)
         else:
-            self.kill_unit(host.name)  # No front listens to these units.
+            # There is no front to notice that a leader is stuck, so kill it at once.
+            self.kill_unit(host.name)
 
     def leaders(self) -> list[RankedLeader]:
         return [host.role for host in self.hosts.values() if isinstance(host.role, RankedLeader)]

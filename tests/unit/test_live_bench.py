@@ -1,4 +1,4 @@
-"""What bench/balance_live reckons with: gauges, claims, prompts, and ops that take a time."""
+"""Test the parts of bench/balance_live: gauges, claims, prompts, and ops that are made to take a set time."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _total(line: Line) -> Table:
 
 
 def _times(detail: Detail) -> list[tuple[str, str, str]]:
-    """Return quantiles as rows of the total: (name, p50, p99 with a note)."""
+    """Return the latency rows of the totals table: (name, p50, p99 and a note)."""
     return [
         (what, _time(values, 0, unit), f"p99 {_time(values, 1, unit)}; {note}")
         for what, values, unit, note in (

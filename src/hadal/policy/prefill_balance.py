@@ -179,8 +179,8 @@ def _blend(
         both_s = heavy_s + spare_s
         most, _ = rates.fit(start, rest, both_s - floor_s)
         share = _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates)
-        # Spare time may cover more than the rest of the densest prompt: the lighter one still gets
-        # the missing tokens.
+        # `share` assumes that the densest prompt supplies the other tokens, but it may have too few
+        # left. So the lighter prompt gets at least `missing`.
         low = min(most, max(missing, share))
         if not low:
             continue

@@ -1,4 +1,6 @@
-"""Schemas that would be misread are refused by name; no other schemas are."""
+"""Schemas that the grammar engine would misread, or that nest too deep, are refused with the reason;
+other schemas pass.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def tiny() -> ModelWeights:
 
 
 class Unit:
-    """A runner and just enough of a leader to drive it. With `split`, steps of two micro-batches."""
+    """A runner and just enough of a leader to drive it."""
 
     def __init__(self, weights: ModelWeights, num_drafts_max: int, *, num_blocks: int = 60) -> None:
         num_layers = weights.config.num_hidden_layers + 1
@@ -215,9 +215,9 @@ def serve(
 
 
 def assert_same(requests: list[Request], expected: list[Request]) -> None:
-    """Compare tokens, and log-probabilities. A request that was prefilled again may round another way:
-    its log-probabilities are not compared, and a token may differ where it was drawn beside the border
-    of two.
+    """Require equal tokens and log-probabilities. A request that was prefilled again may round
+    differently: its log-probabilities are not compared, and its first different token must be one
+    of two between which the draw was a near tie.
     """
     for request, other in zip(requests, expected, strict=True):
         length = min(len(request.output), len(other.output))

@@ -24,7 +24,7 @@ _MAX_SHOWN = 20_000
 
 
 class AnswerView:
-    """One answer on the page."""
+    """View of one answer: its thinking, text, tool calls and error, updated while it streams."""
 
     def __init__(self) -> None:
         with ui.element("div").classes("h-answer"):

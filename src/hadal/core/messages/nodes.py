@@ -57,8 +57,8 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeOrders(Message, frozen=True):
     """Complete list of a node's processes, sent at every change and heartbeat. A running process
-    that is not listed is killed, so a node that was given up and returns ends processes that have
-    been replaced elsewhere.
+    that is not listed is killed. So a node that comes back after it was given up kills the processes
+    that were replaced elsewhere.
     """
 
     processes: tuple[ProcessOrder, ...]

@@ -1,6 +1,6 @@
 """Lines of a batch's input file: the requests, and the errors in them.
 
-Depends on the API's JSON, not on a store or a clock.
+Reads only the API's JSON; uses no store and no clock.
 """
 
 from __future__ import annotations

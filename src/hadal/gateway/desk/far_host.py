@@ -252,8 +252,8 @@ class FarHost(Doors):
             self._wire.send(whom, GatewayHeartbeat(self._name, pid))
 
     def end(self) -> None:
-        """End this link. The gateway with the front need not wait for it, and it does not wait for
-        the front's reports.
+        """End this link: report to the front that this gateway is gone, and treat abandoned
+        generations as closed without waiting for the front.
         """
         for request_id in list(self._leaving):
             self._left(request_id)

@@ -18,8 +18,8 @@ from hadal.policy.admission import share_of
 
 _CLOSE = {"Connection": "close"}
 _DISCARD_DEADLINE_S = 2.0
-"""Time for which the rest of an oversized body is read and discarded before the connection closes.
-A client that is still sending often reads no reply, so the answer waits for that.
+"""Maximum time for which the rest of an oversized body is read and discarded before the connection
+closes. Clients often do not read a reply while they are sending, so the reply is sent after this.
 """
 
 

@@ -2,10 +2,10 @@
 
 The rank loads that splits can reach form a flow polytope. On it, the split with the least sum of
 squares also has the least maximum. Levelling one expert at a time descends that sum, so a few
-sweeps come close to the optimum. Independent of nodes and time. All layers at once.
+sweeps come close to the optimum. All layers are computed together; nodes and time are not considered.
 
-Shapes: L layers, E logical experts, R ranks, S expert slots of a rank, K most replicated experts
-of a layer, M most replicas.
+Shapes: L layers, E logical experts, R ranks, S expert slots of a rank, K maximum number of
+replicated experts in a layer, M maximum number of replicas of an expert.
 """
 
 from __future__ import annotations

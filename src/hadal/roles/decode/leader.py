@@ -68,11 +68,13 @@ class _BegunStep:
     """True for slots that the plan computes, [slots]."""
     num_passes: int
     num_checked: Ints
-    """Maximum number of drafts (speculative tokens) that it checks per slot, [slots]."""
+    """Maximum number of drafts (speculative tokens) that the plan checks per slot, over all its passes,
+    [slots].
+    """
     num_requests: int
     """Computed requests on the rank with the most."""
     num_drafts: tuple[int, int]
-    """Drafts per slot: most that this plan can check, and the number that it makes."""
+    """Drafts per slot: the maximum that this plan can check, and the number that it makes."""
 
 
 class DecodeLeader:

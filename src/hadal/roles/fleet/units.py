@@ -75,7 +75,9 @@ class FleetUnit:
     repeated.
     """
     drain_number: int = 0
-    """Number of its last drain."""
+    """Id of the unit's latest drain, sent in `DrainUnit`. A front that reports another number has not
+    received this drain.
+    """
     is_old: bool = False
     """True if it was started before the last rollout was requested, so that it must be replaced."""
 

@@ -28,7 +28,7 @@ log = logging.getLogger("hadal.supervisor")
 STOP_S = 4.0
 """Time from SIGTERM to SIGKILL when the run ends."""
 HERE = (GATEWAY, LENDER, CONSOLE)
-"""Roles of processes beside the supervisor that do not wait for the fork server's imports."""
+"""Roles that start while the fork server still imports torch; their processes do not need it."""
 
 
 class Starter:

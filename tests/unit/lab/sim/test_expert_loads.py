@@ -144,7 +144,7 @@ def test_one_micro_batch_adds_chance_to_shares() -> None:
     assert few.mean() == pytest.approx(1.0)
     layer = shares.share_LR[shares.typical_layer]
     assert many == pytest.approx(layer, abs=0.01)
-    # The share of a rank has a deviation of 1/sqrt(rows) from chance.
+    # By chance a rank's share has a standard deviation of 1/sqrt(rows).
     assert float((few - layer).std()) == pytest.approx(1 / np.sqrt(352), rel=0.2)
     assert few.max() > many.max()
 

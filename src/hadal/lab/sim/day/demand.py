@@ -178,7 +178,7 @@ def kv_length_about(study: Study) -> float:
 
 
 def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:
-    """Return a copy of `params` with other speeds of answers, in seconds."""
+    """Return a copy of `params` with these times per output token and to the first token."""
     return replace(params, token_s=token_s, first_token_s=first_token_s)
 
 

@@ -55,13 +55,14 @@ def window(
     *,
     scale: float = 1.0,
 ) -> Window:
-    """Draw the window [t0_s, t1_s) of one session in `scale`. Each sitting gets a session number.
+    """Draw the requests of [t0_s, t1_s), for a sample of one session in `scale`. Each sitting is
+    numbered as a session of its own.
 
-    `warm_s`: sittings that began up to this long before t0 are included; an hour includes more than
-    99 % of them. `params.first_token_s` and `params.token_s` set the output of running requests at
-    t0, and the times of later turns. `cache`: a day's cache; None: an infinite one. A session's own
-    text is found as a whole or not at all, a system prompt always. Raises ValueError if the window
-    is empty, warm_s is negative or scale is below 1.
+    `warm_s`: sittings that began up to this long before t0 are included; 3600 includes more than 99
+    % of those still running. `params.first_token_s` and `params.token_s` set the output of running
+    requests at t0, and the times of later turns. `cache`: a day's cache; None: an infinite one. In
+    the cache a session's own text is hit entirely or not at all, and a system prompt always. Raises
+    ValueError if the window is empty, warm_s is negative or scale is below 1.
     """
     if not t0_s < t1_s or warm_s < 0 or scale < 1:
         raise ValueError(

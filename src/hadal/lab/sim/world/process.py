@@ -101,7 +101,7 @@ class StepQueue:
         self._plans.clear()
 
     def form(self) -> None:
-        """Execute plans again."""
+        """Accept plans again after `break_off`."""
         self._is_forming = False
 
     def _run(self) -> None:

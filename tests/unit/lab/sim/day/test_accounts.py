@@ -1,4 +1,6 @@
-"""The day in the ledger: nodes to the minute, tokens to the last one, money in proportion."""
+"""The simulated day as ledger facts: node time exact to the minute, tokens of completed requests exact,
+cost proportional to the price per GPU.
+"""
 
 from __future__ import annotations
 
