@@ -62,8 +62,8 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
 
 
 @pytest.mark.promise(
-    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
-    "front and is prefilled again later."
+    "The latest request of the tenant with the most blocks is preempted: the front "
+    "requeues it, and it is prefilled again later."
 )
 @pytest.mark.promise("admission and preemption that lose nothing")
 @OTHER_WAY

@@ -88,8 +88,8 @@ def streaming(server: Server, *gateways: str) -> dict[str, Asking]:
 
 
 @pytest.mark.promise(
-    "they give what they have open to the next front, with what was delivered, and those "
-    "streams continue"
+    "They send their open requests to the next front, with the tokens delivered, and "
+    "those streams continue."
 )
 @pytest.mark.slow("a gateway that hangs is noticed after 2 s, and four of them end")
 def test_the_end_of_one_gateway_costs_its_own_streams_alone(mortal: StartServer) -> None:

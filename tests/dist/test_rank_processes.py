@@ -121,8 +121,8 @@ def test_every_rank_has_a_process_a_pool_and_a_place_in_its_unit(struck: Server)
 
 
 @pytest.mark.promise(
-    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
-    " request shows it"
+    "A dead or frozen rank is detected within two seconds, its unit goes on without "
+    "it, and requests get the same tokens"
 )
 @pytest.mark.promise("Its successor joins between two steps and takes its share back.")
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
 
 
 @pytest.mark.promise(
-    "experts that have no replica left are read again by the survivors, whose requests "
-    "keep their KV and are rolled back to the last delivered token"
+    "The survivors read again the experts that have no replica left. Their requests "
+    "keep their KV and are rolled back to the last delivered token."
 )
 @OTHERS
 @pytest.mark.slow("many rounds")
@@ -252,7 +252,7 @@ def test_health_names_dead_ranks(struck: Server) -> None:
 
 
 @pytest.mark.promise(
-    "One that dies at every start is tried again later, as long as its unit works without it."
+    "A rank that dies at every start is tried again later, as long as its unit works without it."
 )
 @OTHERS
 @pytest.mark.slow("a rank that cannot start rests for 15 s")

@@ -193,8 +193,8 @@ def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:
 
 
 @pytest.mark.promise(
-    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
-    " request shows it"
+    "A dead or frozen rank is detected within two seconds, its unit goes on without "
+    "it, and requests get the same tokens"
 )
 @pytest.mark.slow("each round waits until the server is whole again")
 @pytest.mark.timeout(3600)

@@ -35,8 +35,8 @@ def wait_replaced(server: Server, name: str, old_pid: int) -> None:
 
 
 @pytest.mark.promise(
-    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
-    " streamed, and the stream goes on"
+    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
+    "already streamed, and its stream continues."
 )
 @pytest.mark.parametrize(
     "victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.more("it has no stream"))]
@@ -69,7 +69,7 @@ def test_requests_survive_the_prefill_unit_they_wait_for(mortal: StartServer) ->
 
 @pytest.mark.promise("It is started again on the same listening socket")
 @pytest.mark.promise(
-    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
 )
 def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartServer) -> None:
     server = mortal()

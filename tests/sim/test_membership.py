@@ -196,8 +196,8 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
 
 
 @pytest.mark.promise(
-    "A dead or frozen rank is noticed within two seconds, the unit goes on without it, no"
-    " request shows it"
+    "A dead or frozen rank is detected within two seconds, its unit goes on without "
+    "it, and requests get the same tokens"
 )
 @pytest.mark.parametrize(
     ("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)]

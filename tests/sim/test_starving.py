@@ -22,7 +22,8 @@ def starved(world: World, apart_s: float) -> World:
 
 
 @pytest.mark.promise(
-    "Time without a processor does not count, nor time in which the judge itself stood still"
+    "Time without a processor does not count, nor does time in which the failure "
+    "detector itself did not run."
 )
 @pytest.mark.parametrize("seed", seeds(1, 2, 4))
 @pytest.mark.parametrize("apart_s", [0.3, 2.0, 5.0])

@@ -228,8 +228,8 @@ async def test_prompts_are_named_as_the_front_would_place_them(model: ServedMode
     " what the others have open"
 )
 @pytest.mark.promise(
-    "they give what they have open to the next front, with what was delivered, and those "
-    "streams continue"
+    "They send their open requests to the next front, with the tokens delivered, and "
+    "those streams continue."
 )
 async def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
     async with pair(model, spell(model, TEXT), step_s=0.002) as it:

@@ -38,8 +38,8 @@ def text_of(stream: str) -> str:
 
 
 @pytest.mark.promise(
-    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
-    " streamed, and the stream goes on"
+    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
+    "already streamed, and its stream continues."
 )
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:

@@ -11,8 +11,8 @@ from hadal.policy.views import HolderView
 
 
 @pytest.mark.promise(
-    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
-    "front and is prefilled again later."
+    "The latest request of the tenant with the most blocks is preempted: the front "
+    "requeues it, and it is prefilled again later."
 )
 def test_a_tenant_that_grows_takes_nothing_from_one_that_holds_less() -> None:
     flood = [HolderView(slot, slot, 3, "flood") for slot in range(4)]

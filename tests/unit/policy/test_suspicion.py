@@ -19,7 +19,8 @@ TIMEOUT_S = 1.5
 
 
 @pytest.mark.promise(
-    "Time without a processor does not count, nor time in which the judge itself stood still"
+    "Time without a processor does not count, nor does time in which the failure "
+    "detector itself did not run."
 )
 @pytest.mark.parametrize(
     ("silent_s", "starved", "is_given_up"),
@@ -40,8 +41,8 @@ def test_time_without_a_processor_does_not_count(
 
 
 @pytest.mark.promise(
-    "those that are late all at once are waited for longer; one that is stopped is "
-    "excused by nothing"
+    "Processes that are late all at once get more time; a stopped process gets none "
+    "beyond its timeout."
 )
 def test_a_stopped_process_is_excused_by_nothing() -> None:
     stopped = Silence(1.6, 1.0, is_stopped=True)
@@ -55,8 +56,8 @@ def test_a_host_that_does_not_answer_is_waited_for() -> None:
 
 
 @pytest.mark.promise(
-    "those that are late all at once are waited for longer; one that is stopped is "
-    "excused by nothing"
+    "Processes that are late all at once get more time; a stopped process gets none "
+    "beyond its timeout."
 )
 def test_those_that_are_late_together_are_waited_for() -> None:
     assert are_all_late([0.7, 0.9, 5.0], TIMEOUT_S)

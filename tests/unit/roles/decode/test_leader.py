@@ -326,8 +326,8 @@ def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
 
 
 @pytest.mark.promise(
-    "The latest arrived of the tenant that holds most is preempted: it goes back to the "
-    "front and is prefilled again later."
+    "The latest request of the tenant with the most blocks is preempted: the front "
+    "requeues it, and it is prefilled again later."
 )
 def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> None:
     unit, effects = starved()
@@ -438,7 +438,7 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
 
 
 @pytest.mark.promise(
-    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
 )
 def test_a_new_front_finds_nothing_left() -> None:
     unit = decode_leader(num_slots=2)

@@ -300,8 +300,8 @@ def test_the_end_says_where_a_request_was_worked_on() -> None:
 
 
 @pytest.mark.promise(
-    "so each attempt there goes to RETRYING, is prefilled elsewhere with what was already"
-    " streamed, and the stream goes on"
+    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
+    "already streamed, and its stream continues."
 )
 def test_a_lost_decode_unit_costs_only_time() -> None:
     made = decoding(front(), max_tokens=9)
@@ -448,7 +448,7 @@ def test_an_expired_lease_cancels_the_pull() -> None:
 
 
 @pytest.mark.promise(
-    "Every message names its attempt, every token its index; what is stale is dropped."
+    "Every message names its attempt, every token its index; stale ones are dropped."
 )
 def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     made = decoding(front())
@@ -460,7 +460,7 @@ def test_stale_answers_are_dropped_and_their_senders_told() -> None:
 
 
 @pytest.mark.promise(
-    "Every message names its attempt, every token its index; what is stale is dropped."
+    "Every message names its attempt, every token its index; stale ones are dropped."
 )
 def test_duplicates_are_dropped_and_a_gap_is_a_retry() -> None:
     made = decoding(front(), max_tokens=9)
@@ -522,7 +522,7 @@ def taken_over(made: Front, now_s: float, *held: int) -> list[Effect]:
     return effects
 
 
-@pytest.mark.promise("where requests in decode keep their place for 10 s")
+@pytest.mark.promise("requests in decode keep their place for 10 s")
 def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_where_they_were() -> (
     None
 ):
@@ -562,7 +562,7 @@ def test_a_request_on_its_way_to_a_leaderless_unit_is_tried_again_at_once() -> N
     ok(made)
 
 
-@pytest.mark.promise("where requests in decode keep their place for 10 s")
+@pytest.mark.promise("requests in decode keep their place for 10 s")
 def test_a_unit_that_no_leader_takes_over_is_down() -> None:
     made = decoding(front())
     made.handle(0.4, LeaderDown("decode-0", "killed"))

@@ -266,7 +266,7 @@ def test_the_same_message_twice_is_one_request() -> None:
 
 
 @pytest.mark.promise(
-    "its first message (FrontUp, a new epoch) makes the leaders free all they held"
+    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
 )
 def test_a_new_front_finds_nothing_left() -> None:
     unit = prefill_leader()

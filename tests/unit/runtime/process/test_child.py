@@ -190,7 +190,7 @@ def test_a_child_that_crashes_all_the_time_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "One that dies at every start is tried again later, as long as its unit works without it."
+    "A rank that dies at every start is tried again later, as long as its unit works without it."
 )
 def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
     child = make(tmp_path, "")

@@ -63,7 +63,8 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
 
 
 @pytest.mark.promise(
-    "Time without a processor does not count, nor time in which the judge itself stood still"
+    "Time without a processor does not count, nor does time in which the failure "
+    "detector itself did not run."
 )
 def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
     """The detector was stopped for an hour, or got no processor: heartbeats may still be under way."""

@@ -217,8 +217,8 @@ def test_a_wrong_place_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
 @pytest.mark.promise(
-    "reads and writes are answered with an error within their deadline, what is missing "
-    "is computed, one line is logged for each cause"
+    "reads and writes get an error within their deadline, missing blocks are "
+    "computed, and one line is logged for each cause"
 )
 def test_a_full_disk_refuses_and_is_told_once(
     full_disk: Path, caplog: pytest.LogCaptureFixture
@@ -322,8 +322,8 @@ def test_more_than_the_queue_holds_is_refused_at_once(
 
 
 @pytest.mark.promise(
-    "reads and writes are answered with an error within their deadline, what is missing "
-    "is computed, one line is logged for each cause"
+    "reads and writes get an error within their deadline, missing blocks are "
+    "computed, and one line is logged for each cause"
 )
 def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -352,8 +352,8 @@ def test_a_load_that_hangs_is_answered_and_what_it_reads_late_goes_nowhere(
 
 
 @pytest.mark.promise(
-    "reads and writes are answered with an error within their deadline, what is missing "
-    "is computed, one line is logged for each cause"
+    "reads and writes get an error within their deadline, missing blocks are "
+    "computed, and one line is logged for each cause"
 )
 def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
