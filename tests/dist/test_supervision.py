@@ -307,7 +307,7 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
     assert "Traceback" not in server.log()
 
 
-@pytest.mark.promise("Whatever takes long says on stderr how far it is.")
+@pytest.mark.promise("Long operations report their progress on stderr.")
 @pytest.mark.more("it waits 10 s for a line of the log")
 @pytest.mark.slow("a start is told of every 10 s")
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_image_has_all_that_a_wheel_is_built_from() -> None:
     assert {str(path.resolve().relative_to(ROOT)) for path in links} <= copied
 
 
-@pytest.mark.promise("an image that runs as nobody special (uid 10001)")
+@pytest.mark.promise("an image that runs as an unprivileged user (uid 10001)")
 def test_the_image_runs_as_nobody_special_and_serves_what_it_exposes() -> None:
     user = one("USER")
     assert user == HADAL["user"] == "10001:10001"

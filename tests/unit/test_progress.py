@@ -23,7 +23,7 @@ def printed(console: Console) -> str:
     return file.getvalue()
 
 
-@pytest.mark.promise("Whatever takes long says on stderr how far it is.")
+@pytest.mark.promise("Long operations report their progress on stderr.")
 def test_a_file_gets_a_line_now_and_then() -> None:
     console = plain()
     with Bar("hadal test", 4.0, console=console, period_s=0.02) as bar:

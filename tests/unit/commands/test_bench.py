@@ -56,7 +56,8 @@ def test_promises() -> None:
 
 
 @pytest.mark.promise(
-    "are open loads: requests come at exponential gaps, whether others are done or not"
+    "--rate 1,2,4 are open loads: requests come at exponential gaps, whether others "
+    "are done or not."
 )
 def test_a_rate_is_kept_and_its_gaps_are_chance() -> None:
     times = list(Level("rate", 5.0).arrivals(np.random.default_rng(1), None, 2000.0, 10**9))
@@ -140,7 +141,7 @@ RUN = LevelRun(
 
 
 @pytest.mark.promise(
-    "their times count from when they were due, so that a client that is late hides nothing"
+    "Their times count from when they were due, so that a client that is late hides nothing."
 )
 def test_a_level_counts_what_was_answered_and_what_was_answered_in_time() -> None:
     found = level_summary(RUN, parse_promises("ttft=200ms,tpot=200ms"))

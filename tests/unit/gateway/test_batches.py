@@ -483,7 +483,10 @@ async def test_a_fault_in_one_line_is_that_line_s_alone(
     assert "nobody thought of this" in caplog.text
 
 
-@pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
+@pytest.mark.promise(
+    "While the store is down, /v1/files and /v1/batches answer 503 and running lines "
+    "wait; the store is tried again."
+)
 async def test_a_store_that_is_down_at_the_start_is_waited_for(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

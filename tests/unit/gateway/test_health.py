@@ -59,8 +59,8 @@ def test_whole() -> None:
 
 
 @pytest.mark.promise(
-    "/health says starting, ready, degraded or draining, and by name which units, ranks "
-    "and gateways are missing"
+    "/health has one of the states starting, ready, degraded or draining, and names "
+    "the missing units, ranks and gateways"
 )
 @pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
 def test_a_unit_and_a_rank_are_missing() -> None:
@@ -75,8 +75,8 @@ def test_a_unit_and_a_rank_are_missing() -> None:
 
 
 @pytest.mark.promise(
-    "/health says starting, ready, degraded or draining, and by name which units, ranks "
-    "and gateways are missing"
+    "/health has one of the states starting, ready, degraded or draining, and names "
+    "the missing units, ranks and gateways"
 )
 def test_a_gateway_is_missing() -> None:
     deployment = Deployment(gateway=GatewayConfig(processes=2))
@@ -101,8 +101,8 @@ def test_a_unit_whose_ranks_wait_for_a_leader_is_missing() -> None:
 
 
 @pytest.mark.promise(
-    "/health says starting, ready, degraded or draining, and by name which units, ranks "
-    "and gateways are missing"
+    "/health has one of the states starting, ready, degraded or draining, and names "
+    "the missing units, ranks and gateways"
 )
 def test_before_the_first_and_after_the_last_request() -> None:
     code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-0": 1}}, has_begun=False)

@@ -156,7 +156,10 @@ async def test_what_fails_beside_the_streams_begins_again(
     assert "no such unit" in caplog.text
 
 
-@pytest.mark.promise("While it is down they answer 503 and what runs waits; it is tried again.")
+@pytest.mark.promise(
+    "While the store is down, /v1/files and /v1/batches answer 503 and running lines "
+    "wait; the store is tried again."
+)
 async def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     folder.write_text("a file is in its place")

@@ -19,7 +19,7 @@ def children(*names: str) -> list[Child]:
     return made
 
 
-@pytest.mark.promise("Whatever takes long says on stderr how far it is.")
+@pytest.mark.promise("Long operations report their progress on stderr.")
 def test_the_log_tells_of_a_long_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     gateway, prefill, decode = those = children("gateway", "prefill-0", "decode-0")
