@@ -197,8 +197,8 @@ def test_a_step_needs_nothing_of_ray(deployed: Deployed) -> None:
 
 
 @pytest.mark.promise(
-    "its own streams end, no other; of the one with the front, too, whose successor finds"
-    " what the others have open"
+    "its own streams end, no other; if it had the front, its successor finds the open "
+    "requests of the other gateways"
 )
 @FAULT
 def test_the_end_of_a_gateway_on_a_node_costs_its_own_streams_alone(deployed: Deployed) -> None:
@@ -239,7 +239,7 @@ def test_the_end_of_the_front_costs_no_stream_of_a_gateway_on_a_node(deployed: D
     deployed.wait_started_again("gateway", num_starts)
 
 
-@pytest.mark.promise("A node that says nothing for node_timeout_s (1.5 s) is lost, here and now")
+@pytest.mark.promise("A node that sends nothing for node_timeout_s (1.5 s) is lost")
 @FAULT
 def test_a_host_that_loses_power_costs_no_token(deployed: Deployed) -> None:
     cases = everyday_cases(12, SEED)
@@ -359,7 +359,8 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew
 
 
 @pytest.mark.promise(
-    "What is missing after place_timeout_s ends the start with a sentence on what the cluster has."
+    "If nodes are missing after place_timeout_s, the start ends with a sentence on "
+    "what the cluster has."
 )
 @FAULT
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:

@@ -75,7 +75,9 @@ def test_nothing_is_proven_before_a_challenge_and_one_challenge_is_enough() -> N
         Handshake(b"short", os.urandom(NONCE_BYTES), is_connector=True, port=7)
 
 
-@pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
+@pytest.mark.promise(
+    "mesh, KV and experts over TCP prove the secret in a handshake and tag every record"
+)
 def test_a_tag_is_right_for_its_record_its_number_its_direction_and_its_connection() -> None:
     connector, acceptor = pair(sealed=(True, True))
     out, into = connector.seal(is_outgoing=True), acceptor.seal(is_outgoing=False)

@@ -224,8 +224,8 @@ async def test_prompts_are_named_as_the_front_would_place_them(model: ServedMode
 
 
 @pytest.mark.promise(
-    "its own streams end, no other; of the one with the front, too, whose successor finds"
-    " what the others have open"
+    "its own streams end, no other; if it had the front, its successor finds the open "
+    "requests of the other gateways"
 )
 @pytest.mark.promise(
     "They send their open requests to the next front, with the tokens delivered, and "
@@ -439,8 +439,8 @@ async def test_what_cannot_be_written_down_ends_no_other_stream(model: ServedMod
 
 
 @pytest.mark.promise(
-    "its own streams end, no other; of the one with the front, too, whose successor finds"
-    " what the others have open"
+    "its own streams end, no other; if it had the front, its successor finds the open "
+    "requests of the other gateways"
 )
 async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
     async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:

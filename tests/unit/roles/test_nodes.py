@@ -102,7 +102,7 @@ def test_a_node_is_there_once_its_agent_speaks() -> None:
     assert [node.agent for node in book.nodes] == ["", "node-1-b1"]
 
 
-@pytest.mark.promise("A node that says nothing for node_timeout_s (1.5 s) is lost, here and now")
+@pytest.mark.promise("A node that sends nothing for node_timeout_s (1.5 s) is lost")
 def test_a_node_is_lost_after_its_timeout_and_not_before() -> None:
     book = Book().up(0, 1)
     assert book.pass_time(TIMEOUT_S, news(0)) == []
@@ -190,7 +190,8 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
 
 
 @pytest.mark.promise(
-    "when it is heard again it ends what it ran, is told what to run, and is not listened to before"
+    "when its messages arrive again, it ends its processes and receives what to run; "
+    "earlier messages are dropped"
 )
 def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() -> None:
     book = Book().up(0, 1)

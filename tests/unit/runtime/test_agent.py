@@ -280,8 +280,8 @@ def forks_of(agent: Agent) -> set[int]:
 
 
 @pytest.mark.promise(
-    "what it holds is finished, it ends, and a new one starts with the code that is "
-    "installed on its node by then"
+    "The old unit finishes its requests and ends; a new one starts with the code that "
+    "is installed on its node by then."
 )
 def test_a_rollout_takes_the_code_that_is_installed_by_then(agent: Agent) -> None:
     agent.order()

@@ -233,7 +233,9 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
     assert moving.total_bytes - moving.staged_bytes == fixed.total_bytes
 
 
-@pytest.mark.promise("A rank of a unit over nodes keeps room for its part of a lost node's experts")
+@pytest.mark.promise(
+    "A rank of a unit over nodes reserves memory for its part of a lost node's experts"
+)
 def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
     """DeepSeek's units: 8 of 32 ranks hold 72 of 288 replicas of a layer, 8 of 144 hold 16."""
 

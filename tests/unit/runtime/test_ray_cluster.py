@@ -177,7 +177,8 @@ def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
 
 
 @pytest.mark.promise(
-    "What is missing after place_timeout_s ends the start with a sentence on what the cluster has."
+    "If nodes are missing after place_timeout_s, the start ends with a sentence on "
+    "what the cluster has."
 )
 def test_nodes_that_others_have_are_asked_for_again_and_again(
     played: PlayedRay, lender: RayLender

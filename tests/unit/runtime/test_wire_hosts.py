@@ -966,7 +966,7 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.promise("nothing of ours listens beyond a node's own address")
+@pytest.mark.promise("No process of Hadal listens beyond a node's own address.")
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
 def test_nothing_listens_beyond_the_address_that_is_named(hosts: Hosts, address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -429,7 +429,9 @@ def test_strangers_that_only_connect_keep_nobody_out() -> None:
             connection.close()
 
 
-@pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
+@pytest.mark.promise(
+    "mesh, KV and experts over TCP prove the secret in a handshake and tag every record"
+)
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(poller, "is_near", lambda host: False)

@@ -123,7 +123,9 @@ def test_bytes_arrive_whatever_pieces_they_are_sent_from_and_into(is_sealed: boo
         assert bytes(found) == data
 
 
-@pytest.mark.promise("mesh, KV and experts over TCP prove it in a handshake and tag every record")
+@pytest.mark.promise(
+    "mesh, KV and experts over TCP prove the secret in a handshake and tag every record"
+)
 @pytest.mark.parametrize("how", ["changed", "repeated", "left out"])
 def test_between_hosts_what_was_spoiled_on_the_way_is_refused(how: str) -> None:
     def sealed_by(side: Channel) -> list[bytes]:
