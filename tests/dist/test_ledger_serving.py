@@ -122,7 +122,8 @@ def num_tokens_in(data: bytes) -> int:
 
 
 @pytest.mark.promise(
-    "A fact for every generation, when its HTTP request has ended, however it did."
+    "Each generation (text request, or one choice of it) has one fact, written when "
+    "its HTTP request has ended, however it ended."
 )
 def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path) -> None:
     """Covers streams, whole replies, several choices, cache hits, disconnects, and a decode unit

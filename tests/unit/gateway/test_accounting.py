@@ -104,7 +104,7 @@ def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
     "A prompt is billed once it has its first token, and once for all its choices."
 )
 @pytest.mark.promise(
-    "output tokens as usage counts them, for a client that left those handed to its "
+    "output tokens as usage counts them, or, if the client left, those handed to its "
     "connection until then"
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -180,7 +180,7 @@ async def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "output tokens as usage counts them, for a client that left those handed to its "
+    "output tokens as usage counts them, or, if the client left, those handed to its "
     "connection until then"
 )
 async def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
@@ -233,7 +233,8 @@ async def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedMode
 
 
 @pytest.mark.promise(
-    "A fact for every generation, when its HTTP request has ended, however it did."
+    "Each generation (text request, or one choice of it) has one fact, written when "
+    "its HTTP request has ended, however it ended."
 )
 async def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
     async with booked(
@@ -274,8 +275,8 @@ async def test_what_never_was_a_generation_is_no_fact(
 
 
 @pytest.mark.promise(
-    "A tenant is an API key, by the name that its keys file gives it, or by one (t- and "
-    "ten hex digits) that is a hash of a hash of it"
+    "A tenant is an API key. Its name is the one in its keys file, or t- and ten hex "
+    "digits, which are a hash of a hash of the key."
 )
 async def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
     async with booked(model, spell(model, "abc"), keys=("key-one", "key-two")) as (it, sink):

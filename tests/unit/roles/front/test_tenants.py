@@ -77,8 +77,8 @@ def test_a_quota_that_is_changed_keeps_what_was_had() -> None:
 
 
 @pytest.mark.promise(
-    "what is written is not more than the budget: of what runs, the most that it can cost"
-    " is put aside"
+    "The sum that is written is not more than the budget: for running requests, the "
+    "most that they can cost is reserved."
 )
 def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
@@ -167,8 +167,8 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     "can cost, beside all running requests"
 )
 @pytest.mark.promise(
-    "what is written is not more than the budget: of what runs, the most that it can cost"
-    " is put aside"
+    "The sum that is written is not more than the budget: for running requests, the "
+    "most that they can cost is reserved."
 )
 def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
     """Simulate a ledger, a front that dies at times, and a gateway that repeats its charges."""
