@@ -407,7 +407,7 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
             expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
 
 
-@pytest.mark.promise("the page asks again, five times, until it is stopped")
+@pytest.mark.promise("the page asks again, five times at most, until it is stopped")
 @MORE_PAGES
 @pytest.mark.slow("the page waits for seconds before it asks again")
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:

@@ -153,7 +153,7 @@ async def test_warnings_push_out_no_error_and_the_last_of_all_processes_stay(
     assert [line.time for line in frame.lines] == sorted(line.time for line in frame.lines)
 
 
-@pytest.mark.promise("Percentiles are of the last minute; where nothing came, there are none.")
+@pytest.mark.promise("Percentiles are of the last minute; without requests there are none.")
 def test_percentiles_are_of_what_came_lately() -> None:
     series = Series()
 
