@@ -83,6 +83,24 @@ RESOURCE_TESTS = (
     "tests/api_resources/test_batches.py",
 )
 CLIENTS = (*PYTHON, "js", "comply", "resources")
+HEAD = """\
+# Compatibility with clients
+
+For developers of clients who want to know which libraries work with a server. Each table lists what was tried with one
+client or test suite, and what it received.
+
+## To try the clients
+
+```sh
+python -m tests.clients                       # starts hadal-tiny, tries everything, prints the table
+python -m tests.clients --only openai --url http://127.0.0.1:8000
+python -m tests.clients --write               # writes this page, too
+```
+
+Each client has an environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are Hadal's. The
+suites (llm-comply, openai-python's tests) are others'; openai-python's tests use every field of its API, and some are
+not served (audio, images, stored chats)."""
+"""Text of docs/clients.md above its tables."""
 
 
 @dataclass(frozen=True)
@@ -265,14 +283,8 @@ def served() -> Iterator[str]:
 
 
 def as_markdown(trials: list[Trial]) -> str:
-    """docs/clients.md."""
-    lines = [
-        "# What other people's clients made of it",
-        "",
-        "Written by `python -m tests.clients --write`, which starts hadal-tiny and tries each client in an",
-        "environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are ours, the suites",
-        "(llm-comply, openai-python's tests) are others'.",
-    ]
+    """Return docs/clients.md: HEAD, and a table for each client."""
+    lines = [HEAD]
     for client in dict.fromkeys(trial.client for trial in trials):
         lines += ["", f"## {client}", "", "| Tried | | Seen |", "| --- | --- | --- |"]
         for trial in trials:
