@@ -1,4 +1,4 @@
-"""What every gauge of balance is."""
+"""Gauges of balance over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in a row are cut and counted by name; a location and its number are one another's."""
+"""Block names concatenated in bytes are cut and counted; a location and its number convert both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment is checked at birth, and says which field cannot work and what to do about it."""
+"""A deployment is checked when it is made; an error names the field and says what to do."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def test_a_field_of_a_file_is_named_with_its_table(table: str, words: str, tmp_p
 def test_a_unit_of_several_nodes_fills_them() -> None:
     assert Deployment(decode=UnitsConfig(ranks=144, redundant_experts=32)).decode.ranks == 144
     assert Deployment(decode=UnitsConfig(ranks=12, ranks_per_node=4)).decode.ranks_per_node == 4
-    # Less than a node need not fill one.
+    # A unit smaller than a node need not fill it.
     assert Deployment(decode=UnitsConfig(ranks=5)).decode.ranks == 5
 
 
@@ -119,7 +119,7 @@ def test_ranks_of_a_node_lie_side_by_side() -> None:
 def test_a_relative_model_is_looked_for_beside_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('model = "here"\n')
-    # In the working folder, as nothing is beside the file.
+    # Relative to the working folder, as nothing is beside the file yet.
     assert read_deployment(file).model == "here"
     (tmp_path / "here").mkdir()
     assert read_deployment(file).model == str(tmp_path / "here")

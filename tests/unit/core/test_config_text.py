@@ -1,4 +1,4 @@
-"""A deployment written down is read as the same."""
+"""Writing a deployment as text: it is read back equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted of a step's drafts."""
+"""Counts of a step's drafts."""
 
 from __future__ import annotations
 

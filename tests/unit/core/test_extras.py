@@ -1,4 +1,4 @@
-"""The extras of the package: what needs them says so, and the API does without them."""
+"""The package's extras: commands that need one say so, and the API works without them."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from tests.test_tidy import HOUSES, MAY_IMPORT, SRC, python_files, room_of
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT = ("nicegui", "httpx_sse", "plotly", "pebble")
-"""Modules that an extra alone installs: rich needs the others as well."""
+"""Modules that only the extras install. rich is missing here: other packages need it, too."""
 BLOCK = f"""
 import sys
 class Blocked:

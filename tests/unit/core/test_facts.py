@@ -1,4 +1,4 @@
-"""A fact is sound at birth, and the KV lengths it adds up are those of every token."""
+"""Facts of the ledger: checked when made; their sums of KV lengths equal those token by token."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Bytes that digests and proofs are made of."""
+"""Framing: the bytes that digests and proofs are computed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proofs that two processes hold one secret: right between the two, worthless anywhere else."""
+"""Proofs that two processes have the same secret: valid between the two, and nowhere else."""
 
 from __future__ import annotations
 

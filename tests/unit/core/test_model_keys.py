@@ -1,4 +1,4 @@
-"""The table of keys: its defaults are transformers', and what it does not have is refused or listed."""
+"""The table of config keys: defaults equal transformers'; other keys are refused or listed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_defaults_are_those_of_transformers_classes() -> None:
         for key, row in model_keys.CONFIG[family].items():
             if row.use is Use.USED and key in theirs:
                 assert row.default == theirs[key], f"{family}.{key}"
-        # A key that the class declares and the table does not have would be passed over.
+        # A key that the class declares and the table lacks would be ignored without notice.
         base = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}
         assert not theirs.keys() - base - model_keys.CONFIG[family].keys()
 

@@ -1,4 +1,4 @@
-"""Placements: the even start, what survives a loss, and the bytes that travel."""
+"""Placements: the even start, losses of ranks, and the encoding in bytes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def counts(placement: Placement, layer: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_ranks", "num_expert_slots"), [(32, 9), (144, 2)])
 def test_published_units(num_ranks: int, num_expert_slots: int) -> None:
-    """256 + 32 experts in 58 layers: 9 replicas a rank in prefill, 2 in decode (DAY6)."""
+    """Check 256 + 32 experts in 58 layers: 9 replicas per rank in prefill, 2 in decode (DAY6)."""
     placement = spread(58, 256, num_ranks, 32)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_expert_slots)
     assert placement.check() == []
     assert EMPTY not in placement.slot_to_expert_LRS
     for layer in (0, 1, 57):
         assert sorted(counts(placement, layer)) == [1] * 224 + [2] * 32
-    # Every layer doubles another part.
+    # Each layer doubles different experts.
     assert counts(placement, 0) != counts(placement, 1)
 
 
@@ -134,10 +134,10 @@ def check_without(before: Placement, lost: list[int]) -> Placement:
             if rank in lost:
                 assert mine == []
                 continue
-            # What a survivor holds it holds in the same slots: nothing is read anew.
+            # A survivor's replicas keep their slots, so none of them is read again.
             kept = held(before, layer, rank)
             assert mine[: len(kept)] == kept
-            # And it took over nothing that another survivor still has.
+            # It took over no expert that another survivor still has.
             others = {
                 e
                 for r in range(before.num_ranks)
@@ -166,7 +166,7 @@ def test_without_spreads_the_orphans_evenly(num_lost: int) -> None:
 
 
 def test_without_loads_nothing_that_has_another_replica() -> None:
-    """EP2 with everything doubled: the survivor has it all already."""
+    """Lose a rank of EP2 with every expert doubled: the survivor has all experts already."""
     before = spread(2, 8, 2, 8)
     after = check_without(before, [0])
     assert after.num_expert_slots == before.num_expert_slots == 8
@@ -186,7 +186,7 @@ def test_without_nobody() -> None:
 
 
 def test_without_is_repeatable_and_in_any_order() -> None:
-    """Losing two at once or one by one: both are sound, and equal inputs give equal placements."""
+    """Lose two ranks at once or one by one: both are valid, and equal inputs give equal placements."""
     before = spread(3, 8, 4, 4)
     assert (
         without(before, [1, 3]).slot_to_expert_LRS == without(before, {3, 1}).slot_to_expert_LRS
@@ -220,7 +220,7 @@ def test_bytes_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_follow_a_split(seed: int) -> None:
-    """Turns deal tokens as the split says, to within a part, and evenly along the way."""
+    """Check that turns follow the split: within one part overall, and evenly along the way."""
     rng = np.random.default_rng(seed)
     even = spread(2, 16, 4, 8)
     slots = even.slot_to_expert_LRS[1]
@@ -236,10 +236,10 @@ def test_parts_follow_a_split(seed: int) -> None:
         for slot in np.flatnonzero(slots.reshape(-1) == expert):
             share = np.count_nonzero(turns == slot) / len(turns)
             assert abs(share - split.reshape(-1)[slot]) <= 1 / SPLIT_PARTS, (seed, expert)
-            # Any half of the turns is nearly the split already.
+            # Any half of the turns nearly follows the split already.
             half = np.count_nonzero(turns[: len(turns) // 2] == slot)
             assert abs(half - np.count_nonzero(turns == slot) / 2) <= 1, (seed, expert)
-    # The layer beside it goes on evenly, with its turns as they were.
+    # The neighbouring layer keeps its even turns.
     for ours, theirs in zip(placement.replicas(0), even.replicas(0), strict=True):
         assert np.array_equal(ours, theirs)
     again = Placement.from_bytes(
@@ -270,7 +270,7 @@ def test_an_expert_whose_replicas_take_nothing_is_a_problem() -> None:
 
 
 def test_neighbours_share_a_node() -> None:
-    """The published prefill unit: 8 groups on 4 nodes of 8 ranks, two each, replicas among them."""
+    """Check the published prefill unit: 8 groups on 4 nodes of 8 ranks, two per node with replicas."""
     placement = spread_by_node(3, 256, 32, 32, 4)
     assert placement.check() == []
     assert placement.slot_to_expert_LRS.shape == (3, 32, 9)

@@ -1,4 +1,4 @@
-"""StepRates: a chunk's seconds, and the most tokens that fit into some."""
+"""StepRates: a chunk's seconds, and the most tokens that fit into a time."""
 
 from __future__ import annotations
 

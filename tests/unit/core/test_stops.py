@@ -1,4 +1,4 @@
-"""Which tokens end a slot's request."""
+"""Token ids that end a slot's request."""
 
 from __future__ import annotations
 

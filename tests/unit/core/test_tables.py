@@ -1,4 +1,4 @@
-"""Tables of a file as frozen values: what is said, what is not, and what cannot be."""
+"""A file's tables as frozen values: given, missing and invalid fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random DeepSeek-V3 checkpoints by transformers, whose import takes 4 s: do it in makers only."""
+"""Make random DeepSeek-V3 checkpoints with transformers. Its import takes 4 s: do it in makers only."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, repr=False)
 class Peer:
-    """One random model, in both implementations."""
+    """A random model in both implementations: transformers' and ours."""
 
     folder: Path
     theirs: Any
@@ -104,7 +104,7 @@ class Peer:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """transformers' logits [T, V]."""
+        """Return transformers' logits [T, V]."""
         logits: torch.Tensor = self.theirs(torch.tensor([tokens])).logits[0]
         return logits
 

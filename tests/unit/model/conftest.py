@@ -1,4 +1,4 @@
-"""The random models of this folder's tests, made once a session."""
+"""Fixtures: the random models of this folder's tests, made once per session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _one_thread() -> None:
 
 
 class Peers(dict[str, Peer]):
-    """Name -> random model, which is made when it is first asked for."""
+    """Name -> random model, made on first access."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -30,7 +30,7 @@ class Peers(dict[str, Peer]):
 
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Peer]:
-    """Every random model, made once."""
+    """Return every random model; each is made once."""
     return Peers(tmp_path_factory)
 
 
@@ -56,7 +56,7 @@ def plain(peers: dict[str, Peer]) -> Peer:
 
 @pytest.fixture
 def own_folder(plain: Peer, tmp_path: Path) -> Path:
-    """A copy of a checkpoint that a test may damage."""
+    """Copy a checkpoint, so that a test may damage it."""
     for file in plain.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path

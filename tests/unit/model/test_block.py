@@ -1,4 +1,4 @@
-"""A layer's ops in a unit: schedules and modes change no bit, widths and placements no token."""
+"""A layer's ops in a unit: schedules and modes change no bit, widths and placements change no token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_comm_of_one_rank_adds_what_the_local_kernel_adds(plain: Peer) -> None
 def test_overlapped_is_sequential_to_the_bit(
     plain: Peer, num_ranks: int, dispatch_format: str
 ) -> None:
-    """The same micro-batches in turn and interleaved, any order of arrival, both modes."""
+    """Run the same micro-batches in turn and interleaved, with any order of arrival, in both modes."""
     prompts = make_prompts(plain)
     expected = unit_logits(plain, num_ranks, prompts, SEQUENTIAL, dispatch_format=dispatch_format)
     for seed, schedule in enumerate((PREFILL_DUAL, DECODE_FIVE)):
@@ -62,11 +62,11 @@ def test_overlapped_is_sequential_to_the_bit(
 def test_widths_and_placements_change_no_bit(
     peers: dict[str, Peer], name: str, dispatch_format: str
 ) -> None:
-    """Every kernel gives a row the same bits in any batch, so not even rounding to FP8 tells the
-    widths apart.
+    """Compare widths bit by bit. Every kernel gives a row the same bits in any batch, so even
+    rounding to FP8 does not make widths differ.
 
-    "deep" prefills in multi-head form: torch's attention depends on where a prompt is cut, so none
-    is cut there.
+    "deep" prefills in multi-head form. There torch's attention depends on where a prompt is cut, so
+    no prompt is cut.
     """
     peer = peers[name]
     prompts = make_prompts(peer)
@@ -95,7 +95,7 @@ def test_widths_and_placements_change_no_bit(
         )
         if library.load() is not None:
             assert torch.equal(logits, expected)
-        # torch's products promise less, and FP8 makes a last bit a larger one.
+        # torch's products depend on the batch, and FP8 enlarges a difference in the last bit.
         elif dispatch_format == "fp32":
             assert float((logits - expected).abs().max()) <= TOLERANCE
 
@@ -105,7 +105,7 @@ def test_widths_and_placements_change_no_bit(
 def test_idle_ranks_join_with_nothing(
     plain: Peer, schedule: Schedule, num_micro_batches: int
 ) -> None:
-    """One prompt, four ranks: three have no token at all, and the last layer's rows are one."""
+    """Serve one prompt on four ranks: three have no token, and the last layer has one row."""
     prompts = make_prompts(plain, 2)[1:]
     expected = unit_logits(plain, 1, prompts, schedule, num_micro_batches=num_micro_batches)
     logits = unit_logits(plain, 4, prompts, schedule, num_micro_batches=num_micro_batches)
@@ -113,9 +113,9 @@ def test_idle_ranks_join_with_nothing(
 
 
 def test_fp8_dispatch_is_near_fp32(plain: Peer) -> None:
-    """Each dispatched value is off by 2^-4 of itself at most and each returned one by 2^-9 (arXiv
-    2412.19437, 3.3; E4M3 has 3 mantissa bits, BF16 7), so logits stay within a few percent of their
-    spread.
+    """Compare logits of FP8 and FP32 dispatch. A dispatched value is off by 2^-4 of its size at
+    most and a returned one by 2^-9 (arXiv 2412.19437, 3.3; E4M3 has 3 mantissa bits, BF16 7). So
+    logits stay within a few percent of their spread.
     """
     prompts = make_prompts(plain)
     exact = unit_logits(plain, 2, prompts, SEQUENTIAL)[0]
@@ -125,7 +125,7 @@ def test_fp8_dispatch_is_near_fp32(plain: Peer) -> None:
 
 
 def test_failed_steps_leave_nothing_live(peers: dict[str, Peer]) -> None:
-    """The second micro-batch breaks under the first one's dispatch; later steps run as ever."""
+    """Fail the second micro-batch while the first one's dispatch is in flight; later steps must work."""
     peer = peers["all_moe"]
     model = rank_model(
         peer, None, spread(3, peer.weights.config.n_routed_experts, 1), "fp8", "normal"

@@ -1,4 +1,4 @@
-"""The cache's shape, and where it may lie."""
+"""The shape of the KV cache, and the memory that it may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity with transformers' DeepSeek-V3: every form of the forward pass, many shapes, FP32."""
+"""Parity with transformers' DeepSeek-V3 in FP32: every form of the forward pass, many shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKS = (7, 3, 5)
 
 def make_model(peer: Peer, num_blocks: int = 12, *, fused: bool = True) -> DeepseekV3:
     model = DeepseekV3(peer.weights, KvCache(peer.weights.config, num_blocks))
-    # What was never written must never matter.
+    # NaN in entries that were never written: results must not depend on them.
     model.cache.cache_PLSD.fill_(float("nan"))
     if not fused:
         model._has_fused_step = False
@@ -69,7 +69,7 @@ def test_whole_prompt(peer: Peer) -> None:
 
 
 def some_cuts() -> list[int]:
-    """The ends, those around every block's end, and of the others one in STRIDE from a fresh one on."""
+    """Return cuts: both ends, those around every block's end, and one in STRIDE from a random start."""
     ends = {1, 2, NUM_TOKENS - 2, NUM_TOKENS - 1}
     around = {
         end + offset
@@ -95,12 +95,12 @@ def test_cut_anywhere(peer: Peer) -> None:
 
 
 Text = tuple[list[int], torch.Tensor]
-"""Tokens, and transformers' logits after each."""
+"""Tokens, and transformers' logits after each token."""
 
 
 @pytest.fixture(scope="module")
 def texts(peers: dict[str, Peer]) -> list[Text]:
-    """Three texts; a prompt is the beginning of one, and so are its logits."""
+    """Return three texts with logits. A prompt is a prefix of a text, and so are its logits."""
     wholes = [random_tokens(peers["yarn_odd"], NUM_TOKENS, seed=i) for i in range(3)]
     return [(whole, peers["yarn_odd"].logits(whole)) for whole in wholes]
 
@@ -112,7 +112,7 @@ def texts(peers: dict[str, Peer]) -> list[Text]:
 def test_several_prompts_in_ragged_chunks(
     peers: dict[str, Peer], texts: list[Text], seed: int
 ) -> None:
-    """Steps that mix first and later chunks of three prompts, some of which want no logits."""
+    """Run steps that mix first and later chunks of three prompts; some chunks need no logits."""
     peer, rng = peers["yarn_odd"], random.Random(seed)
     prompts = [whole[: rng.randint(1, NUM_TOKENS)] for whole, _ in texts]
     theirs = [logits for _, logits in texts]
@@ -135,7 +135,7 @@ def test_several_prompts_in_ragged_chunks(
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_token_by_token(peer: Peer, fused: bool) -> None:
-    """Absorbed decode from the first token on, three requests of different ages in one batch."""
+    """Decode in absorbed form from token one: a batch of three requests of different lengths."""
     prompts = [random_tokens(peer, NUM_TOKENS, seed=i) for i in range(3)]
     theirs = [peer.logits(prompt) for prompt in prompts]
     model = make_model(peer, fused=fused)

@@ -1,4 +1,4 @@
-"""Drafts change no token under any sampling; their acceptance is the offline measure's."""
+"""Speculative tokens change no output; their acceptance equals the offline measure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ GRAMMARS = Grammars(lambda: TABLE, len(TABLE.token_bytes))
 
 @pytest.fixture(scope="module")
 def tiny() -> ModelWeights:
-    """The model that ships: its drafts are mostly right."""
+    """Return the shipped model: most of its drafts are right."""
     return load_weights(model_folder(""), held=AS_STORED, with_mtp=True)
 
 
@@ -92,7 +92,7 @@ class Unit:
 
 
 class Request:
-    """One text: how it is sampled, and what came of it."""
+    """One request: how it is sampled, and its output."""
 
     def __init__(self, number: int, rng: random.Random) -> None:
         self.name = f"r{number}"
@@ -105,16 +105,16 @@ class Request:
         self.blocks: list[int] = []
         self.num_preempted = 0
         self.first_preempted = 0
-        """Tokens that it had when it was preempted first."""
+        """Number of output tokens at its first preemption."""
 
     def preempt(self) -> None:
-        """Note that it is prefilled again, with the tokens that it has."""
+        """Note that the request is prefilled again, with all its tokens so far."""
         if not self.num_preempted:
             self.first_preempted = len(self.output)
         self.num_preempted += 1
 
     def generation(self) -> Generation:
-        """Return the request as a leader gets it."""
+        """Return the request as a leader receives it."""
         return Generation(
             self.name,
             tuple(self.prompt),
@@ -157,9 +157,9 @@ def serve(
     rested: float = 0.0,
     num_tokens: int = NUM_TOKENS,
 ) -> list[Request]:
-    """All requests with joins, leaves, cut prompts and growth; `drafts` says how many each plan
-    makes, which has one pass or some, `preempted` how often a request has to leave and come again,
-    `rested` how often a plan does not compute it.
+    """Serve all requests with joins, leaves, cut prompts and growth; plans have one pass or several.
+    `drafts`: drafts that each plan makes. `preempted`, `rested`: probability per plan that a request
+    leaves and joins again later, or is not computed.
     """
     texts, rng, passes = (random.Random(seed + number) for number in range(3))
     requests = [Request(number, texts) for number in range(10)]
@@ -186,7 +186,7 @@ def serve(
         num_passes = passes.choice([1, 1, 2, 4]) if num_drafts == num_before else 1
         grown = []
         for slot, request in running.items():
-            # The drafts of all passes and those made last, beside the tokens that are sure.
+            # Room for the drafts of all passes and for those made last, beside the accepted tokens.
             wanted = -(-(len(request.known) + 2 + 4 * num_passes) // BLOCK_TOKENS)
             while len(request.blocks) < wanted:
                 request.blocks += unit.take(1)
@@ -305,9 +305,9 @@ def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
         unit = Unit(tiny, 3)
         requests = serve(unit, seed, drafts, preempted=preempted, rested=0.4)
         assert_same(requests, expected)
-    # A plan without drafts of its own checks those of a request that rested when others' were made.
+    # A request rested when others' drafts were made; a plan that makes none checks its drafts.
     unit = Unit(tiny, 3)
-    texts = random.Random(0)  # Requests that have room for drafts, and do not end at once.
+    texts = random.Random(0)  # Requests with capacity for drafts that do not end at once.
     joins = tuple(prefill(unit, Request(slot, texts), slot, random.Random(1)) for slot in range(2))
     unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
     drafter = unit.runner._decode._drafter
@@ -319,7 +319,7 @@ def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
 
 
 def test_a_draft_without_room_is_not_checked(tiny: ModelWeights) -> None:
-    """The last block is full: the step gives one token, and what it says is right."""
+    """Fill the last block: the step returns one token, and it is the right one."""
     unit, other = Unit(tiny, 3), Unit(tiny, 0)
     outputs = []
     for each, num_drafts in ((unit, 3), (other, 0)):
@@ -339,13 +339,13 @@ def test_a_draft_without_room_is_not_checked(tiny: ModelWeights) -> None:
 
 
 def test_a_failed_request_fails_alone(tiny: ModelWeights) -> None:
-    """Nothing is left to draw for one of them: the other goes on as if it were alone."""
+    """Leave one request no token to draw: the other continues as if it were alone."""
     outputs = []
     for has_bad in (False, True):
         unit, rng = Unit(tiny, 2), random.Random(2)
         good, bad = Request(0, rng), Request(2, rng)
         joins = [prefill(unit, request, slot, rng) for slot, request in enumerate((good, bad))]
-        # Every id would end it, and none may before the fiftieth token.
+        # Every token would end it, and no end is allowed before the 50th token.
         joins[1] = msgspec.structs.replace(
             joins[1], stop_ids=tuple(range(tiny.config.vocab_size)), min_tokens=50
         )
@@ -355,7 +355,7 @@ def test_a_failed_request_fails_alone(tiny: ModelWeights) -> None:
             done = unit.runner.execute(plan)
             assert isinstance(done, StepDone)
             assert done.error is None
-            # It drew what would end it, and is computed no more.
+            # It has no token left to draw, and is not computed again.
             assert done.failed.keys() == ({1} if has_bad and step == 1 else set())
             pairs = zip(done.keys, done.tokens, strict=True)
             tokens += [token for slot, token in pairs if slot == 0]
@@ -368,7 +368,7 @@ def test_tails_are_of_the_text_that_goes_on() -> None:
     tails = PromptTails(2)
     head = Chunk("a", (1, 2, 3), 0, (1,), None, 0)
     tails.keep(head, torch.ones(4))
-    assert tails.before(replace_start(head, 5)) is None  # Another part of it.
+    assert tails.before(replace_start(head, 5)) is None  # Another chunk of the text.
     tails.keep(head, torch.ones(4))
     found = tails.before(replace_start(head, 3))
     assert found is not None
@@ -397,7 +397,7 @@ def test_rooms_follow_a_row_that_moves() -> None:
 
 
 class Side:
-    """One runner's blocks; texts go from one to the other as hand-over and moves take them."""
+    """The blocks of one runner; tests copy KV from one to another as KV transfers and moves do."""
 
     def __init__(self, weights: ModelWeights, num_drafts: int) -> None:
         self.unit = Unit(weights, num_drafts, num_blocks=120)
@@ -407,7 +407,7 @@ class Side:
         return self.unit.runner._model.cache.cache_PLSD
 
     def prefill(self, text: list[int], cuts: list[int], blocks: list[int]) -> int:
-        """Compute a prompt in chunks that end at `cuts`, behind a kept prefix; return its token."""
+        """Prefill a prompt in chunks that end at `cuts`, after a cached prefix; return its token."""
         for start, end in pairwise(cuts):
             is_last = end == len(text)
             sampling = Sampling(temperature=0.0) if is_last else None
@@ -420,7 +420,7 @@ class Side:
     def decode(
         self, known: list[int], blocks: list[int], num_tokens: int, num_drafts: int = 1
     ) -> tuple[list[int], int, int]:
-        """(tokens, drafts tried, drafts right) from the last known token on."""
+        """Return (tokens, drafts tried, drafts right) from the last known token on."""
         tokens: list[int] = []
         tried = right = 0
         while len(known) + 6 > BLOCK_TOKENS * len(blocks):
@@ -443,7 +443,7 @@ class Side:
 
 
 def live(way: str, weights: ModelWeights, case: Case, rng: random.Random) -> tuple[int, int]:
-    """(tried, right) of a case's first drafts, its KV having come that way."""
+    """Return (tried, right) of a case's first drafts, with KV that was made or moved as `way` says."""
     prompt, output = list(case.prompt), list(case.output)
     num_blocks = -(-len(prompt) // BLOCK_TOKENS)
     prefill, decode = Side(weights, 1), Side(weights, 1)
@@ -453,7 +453,7 @@ def live(way: str, weights: ModelWeights, case: Case, rng: random.Random) -> tup
         cuts[1:1] = sorted(rng.sample(range(1, len(prompt)), min(3, len(prompt) - 1)))
     if way == "hit" and len(prompt) > BLOCK_TOKENS:
         full = rng.randrange(1, -(-len(prompt) // BLOCK_TOKENS)) * BLOCK_TOKENS
-        # Another text that begins alike was there before.
+        # A text with the same beginning was prefilled before.
         prefill.prefill([*prompt[:full], 7, 8, 9], [0, full + 3], [*blocks, *prefill.unit.take(1)])
         cuts = [full, len(prompt)]
     first = prefill.prefill(prompt, cuts, blocks)
@@ -502,7 +502,7 @@ def test_as_many_drafts_are_right_as_the_offline_measure_says(tiny: ModelWeights
 
 
 def entries_of(tiny: ModelWeights, num_drafts: int, num_tokens: int) -> tuple[list[int], Tensor]:
-    """(text, module's entries of full blocks [B, 64, D]) of a request under so many drafts."""
+    """Return (text, module's entries of full blocks [B, 64, D]) of a request with drafts."""
     unit = Unit(tiny, DRAFTS_MAX)
     request = Request(0, random.Random(3))
     request.prompt = [random.Random(5).randrange(20, 400) for _ in range(60)]
@@ -527,7 +527,7 @@ def entries_of(tiny: ModelWeights, num_drafts: int, num_tokens: int) -> tuple[li
 
 
 def test_a_block_has_the_same_entries_however_many_are_drafted(tiny: ModelWeights) -> None:
-    """Also where none are, and a rank keeps a whole block's tokens until it is full."""
+    """Compare all numbers of drafts. At 0 a rank keeps a block's tokens until the block is full."""
     expected_text, expected = entries_of(tiny, 3, 150)
     for num_drafts in (0, 1, 2):
         text, entries = entries_of(tiny, num_drafts, 150)
@@ -540,7 +540,7 @@ def test_a_block_has_the_same_entries_however_many_are_drafted(tiny: ModelWeight
 
 @pytest.mark.parametrize("max_rows", [4, 5, 7, 64])
 def test_one_call_does_what_its_passes_do(tiny: ModelWeights, max_rows: int) -> None:
-    """Entries written and drafts made by C, and step by step; rooms end anywhere."""
+    """Write entries and make drafts in C and pass by pass; block capacity ends at any position."""
     num_slots, rng = 4, random.Random(max_rows)
     config, vocabulary = tiny.config, tiny.config.vocab_size
     sides = []
@@ -605,7 +605,7 @@ def test_what_the_module_s_kernels_cannot_use_is_refused(tiny: ModelWeights) -> 
 def test_a_step_that_fails_loses_no_entries(
     tiny: ModelWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was kept for later is written when the rows go: nobody knows of it afterwards."""
+    """Fail a step: deferred entries are written when its rows leave; later it is too late."""
     unit = Unit(tiny, 1)
     request = Request(0, random.Random(3))
     request.prompt = list(range(20, 50))
@@ -630,7 +630,7 @@ def test_a_step_that_fails_loses_no_entries(
 
 
 def entries_of_prompt(tiny: ModelWeights, prompt: list[int]) -> tuple[Request, Tensor]:
-    """The module's entries of a prompt's first block."""
+    """Prefill a prompt; return the request and the module's entries of its first block."""
     unit, request = Unit(tiny, 1), Request(0, random.Random(3))
     request.prompt = [*prompt, 20]
     prefill(unit, request, 0, random.Random(4))

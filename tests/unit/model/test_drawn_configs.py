@@ -1,4 +1,4 @@
-"""Drawn configurations: transformers' logits, or a refusal that names the key.
+"""Randomly drawn configurations: the logits equal transformers', or the error names the key.
 
 `python -m tests.drawn` draws thousands and prints the counts (docs/testing.md).
 """
@@ -35,9 +35,9 @@ from tests.drawn.oracle import (
 from tests.levels import FULL, MORE
 
 NUM_CASES = 5000 if FULL else 500 if MORE else 60
-"""About 50 ms each on a quiet core."""
+"""Number of cases; about 50 ms each on an idle core."""
 NUM_TRIES = 30
-"""Cases that have a key, of which one must show that it was ignored."""
+"""Cases with a key that are tried; one of them must fail if the key is ignored."""
 NUM_DRAWS = 2000
 OTHERS = pytest.mark.more("one family's keys, and those of objects, stay in `make test`")
 
@@ -85,7 +85,7 @@ def times(counts: Counts, key: str) -> int:
     ],
 )
 def test_no_key_that_is_read_can_be_ignored(name: str) -> None:
-    """Read files as if one key of the table were not in them: the comparison must fail."""
+    """Read files as if one key of the table were absent: the comparison must fail."""
     rng, made, unseen = random.Random(name), [], []
     with scratch() as folder:
         for table_name, table, key in read_keys():
@@ -101,7 +101,7 @@ _OBJECTS = ("fp8", "compressed", "compressed.group", "compressed.weights")
 def shows(
     rng: random.Random, made: list[Made], folder: Path, name: str, table: Table, key: str
 ) -> bool:
-    """Return whether a case fails where the key is ignored. `made`: cases of before; new ones are
+    """Return whether some case fails when the key is ignored. `made`: earlier cases; new ones are
     added.
     """
     row = table[key]
@@ -120,7 +120,7 @@ def shows(
             case = draw(rng, family, share_refused=0.0)
             if case.must_refuse or case.may_refuse or not has_key(case, name, key):
                 continue
-            # Such a file says it in another way as well.
+            # The file has the same value under another key, too.
             if row.use is Use.ALIAS and row.of in case.fields:
                 continue
             if key == "first_k_dense_replace" and "mlp_layer_types" in case.fields:
@@ -137,13 +137,13 @@ def shows(
 
 
 def _families(name: str, row: ConfigKey) -> tuple[str, ...]:
-    # A file of V3.2 under V3's name is drawn as one of V3.2.
+    # A file of V3.2 with V3's model_type is drawn as one of V3.2.
     if "as_v32" in row.source:
         return (model_keys.V32,)
     return (name,) if name in CLASS_OF else (model_keys.V3,)
 
 
 def fails_without(made: Made, table: Table, key: str) -> bool:
-    """Return whether the case is wrong where the key is ignored."""
+    """Return whether the case gives wrong logits when the key is ignored."""
     with ignoring(table, key):
         return compare(made) not in (AGREED, REFUSED)

@@ -1,4 +1,4 @@
-"""The walk over a schedule: order, counts, traces, and its view from other threads."""
+"""Executing a schedule: order, counts, traces, and progress as other threads see it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_order_is_the_schedules(schedule: Schedule, num_micro_batches: int) -> N
 
 
 class VirtualLink:
-    """Ops and exchanges that take time on a clock of their own, which a Recorder reads."""
+    """Ops and exchanges that take time on a clock of their own; a Recorder reads that clock."""
 
     def __init__(self, op_s: float, link_s: float) -> None:
         self.now_s = 0.0
@@ -59,7 +59,7 @@ class VirtualLink:
 
 
 def test_communication_hides_under_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequential steps wait for all link time; overlapped ones not while another part computes."""
+    """Check waits: sequential steps wait for the link, overlapped ones compute meanwhile."""
     link_s, op_s, waits = 0.004, 0.002, {}
     for schedule in SCHEDULES.values():
         recorder, link = Recorder(rank=5, is_traced=True), VirtualLink(op_s, link_s)
@@ -95,7 +95,7 @@ def check_lanes(events: list[TraceEvent], waited_s: float) -> None:
 
 
 def test_nothing_was_sent() -> None:
-    """A dense layer, or a rank by itself: counted, without seconds on the link."""
+    """Count without link seconds: a dense layer, or a rank by itself."""
     recorder = Recorder(is_traced=True)
     execute(DECODE_FIVE, 1, range(1), lambda micro_batch, layer, op: None, recorder)
     times = {time.op: time for time in recorder.op_times()}
@@ -111,7 +111,7 @@ def test_an_untraced_step_keeps_no_events() -> None:
 
 
 def test_progress_is_seen_from_another_thread() -> None:
-    """`num_ops` stands still and `is_waiting` holds while an op waits for a peer, and only then."""
+    """Read progress from a thread: `is_waiting` only while an op waits for a peer."""
     progress, arrived, in_op = ComputeProgress(), threading.Event(), threading.Event()
     seen: list[tuple[str, bool]] = []
 

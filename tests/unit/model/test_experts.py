@@ -1,4 +1,4 @@
-"""A rank's experts: after any placements and flips the slots hold what a fresh load gives."""
+"""A rank's experts: after any placements and flips the slots equal a fresh load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_a_ranks_slots_are_read(peers: dict[str, Peer], name: str) -> None:
 
 
 def test_placements_come_and_go(plain: Peer) -> None:
-    """Spread, a rank lost, another lost, one back: only what is new is read."""
+    """Install a spread, lose a rank, lose another, get one back: only new experts are read."""
     num_layers, num_experts = 2, plain.weights.config.n_routed_experts
     first = spread(num_layers, num_experts, 4, 4)
     weights = load_weights(plain.folder, slot_to_expert_LS=np.empty((num_layers, 0), np.int16))
@@ -125,7 +125,7 @@ def test_errors(plain: Peer) -> None:
 
 
 def flip_of(slots: Sequence[int], stage_id: int, layer: int = 0) -> LayerFlip:
-    """For rank 1 of two; rank 0 has nothing."""
+    """Return a flip for rank 1 of two; rank 0 has no experts."""
     return LayerFlip(layer, stage_id, np.array([[EMPTY] * len(slots), slots], np.int16).tobytes())
 
 
@@ -134,7 +134,7 @@ def nobody(layer: int, source: Source, into: MlpWeights) -> bool:
 
 
 class Half:
-    """A rank with experts 0 to 7 of every layer, the first of two formations installed."""
+    """A rank with experts 0 to 7 of every layer; the first of two formations is installed."""
 
     def __init__(self, peer: Peer, folder: Path | None = None) -> None:
         self.whole = peer.weights
@@ -147,7 +147,7 @@ class Half:
     def stage(
         self, slots: Sequence[int], stage_id: int, layer: int = 0, formation: int = 1
     ) -> Staged:
-        """The odd experts are asked for at another rank, the even ones have no source."""
+        """Stage slots: odd experts have another rank as their source, even ones have no source."""
         self.asked: list[tuple[int, int]] = []
         plan = StagePlan(
             formation,
@@ -159,7 +159,7 @@ class Half:
         return self.store.stage(plan, self.give)
 
     def give(self, layer: int, source: Source, into: MlpWeights) -> bool:
-        """Expert 9 is nowhere, and what came of it is rubbish."""
+        """Copy an expert, as a peer does. Expert 9 is not found, and its copy is invalid."""
         self.asked.append((layer, source.expert))
         moe = self.whole.layers[1 + layer].moe
         assert moe is not None
@@ -186,7 +186,7 @@ class Half:
 
 
 def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
-    """Held experts stay, others are fetched or read; until the flip the old ones are in force."""
+    """Stage a layer: own experts stay, others are fetched or read; old ones serve until the flip."""
     half = Half(plain)
     before, new = half.weights, [7, 11, 9, EMPTY, 2, 12, 13, 3]
     staged = half.stage(new, 1)
@@ -196,7 +196,7 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
     half.flip(new, 1)
     half.check()
     assert half.weights.layers[2] is before.layers[2], "the other layer is as it was"
-    # Nothing was written in place.
+    # The flip wrote nothing in place.
     check_slots(before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole)
     again = half.weights
     half.flip(new, 99)
@@ -204,7 +204,7 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
 
 
 def test_no_step_describes_experts(plain: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels find experts described, at the start and after a flip; staging described new ones."""
+    """Describe experts to kernels at the start and when they are staged, never in a step."""
     half = Half(plain)
 
     def experts() -> list[Experts]:
@@ -262,14 +262,14 @@ def test_a_stage_that_fails_says_so(plain: Peer, own_folder: Path) -> None:
     with pytest.raises(InvariantError, match="stage 2"):
         half.flip(new, 2)
     half.check()
-    # What peers give needs no file.
+    # Experts from peers need no file.
     assert half.stage([11, *new[1:]], 3).error is None
     half.flip([11, *new[1:]], 3)
     half.check()
 
 
 def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
-    """Finished before, finished after, and begun after: none of the three can be flipped."""
+    """Check three stages (done before, done after, begun after a new formation): none can be flipped."""
     half, new = Half(plain), [9, 1, 2, 3, 4, 5, 6, 11]
     begun, may_go_on = threading.Event(), threading.Event()
     results: list[Staged] = []
@@ -280,7 +280,7 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
         return half.give(layer, source, into)
 
     assert half.stage(new, 1).error is None
-    # The last expert is the slow one: nothing comes after it that could notice.
+    # The last expert is the slow one: no later fetch could notice the new formation.
     plan = StagePlan(1, 2, 1, tuple(new), (Source(11, "a", 5),))
     thread = threading.Thread(
         target=lambda: results.append(half.store.stage(plan, slow)), daemon=True
@@ -306,7 +306,7 @@ def test_a_placement_after_flips_copies_from_where_they_led(plain: Peer) -> None
     assert half.stage(new, 1).error is None
     stale = half.weights
     half.flip(new, 1)
-    # A flip whose step failed: the model has the old weights, and the next placement sets it right.
+    # The flip's step failed: the model has the old weights. The next placement corrects that.
     half.weights, num_read = half.store.install(stale, half.slot_to_expert_LS, 2)
     assert num_read == 0
     half.check()
@@ -317,7 +317,7 @@ def test_a_placement_after_flips_copies_from_where_they_led(plain: Peer) -> None
 
 
 def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
-    """The memory plan knows of one layer beside those that are held."""
+    """Drop unused stages. The memory plan has one staged layer beside the installed ones."""
     num_layers = 3
     layer = plain.weights.layers[1]
     weights = ModelWeights(
@@ -334,7 +334,7 @@ def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
 
 
 def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
-    """As another rank's fetch does, from a thread of its own."""
+    """Read experts from a thread, as another rank's fetch does, while layers flip."""
     half, seed = Half(plain), fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, is_over = np.random.default_rng(seed), threading.Event()

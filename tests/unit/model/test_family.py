@@ -1,4 +1,4 @@
-"""Every model of the family, small and random, against transformers, with its own config.json."""
+"""Every model of the family, small and random, with its own config.json: compared with transformers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NUM_TOKENS = 100
 BLOCKS = (3, 1)
 OTHERS = pytest.mark.more("scales of each kind stay in `make test`")
 SIDE = 16
-"""Rows and columns of a block that has one scale."""
+"""Rows and columns of a block with one scale."""
 
 
 def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
-    """Write the small model as its makers do: transformers' weights, config.json with the fields of
-    their file, but for the changes. Return transformers' model.
+    """Write the small model as its publisher does: transformers' weights, and config.json with the
+    published file's fields plus `changes`. Return transformers' model.
     """
     from transformers import (
         DeepseekV3Config,
@@ -48,7 +48,7 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = {**small(name), **changes}
-    # The others' own code is not in transformers; with DeepSeek-V3's model_type it is the same.
+    # transformers lacks the code of the other models; with DeepSeek-V3's model_type it is the same.
     kind, (config_class, model_class) = {
         "glm4_moe_lite": ("glm4_moe_lite", (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)),
         "deepseek_v32": ("deepseek_v32", (DeepseekV32Config, DeepseekV32ForCausalLM)),
@@ -60,15 +60,15 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
     shake(model)
     for key, parameter in model.named_parameters():
         if key.endswith("k_norm.bias"):
-            parameter.data.normal_(0.0, 0.2)  # As large as the keys it would make all heads agree.
+            parameter.data.normal_(0.0, 0.2)  # Any larger, and all heads would agree.
     model.eval().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
 
 def quantise(folder: Path, *, pow2: bool, as_e8m0: bool = False) -> None:
-    """Make block-scaled FP8 of every matrix but the gate, embedding, head and the indexer's weights
-    of its heads. `pow2`: scales are powers of two (ue8m0); `as_e8m0`: and are stored as such.
+    """Quantise all matrices to block-scaled FP8, but not the gate, embedding, head and the indexer's
+    head weights. `pow2`: scales are powers of two (ue8m0). `as_e8m0`: they are stored as E8M0.
     """
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -97,7 +97,7 @@ def tokens_of(weights: ModelWeights) -> list[int]:
 
 @torch.inference_mode()
 def logits_of(weights: ModelWeights, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of every token [T, V], by the reference and by the engine (prefill, then decode)."""
+    """Return all tokens' logits [T, V], by the reference and by the engine (prefill, then decode)."""
     reference, _ = forward(weights, torch.tensor(tokens), no_latents(weights))
     model = DeepseekV3(weights, KvCache(weights.config, 6))
     first = NUM_TOKENS - 10
@@ -155,7 +155,7 @@ def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_pa
         weights.layers[-1].attention.o.values, expected.layers[-1].attention.o.values
     )
     tokens = tokens_of(weights)
-    # transformers computes with the same dequantised weights, so its logits bind both.
+    # transformers computes with the same dequantised weights, so both must match its logits.
     reloaded = type(theirs).from_pretrained(plain, config=theirs.config).eval()
     with torch.inference_mode():
         their_logits = reloaded(torch.tensor([tokens])).logits[0]
@@ -165,7 +165,7 @@ def test_fp8_is_its_dequantised_self(name: str, options: dict[str, bool], tmp_pa
 
 @OTHERS
 def test_scales_that_are_exponents_in_bytes(tmp_path: Path) -> None:
-    """transformers reads U8 scales of ue8m0 as E8M0."""
+    """Store ue8m0 scales as U8: transformers reads them as E8M0."""
     write_checkpoint(tmp_path, "DeepSeek-V3.1")
     quantise(tmp_path, pow2=True, as_e8m0=True)
     expected, path = load_weights(tmp_path), tmp_path / "model.safetensors"
@@ -187,7 +187,7 @@ def test_scales_that_are_exponents_in_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path: Path) -> None:
-    """Write the checkpoint's MTP layer: a copy of a layer of the model, a dense one if any."""
+    """Write the checkpoint's MTP layer as a copy of one of the model's: dense if not `is_moe`."""
     write_checkpoint(tmp_path, name)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -202,7 +202,7 @@ def test_the_mtp_layer_is_as_the_model_has_it(name: str, is_moe: bool, tmp_path:
     tensors[f"model.layers.{last}.eh_proj.weight"] = 0.1 * torch.randn(
         dim, 2 * dim, generator=generator
     )
-    for copy in ("embed_tokens", "shared_head.head"):  # Files have them; nothing reads them.
+    for copy in ("embed_tokens", "shared_head.head"):  # In files, but never read.
         tensors[f"model.layers.{last}.{copy}.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     weights = load_weights(tmp_path, with_mtp=True)

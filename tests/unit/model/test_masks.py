@@ -1,4 +1,4 @@
-"""A sampler whose slots have grammars: what it draws, when masks are found out, and what fails."""
+"""A sampler with grammars in its slots: what it draws, when masks are computed, which slots fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sampler_of(num_slots: int) -> Sampler:
 def draw(
     sampler: Sampler, slots: list[int], fed: list[list[int]], seed: int, *, begins: bool = True
 ) -> tuple[list[list[int]], dict[int, str]]:
-    """What each slot drew from its rows; `fed`: their tokens, by slot."""
+    """Return what each slot drew from its rows. `fed`: their input tokens, by slot."""
     slots_B, num_B = np.array(slots), np.array([len(of_slot) for of_slot in fed])
     fed_R = np.array([token for of_slot in fed for token in of_slot])
     logits_RV = torch.randn(len(fed_R), V, generator=torch.Generator().manual_seed(seed))
@@ -46,7 +46,7 @@ def draw(
     "An answer that satisfies the schema by itself stays as it is, token by token."
 )
 def test_slots_with_a_grammar_and_without_stand_side_by_side() -> None:
-    """The ones draw what they drew alone, the others what their grammar allows."""
+    """Mix slots: those without a grammar draw what they draw alone, the others what theirs allows."""
     both, alone = sampler_of(4), Sampler(4, V)
     for slot in range(4):
         grammar = LISTS if slot % 2 else None
@@ -69,7 +69,7 @@ def test_slots_with_a_grammar_and_without_stand_side_by_side() -> None:
 
 
 def test_what_was_begun_and_not_drawn_leaves_no_trace() -> None:
-    """A step failed after its masks were begun: the slots go on, or join again."""
+    """Fail a step after its masks were begun: the slots continue, or join again."""
     one, other = sampler_of(1), sampler_of(1)
     for sampler in (one, other):
         sampler.join(0, Sampling(temperature=1.0, grammar=LISTS), 0)

@@ -1,5 +1,5 @@
-"""Formations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left,
-and whole again; and within one, layers whose experts move between two steps.
+"""A unit's formations: formed, broken by a lost peer or an abort, formed again from the remaining
+ranks, then complete again. In a formation, layers move their experts between two steps.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from tests.waiting import wait_until
 GREEDY = Sampling(temperature=0.0)
 NUM_RANKS = 3
 DEADLINE_S = 3600.0
-"""Of an exchange: a test that waits for it hangs."""
+"""Deadline of an exchange: a test that waits for it hangs."""
 
 
 class Listened(DeepseekV3):
-    """A model that keeps its logits."""
+    """A model that records its logits."""
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         logits = super().head(hidden_TD)
@@ -105,14 +105,14 @@ class Rank:
     def decode(
         self, token: int | None = None, flips: tuple[LayerFlip, ...] = (), is_counted: bool = False
     ) -> StepDone:
-        """`token`: it joins, else it goes on."""
+        """Decode one step. With `token` the request joins; without it continues."""
         join = () if token is None else (Join(0, (1,), len(self.prompt), token, 1, GREEDY),)
         return self.step(DecodePlan(1, (), join, (), flips=flips, is_counted=is_counted))
 
     def stage(
         self, ranks: Sequence[Rank], layer: int, stage_id: int, slot_to_expert_RS: np.ndarray
     ) -> Staged:
-        """With what the other ranks hold; expert 0 and what the asked one has not is read."""
+        """Stage the other ranks' experts. Expert 0 and experts that a source lacks are read."""
 
         def fetch(layer: int, source: Source, into: MlpWeights) -> bool:
             found = ranks[source.port - 1].store.expert(layer, source.expert)
@@ -121,7 +121,7 @@ class Rank:
                     part.copy_(held)
             return found is not None
 
-        # Some hold it, some do not, some have flipped already.
+        # The source may own the expert, may lack it, or may have flipped already.
         sources = tuple(Source(expert, "a", 1 + expert % len(ranks)) for expert in range(1, 16))
         slots = tuple(slot_to_expert_RS[self.group.rank].tolist())
         return self.store.stage(StagePlan(1, stage_id, layer, slots, sources), fetch)
@@ -149,7 +149,7 @@ def form(ranks: list[Rank], formation: int, placement: Placement) -> list[Formed
 
 
 def serve(peer: Peer, ranks: list[Rank]) -> None:
-    """Every rank's own prompt, three tokens."""
+    """Check each rank's prompt: three tokens, equal to the plain loop's."""
 
     def one(rank: Rank) -> list[int]:
         tokens = list(rank.prefill().tokens)
@@ -197,7 +197,7 @@ def test_nothing_runs_outside_a_generation(plain: Peer, ranks: list[Rank]) -> No
     form(ranks, 1, placement)
     ranks[0].runner.abort()
     assert "is over" in (ranks[0].decode().error or "")
-    # The others learn of it, though nobody told them.
+    # The other ranks find out by themselves; no message reports it.
     for rank in ranks[1:]:
         assert rank.decode(3).error is not None
     form(ranks, 2, placement)
@@ -239,7 +239,7 @@ def test_a_placement_that_cannot_be(plain: Peer, ranks: list[Rank]) -> None:
 
 
 def shuffled(placement: Placement, rng: random.Random) -> np.ndarray:
-    """Another layer of the same shape: the experts under other names, in other slots."""
+    """Return another layer of the same shape: expert ids permuted, slots shuffled."""
     names = rng.sample(range(16), 16)
     ranks_RS = [
         [names[e] if e != EMPTY else e for e in rank]
@@ -262,9 +262,9 @@ def random_parts(slot_to_expert_RS: np.ndarray, rng: random.Random) -> np.ndarra
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:
-    """The same requests with layers that move between any two steps and without: the logits are the
-    same bits. What was counted are all pairs since the counted step before, of a flipped layer
-    those since its flip.
+    """Serve the same requests with layers that move between any two steps, and without: the logits
+    have the same bits. A count covers all pairs since the last counted step; that of a flipped
+    layer covers those since its flip.
     """
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
@@ -272,7 +272,7 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
     ranks = [Rank(plain, number, mode=mode) for number in range(num_ranks)]
 
     def one(rank: Rank, is_moving: bool) -> list[list[int]]:
-        # The same draws on every rank, as from a leader.
+        # The same draws on every rank, as if a leader had sent them.
         rng, staged, counted = random.Random(seed), {}, []
         held_RS, slot_to_expert_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
         if is_moving:
@@ -287,7 +287,7 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
                 held_RS[flips[0].layer] = np.frombuffer(flips[0].slot_to_expert, np.int16).reshape(
                     num_ranks, -1
                 )
-            if rng.random() < 0.5:  # A split alone, of what is held or was just flipped.
+            if rng.random() < 0.5:  # A split alone, of current or just flipped slots.
                 parts = random_parts(held_RS[layer], rng)
                 flips += (LayerFlip(layer, 0, held_RS[layer].tobytes(), parts.tobytes()),)
             done = rank.decode(
@@ -327,7 +327,7 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
         assert moved.shape == (1 + num_steps, plain.vocab_size)
         if library.load() is not None:
             assert torch.equal(moved, still), seed
-        else:  # torch's products promise less.
+        else:  # torch's matrix products depend on the batch.
             assert float((moved - still).abs().max()) <= TOLERANCE
 
 
@@ -392,7 +392,7 @@ def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: l
     assert "stage 7" in (done[0].error or "")
     assert all(one.error is not None for one in done)
     assert ranks[0].model.weights is before
-    # The formation is over; the next has the placement of its leader, whoever had flipped.
+    # The next formation has its leader's placement, even if a rank had flipped.
     form(ranks, 2, placement)
     serve(plain, ranks)
     done = run_threads([lambda r=r: r.decode(flips=(LayerFlip(0, 1, b"12"),)) for r in ranks])

@@ -1,5 +1,5 @@
-"""The MTP module against transformers' within a block and against the plain twin beyond it, op by op
-and in one call; what it promises of a block's first position; acceptance against a count by hand.
+"""The MTP module, op by op and fused: compared with transformers' within a block and with the
+reference beyond it. Also its promise about a block's first position, and counts of right drafts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLE = torch.tensor([BLOCKS], dtype=torch.int32)
 
 def make_module(weights: ModelWeights, *, is_fused: bool) -> MtpModule:
     cache = KvCache(weights.config, 8, num_layers=weights.config.num_hidden_layers + 1)
-    # What was never written must never matter.
+    # NaN in entries that were never written: results must not depend on them.
     cache.cache_PLSD.fill_(float("nan"))
     module = MtpModule(DeepseekV3(weights, cache))
     assert module.has_fused_step == (library.load() is not None)
@@ -51,13 +51,13 @@ def make_module(weights: ModelWeights, *, is_fused: bool) -> MtpModule:
 
 
 def seen_by(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hidden states for rows at these positions: of the one before, zeros at a block's first."""
+    """Return the hidden state before each position; zeros at a block's first position."""
     before = hidden[(positions - 1).clamp(min=0)]
     return torch.where((positions % BLOCK_TOKENS == 0)[:, None], 0.0, before)
 
 
 def write(module: MtpModule, tokens: list[int], hidden: torch.Tensor, start: int, end: int) -> None:
-    """The entries of a chunk of a text whose hidden states are given."""
+    """Write the entries of a text's chunk, with given hidden states."""
     chunk = Chunk("d", tuple(tokens[start:end]), start, BLOCKS[: -(-end // 64)], None, 0)
     model = module.model
     batch = prefill_batch([chunk], (), model.cache.cache_PLSD, model.weights.cos_sin)
@@ -68,7 +68,7 @@ def write(module: MtpModule, tokens: list[int], hidden: torch.Tensor, start: int
 def drafts(
     module: MtpModule, tokens: list[int], hidden: torch.Tensor, start: int, piece: int = 1000
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and states of rows from max(start, 1) on, `piece` at a time, behind a prompt's."""
+    """Return logits and states from row max(start, 1) on, `piece` at a time, after a prefill."""
     if start:
         write(module, tokens, hidden, 0, start)
     logits, states = [], []
@@ -83,7 +83,7 @@ def drafts(
 
 @pytest.fixture(scope="module")
 def mtp_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """transformers' model and MTP module, and our weights. It makes layer 0: all must be MoE."""
+    """Return transformers' model and MTP module (like layer 0, so all are MoE), our weights."""
     from transformers.modeling_layers import MtpModel
 
     folder = tmp_path_factory.mktemp("mtp")
@@ -134,7 +134,7 @@ def their_drafts(main: Any, module: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_parity_within_a_block(mtp_peer: tuple[Any, Any, ModelWeights], is_fused: bool) -> None:
-    """Behind a block's last position transformers takes a hidden state where this takes zeros."""
+    """Compare in one block: after its end transformers takes a hidden state, ours zeros."""
     main, module, weights = mtp_peer
     tokens = random_tokens(Peer(Path(), main, weights), 64)
     theirs = their_drafts(main, module, tokens)
@@ -157,7 +157,7 @@ NUM_TOKENS = 150
 
 
 def random_text(weights: ModelWeights, seed: int = 0) -> tuple[list[int], torch.Tensor]:
-    """Tokens and the model's hidden states of all but the last."""
+    """Return random tokens, and the model's hidden states of all but the last."""
     generator = torch.Generator().manual_seed(seed)
     tokens_T = torch.randint(0, weights.config.vocab_size, (NUM_TOKENS,), generator=generator)
     _, hidden = forward(weights, tokens_T[:-1], no_latents(weights))
@@ -180,7 +180,7 @@ def test_equals_the_plain_loop(changes: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.parametrize("changes", [MODELS[0], MODELS[3]])
 def test_fused_and_op_by_op_do_the_same(changes: dict[str, Any]) -> None:
-    """Rows of two sequences, some of which only write; then one draft more."""
+    """Draft for rows of two sequences (some rows are only written), then one token more."""
     weights = random_weights(odd_config(**changes), seed=4, with_mtp=True)
     config = weights.config
     generator = torch.Generator().manual_seed(1)
@@ -211,7 +211,7 @@ def test_fused_and_op_by_op_do_the_same(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_block_depends_on_its_own_and_earlier_tokens_alone(is_fused: bool) -> None:
-    """So what another prompt left in the blocks before needs no hidden state."""
+    """Change hidden states at block ends: entries stay. A cached prefix thus needs no hidden state."""
     weights = random_weights(odd_config(), seed=4, with_mtp=True)
     tokens, hidden = random_text(weights)
     other = hidden.clone()
@@ -255,7 +255,7 @@ def test_position_0_is_not_attended_to(is_fused: bool) -> None:
 def test_experts_of_a_unit(
     mtp_peer: tuple[Any, Any, ModelWeights], num_ranks: int, num_redundant: int
 ) -> None:
-    """A rank drafts as one process does, with all ranks' experts; idle ranks join."""
+    """Draft on several ranks as one process does, with all ranks' experts; idle ranks join."""
     main, _, weights = mtp_peer
     config, mtp = weights.config, weights.mtp
     assert mtp is not None
@@ -345,7 +345,7 @@ def test_a_cache_without_its_layer_and_rows_that_are_not_there() -> None:
 
 @pytest.fixture(scope="module")
 def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """hadal-tiny by transformers and by us, without dense layers: its module would be dense."""
+    """Return hadal-tiny in both, its dense layers hidden: else transformers' module is dense."""
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
@@ -381,7 +381,7 @@ def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Mo
 def test_the_shipped_module_drafts_what_transformers_does(
     shipped_peer: tuple[Any, Any, ModelWeights],
 ) -> None:
-    """50 texts at full size: behind a block's end zeros do as well as a hidden state."""
+    """Compare 50 texts at full size: after a block's end zeros are as good as a hidden state."""
     main, module, weights = shipped_peer
     ours = make_module(weights, is_fused=True)
     num_first, num_close, num_same, num_all, right = 0, 0, 0, 0, torch.zeros(2)
@@ -393,7 +393,7 @@ def test_the_shipped_module_drafts_what_transformers_does(
         logits, _ = drafts(ours, tokens, hidden, 0)
         both = torch.stack([logits.argmax(-1), theirs.argmax(-1)])
         is_same = both[0] == both[1]
-        # Where two tokens are as likely but for rounding, either is right.
+        # If two tokens differ only by rounding, either is right.
         best = theirs.topk(2).values
         is_close = best[:, 0] - best[:, 1] < 1e-3
         first = slice(BLOCK_TOKENS - 1)

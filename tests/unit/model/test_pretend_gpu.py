@@ -1,5 +1,5 @@
-"""The model's ops on the pretend GPU: sparse attention, experts that move, codes and their quantiser;
-and the device itself, which raises where CUDA does.
+"""The model's ops on the pretend GPU: sparse attention, moving experts, FP8 codes. Also the device
+itself, which raises where CUDA does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gpu() -> Iterator[torch.device]:
 
 
 def logits_of(model: DeepseekV3) -> Tensor:
-    """A prompt in two chunks, the second with context, then tokens one by one: [N, V] on the CPU."""
+    """Return logits [N, V] on the CPU: two chunks, the second with context, then single tokens."""
     tokens, device = text(), model.cache.cache_PLSD.device
     first = model.prefill([chunk(tokens, 0, 100)])
     second = model.prefill([chunk(tokens, 100, 140)])
@@ -51,7 +51,7 @@ def logits_of(model: DeepseekV3) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["fp32", "fp8"])
 def test_sparse_attention_gives_the_cpus_logits(kind: str) -> None:
-    """The same ops, one by one, as on a CPU without kernels."""
+    """Compare with the same ops on the CPU, without fused kernels."""
     expected = logits_of(make_model(sparse(kind), is_fused=False))
     with pretend_gpu():
         weights = on_gpu(sparse(kind))

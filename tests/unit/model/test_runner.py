@@ -1,4 +1,4 @@
-"""Plans in, tokens out: the plain loop's, in any order of joins, leaves, growth and returns."""
+"""Runner: its tokens equal the plain loop's for any order of joins, leaves and growth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SLOTS = 5
 
 
 class Bench:
-    """A runner and just enough of a leader to drive it: blocks, slots, step numbers."""
+    """A runner, and as much of a leader as drives it: blocks, slots, step numbers."""
 
     def __init__(self, peer: Peer, num_blocks: int = 40) -> None:
         model = DeepseekV3(peer.weights, KvCache(peer.weights.config, num_blocks))
@@ -66,7 +66,7 @@ def run_all(
     rested: float = 0.0,
 ) -> list[list[int]]:
     """Serve all prompts with random joins, leaves, growth and preemptions; return every output.
-    `rested`: how often a step leaves a slot out.
+    `rested`: probability that a step leaves a slot out.
     """
     rng = random.Random(seed)
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -152,7 +152,7 @@ def test_greedy_tokens_are_the_plain_loops(peers: dict[str, Peer], seed: int) ->
 
 
 def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
-    """Joins, batches and preemptions differ; seeds and penalties bring the same tokens."""
+    """Vary joins, batches and preemptions: the same seeds and penalties give the same tokens."""
     prompts = [random_tokens(plain, 20 + 13 * i, seed=i) for i in range(6)]
     sampling = [
         Sampling(
@@ -231,7 +231,7 @@ def test_passes_of_a_plan_draw_what_plans_draw_one_after_another(
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
-    """Errors come back as text, also of the plan behind; then the runner is as good as new."""
+    """Return errors as text, also for the plan in flight behind; then the runner works again."""
     bench = Bench(plain)
     prompt = random_tokens(plain, 30)
     blocks = tuple(bench.take(2))
@@ -257,7 +257,7 @@ def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
 def test_broken_logits_fail_their_slot_and_no_other(plain: Peer) -> None:
     bench = Bench(plain)
     blocks = tuple(bench.take(1))
-    # Positions 0 .. 4 were never written: this cache is NaN there.
+    # Positions 0 .. 4 were never written, so this cache is NaN there.
     done = bench.decode(joins=(Join(2, blocks, 5, 1, 1, GREEDY),))
     assert done.error is None
     assert list(done.failed) == [2]
@@ -265,7 +265,7 @@ def test_broken_logits_fail_their_slot_and_no_other(plain: Peer) -> None:
 
 
 def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
-    """One more step than there are positions, before the leave arrives, harms nobody."""
+    """Run one step past the last position, before the leave arrives: it fails no request."""
     bench = Bench(plain)
     last = plain.weights.config.max_position_embeddings - 1
     blocks = tuple(bench.take(-(-(last + 1) // BLOCK_TOKENS)))
@@ -279,7 +279,7 @@ def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
 
 
 def test_two_micro_batches_change_no_token(plain: Peer) -> None:
-    """Prompts cut between micro-batches, and decode steps in two, under every schedule."""
+    """Cut prompts between micro-batches and decode steps in two, under every schedule."""
     prompts = [random_tokens(plain, 9 + 23 * i, seed=i) for i in range(4)]
     expected = [tuple(generate(plain.weights, prompt, 6)) for prompt in prompts]
     for schedule in SCHEDULES:
@@ -350,7 +350,7 @@ def test_the_fused_step_says_what_it_took(plain: Peer) -> None:
 
 
 def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
-    """A runner as on a GPU, its cache beside its pool, and the pool by blocks; both full of NaN."""
+    """Return a runner as on a GPU (cache apart from its pool) and the pool by blocks; all NaN."""
     memory = bytearray(block_bytes(peer.weights.config) * num_blocks)
     pool = torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, -1).fill_(float("nan"))
     cache = KvCache(peer.weights.config, num_blocks, memory, is_staged=True)
@@ -359,7 +359,7 @@ def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
 
 
 def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
-    """Prefill publishes each chunk; a join fetches pulled blocks; a second join keeps its own."""
+    """Publish each prefilled chunk; a join fetches pulled blocks; a second join keeps its own."""
 
     def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = runner.execute(plan)
@@ -402,15 +402,15 @@ def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
             for slot, token in zip(done.keys, done.tokens, strict=True):
                 outputs[slot].append(token)
 
-    run(decode, DecodePlan(0, (), joins(True), ()))  # Void: nobody hears of its tokens.
+    run(decode, DecodePlan(0, (), joins(True), ()))  # Void: its tokens are ignored.
     steps(DecodePlan(1, (), joins(True), ()), 5)
-    ours.fill_(float("nan"))  # The pool is behind by now, and nobody may look at it.
+    ours.fill_(float("nan"))  # By now the pool lacks the newest entries: no step may read it.
     steps(DecodePlan(6, (0, 1, 2), joins(False), ()), 6)
     assert outputs == expected
 
 
 def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
-    """The last step at its source publishes it; the target fetches what was pulled and goes on."""
+    """Publish a request's KV with its last step at the source; the target fetches it and continues."""
     prompt = random_tokens(plain, 126, seed=3)
     expected = generate(plain.weights, prompt, 12)
     (source, theirs), (target, ours) = staged(plain, 8), staged(plain, 8)
@@ -418,7 +418,7 @@ def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
     assert isinstance(done, StepDone)
     output = list(done.tokens)
     join = Join(2, (5, 3, 6), 126, output[0], 1, GREEDY, is_pulled=True)
-    theirs[6] = 0.0  # The leader's blocks may be ahead of what is written.
+    theirs[6] = 0.0  # The leader may have granted a block that has no entries yet.
     plans = [
         DecodePlan(1, (), (join,), ()),
         *(DecodePlan(step_id, (), (), ()) for step_id in range(2, 5)),
@@ -482,7 +482,7 @@ def execute(bench: Bench, plan: PrefillPlan | DecodePlan) -> StepDone:
 
 
 def test_prefill_goes_on_behind_blocks_that_were_read_into_the_pool(plain: Peer) -> None:
-    """Blocks as if from disk: a staged cache fetches them by plan, and not before."""
+    """Read blocks into the pool, as if from disk: a staged cache fetches them by plan, not before."""
     (first, theirs), (second, ours) = staged(plain, 4), staged(plain, 6)
     prompt = random_tokens(plain, 130, seed=130)
     expected = generate(plain.weights, prompt, 1)

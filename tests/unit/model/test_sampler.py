@@ -45,7 +45,7 @@ def test_greedy_rows() -> None:
     ],
 )
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
-    """Chi-square of 20,000 draws against softmax, cut as the parameters say."""
+    """Compare 20,000 draws with the softmax, cut as the parameters say: a chi-square test."""
     num_draws, logits_V = 20_000, logits_of(1, seed=4)[0]
     p = (logits_V.double() / sampling.temperature).softmax(-1)
     order = p.argsort(descending=True)
@@ -83,7 +83,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     "alone, so batching never changes it."
 )
 def test_a_draw_depends_on_seed_and_index_alone() -> None:
-    """The same row alone, among strangers, in another slot, after another history."""
+    """Draw from the same row alone, in a batch, in another slot and after another history."""
     logits = logits_of(64, seed=7)
     sampling = Sampling(temperature=1.3, top_p=0.95, seed=1234567890123)
     alone = [draw_one(sampling, logits[3], index) for index in range(30)]
@@ -126,7 +126,7 @@ def test_a_retry_goes_on_where_it_stopped() -> None:
 
 
 def test_penalties_over_prompt_and_output() -> None:
-    """Greedy with penalties against the formula, token by token."""
+    """Compare greedy draws with penalties with the formula, token by token."""
     sampling = Sampling(
         temperature=0.0, frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.5
     )
@@ -227,7 +227,7 @@ def test_broken_logits_fail_their_row_alone(value: float, sampling: Sampling) ->
 
 
 def test_a_request_that_leaves_itself_nothing_to_draw_is_told_from_broken_weights() -> None:
-    """For the first there is no use in another try."""
+    """Tell two errors apart: a retry cannot help a request that has excluded every token."""
     logits = logits_of(3)
     logits[2, 20] = float("nan")
     sampler = Sampler(3, V)
@@ -263,7 +263,7 @@ def test_a_request_that_leaves_itself_nothing_to_draw_is_told_from_broken_weight
     ],
 )
 def test_no_field_at_its_bound_leaves_nothing_to_draw(sampling: Sampling) -> None:
-    """The API's bounds, with huge logits and a token repeated 100,000 times."""
+    """Draw at the API's bounds, with huge logits and a token repeated 100,000 times."""
     sampler = Sampler(1, V)
     sampler.join(0, sampling, 0, prompt=range(V), output=[7] * 100_000)
     assert sampler.draw(logits_of(1, scale=1e4), np.array([0])).failed == {}

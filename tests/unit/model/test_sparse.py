@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2's sparse attention in the engine: dense to the bit as long as a token sees no more than
-it attends to, then the reference loop's logits, whatever the chunks, the form, the batch and the step.
+"""DeepSeek-V3.2's sparse attention in the engine. While a token sees no more than it attends to, it
+equals dense attention to the bit; beyond, the reference, for any chunk, form and batch.
 
-Its logits are compared with transformers' in test_family.
+test_family compares its logits with transformers'.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def chunk(tokens: list[int], start: int, end: int, blocks: tuple[int, ...] = BLO
 
 @cache
 def expected(seed: int = 0) -> Tensor:
-    """The reference loop's logits of every token."""
+    """Return the reference's logits of every token."""
     return forward(sparse(), torch.tensor(text(seed)), no_latents(sparse()))[0]
 
 
 def decoded(
     model: DeepseekV3, tokens: list[int], first: int, end: int = NUM_TOKENS, batch: int = 1
 ) -> Tensor:
-    """Logits [end - first, V] of tokens that are decoded one by one, in a batch of equals."""
+    """Return logits [end - first, V] of tokens decoded one by one, in a batch of equal rows."""
     table = torch.tensor([BLOCKS[0]] * batch, dtype=torch.int32)
     rows = []
     for position in range(first, end):
@@ -149,7 +149,7 @@ def test_a_batch_changes_no_bit(kind: str, is_fused: bool) -> None:
 
 
 def test_many_tokens_of_a_large_models_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In multi-head form the tokens beyond the border go in groups: here of seven."""
+    """Attend in multi-head form: tokens beyond `index_topk` are computed in groups, here of seven."""
     monkeypatch.setattr("hadal.model.mla.ABSORBED_TOKENS", 7)
     monkeypatch.setattr("hadal.model.mla.absorbs_prefill", lambda config, cache_PLSD: False)
     model = make_model(sparse())

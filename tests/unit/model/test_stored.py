@@ -1,5 +1,5 @@
-"""Weights that stay as they are stored: they give what their dequantised selves give, whatever the cut
-and the batch, and they are pages of the checkpoint's files.
+"""Weights that stay in their stored format: they give the results of their dequantised copy for any
+cut and batch, and their memory is pages of the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_TOKENS = 150
 BLOCKS = (1, 2, 3)
 CUTS = (1, 37, 64, 149)
 TOLERANCE = 1e-4
-# Some matrices are wide enough for tile units, where there are any, and some are not.
+# Some matrices are wide enough for tile units, where the CPU has them, and some are not.
 CHANGES = {"hidden_size": 640, "moe_intermediate_size": 520, "v_head_dim": 24}
 
 
@@ -42,7 +42,7 @@ def held(kind: str) -> ModelWeights:
 
 
 def dequantised(weights: ModelWeights) -> ModelWeights:
-    """The same model with every matrix in FP32."""
+    """Return the same model with every matrix in FP32."""
 
     def dense(value: object) -> object:
         if isinstance(value, Matrix):
@@ -69,14 +69,14 @@ def tokens() -> list[int]:
 
 
 def logits_after(weights: ModelWeights, cut: int) -> Tensor:
-    """Of the last token, the text prefilled in two chunks."""
+    """Return the last token's logits; the text is prefilled in two chunks."""
     model, text = DeepseekV3(weights, KvCache(weights.config, 4)), tokens()
     model.prefill([Chunk("a", tuple(text[:cut]), 0, BLOCKS, None, 0)])
     return model.prefill([Chunk("a", tuple(text[cut:]), cut, BLOCKS, None, 0)])[0]
 
 
 def decoded(weights: ModelWeights, num_decoded: int, batch: int = 1) -> Tensor:
-    """Of the last token, the last `num_decoded` one by one; in a batch of equals."""
+    """Return the last token's logits; `num_decoded` are decoded singly, in a batch of equals."""
     model, text = DeepseekV3(weights, KvCache(weights.config, 4)), tokens()
     first = NUM_TOKENS - num_decoded
     model.prefill([Chunk("a", tuple(text[:first]), 0, BLOCKS, None, 0)])
@@ -105,9 +105,9 @@ def test_a_batch_changes_no_bit(kind: str) -> None:
 
 
 def test_rounded_inputs_are_near_their_twin_and_not_far_from_the_others() -> None:
-    """The twin rounds the same values, but a last bit may take one of them to the next code. FP8
-    has three bits after the leading one: a value is off by 2^-4 of itself at most, and a sum by
-    less, for its terms' errors are independent.
+    """Compare with the reference, which rounds the same values. A last bit may move a value to the
+    next code: FP8 has three bits after the leading one, so it is off by 2^-4 of its size at most. A
+    sum is off by less, as its terms' errors are independent.
     """
     weights = held(KINDS[-1])
     expected, _ = forward(weights, torch.tensor(tokens()), no_latents(weights))
@@ -141,7 +141,7 @@ def test_matrices_are_pages_of_the_files() -> None:
 
 
 def test_pages_are_in_memory_once_for_all_processes(tmp_path: Path) -> None:
-    """Children touch each page after this process: each has its share. Files of this test alone."""
+    """Touch all pages in three processes and add up their shares. Only this test maps the files."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder(""), folder)
     weights = load_weights(folder, held=AS_STORED)
@@ -158,7 +158,7 @@ def test_pages_are_in_memory_once_for_all_processes(tmp_path: Path) -> None:
             )
             os.write(write_end, b"y" if found == touched else b"n")
             os.read(read_end, 0)
-            os.kill(os.getpid(), 19)  # It stands until it was looked at.
+            os.kill(os.getpid(), 19)  # SIGSTOP: the child stays until its memory was measured.
             os._exit(0)
         pids.append(pid)
     try:
@@ -183,7 +183,7 @@ def parts(weights: ModelWeights) -> list[Tensor]:
 
 
 def mapped_pss(pid: int, folder: Path) -> int:
-    """Proportional set size of what a process maps of the folder's files."""
+    """Return the proportional set size of a process's mappings of the folder's files."""
     total, is_ours = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"^\w+-\w+ ", line):

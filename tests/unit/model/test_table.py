@@ -1,4 +1,4 @@
-"""A rank's own table, where a leader's plans do not reach."""
+"""A rank's own block table, in entries that a leader's plans do not reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fusing, precision, FP8, and reading only what is needed."""
+"""Loading weights: fusing, precision, FP8, and reading only needed tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = (128, 128)
 
 
 def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place as DeepSeek's; return the values of its codes."""
+    """Quantise a checkpoint in place in DeepSeek's format; return the values of its codes."""
     tensors = load_file(folder / "model.safetensors")
     plain = {}
     for name in list(tensors):
@@ -48,7 +48,7 @@ def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
-    """Dimensions around multiples of 128, against transformers on dequantised weights."""
+    """Load dimensions around multiples of 128; compare with transformers on dequantised weights."""
     fp8, dequantised = tmp_path / "fp8", tmp_path / "dequantised"
     random = save_random(
         fp8,
@@ -127,7 +127,7 @@ def test_everything_is_contiguous(peer: Peer) -> None:
 
 
 def test_other_tensors_are_never_touched(own_folder: Path) -> None:
-    """An index may name shards of an unused MTP module."""
+    """Load with an index that names a missing shard of an unused MTP module."""
     tensors = load_file(own_folder / "model.safetensors")
     weight_map = dict.fromkeys(tensors, "model.safetensors") | {
         "model.layers.3.enorm.weight": "absent.safetensors"

@@ -55,9 +55,9 @@ def rank_model(
 def work(
     model: DeepseekV3, prompts: dict[int, list[int]], schedule: Schedule, num_micro_batches: int
 ) -> list[Tensor]:
-    """Prefill the prompts in one step, the middle one split where there are two micro-batches, then
-    decode a few steps greedily; return every step's logits. All ranks of a unit call this together,
-    also without prompts.
+    """Prefill the prompts in one step, then decode NUM_STEPS greedily; return every step's logits.
+    With two micro-batches the middle prompt is split. All ranks of a unit call this together, also
+    without prompts.
     """
     numbers = sorted(prompts)
     width = -(-(max(map(len, prompts.values()), default=1) + NUM_STEPS) // BLOCK_TOKENS)
@@ -104,7 +104,7 @@ def unit_logits(
     mode: str = "normal",
     seed: int = 0,
 ) -> Tensor:
-    """Logits [steps, prompts, V] of prompts over the ranks of a unit, one rank with a comm too."""
+    """Return logits [steps, prompts, V] over a unit's ranks; a single rank has a comm, too."""
     placement = spread(
         num_moe_layers(peer), peer.weights.config.n_routed_experts, num_ranks, num_redundant
     )

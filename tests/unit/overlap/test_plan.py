@@ -1,4 +1,4 @@
-"""Schedules: what is legal, what an illegal one says, and the order in which ops run."""
+"""Schedules: legal ones, errors of illegal ones, and the order in which ops run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CHAIN = f"{FRONT} dispatch> >dispatch experts combine> >combine"
 
 
 def check(walk: Sequence[tuple[int, int, str]], num_layers: int, num_micro_batches: int) -> None:
-    """Every op once, after its needs and after the layer before; whatever was started is
-    finished.
+    """Check a walk: each op runs once, after its needs and after the layer before; all that is
+    started is finished.
     """
     done: set[tuple[int, int, str]] = set()
     for micro_batch, layer, op in walk:
         assert (micro_batch, layer, op) not in done
         assert all((micro_batch, layer, need) in done for need in NEEDS[op])
         assert layer == 0 or (micro_batch, layer - 1, COMBINE_FINISH) in done
-        # A cut prompt: the second micro-batch reads what the first one wrote in this layer.
+        # A prompt cut in two: the second micro-batch reads the first one's KV of this layer.
         if micro_batch == 1 and op == "attn_core":
             assert (0, layer, op) in done
         done.add((micro_batch, layer, op))
@@ -66,7 +66,7 @@ def test_the_named_schedules_are_among_the_variants() -> None:
 
 
 def test_two_exchanges_at_most_are_open() -> None:
-    """comm/ keeps two handles: one of each micro-batch."""
+    """Check that two exchanges at most are open: comm/ has one handle per micro-batch."""
     for schedule in SCHEDULES.values():
         open_of: dict[int, int] = {0: 0, 1: 0}
         for micro_batch, _, op in order(schedule, 4, 2):
@@ -84,8 +84,8 @@ def test_text_round_trip(schedule: Schedule) -> None:
 
 
 def test_prefill_dual_turns() -> None:
-    """Attention of the next layer runs under the other micro-batch's combine: the figure of
-    DeepSeek's overview.
+    """Check that the next layer's attention runs under the other micro-batch's combine, as in the
+    figure of DeepSeek's overview.
     """
     walk = [(micro_batch, layer, op) for micro_batch, layer, op in order(PREFILL_DUAL, 2, 2)]
     at = {step: index for index, step in enumerate(walk)}

@@ -1,5 +1,5 @@
-"""Micro-batches of equal estimated time: properties over any chunks and rows, and cases done by
-hand.
+"""Micro-batches of equal estimated time: properties over any chunks and rows, and cases worked out
+by hand.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def time_s(start: int, num_tokens: int, token_s: float, pair_s: float) -> float:
 
 
 def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bool]:
-    """Return which decode rows are in the second micro-batch; `lengths` are the positions that each
-    attends to. The slow twin of `split_ranks`: one rank's, row by row.
+    """Return a mask of the decode rows in the second micro-batch, for one rank, row by row: the
+    slow reference of `split_ranks`. `lengths`: positions that each row attends to.
 
-    Neighbours in order of length are put apart, the pairs that differ most first, the longer one
-    where less is: so the counts differ by one at most, and the times by no more than one pair does.
+    Rows are paired in order of length and each pair is separated, the most unequal pairs first; the
+    longer row goes to the smaller side. So counts differ by one at most, and times by at most one
+    pair.
     """
     most_s = max(token_s, pair_s)
     token_s, pair_s = (token_s / most_s, pair_s / most_s) if most_s else (1.0, 0.0)
@@ -67,7 +68,7 @@ def test_chunks_are_balanced_to_one_token(
     assert all(
         0 <= first <= num_tokens for first, (_, num_tokens) in zip(taken, chunks, strict=True)
     )
-    # A prefix of the whole row of tokens: whole chunks, then one cut at most, then none.
+    # The first half is a prefix: whole chunks, then at most one cut chunk, then nothing.
     is_full = [first == num_tokens for first, (_, num_tokens) in zip(taken, chunks, strict=True)]
     rest = is_full.index(False) if False in is_full else len(is_full)
     assert all(first == 0 for first in taken[rest + 1 :])
@@ -108,7 +109,7 @@ def test_tokens_alone() -> None:
 
 
 def test_a_long_prompt_is_cut_late_where_attention_counts() -> None:
-    """k^2 = n^2 / 2: the later half of a prompt costs three times the earlier one."""
+    """Cut at k^2 = n^2 / 2: the later half of a prompt's tokens costs three times the earlier half."""
     assert split_chunks([(0, 4096)], 0.0, 1.0) == [2896]
     # Far into a prompt all tokens cost about the same.
     assert split_chunks([(1_000_000, 4096)], 0.0, 1.0) == [2050]
@@ -123,7 +124,7 @@ def test_rows_of_equal_length_alternate() -> None:
 
 def test_the_longest_row_is_weighed_against_the_rest() -> None:
     is_second = split_rows([1000, 10, 500, 490], 0.0, 1.0)
-    # Counts come first: 2 and 2, and then the best of them.
+    # Equal counts come first (2 and 2), then equal times.
     assert sum(is_second) == 2
     assert is_second[0] == is_second[1]
 
@@ -150,7 +151,7 @@ def test_negative_rates_are_refused(rates: tuple[float, float]) -> None:
 def test_all_ranks_at_once_are_as_one_by_one(
     slots: list[list[int]], rates: tuple[float, float]
 ) -> None:
-    """Whatever is below 1 is no row. Few values, so that many are equal."""
+    """Compare with `split_rows`. A length below 1 is no row; few values, so that many are equal."""
     lengths_RS = np.array(slots, np.int64)
     is_second_RS = split_ranks(lengths_RS, lengths_RS > 0, *rates)
     for lengths, is_row, is_second in zip(lengths_RS, lengths_RS > 0, is_second_RS, strict=True):

@@ -1,6 +1,4 @@
-"""Traces by number: covered shares, exposed waits, the JSON's spans and the letters of a
-timeline.
-"""
+"""Numbers of traces: covered shares, exposed waits, spans of the JSON and the letters of a timeline."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ LINK_S = 0.009
 def played(
     schedule: Schedule, num_micro_batches: int, *, rank: int = 0, num_layers: int = 8
 ) -> list[TraceEvent]:
-    """The events of a step on one compute lane and one link, as the executor notes them."""
+    """Return the events of a step on one compute lane and one link, as the executor records them."""
     now_s = link_free_s = ZERO_S
     posted: dict[tuple[int, str], tuple[float, float]] = {}
     events = []
@@ -105,7 +103,9 @@ def test_without_a_link_there_is_no_share() -> None:
 
 
 def test_schedules_differ_by_number() -> None:
-    """Overlapped 94-98 % as the prototype had; sequential nothing, for nothing runs meanwhile."""
+    """Compare covered shares: overlapped 94-98 % as in the prototype; sequential 0, as nothing
+    overlaps.
+    """
     dual, serial = played(PREFILL_DUAL, 2), played(SEQUENTIAL, 1)
     covered = covered_share(dual)
     assert covered is not None
@@ -150,7 +150,7 @@ def test_chrome_trace() -> None:
     assert head["args"]["combine_bytes"] == {"within nodes": 3, "between nodes": 4}
     assert head["dur"] == pytest.approx(duration_s(played(PREFILL_DUAL, 2)) * 1e6, abs=1)
     assert len(spans) == len(steps[0].events) + 2
-    # Within one thread of a viewer, spans either follow each other or would have to nest.
+    # In one thread, a viewer nests spans that overlap; these must follow each other.
     for pid in (0, 1):
         for tid in (1, 2, 3, 4):
             lane = sorted(
@@ -249,7 +249,7 @@ def test_timeline_without_a_link_has_compute_only() -> None:
 
 
 def test_steps_that_are_one_kernel_are_drawn_one_after_the_other() -> None:
-    """A picture of a layer would be one bar: on one rank a decode step is one call."""
+    """Draw whole steps: on one rank a decode step is one kernel, so a picture of a layer is one bar."""
     steps = [
         TracedStep(
             7 + i,

@@ -20,11 +20,11 @@ from hadal.overlap.plan import (
 
 
 def variants() -> Iterator[Schedule]:
-    """Every legal way to cut a layer in stages, to place the shared expert and to trail: 15,348
-    schedules to search.
+    """Yield every legal way to cut a layer in stages, to place the shared expert and to trail:
+    15,348 schedules to search.
 
-    What a communication needs fixes the order of all other ops; starting one earlier than its input
-    is there is impossible, and starting it later only wastes the link.
+    The needs of a communication fix the order of all other ops. Starting it before its input exists
+    is impossible; starting it later only wastes the link.
     """
     chain = (
         ATTN_IN,

@@ -1,4 +1,4 @@
-"""Op times learned from steps: errors, sizes never seen, and the schedule chosen by them."""
+"""Op times learned from steps: errors, unseen sizes, and the schedule chosen by them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIXED: Truth = LINEAR | {
     "dispatch": (100, 0.1, 0),
     "combine": (100, 0.2, 0),
 }
-"""A batch so small that reading weights is all: halving it gains nothing."""
+"""Times of a batch so small that reading weights dominates: halving it gains nothing."""
 
 
 def seconds_of(truth: Truth, op: str, work: MicroBatchWork) -> float:
@@ -103,7 +103,7 @@ def test_two_micro_batches_are_two_executions() -> None:
 
 
 def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
-    """Near half the time, never more than all of it; and right once the halves ran."""
+    """Estimate halves from full batches: about half the time, at most 0.6; exact once halves ran."""
     rng = random.Random(0)
     whole = MicroBatchWork(256, 256 * 150)
     halves = halve_works(whole)
@@ -116,7 +116,7 @@ def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
             assert 0.5 <= getattr(half, op) / getattr(full, op) <= 0.6
         costs.observe(halves, step(truth, halves, rng, 0.0))
         check(costs, truth, halves[0], 0.15)
-        # And they are not forgotten while full batches run on.
+        # Measured halves are not forgotten while only full batches run.
         for _ in range(1000):
             costs.observe([whole], step(truth, [whole], rng, 0.02))
         check(costs, truth, halves[0], 0.15)
@@ -147,7 +147,7 @@ def test_one_hiccup_does_not_turn_the_table() -> None:
 
 
 def test_never_negative_and_never_falling() -> None:
-    """Whatever was measured: times that fall with size are noise, not a model."""
+    """Feed random times: an op that gets faster with size is noise, so estimates never fall."""
     rng = random.Random(5)
     costs = new()
     for _ in range(300):
@@ -209,7 +209,9 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
 
 @pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
 def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
-    """Near known sizes the rest of a step is the exposed link, posting, and the fixed cost."""
+    """Compare rates with prices near known sizes: the rest is the exposed link, posting and fixed
+    cost.
+    """
     rng = random.Random(1)
     costs = new()
     for _ in range(10):
@@ -335,7 +337,7 @@ def test_hysteresis_keeps_what_runs() -> None:
 
 
 def test_it_tries_the_halves_once_and_learns() -> None:
-    """Told nothing of halves it hopes; when they turn out no faster it stays away from them."""
+    """Try unmeasured halves; when they prove no faster, avoid them."""
     rng = random.Random(0)
     costs = new()
     current, tried = "sequential", []
@@ -372,7 +374,7 @@ def test_what_grows_with_tokens_is_per_token_and_of_the_usual_step() -> None:
     for _ in range(400):
         works = [MicroBatchWork(rng.choice([200, 800]), 1000)] * rng.choice([1, 2])
         costs.observe(works, step(LINEAR, works, rng, 0.01))
-    # 1 us a token and layer; 500 tokens in one micro-batch or two: 750 in a step.
+    # 1 us per token and layer; 500 tokens on average in one micro-batch or two: 750 per step.
     assert costs.growing_s("experts") == pytest.approx(750e-6, rel=0.25)
     fixed = new()
     for _ in range(400):

@@ -1,8 +1,8 @@
-"""The price of a schedule: by hand, against bounds, and what DeepSeek's schedules are worth. No
+"""The price of a schedule: by hand, against bounds, and the gain of DeepSeek's schedules. Uses no
 clock.
 
-The op times are those of a prototype on two cores (ms for a micro-batch in a layer): a balanced
-case (20 compute, 19 link), a prefill-like and a decode-like one (26.5 and 20).
+The op times are those of a prototype on two cores (ms per micro-batch and layer): a balanced case
+(20 compute, 19 link), a prefill-like and a decode-like one (26.5 and 20).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ DEEPSEEK_DECODE = OpSeconds(
     experts=128e-6,
     combine=394e-6,
 )
-"""DeepSeek's decode profile by kernel: 128 tokens a micro-batch, EP128 (profile-data)."""
+"""DeepSeek's decode profile by kernel: 128 tokens per micro-batch, EP128 (profile-data)."""
 
 
 def doubled(times: OpSeconds) -> OpSeconds:
-    """One full batch that is exactly twice a micro-batch."""
+    """Return the op times of a full batch, exactly twice those of a micro-batch."""
     return OpSeconds(
         **{f.name: getattr(times, f.name) * (1 if f.name == "post" else 2) for f in fields(times)}
     )
 
 
 def speed_up(schedule: Schedule, times: OpSeconds, num_layers: int = 8) -> float:
-    """Over one full batch in sequence."""
+    """Return the speed-up over one full batch in sequence."""
     full_s = price(SEQUENTIAL, [doubled(times)], num_layers).total_s
     return full_s / price(schedule, [times, times], num_layers).total_s
 
@@ -58,10 +58,10 @@ def test_sequential_is_a_sum() -> None:
 
 
 def test_prefill_dual_by_hand() -> None:
-    """One layer: attention twice, then experts under the other's exchanges.
+    """Price one layer: attention twice, then experts under the other micro-batch's exchanges.
 
     compute   A0 A1 | E0 | E1 | S0 S1       A 4, E 3, S 1; each exchange 2
-    link         D0   D1 C0     C1          D0 4-6, D1 8-10, C0 11-13, C1 14-16
+      link         D0   D1 C0     C1          D0 4-6, D1 8-10, C0 11-13, C1 14-16
     """
     times = OpSeconds(attn_in=2, attn_core=1, gate=1, dispatch=2, shared=1, experts=3, combine=2)
     # S0 ends at 15, S1 at 16: the last combine is wholly under them.
@@ -69,7 +69,7 @@ def test_prefill_dual_by_hand() -> None:
 
 
 def test_the_link_is_first_in_first_out() -> None:
-    """Two dispatches at once: the second waits for the link."""
+    """Price two dispatches at once: the second waits for the link."""
     times = OpSeconds(attn_in=1, attn_core=0, gate=0, dispatch=10, shared=0, experts=0, combine=0)
     # Posted at 1 and 2; on the link 1-11 and 11-21.
     assert price(PREFILL_DUAL, [times, times], 1) == Price(21, 19, 2, 20)
@@ -87,7 +87,7 @@ def test_post_is_paid_at_start_and_finish_in_the_compute_lane() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, fresh().randrange(2**32)])
 def test_bounds(seed: int) -> None:
-    """Never shorter than either lane, never longer than both, and the books add up."""
+    """Check bounds: at least the longer lane, at most the sum of both; and the parts add up."""
     rng = random.Random(seed)
     candidates = [*SCHEDULES.values(), *rng.sample(list(variants()), 20)]
     for _ in range(20):
@@ -100,7 +100,7 @@ def test_bounds(seed: int) -> None:
 
 
 def test_prefill_dual_hides_at_balance() -> None:
-    """The issue: >= 1.85x over one full batch in sequence, 8 layers."""
+    """Check the goal: >= 1.85x over one full batch in sequence, 8 layers."""
     gain = speed_up(PREFILL_DUAL, BALANCED)
     print(
         f"balance, 8 layers: prefill_dual {gain:.3f}x, decode_five"
@@ -111,7 +111,7 @@ def test_prefill_dual_hides_at_balance() -> None:
 
 
 def test_decode_five_wins_where_attention_is_long_and_experts_short() -> None:
-    """The issue: >= 10 % ahead of prefill_dual."""
+    """Check the goal: >= 10 % ahead of prefill_dual."""
     five, dual = speed_up(DECODE_FIVE, DECODE_LIKE), speed_up(PREFILL_DUAL, DECODE_LIKE)
     print(f"decode-like, 8 layers: decode_five {five:.3f}x, prefill_dual {dual:.3f}x")
     assert five >= 1.10 * dual
@@ -120,7 +120,7 @@ def test_decode_five_wins_where_attention_is_long_and_experts_short() -> None:
 
 
 def test_brute_force_finds_the_prefill_table() -> None:
-    """4 layers: 218 against a bound of 212; no other cut, place or offset is better."""
+    """Search all variants, 4 layers: 218 against a bound of 212, and none is better."""
     best = min(variants(), key=lambda variant: price(variant, [PREFILL_LIKE] * 2, 4).total_s)
     ours = price(PREFILL_DUAL, [PREFILL_LIKE] * 2, 4)
     print(f"best: {best}")
@@ -129,7 +129,7 @@ def test_brute_force_finds_the_prefill_table() -> None:
 
 
 def test_brute_force_finds_little_beyond_the_decode_table() -> None:
-    """The best splits attention and trails too; it is ahead by filling and draining, 1 %."""
+    """Search all variants: the best also splits attention and trails; it is 1 % ahead at both ends."""
     best = min(variants(), key=lambda variant: price(variant, [DECODE_LIKE] * 2, 4).total_s)
     ours_s, best_s = (
         price(schedule, [DECODE_LIKE] * 2, 4).total_s for schedule in (DECODE_FIVE, best)
@@ -141,7 +141,9 @@ def test_brute_force_finds_little_beyond_the_decode_table() -> None:
 
 
 def test_deepseek_decode_profile() -> None:
-    """The published trace's micro-batch layer took 716 us (87.32 ms / 61 / 2), the table 709."""
+    """Compare with the published trace: a micro-batch layer takes 716 us (87.32 ms / 61 / 2), here
+    709.
+    """
     long, short = (price(DECODE_FIVE, [DEEPSEEK_DECODE] * 2, n) for n in (48, 38))
     layer_us = (long.total_s - short.total_s) / 20 * 1e6
     exposed_us = (long.exposed_s - short.exposed_s) / 20 * 1e6

@@ -25,7 +25,9 @@ V32 = parse_model_config(CONFIGS["DeepSeek-V3.2"], "f")
 
 
 def active_params(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with, the output head in, the embedding's look-up not."""
+    """Return the weights that a token is multiplied with: with the output head, without the
+    embedding.
+    """
     per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
     per_moe += model.hidden_size * model.n_routed_experts
     return (
@@ -49,7 +51,7 @@ def test_parameters_are_those_of_the_report() -> None:
 
 
 def test_weights_of_a_rank() -> None:
-    """DeepSeek's units: two slots a decode rank, nine a prefill rank."""
+    """Check DeepSeek's units: two slots per decode rank, nine per prefill rank."""
     assert weight_bytes(DEEPSEEK_V3, 2) == pytest.approx(24.2e9, rel=0.01)
     assert weight_bytes(DEEPSEEK_V3, 9) == pytest.approx(42.1e9, rel=0.01)
     routed = 58 * 9 * expert_params(DEEPSEEK_V3)
@@ -66,7 +68,7 @@ def test_kv_and_messages_to_the_byte() -> None:
 
 
 def test_attention_flops() -> None:
-    """The decode profile's core attention: 128 tokens on 4,096 positions, 255 us, 573 TFLOPS."""
+    """Check the decode profile's core attention: 128 tokens on 4,096 positions, 255 us, 573 TFLOPS."""
     assert absorbed_flops_per_pair(DEEPSEEK_V3) == 2 * 128 * 1088
     assert expanded_flops_per_pair(DEEPSEEK_V3) == 2 * 128 * 320
     flops = 128 * 4096 * absorbed_flops_per_pair(DEEPSEEK_V3)

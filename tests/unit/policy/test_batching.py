@@ -1,4 +1,4 @@
-"""pack_chunks: budget kept, order kept, nobody overtaken."""
+"""pack_chunks: within the budget, in order, without overtaking."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_limits_hold_and_the_first_stop_ends_it(
     assert sum(prompt.num_blocks_needed for prompt in started) <= blocks
     assert len(started) <= starts
     assert all(0 < size <= prompt.num_tokens for size, prompt in zip(sizes, taken, strict=True))
-    # Only the last may be cut, and only by the budget.
+    # Only the last prompt may be cut, and only by the budget.
     assert all(
         size == prompt.num_tokens for size, prompt in zip(sizes[:-1], taken[:-1], strict=True)
     )

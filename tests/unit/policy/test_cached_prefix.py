@@ -1,4 +1,4 @@
-"""What is read and what is computed, by price."""
+"""The choice between reading and computing a prefix, by price."""
 
 from __future__ import annotations
 

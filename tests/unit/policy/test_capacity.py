@@ -1,4 +1,4 @@
-"""What a promise on latency leaves of a unit's throughput."""
+"""The share of a unit's throughput that a latency promise allows."""
 
 from __future__ import annotations
 

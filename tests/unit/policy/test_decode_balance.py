@@ -1,4 +1,4 @@
-"""Placement in decode: equal KV and counts, in order, within room."""
+"""Placement in decode: equal KV and counts, in order, within capacity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS = [*range(3), *(fresh().randrange(1 << 30) for _ in range(2))]
 
 
 def unit(*rows: tuple[int, int], blocks: int = 100, slots: int = 8) -> DecodeRanksView:
-    """Ranks 0, 1, ... with (blocks used, requests); everybody is at his longest."""
+    """Return ranks 0, 1, ... with (blocks used, requests); every request has its longest length."""
     used, requests = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     size = len(rows)
     return DecodeRanksView(
@@ -36,7 +36,7 @@ def ask(num_blocks: int, worst: int | None = None) -> Arrival:
 
 @st.composite
 def views(draw: Any) -> DecodeRanksView:
-    """Uneven ranks with uneven loads; their numbers have holes, as ranks die."""
+    """Draw uneven ranks with uneven loads; their numbers have gaps, as ranks die."""
     size = draw(st.integers(1, 6))
 
     def ints(low: int, high: int) -> Any:
@@ -177,9 +177,9 @@ def test_equal_requests_spread_evenly_over_empty_ranks() -> None:
 
 
 def test_both_shares_count() -> None:
-    # KV is the worse of rank 0.
+    # Rank 0 is worse in KV.
     assert place(unit((50, 1), (10, 3)), [ask(10)], preempts=True) == [1]
-    # The count is the worse of rank 1.
+    # Rank 1 is worse in requests.
     assert place(unit((20, 1), (18, 6)), [ask(2)], preempts=True) == [0]
     # Equal counts: the KV decides.
     assert place(unit((20, 2), (10, 2)), [ask(0)], preempts=True) == [1]
@@ -187,7 +187,7 @@ def test_both_shares_count() -> None:
 
 
 def test_the_largest_of_a_step_are_placed_first() -> None:
-    """In the order of arrival the large one would come on top of a small one."""
+    """Place the largest first: in order of arrival it would come on top of a small one."""
     arrivals = [ask(10), ask(10), ask(20)]
     assert place(unit((0, 0), (0, 0), slots=3), arrivals, preempts=True) == [1, 1, 0]
 
@@ -203,7 +203,7 @@ def test_one_that_does_not_fit_holds_up_those_behind_it() -> None:
     view = unit((90, 1), (80, 1))
     assert place(view, [ask(30), ask(1)], preempts=True) == []
     assert place(view, [ask(5), ask(30), ask(1)], preempts=True) == [1]
-    # The large one is placed first and would leave no room for the first in line.
+    # The large one is placed first and would leave no capacity for the oldest.
     assert len(place(unit((60, 1), blocks=100), [ask(10), ask(38)], preempts=False)) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_plan_to_preempt_lets_in_what_fits_now() -> None:
     view.num_blocks_worst[0] = 95
     assert place(view, [ask(5, 20)], preempts=False) == []
     assert place(view, [ask(5, 20)], preempts=True) == [0]
-    assert place(view, [ask(5, 101)], preempts=True) == []  # Not even alone.
+    assert place(view, [ask(5, 101)], preempts=True) == []  # It does not fit even alone.
 
 
 def test_no_ranks_and_no_arrivals() -> None:
@@ -230,7 +230,7 @@ def test_an_arrival_is_not_larger_than_its_worst_case() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
-    """Requests come and go; the wide bounds hold for every seed, the figures are the bench's."""
+    """Serve a stream of requests: wide bounds for every seed; the bench has the figures."""
     print("seed", seed)
     random = Random(seed)
     view = unit(*[(0, 0)] * 16, blocks=100_000, slots=64)
@@ -257,8 +257,8 @@ def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
 def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_by_counts(ranks, [ask(1)] * 4, preempts=False) == [0, 2, 0, 1]
-    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first.
-    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # Nobody is overtaken.
+    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first rank.
+    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # No request is overtaken.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
     found = place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True)
     assert found == [4]
@@ -267,9 +267,9 @@ def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> No
 def test_in_turn_ranks_follow_each_other_whatever_they_hold() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_in_turn(ranks, [ask(1)] * 5, turn=7, preempts=False) == [1, 2, 0, 1, 2]
-    # It does not fit on the first.
+    # It does not fit on the first rank.
     assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [1, 2]
-    # Nobody is overtaken.
+    # No request is overtaken.
     assert place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []
     assert place_in_turn(
         replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], turn=2, preempts=True

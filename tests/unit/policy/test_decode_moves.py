@@ -1,4 +1,4 @@
-"""Requests that change their rank: few, only where it pays, only to where they fit."""
+"""Moves of requests between ranks: few, only where they pay, only to ranks with capacity."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TERMS = MoveTerms(gain_steps=1000.0)
 def unit(
     blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0
 ) -> tuple[DecodeRanksView, RunningView]:
-    """Ranks 10, 11, ... with requests of these lengths, plus `worst` blocks; 0 is a free slot."""
+    """Return ranks 10, 11, ... with requests of these lengths, plus `worst` blocks; 0 is a free slot."""
     held_RS = np.array(blocks_RS, np.int64)
     longest_RS = np.where(held_RS > 0, held_RS + worst, 0)
     size, slots = held_RS.shape
@@ -127,7 +127,7 @@ def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
     gave = set()
     for move in moves:
         gave.add(move.from_rank)
-        assert move.to_rank not in gave  # What was left there is not free yet.
+        assert move.to_rank not in gave  # Blocks left there are not free yet.
         source, target = move.from_rank - 10, move.to_rank - 10
         num = running.num_blocks_RS[source, move.slot]
         longest = running.num_blocks_worst_RS[source, move.slot]

@@ -1,4 +1,4 @@
-"""Forecast: a day's shape keeps every bin's mean, a trend counts when it is one, noise does not."""
+"""Forecast: a day's shape keeps each bin's mean; a real trend counts, noise does not."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_clear_trend_goes_on_for_as_long_as_it_was_seen_and_within_bounds() ->
 
 
 def test_noise_is_no_trend() -> None:
-    """The mean is forecast, whatever the samples jump: a trend of noise is rare and small."""
+    """Forecast the mean of noisy samples: a false trend is rare and small."""
     random = np.random.default_rng(5)
     rises = []
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""The number of drafts that pays is found, kept, and given up when it does not pay any more."""
+"""The number of speculative tokens: the best is found, kept, and dropped when it no longer pays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadal.policy.drafts import PROBE_STEPS, DraftChooser
 
 
 class Machine:
-    """Steps of so many seconds by the drafts that they check, and a coin for each draft."""
+    """Steps with seconds by number of drafts checked, and a coin for each draft."""
 
     def __init__(self, seconds: tuple[float, ...], seed: int, noise: float = 0.05) -> None:
         self.seconds = seconds
@@ -27,7 +27,7 @@ class Machine:
         for _ in range(num_steps):
             drafts = chooser.choose(requests)
             self.used[drafts] += 1
-            # A step checks what the last one made, and makes anew.
+            # A step checks the drafts of the last one and makes new ones.
             seconds = (self.seconds[self._checked] + self.seconds[drafts]) / 2
             seconds *= 1 + self.noise * self.random.gauss(0.0, 1.0)
             num_right = [0] * requests
@@ -42,7 +42,7 @@ class Machine:
 
 
 def best(seconds: tuple[float, ...], right: float) -> float:
-    """Tokens/s of a request with the best fixed number."""
+    """Return the tokens/s of a request with the best fixed number of drafts."""
     return max(
         sum(right**place for place in range(num + 1)) / seconds[num] for num in range(len(seconds))
     )
@@ -93,7 +93,7 @@ def test_drafts_are_given_up_when_they_become_wrong_and_come_again() -> None:
 @pytest.mark.parametrize("requests", [1, 8, 32])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_fall_is_noticed_within_steps(requests: int, seed: int) -> None:
-    """Drafts that were right and are not any more cost some ten steps' worth, not a memory's."""
+    """Make drafts wrong after a while: it costs about ten steps, not the length of the memory."""
     machine, chooser = Machine((1.0, 1.6, 2.2), seed), DraftChooser(2)
     machine.run(chooser, 600, 0.97, requests)
     machine.time_s = machine.num_tokens = 0.0
@@ -110,7 +110,7 @@ def test_a_fixed_number_is_always_made() -> None:
 
 
 def test_sizes_are_learned_apart() -> None:
-    """What pays for one request does not for many."""
+    """Learn by batch size: the best number for one request is not the best for many."""
     small = Machine((1.0, 1.1, 1.2), 4)
     large = Machine((1.0, 2.0, 3.0), 4)
     chooser = DraftChooser(2)
@@ -130,9 +130,9 @@ def test_what_was_tried_and_right_is_counted_by_place() -> None:
 
 
 def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() -> None:
-    """Steps end three plans late: right drafts of the number in use say nothing of one more."""
+    """Report steps three plans late: right drafts of the current number say nothing of one more."""
     chooser, under_way = DraftChooser(2), [0, 0, 0]
-    for _ in range(60):  # One draft is worth it, and always right; a second never is.
+    for _ in range(60):  # One draft always pays and is right; a second never is.
         under_way.append(chooser.choose(1))
         checked, made = under_way[-4], under_way[-3]
         seconds = (1.0, 1.1, 1.9)[checked]
@@ -147,7 +147,7 @@ def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() 
 
 
 def test_a_trial_lasts_as_many_steps_in_plans_of_several() -> None:
-    """A plan of several steps repeats what was chosen, and a trial ends with its last step."""
+    """Plan several steps at once: a plan repeats the choice, and a trial ends with its last step."""
     chooser, made = DraftChooser(1), []
     while len(made) < 400:
         drafts = chooser.choose(1)

@@ -1,4 +1,4 @@
-"""Lru and Arc: offers leave in order, withdrawn ones stay, Arc protects reused ones."""
+"""Lru and Arc: evictable blocks leave in order, withdrawn ones stay, Arc protects reused ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def key_of(number: int) -> bytes:
 
 
 def come(policy: Lru | Arc, *numbers: int) -> None:
-    """One text's blocks come and may go at once."""
+    """Add the blocks of one text and offer them for eviction at once."""
     policy.tick()
     for position, number in enumerate(numbers):
         policy.add(key_of(number), position)
@@ -30,7 +30,7 @@ def use(policy: Lru | Arc, *numbers: int) -> None:
 
 
 def go(policy: Lru | Arc, count: int) -> list[int]:
-    """Who goes, in order."""
+    """Return the victims, in order."""
     victims = [policy.victim() for _ in range(count)]
     return [int.from_bytes(victim, "big") for victim in victims if victim is not None]
 
@@ -72,7 +72,7 @@ def test_what_is_withdrawn_stays_until_it_is_offered(make: Callable[[], Lru | Ar
 
 
 def test_conversations_outlive_a_flood_of_prompts_in_arc_and_not_in_lru() -> None:
-    """Ten conversations in turn, and between two turns of each more new blocks than fit."""
+    """Serve ten conversations in turn; between two turns of each, more new blocks arrive than fit."""
     left = []
     for policy in (Lru(), Arc(60)):
         num_kept, number = 0, 1000
@@ -95,7 +95,7 @@ def test_conversations_outlive_a_flood_of_prompts_in_arc_and_not_in_lru() -> Non
 
 
 def test_arc_gives_those_used_once_more_room_when_they_are_missed() -> None:
-    """Every entry is used twice, 50 blocks apart, and never again."""
+    """Use every entry twice, 50 blocks apart, and never again."""
     arc = Arc(60)
     num_kept = 0
     for number in range(1200):
@@ -109,7 +109,7 @@ def test_arc_gives_those_used_once_more_room_when_they_are_missed() -> None:
         while len(arc) > 60:
             arc.victim()
     assert num_kept > 900
-    # Were half of the room always that of those used twice, nothing would ever last 50 blocks.
+    # If half of the capacity always belonged to entries used twice, none would last 50 blocks.
     assert arc._room_once > 40
 
 

@@ -1,4 +1,4 @@
-"""Virtual token counters: whose turn it is, and that nobody saves turns up."""
+"""Virtual token counters: they give the next tenant, and idle tenants save up no turns."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
     "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
 )
 def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
-    """A machine of `slots` requests, each of which draws a token a step."""
+    """Serve two tenants on `slots` requests, each of which draws a token per step."""
     random: Random = fresh()
     for _ in range(30):
         weights = {tenant: random.choice([1.0, 1.0, 2.0, 5.0]) for tenant in "ab"}
@@ -202,9 +202,9 @@ def test_whoever_had_most_gives_way_to_whoever_stays_behind_it() -> None:
 def test_what_is_taken_is_not_taken_back() -> None:
     asking = tenant("b", 100.0, 2)
     assert choose_to_give_way(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
-    # With all that it has done it would be ahead.
+    # Counting its whole service, it would be ahead.
     assert choose_to_give_way(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None
-    # It keeps more than the other has then.
+    # After losing one it still has more than the other.
     assert choose_to_give_way(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a"
     assert choose_to_give_way(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
     assert choose_to_give_way(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None
@@ -222,13 +222,13 @@ def test_whoever_asks_for_less_than_its_share_loses_nothing() -> None:
     flood = tenant("b", 0.0, 15)
     small = tenant("a", 1e6, 2, is_waiting=False)
     assert choose_to_give_way(flood, [small], 1.0, 0.0) is None
-    # Its first goes on to its end.
+    # A tenant's only request runs to its end.
     assert choose_to_give_way(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None
 
 
 def test_tenants_that_both_wait_do_not_take_from_each_other_without_end() -> None:
-    """Each has as many slots as it takes, all requests cost the same, and a turn is always the
-    turn of whoever was served least: what is taken is far less than what ends.
+    """Let two tenants fill all slots, at equal cost per request; the one with the least service
+    goes next. Far fewer requests are preempted than end.
     """
     random, slots, cost = fresh(), 16, 100.0
     service, left = {"a": 0.0, "b": 3000.0}, {"a": [], "b": []}  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""How many passes a decode plan has."""
+"""The number of passes in a decode plan."""
 
 from __future__ import annotations
 

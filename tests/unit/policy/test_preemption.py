@@ -1,4 +1,4 @@
-"""choose_victims: the latest arrived, no more than needed, never everybody."""
+"""choose_victims: the latest arrivals, no more than needed, never all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_tenant_that_grows_takes_nothing_from_one_that_holds_less() -> None:
     holders = [*flood, HolderView(8, 90, 2, "other"), HolderView(9, 91, 2, "other")]
     assert choose_victims(holders, 1) == [3]
     assert choose_victims(holders, 7) == [3, 2, 1], "while it holds more"
-    # Of its three blocks left none may go: the oldest stays.
+    # The flood's last request stays, as it is the oldest: the other tenant gives one.
     assert choose_victims(holders, 10) == [3, 2, 1, 9]
 
 

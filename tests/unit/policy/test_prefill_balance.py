@@ -1,4 +1,4 @@
-"""prefill_balance: equal time within a token; caps and order kept; equal inputs, equal plans."""
+"""prefill_balance: equal time within one token; caps and order kept; equal inputs, equal plans."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_step_keeps_every_limit_and_the_order(
 def test_only_the_first_that_fits_nowhere_stops_starts(
     views: list[PrefillQueueView], waiting: list[PromptView], of: StepRates
 ) -> None:
-    """An idle rank with blocks and starts never stays without a prompt while one waits."""
+    """Check that no idle rank with blocks and starts stays without a prompt while one is queued."""
     step = plan_step(views, waiting, of, LIMITS)
     num_started = sum(len(cut.starts) for cut in step.ranks)
     if num_started < len(waiting):
@@ -129,7 +129,7 @@ def test_only_the_first_that_fits_nowhere_stops_starts(
 def run_on(
     queues: list[list[PromptView]], step: StepCut, waiting: list[PromptView]
 ) -> list[PromptView]:
-    """Apply a step; return who still waits."""
+    """Apply a step; return the prompts that are still queued."""
     for at, cut in enumerate(step.ranks):
         prompts = queues[at] + [waiting[index] for index in cut.starts]
         queues[at] = [
@@ -189,7 +189,7 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
     budget_s = 2.0
     assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)[0]) < 3000
     sizes, _ = cut_rank(prompts, RATES, budget_s, 8192, 16384)
-    assert sum(sizes) == pytest.approx(8192, abs=30)  # A dense token is worth as many light ones.
+    assert sum(sizes) == pytest.approx(8192, abs=30)  # Light tokens, each worth as much as a dense one, make up the rest.
     assert sizes[0] > 1500
     assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
 
@@ -198,14 +198,14 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
 def test_time_too_short_for_a_dense_token_goes_to_light_ones(num_missing: int) -> None:
     prompts = [PromptView(2000, 0, 20_000), PromptView(3000, 0, 120_000), PromptView(500, 0, 0)]
     budget_s = RATES.chunk_s(20_000, 2000) + 0.99 * RATES.chunk_s(120_000, 1)
-    # The first is taken whole, no token of the second fits, and few are missing: more of the first
-    # would fit.
+    # The first is taken whole, no token of the second fits, and few tokens are missing: more of the
+    # first would fit.
     goal = 2000 + num_missing
     assert cut_rank(prompts, RATES, budget_s, goal, goal)[0] == [2000, 0, num_missing]
 
 
 def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
-    """Fewer tokens, but with so much context that they cost more."""
+    """Compare queues: the one with fewer tokens has so much context that it costs more."""
     short_and_dense, long_and_light = PromptView(1000, 0, 120_000), PromptView(4000, 0, 0)
     assert cost_s(short_and_dense, RATES) > cost_s(long_and_light, RATES)
     views = views_of([[short_and_dense], [long_and_light]])
@@ -225,7 +225,7 @@ def test_no_pairs_means_equal_tokens() -> None:
 
 
 def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
-    """Both where little waits, and where dense prompts on few ranks would have it shortened."""
+    """Raise the fixed cost: steps get longer with small queues, and with dense prompts on few ranks."""
     cheap, dear = (StepRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
     little = [PromptView(9000, 0)]
     assert step_budget_s(little, 32, cheap, 8192) < step_budget_s(little, 32, dear, 8192)
@@ -247,7 +247,7 @@ def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
 
 
 def test_prompts_of_one_kind_are_not_overtaken() -> None:
-    """A prompt barely denser than the others gives way to nobody: nothing would be gained."""
+    """Queue a prompt barely denser than the others: it keeps its place, as passing it gains nothing."""
     prompts = [PromptView(900, 0, 100), *[PromptView(500, 0, 0)] * 9]
     sizes, _ = cut_rank(prompts, RATES, RATES.chunk_s(100, 400), 8192, 16384)
     assert sizes == [400, *[0] * 9]

@@ -1,4 +1,4 @@
-"""What a prompt costs."""
+"""The cost of a prompt."""
 
 from __future__ import annotations
 

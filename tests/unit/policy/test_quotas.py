@@ -1,4 +1,4 @@
-"""Quotas: tokens a minute, generations at once, dollars a day; and what replies say of them."""
+"""Quotas: tokens per minute, concurrent requests, dollars per day; and the replies about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank that takes a prompt: equal work, what is saved by a cache counted."""
+"""The choice of a prompt's rank: equal work, with savings by a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> No
         == 0
     )
     both = {0: PromptView(36, 2, 64, num_loading=1), 1: PromptView(36, 1, 64)}
-    # Nothing has to be read there.
+    # On rank 1 nothing has to be read.
     assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1
 
 

@@ -1,4 +1,4 @@
-"""Routing: least waiting prefill unit; the decode unit whose scarcer resource is least used."""
+"""Routing: the prefill unit that is done first; the decode unit with most of its scarcer resource."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_prefill_skips_full_and_small_units() -> None:
 
 
 def test_prefill_counts_attention_ranks_and_speed() -> None:
-    """Fewer tokens wait at p0 in every pair, and it would be done later."""
+    """Queue fewer tokens at p0 in each pair: it would still be done later."""
     fast = {"token_s": 1e-5, "pair_s": 1e-9}
     slow = {"token_s": 1e-4, "pair_s": 1e-8}
     for worse, better in (
         (prefill("p0", 100, num_pairs_waiting=10**9), prefill("p1", 200, num_pairs_waiting=10**4)),
         (prefill("p0", 1000, num_ranks=1), prefill("p1", 1500, num_ranks=4)),
         (prefill("p0", 1000, **slow), prefill("p1", 1500, **fast)),
-        # Nothing waits anywhere: its own time is what counts.
+        # Empty queues: the prompt's own time decides.
         (prefill("p0", **slow), prefill("p1", **fast)),
     ):
         assert choose_prefill_unit([worse, better], 1, 1000) == "p1"
@@ -55,9 +55,9 @@ def test_prefill_counts_attention_ranks_and_speed() -> None:
 def test_a_cached_prefix_is_context_and_not_work() -> None:
     units = [prefill("p0", 3000), prefill("p1", 5000, num_cached=9000)]
     assert choose_prefill_unit(units, 1, 10_000) == "p1"
-    # All but one token is there, but so much waits.
+    # The prefix covers all tokens but one, but the queue there is too long.
     assert choose_prefill_unit(units, 1, 100) == "p0"
-    # Context is dear: a thousand tokens behind a prefix are not cheap.
+    # Attention to context is expensive here: 1,000 tokens after a prefix are not cheap.
     rates = {"token_s": 1e-5, "pair_s": 1e-6}
     units = [
         prefill("p0", 400, num_pairs_waiting=9_000_000, num_cached=9000, **rates),
@@ -75,7 +75,7 @@ def test_a_unit_that_measured_nothing_is_taken_to_be_like_the_others() -> None:
 
 
 def test_the_choice_is_what_each_view_by_itself_says() -> None:
-    """The unit whose wait and own time end first, then fewest requests, then the name."""
+    """Compare with each view's own sum: earliest end, then fewest requests, then name."""
     random = Random("routing")
     for _ in range(200):
         units = [

@@ -1,4 +1,4 @@
-"""Rows that rest: the promise by the predicted line, equal shares, turns, and no starvation."""
+"""Resting rows: the promise by the predicted line, equal shares, turns, and no starvation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MID = (0.0019, 0.0005)
 GPU = (0.03, 0.00002)
 LINES = (TINY, MID, GPU)
 BATCH = 100
-"""Tenants with this number or a larger one are batches."""
+"""Lowest number of the tenants whose rows are batches."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Unit:
         )
 
     def step(self) -> Bools:
-        """Return the rows that the next step computes."""
+        """Return a mask of the rows that the next step computes."""
         found = resting_rows(self.view(), self.line, self.promise, self.step_id)
         computed = np.ones(len(self.rows), np.bool_) if found is None else ~found
         self.turns = requeued(np.array(self.turns, np.int64), computed).tolist()
@@ -62,7 +62,7 @@ class Unit:
         return computed
 
     def counts(self, computed: Bools, rank: int = 0) -> Counter[int]:
-        """Return the rows of each tenant that a rank computes."""
+        """Return the number of rows of each tenant that a rank computes."""
         return Counter(
             self.rows[row][1]
             for row in np.flatnonzero(computed).tolist()
@@ -71,7 +71,7 @@ class Unit:
 
 
 def unit_of(*counts: int, **options: object) -> Unit:
-    """One rank with so many rows of tenants 0, 1, ..."""
+    """Return one rank with `counts` rows of tenants 0, 1, ..."""
     rows = [(0, tenant) for tenant, count in enumerate(counts) for _ in range(count)]
     return Unit(rows, **options)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def test_a_batch_gives_way_at_the_next_step_and_has_all_of_it_alone() -> None:
 
 
 def drawn(random: Random) -> Unit:
-    """Tenants with few and many rows, batches, several ranks."""
+    """Draw tenants with few and many rows, batches, and several ranks."""
     num_ranks = random.choice([1, 1, 1, 2, 4])
     rows = []
     for tenant in [
@@ -156,7 +156,7 @@ def drawn(random: Random) -> Unit:
 
 
 def longest_s(unit: Unit, computed: Bools, *, is_batch: bool | None = None) -> float:
-    """Return how long the line says that a step takes; `is_batch`: its rows of that kind alone."""
+    """Return the seconds of a step by the line. `is_batch`: count only rows of batches, or of others."""
     counts = Counter(
         unit.rows[row][0]
         for row in np.flatnonzero(computed).tolist()
@@ -166,8 +166,8 @@ def longest_s(unit: Unit, computed: Bools, *, is_batch: bool | None = None) -> f
 
 
 def check_promise(unit: Unit, computed: Bools) -> None:
-    """The lightest tenant has all its rows, and its step is as short as promised, or as equal shares
-    let it be.
+    """Check that the lightest tenant has all its rows and its step is as short as promised, or as
+    equal shares allow.
     """
     held = Counter((rank, tenant) for rank, tenant in unit.rows if tenant < BATCH)
     if not held:
@@ -222,7 +222,7 @@ def test_the_promise_holds_by_the_line_and_no_row_starves(seed: int) -> None:
 
 
 def test_a_row_that_comes_passes_no_row_of_its_tenant() -> None:
-    """One new row a step, each of which ends with its first token, keeps no older one waiting."""
+    """Add one new row per step that ends with its first token: no older row is kept waiting."""
     unit = unit_of(1, 8, line=MID, promise=1.0)
     last = dict.fromkeys(range(1, 9), 0)
     for step in range(1, 40):

@@ -1,4 +1,4 @@
-"""The fleet's policy: within floor and nodes, monotone, calm under noise, ahead of the morning."""
+"""The fleet's policy: within floor and nodes, monotone, stable under noise, early in the morning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def view(
     now_s: float = 0.0,
     **fields: Any,
 ) -> ScalingView:
-    """Demand in tokens per second, steady for a quarter of an hour; a unit does 1000 of either."""
+    """Return demand in tokens/s that is steady for 15 minutes; a unit of either role serves 1000."""
     times_s = tuple(now_s - 60.0 * index for index in range(14, -1, -1))
     share = [float(shape.at(time_s) / shape.at(now_s)) for time_s in times_s]
     return ScalingView(
@@ -54,7 +54,7 @@ def view(
 
 
 def test_bundles_cover_the_role_that_asks_for_most() -> None:
-    # 7 units of decode at 0.9 are 7.8: 8 bundles. Prefill of 20 units is (20 - 2) / 3 = 6 of them.
+    # 7000 / 900 is 7.8 decode units: 8 bundles. 20 prefill units need (20 - 2) / 3 = 6 bundles.
     decision = decide(view(20 * 600.0, 7000.0), BUNDLES)
     assert decision.units == Units(26, 8)
     assert decision.why.step is ScalingStep.GROW
@@ -70,7 +70,7 @@ def test_roles_grow_by_themselves_where_there_are_no_bundles() -> None:
 
 
 def test_a_bound_is_of_the_role_that_the_decision_speaks_of() -> None:
-    why = decide(view(0.0, 7000.0), ALONE).why  # Prefill is at its floor, which nobody asked about.
+    why = decide(view(0.0, 7000.0), ALONE).why  # Prefill is at its floor, but decode decides.
     assert (why.role, why.step, why.bound) == ("decode", ScalingStep.GROW, "")
     assert decide(view(0.0, 0.0), ALONE).why.bound == "floor"
     assert decide(view(0.0, 20_000.0), ALONE).why.bound == "limit"
@@ -143,7 +143,7 @@ def test_more_nodes_are_never_used_less(
 
 
 def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
-    """The published peak: 278 nodes are 9 bundles, and 2 prefill units on the 8 left."""
+    """Check the published peak: 278 nodes are 9 bundles, and 2 prefill units on the other 8 nodes."""
     rules = replace(
         BUNDLES, prefill=replace(BUNDLES.prefill, num_extra=0, num_min=1), num_nodes_max=278
     )
@@ -171,7 +171,7 @@ def test_what_will_be_needed_soon_is_kept() -> None:
 
 @pytest.mark.promise("grow to the need of the next start-up, at once")
 def test_it_grows_before_the_morning() -> None:
-    """Units start one start-up ahead of need: no minute has less than it needs."""
+    """Check that units start one start-up time before the need: no minute has fewer than it needs."""
     shape = DayShape((1.0,) * 7 + (2.0,) + (4.0,) * 8 + (2.0,) + (1.0,) * 7)
     rules = replace(BUNDLES, start_s=1200.0)
     levels, wanted = Units(2, 0), []
@@ -194,7 +194,7 @@ def test_it_grows_before_the_morning() -> None:
 @pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
-    """Two days of a demand that jumps by 5 %: between two sizes it keeps the larger."""
+    """Run two days of a demand that varies by 5 %: between two sizes it keeps the larger one."""
     random = np.random.default_rng(round(need * 100))
     rules = replace(BUNDLES, hold_s=1800.0)
     rates = need * 900.0 * (1.0 + 0.05 * random.standard_normal(2880))

@@ -1,4 +1,4 @@
-"""A promise, read and said."""
+"""An SLO read from text and written as text."""
 
 import pytest
 

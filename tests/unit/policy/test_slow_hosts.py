@@ -1,4 +1,4 @@
-"""Which host of a unit is slow, by whom the others wait for."""
+"""Detecting a unit's slow host from the times that the others wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stretch(
 def waits(
     hosts: str, slow: str, slow_s: float, others_s: float = 0.1
 ) -> dict[str, dict[str, float]]:
-    """All wait so long for one host, and hardly for the others."""
+    """Return waits of `slow_s` between the slow host and the others, and short ones otherwise."""
     return {
         host: {
             other: slow_s if slow in (host, other) else others_s for other in hosts if other != host
@@ -59,7 +59,7 @@ def test_a_link_between_two_hosts_is_no_slow_host() -> None:
 
 
 def test_one_of_many_may_have_waited_less() -> None:
-    """A link between two hosts may be well when all others of the slow one are not."""
+    """Shorten two waits for the slow host: single links to it may be fast."""
     waited = waits("abcdefgh", "c", 3.0)
     waited["a"]["c"] = waited["b"]["c"] = 0.1
     found = slow_host(stretch(waited))
@@ -78,7 +78,7 @@ def test_few_rest_at_a_time(num_resting: int, num_hosts: int, may: bool) -> None
 
 
 def test_two_hosts_need_to_be_worth_it() -> None:
-    """Without one of two, half of the unit is gone."""
+    """Compare two hosts: removing one halves the unit, so it must be clearly slow."""
     assert slow_host(stretch({"a": {"b": 2.9}, "b": {"a": 0.1}})) is None
     found = slow_host(stretch({"a": {"b": 3.1}, "b": {"a": 0.1}}))
     assert found is not None

@@ -1,4 +1,4 @@
-"""When a silent process is given up, and what it is excused by."""
+"""The failure detector: when a silent process is given up, and what excuses its silence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_host_that_does_not_answer_is_waited_for() -> None:
 def test_those_that_are_late_together_are_waited_for() -> None:
     assert are_all_late([0.7, 0.9, 5.0], TIMEOUT_S)
     assert not are_all_late([0.7, 0.9, 0.1], TIMEOUT_S)
-    assert not are_all_late([5.0], TIMEOUT_S)  # One alone is compared with nobody.
+    assert not are_all_late([5.0], TIMEOUT_S)  # A single process has none to be compared with.
     assert not is_frozen(Silence(TOGETHER * TIMEOUT_S - 0.1, 0.0), TIMEOUT_S, are_all_late=True)
     assert is_frozen(Silence(TOGETHER * TIMEOUT_S + 0.1, 0.0), TIMEOUT_S, are_all_late=True)
 

@@ -1,4 +1,4 @@
-"""Facts out of a seed, for tests that need many."""
+"""Facts drawn from a seed, for tests that need many."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hadal.stats.prices import R1
 from hadal.stats.report import QUANTILES, Detail, Details
 
 START_S = 1_740_628_800.0
-"""2025-02-27 12:00 in Beijing, where DeepSeek's day begins."""
+"""2025-02-27 12:00 in Beijing, the start of DeepSeek's day."""
 ENDS = ("stop", "length", "cancelled", "429", "503", "504")
 
 
 def random_facts(
     seed: int, number: int, span_s: float = 86_400.0, prefix: str = "r"
 ) -> list[RequestFact]:
-    """Of three models and four tenants, all kinds of ends among them, charged at R1's prices."""
+    """Draw facts of three models and four tenants, with all kinds of ends, charged at R1's prices."""
     rng = np.random.default_rng(seed)
     return [_fact(rng, f"{prefix}{index}", span_s) for index in range(number)]
 
@@ -54,7 +54,7 @@ def _fact(rng: np.random.Generator, request_id: str, span_s: float) -> RequestFa
 
 
 def details_of(facts: Iterable[RequestFact], key: Callable[[RequestFact], Any]) -> Details:
-    """What a database should find, fact by fact."""
+    """Return the details that a database should find, computed fact by fact."""
     facts = list(facts)
     groups: dict[Any, list[RequestFact]] = {}
     for fact in facts:

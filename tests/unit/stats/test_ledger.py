@@ -1,4 +1,4 @@
-"""The ledger's tables in SQLite in memory. On real files and PostgreSQL: tests/dist."""
+"""The ledger's tables in an in-memory SQLite. tests/dist has real files and PostgreSQL."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def tally_of(facts: list[RequestFact]) -> Tally:
 
 
 def test_the_database_adds_up_as_the_tally_does(connection: sa.Connection) -> None:
-    """Every counter of every quarter hour, model and tenant."""
+    """Compare every counter of each quarter hour, model and tenant."""
     facts = random_facts(1, 2 * MAX_ROWS + 7)
     assert ledger.write_requests(connection, facts) == Written(len(facts))
     assert ledger.read_tally(connection, *ALWAYS) == tally_of(facts)

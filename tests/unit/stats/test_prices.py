@@ -1,4 +1,4 @@
-"""Prices are integers, tiers change on the second, and sums are exact."""
+"""Prices: integers, tiers that change on the second, exact sums."""
 
 from fractions import Fraction
 
@@ -27,7 +27,7 @@ HALF_PAST_0_US = 1800 * 1_000_000
 
 
 def test_published_prices() -> None:
-    """Dollars per million tokens, hit, miss, out: DeepSeek's pricing page of February 2025."""
+    """Check dollars per million tokens (hit, miss, out): DeepSeek's pricing page of February 2025."""
     for prices, standard, off_peak in (
         (V3, (0.07, 0.27, 1.10), (0.035, 0.135, 0.55)),
         (R1, (0.14, 0.55, 2.19), (0.035, 0.135, 0.55)),
@@ -38,7 +38,9 @@ def test_published_prices() -> None:
 
 
 def test_discounts_are_those_announced() -> None:
-    """V3's is half exactly; R1's is 75 %, two prices rounded to half a cent or better."""
+    """Check discounts: V3's is exactly half; R1's is 75 %, with two prices rounded to 0.5 cents or
+    less.
+    """
     assert V3.off_peak is not None
     assert R1.off_peak is not None
     for name in ("hit", "miss", "out"):
@@ -74,7 +76,7 @@ def test_charges_add_up_however_they_are_grouped(requests: list[tuple[int, int, 
 
 @pytest.mark.promise("so price times tokens is whole pico-dollars and every sum of income is exact")
 def test_a_token_costs_what_it_costs() -> None:
-    """A computed prompt token of R1 by day: 0.55 micro-dollars, less than a whole one."""
+    """Charge one computed prompt token of R1 by day: 0.55 micro-dollars, less than a whole one."""
     assert R1.charge(DAY_US // 2, 0, 1, 0) == 550_000
     assert to_micro_usd(R1.charge(DAY_US // 2, 0, 1, 0)) == 1
     assert to_micro_usd(10**6 * R1.charge(DAY_US // 2, 0, 1, 0)) == 550_000

@@ -1,4 +1,4 @@
-"""The published day comes out of its own totals, and every figure follows from its definition.
+"""The report: the published day follows from its own totals, and each figure from its definition.
 
 Source of the figures: DeepSeek-V3/R1 inference system overview, 2025-02-27 12:00 to 02-28 12:00 in
 Beijing.
@@ -52,11 +52,10 @@ def nodes(
 
 
 def published_day() -> Report:
-    """The published totals, spread evenly over the day, on nodes that are on average as many as
-    published.
+    """Return a report of the published totals, spread evenly over the day. The average number of
+    nodes is the published one.
 
-    131.25 decode and 95.5 prefill nodes are what the two published throughputs and the sum of
-    226.75 imply.
+    The two published throughputs and the sum of 226.75 imply 131.25 decode and 95.5 prefill nodes.
     """
     tally = Tally()
     for quarter in range(96):
@@ -74,8 +73,8 @@ def published_day() -> Report:
                 stream_us=share[2] * 10**6 // 21,
             ),
         )
-    # Seven decode units all day and seven hours of another; prefill units likewise, 278 nodes at
-    # the top.
+    # Seven decode units all day and an eighth for seven hours; prefill units likewise, 278 nodes at
+    # the peak.
     units = [nodes(f"decode-{i}", "decode", 18) for i in range(7)]
     units += [nodes("decode-7", "decode", 18, 8, 15), nodes("prefill-all", "prefill", 90)]
     units += [nodes("prefill-day", "prefill", 44, 8, 11)]
@@ -85,7 +84,7 @@ def published_day() -> Report:
 
 
 def test_the_published_cost_is_an_identity() -> None:
-    """226.75 nodes of 8 GPUs for 24 hours at $2."""
+    """Check 226.75 nodes of 8 GPUs for 24 hours at $2."""
     node_us = Fraction(226.75) * DAY_US
     assert to_micro_usd(rent_pico_usd(int(node_us * 8), H800_HOUR_MICRO_USD)) == 87_072 * 10**6
     assert 226.75 * 8 * 24 * 2 == 87_072
@@ -115,9 +114,9 @@ def test_the_published_tokens_at_the_prices_of_r1() -> None:
 
 
 def test_the_published_income_lies_within_the_rounding_of_the_published_tokens() -> None:
-    """Totals were published in whole billions, so each is known to half of one, and the published
-    $562,027 cannot be had from them to the dollar. It lies in the interval that they allow, and in
-    the one that 56.3 % leaves of it.
+    """Check the published $562,027 against intervals. Totals were published in whole billions, so
+    each is known to half a billion only. The income lies in the interval that they allow, and in
+    the part that a hit share of 56.3 % leaves.
     """
     half = 5 * 10**8
     incomes, near = [], []
@@ -180,7 +179,7 @@ def test_lines_add_up_to_the_total(by: str) -> None:
 
 @pytest.mark.parametrize("offset_s", [0, 20_700])
 def test_hours_have_the_nodes_that_lie_in_them(offset_s: int) -> None:
-    """Whatever begins, ends or lies outside: the hours' node time and cost are the total's."""
+    """Sum the hours: node time and cost equal the total's, wherever nodes begin and end."""
     rng = np.random.default_rng(3)
     starts = START_S + rng.integers(-9000, 90_000, 60)
     nodes = [

@@ -1,4 +1,4 @@
-"""Counters are the same whether facts come one by one, in columns, or added up elsewhere."""
+"""Counters are equal whether facts are added one by one, in columns, or merged from elsewhere."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_refused_is_what_no_token_was_spent_on() -> None:
 
 
 def test_what_a_unit_had_and_gave_up_failed_though_its_status_is_that_of_a_refusal() -> None:
-    """Retried until nobody would any more, before its first token."""
+    """Count a request that was retried before its first token until no unit could take it."""
     given_up = counts_of(
         fact("503", 0, tokens_hit=0, tokens_miss=0, prefill_unit="prefill-0", num_retries=3)
     )
@@ -110,7 +110,7 @@ def columns_of(facts: list[RequestFact]) -> Columns:
 
 
 def test_columns_are_the_facts() -> None:
-    """Charged afterwards, at prices of single facts, over a day with both tiers."""
+    """Charge columns later, at the prices of single facts, over a day with both tiers."""
     facts = [
         one
         for one in random_facts(2, 3000)
@@ -174,7 +174,7 @@ def test_a_key_is_a_quarter_hour() -> None:
 
 
 def test_a_sample_stands_for_all() -> None:
-    """So many times every counter, and the sample is as it was."""
+    """Multiply every counter; the sample itself stays unchanged."""
     tally = Tally()
     tally.add_facts(random_facts(50, 7))
     before = {
@@ -186,5 +186,5 @@ def test_a_sample_stands_for_all() -> None:
     assert tally.times(3) == added
     assert dict(tally) == before
     model_prices = ModelPrices(R1)
-    # Charged before or after, it is the same money.
+    # Charged before or after, the money is the same.
     assert tally.times(7).priced(model_prices) == tally.priced(model_prices).times(7)

@@ -1,4 +1,4 @@
-"""Whose the GPUs' time was: sums are what was paid for, and each moment is shared by speed."""
+"""Tenants' shares of GPU time: sums equal the paid time, and each moment is shared by speed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nobody_bears_what_was_idle_all_the_time() -> None:
 
 
 def plain_shares(spans: list[WorkSpan], first: int, last: int) -> dict[str, float]:
-    """Moment by moment."""
+    """Compute the shares moment by moment."""
     shares: dict[str, float] = {}
     for at in range(first, last):
         here = [one for one in spans if one.from_us <= at < one.to_us]

@@ -1,4 +1,4 @@
-"""Texts drawn under a grammar are what its schema allows, and what cannot be followed is named."""
+"""Texts drawn under a grammar satisfy its schema; a text that it cannot follow gives a named error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = read_token_table(model_folder(""))
 END, CLOSE = 1, TABLE.control_ids["</think>"]
 VOCAB_SIZE = len(TABLE.token_bytes)
 FREE = set(range(VOCAB_SIZE)) - {END}
-"""What may be drawn in a reasoning."""
+"""Tokens that may be drawn in a reasoning."""
 NUM_TEXTS = 20 if FULL else 3
 BYTE_TO_ID = {raw: i for i, raw in enumerate(TABLE.token_bytes) if len(raw) == 1}
 
@@ -44,7 +44,7 @@ def ids(text: str) -> list[int]:
 def allowed(
     grammars: Grammars, follower: Follower, drafts: list[int] | None = None
 ) -> list[set[int] | None]:
-    """What each row may draw; None: anything."""
+    """Return the tokens that each row may draw; None: any."""
     drafts = drafts or []
     bits_RW = np.zeros((len(drafts) + 1, grammars.num_words), np.uint32)
     has_mask_R = np.zeros(len(bits_RW), np.bool_)
@@ -66,7 +66,7 @@ def text_of(tokens: list[int]) -> str:
 )
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
-    """Any token that is allowed, with a taste for the end."""
+    """Draw allowed tokens at random, the end with probability 0.5."""
     seed = fresh().randrange(1 << 30)
     rng, schema, num_ended = random.Random(seed), SCHEMAS[name], 0
     for _ in range(NUM_TEXTS):
@@ -92,7 +92,7 @@ def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
     "only if they were drawn"
 )
 def test_drafts_leave_no_trace(grammars: Grammars) -> None:
-    """Rows behind drafts are those of a text that has them, whatever was drafted before."""
+    """Compare rows after drafts with those of a text that has them, whatever was drafted before."""
     rng, schema = random.Random(3), SCHEMAS["order"]
     text = '{"item": "ab", "count": 12, "tags": ["a", "b"], "paid": true}'
     tokens = [*ids(text), END]
@@ -113,7 +113,7 @@ def test_drafts_leave_no_trace(grammars: Grammars) -> None:
         step = rng.randrange(1, 3)
         follower.advance(tokens[at : at + step])
         at += step
-    assert allowed(grammars, follower) == [None]  # Its end was drawn: what follows is for nobody.
+    assert allowed(grammars, follower) == [None]  # The end was drawn: later tokens are ignored.
 
 
 GREEDY: dict[str, Any] = {
@@ -122,12 +122,12 @@ GREEDY: dict[str, Any] = {
     "required": ["x"],
     "additionalProperties": False,
 }
-"""Each letter that is drawn gives its automata many states."""
+"""Schema under which each drawn letter adds many states to the automata."""
 
 
 def draw_at_length(grammars: Grammars, num_tokens: int) -> int:
-    """Draw letters of texts under GREEDY, one after the other; how many tokens there were until the
-    automata that those share were made anew.
+    """Draw letters of texts under GREEDY, one after the other. Return the number of tokens until
+    the texts' shared automata were made anew.
     """
     rng, first = random.Random(0), None
     for number in range(num_tokens):
@@ -160,7 +160,7 @@ def test_texts_of_one_grammar_break_no_limit_of_each_other() -> None:
 
 
 def test_a_limit_behind_a_draft_is_no_limit_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are those of new automata, and a draft that is not drawn leaves no trace."""
+    """Compare with new automata: a draft that is not drawn leaves no trace."""
     monkeypatch.setitem(grammars_module._LIMITS, "max_items_in_row", 2000)
     many = {f"p{at}": {"type": "string"} for at in range(600)}
     schema = {"anyOf": [{"type": "integer"}, {"type": "object", "properties": many}]}
@@ -241,7 +241,7 @@ def test_a_reasoning_that_something_must_follow_does_not_end_the_reply(grammars:
 
 
 def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
-    """Its first token begins a reasoning or the text; with drafts the rows are the same."""
+    """Let the first token begin a reasoning or the text; with drafts the rows are the same."""
     opens = 5
     text = Grammar(
         grammar_text({"const": 1}, follows_reasoning=True),
@@ -269,7 +269,7 @@ def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
 def test_a_reasoning_ends_within_its_budget(
     grammars: Grammars, schema: dict[str, Any] | None, opens: int
 ) -> None:
-    """The same with drafts, and whatever may follow the reasoning."""
+    """Check the budget also with drafts, and with anything that may follow the reasoning."""
     text = "" if schema is None else grammar_text(schema, follows_reasoning=True)
     within: set[int] | None = None if schema is None else FREE
     for budget in (0, 1, 3):
@@ -304,7 +304,7 @@ def test_calls_end_a_bounded_reasoning_as_its_mark_does(grammars: Grammars) -> N
 
 @pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
 def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
-    """A model that knows no JSON would go on with them for ever."""
+    """Limit blanks: a model without knowledge of JSON would repeat them for ever."""
     follower = Follower(grammar({"type": "object"}), ids("{" + run[:-1]))
     rows = allowed(grammars, follower, ids(run[-1]))
     own = BYTE_TO_ID[run[-1].encode()]
@@ -323,7 +323,7 @@ def test_what_is_indented_as_usual_is_allowed(grammars: Grammars) -> None:
 
 
 def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
-    """Forced text may be written in any tokens: "number" is one of them, and so is "n"."""
+    """Allow forced text in any tokens: "number" is one, and so is "n"."""
     schema = {"type": "object", "properties": {"number": {}}, "required": ["number"]}
     (row,) = allowed(grammars, Follower(grammar(schema), ids('{"')))
     words = {TABLE.token_bytes[token] for token in row or ()}

@@ -1,4 +1,4 @@
-"""Files of a tokenizer that are not followed are refused by name, with what to do."""
+"""Unsupported files of a tokenizer: the error names them and says what to do."""
 
 from __future__ import annotations
 

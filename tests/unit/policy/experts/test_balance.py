@@ -1,4 +1,4 @@
-"""Expert placements: sound for all loads, never worse than greedy, near bounds on real loads."""
+"""Expert placements: valid for all loads, never worse than greedy, near bounds on real loads."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from tests.needs import shared_data
 
 
 def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float = 0.65) -> np.ndarray:
-    """The shape of DeepSeek-V3's measured loads: the top tail ends at about ten times the mean."""
+    """Draw loads like DeepSeek-V3's measured ones: the heaviest experts have about 10x the mean."""
     loads = np.exp(sigma * np.random.default_rng(seed).standard_normal((num_layers, num_experts)))
     return np.minimum(loads, 10 * loads.mean(axis=1, keepdims=True))
 
@@ -27,7 +27,7 @@ def measured(name: str) -> np.ndarray:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[Cluster, int, int]:
-    """(cluster with uneven and dead ranks, experts, seed of the loads)."""
+    """Draw (cluster with uneven and dead ranks, number of experts, seed of the loads)."""
     num_experts = draw(st.integers(1, 24))
     slots = draw(st.lists(st.integers(0, num_experts), min_size=1, max_size=9))
     if sum(slots) < num_experts:
@@ -125,7 +125,7 @@ def test_a_windows_steps_count_by_their_own_maxima() -> None:
 
 
 def test_a_window_chooses_by_its_steps() -> None:
-    """Two experts that are never busy at once belong together, which their sums do not show."""
+    """Place two experts that are never busy at once together: only the steps show it, not their sums."""
     window = np.array([[[9.0, 0, 1, 1]], [[0, 9.0, 1, 1]]])
     cluster = Cluster.even(2, 1, 2)
     by_sums, by_steps = balance(window.sum(axis=0), cluster), balance(window, cluster)
@@ -257,7 +257,7 @@ def test_a_layer_without_tokens_is_spread_evenly() -> None:
             "hierarchical",
             0.8732,
             0.60,
-        ),  # 99.9 % of .8740, the exact ceiling.
+        ),  # 99.9 % of 0.8740, the exact ceiling.
         ("prefill_in1024", 32, 9, "hybrid", 0.98, 0.98),
         ("prefill_in1024", 72, 4, "global", 0.997, 0.99),
         ("prefill_in1024", 96, 3, "global", 0.985, 0.97),
@@ -268,7 +268,7 @@ def test_a_layer_without_tokens_is_spread_evenly() -> None:
             "global",
             0.873,
             0.66,
-        ),  # 99.4 % of .8783, the exact optimum.
+        ),  # 99.4 % of 0.8783, the exact optimum.
     ],
 )
 def test_measured_loads(
@@ -288,7 +288,7 @@ def test_measured_loads(
 def test_few_moves_at_a_change_of_mix(
     num_ranks: int, num_expert_slots: int, limit: float, target: float, at_least: float
 ) -> None:
-    """The hardest measured change, beside greedy from scratch (which moves 95 % of the slots)."""
+    """Check the hardest measured change against greedy from scratch (which moves 95 % of the slots)."""
     before, after = measured("decode_in1000out1000"), measured("decode_in2000out100")
     cluster = Cluster.even(num_ranks, 1, num_expert_slots)
     max_moves = int(limit * len(after) * num_ranks * num_expert_slots)

@@ -1,4 +1,4 @@
-"""Two expert slots a rank: never worse than greedy; plans beat single moves, in budget."""
+"""Two expert slots per rank: never worse than greedy; plans beat single moves within a budget."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Distances count missing replicas; a budget buys the best tables."""
+"""Paths between placements: distances count missing replicas; a budget buys the best tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table_of(
     num_expert_slots: int,
     num_experts: int,
 ) -> Ints:
-    """No rank holds an expert twice; some slots are empty."""
+    """Draw a table in which no rank has an expert twice and some slots are empty."""
     rows = [
         random.permutation(num_experts)[:num_expert_slots] for _ in range(num_layers * num_ranks)
     ]
@@ -38,7 +38,7 @@ def test_what_moved_is_what_the_rank_did_not_hold(seed: int) -> None:
 
 
 def test_the_budget_goes_to_the_layer_that_gains_most_by_it() -> None:
-    """Two layers, one move each: from a top of 2 to 1, and from 2 to 1.5."""
+    """Choose between two layers of one move each: from a top load of 2 to 1, or from 2 to 1.5."""
     tables = np.arange(4, dtype=np.int16).reshape(2, 2, 1)
     path = Path(tables, np.array([[2, 2], [1, 1.5]], np.float32), np.array([[0, 0], [3, 3]]))
     assert choose([path], 2).tolist() == [[0], [1]]

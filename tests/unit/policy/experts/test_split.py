@@ -1,4 +1,4 @@
-"""Weighted splits: fractions sum to one, levelled where possible, never heavier than even."""
+"""Weighted splits: fractions sum to one, are levelled where possible, and never heavier than even."""
 
 import numpy as np
 import pytest
