@@ -15,7 +15,7 @@ from tests.test_tidy import HOUSES, MAY_IMPORT, SRC, python_files, room_of
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT = ("nicegui", "httpx_sse", "plotly", "pebble")
-"""Modules that only the extras install. rich is missing here: other packages need it, too."""
+"""Modules that only an extra installs; rich installs the extras' other modules as well."""
 BLOCK = f"""
 import sys
 class Blocked:

@@ -22,12 +22,11 @@ def time_s(start: int, num_tokens: int, token_s: float, pair_s: float) -> float:
 
 
 def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bool]:
-    """Return a mask of the decode rows in the second micro-batch, for one rank, row by row: the
-    slow reference of `split_ranks`. `lengths`: positions that each row attends to.
+    """Return a mask of the rows in the second micro-batch, for one rank, row by row: the slow
+    reference of `split_ranks`. `lengths`: positions that each row attends to.
 
-    Rows are paired in order of length and each pair is separated, the most unequal pairs first; the
-    longer row goes to the smaller side. So counts differ by one at most, and times by at most one
-    pair.
+    Rows are paired by length and each pair is separated, the most unequal pairs first; the longer
+    row goes to the smaller side. So counts differ by one at most, times by one pair.
     """
     most_s = max(token_s, pair_s)
     token_s, pair_s = (token_s / most_s, pair_s / most_s) if most_s else (1.0, 0.0)

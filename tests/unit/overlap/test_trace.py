@@ -103,9 +103,7 @@ def test_without_a_link_there_is_no_share() -> None:
 
 
 def test_schedules_differ_by_number() -> None:
-    """Compare covered shares: overlapped 94-98 % as in the prototype; sequential 0, as nothing
-    overlaps.
-    """
+    """Compare covered shares: overlapped 94-98 % as in the prototype, sequential 0."""
     dual, serial = played(PREFILL_DUAL, 2), played(SEQUENTIAL, 1)
     covered = covered_share(dual)
     assert covered is not None

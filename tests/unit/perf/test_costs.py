@@ -103,7 +103,7 @@ def test_two_micro_batches_are_two_executions() -> None:
 
 
 def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
-    """Estimate halves from full batches: about half the time, at most 0.6; exact once halves ran."""
+    """Estimate halves from full batches: 0.5 to 0.6 of the time; close once halves ran."""
     rng = random.Random(0)
     whole = MicroBatchWork(256, 256 * 150)
     halves = halve_works(whole)
@@ -209,9 +209,7 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
 
 @pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
 def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
-    """Compare rates with prices near known sizes: the rest is the exposed link, posting and fixed
-    cost.
-    """
+    """Compare rates with prices: the rest of a step is the exposed link, posting, fixed cost."""
     rng = random.Random(1)
     costs = new()
     for _ in range(10):

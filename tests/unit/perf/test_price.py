@@ -141,9 +141,7 @@ def test_brute_force_finds_little_beyond_the_decode_table() -> None:
 
 
 def test_deepseek_decode_profile() -> None:
-    """Compare with the published trace: a micro-batch layer takes 716 us (87.32 ms / 61 / 2), here
-    709.
-    """
+    """Compare a micro-batch layer: 716 us in the published trace (87.32 ms / 61 / 2), here 709."""
     long, short = (price(DECODE_FIVE, [DEEPSEEK_DECODE] * 2, n) for n in (48, 38))
     layer_us = (long.total_s - short.total_s) / 20 * 1e6
     exposed_us = (long.exposed_s - short.exposed_s) / 20 * 1e6

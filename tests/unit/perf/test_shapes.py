@@ -25,9 +25,7 @@ V32 = parse_model_config(CONFIGS["DeepSeek-V3.2"], "f")
 
 
 def active_params(model: ModelConfig) -> int:
-    """Return the weights that a token is multiplied with: with the output head, without the
-    embedding.
-    """
+    """Return the weights that a token is multiplied with: the output head, not the embedding."""
     per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
     per_moe += model.hidden_size * model.n_routed_experts
     return (

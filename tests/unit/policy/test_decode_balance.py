@@ -257,8 +257,8 @@ def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
 def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_by_counts(ranks, [ask(1)] * 4, preempts=False) == [0, 2, 0, 1]
-    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first rank.
-    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # No request is overtaken.
+    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on rank 0.
+    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # None is overtaken.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
     found = place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True)
     assert found == [4]

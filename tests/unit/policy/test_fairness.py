@@ -139,7 +139,7 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
     "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
 )
 def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
-    """Serve two tenants on `slots` requests, each of which draws a token per step."""
+    """Serve two tenants on `slots` requests; each request draws a token per step."""
     random: Random = fresh()
     for _ in range(30):
         weights = {tenant: random.choice([1.0, 1.0, 2.0, 5.0]) for tenant in "ab"}

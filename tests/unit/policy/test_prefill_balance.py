@@ -189,7 +189,7 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
     budget_s = 2.0
     assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)[0]) < 3000
     sizes, _ = cut_rank(prompts, RATES, budget_s, 8192, 16384)
-    assert sum(sizes) == pytest.approx(8192, abs=30)  # Light tokens, each worth as much as a dense one, make up the rest.
+    assert sum(sizes) == pytest.approx(8192, abs=30)  # As many light tokens.
     assert sizes[0] > 1500
     assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
 

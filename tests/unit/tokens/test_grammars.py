@@ -92,7 +92,7 @@ def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
     "only if they were drawn"
 )
 def test_drafts_leave_no_trace(grammars: Grammars) -> None:
-    """Compare rows after drafts with those of a text that has them, whatever was drafted before."""
+    """Compare rows after drafts with those of a text that has them, after any earlier drafts."""
     rng, schema = random.Random(3), SCHEMAS["order"]
     text = '{"item": "ab", "count": 12, "tags": ["a", "b"], "paid": true}'
     tokens = [*ids(text), END]
