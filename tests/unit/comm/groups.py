@@ -1,4 +1,4 @@
-"""Groups of several ranks over loopback: in threads, or in processes of their own."""
+"""Groups of several ranks over loopback, in threads or in processes of their own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests import waiting
 from tests.levels import FULL
 
 DEADLINE_S = 120.0
-"""Of one exchange; only a hang reaches it."""
+"""Deadline of one exchange; only a hang reaches it."""
 JOIN_TIMEOUT_S = 600.0 if FULL else waiting.DEADLINE_S
-"""At full size eight ranks share two cores."""
+"""Deadline to join threads; at full size eight ranks share two cores."""
 KEY = b"the key of every group here ...."
 
 
@@ -28,7 +28,7 @@ def member(group: MeshGroup) -> Member:
 
 
 def run_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call each in a thread; return their results, or raise the first error."""
+    """Call each function in a thread; return their results, or raise the first error."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -61,7 +61,7 @@ def form_all(groups: Sequence[MeshGroup], formation: int) -> None:
 def mesh_threads(
     num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any
 ) -> Iterator[list[MeshGroup]]:
-    """Groups of `num_ranks` ranks here, in formation 1. Use each in one thread (`run_threads`)."""
+    """Make groups of `num_ranks` ranks in formation 1. Use each in one thread (`run_threads`)."""
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options)
         for rank in range(num_ranks)
@@ -86,7 +86,7 @@ def _rank_main(
             1, [Member(peer, f"e{peer}", "127.0.0.1", port) for peer, port in enumerate(ports)]
         )
         pipe.send(("ok", function(group, *arguments)))
-        pipe.recv()  # All are done: a rank that leaves ends the others' formation.
+        pipe.recv()  # Ranks are done: leaving ends the others' formation.
     except BaseException as error:
         pipe.send(("error", f"rank {rank}: {type(error).__name__}: {error}"))
         raise
@@ -97,8 +97,8 @@ def _rank_main(
 def run_processes(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `function(group, *arguments)` on every rank, each a process; return results by rank.
 
-    They fork off an idle process that has loaded torch: eight imports would take longer than the tests.
-    The function is of a module's top level; arguments and results can be pickled.
+    They are forked from an idle process that has imported torch: eight imports would take longer
+    than the tests. The function is at a module's top level; arguments and results are picklable.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tests.unit.comm.groups"])

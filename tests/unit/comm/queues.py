@@ -50,9 +50,9 @@ class QueueGroup:
     queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]
     random: random.Random
     sent_bytes: list[int] = field(default_factory=list)
-    """Of every exchange."""
+    """Bytes sent in each exchange."""
     sent_to: list[dict[int, int]] = field(default_factory=list)
-    """The same by peer."""
+    """Bytes sent in each exchange, by peer."""
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
         raise NotImplementedError
@@ -92,5 +92,5 @@ def queue_groups(members: Sequence[int], seed: int = 0) -> dict[int, QueueGroup]
 
 
 def in_threads(work: Callable[[int], T], ranks: Sequence[int]) -> dict[int, T]:
-    """Run work(rank) for every rank at once; the first error is raised here."""
+    """Run work(rank) for every rank at once; raise the first error here."""
     return dict(zip(ranks, run_threads([partial(work, rank) for rank in ranks]), strict=True))

@@ -1,4 +1,4 @@
-"""Rows of every dispatch format in and out of messages, at any address; bad heads are refused."""
+"""Rows encoded and decoded in each dispatch format, at any address; bad heads are refused."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hadal.kernels.message import LOW_LATENCY, NORMAL
 @pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)
 @pytest.mark.parametrize("start", [0, 16, 37])
 def test_rows_at_any_address(dispatch_format: str, start: int) -> None:
-    """A received message may lie anywhere in a larger buffer."""
+    """Decode at any offset: a received message may lie anywhere in a larger buffer."""
     codec = Codec(MessageLayout(dispatch_format, 200))
     x_TD = torch.randn(6, 200, generator=torch.Generator().manual_seed(1))
     token_N = torch.tensor([5, 0, 0, 3], dtype=torch.int32)
@@ -26,7 +26,7 @@ def test_rows_at_any_address(dispatch_format: str, start: int) -> None:
     )
     assert (message[:start] == 7).all()
     assert (message[start:].view(4, stride)[:, -4:] == 7).all()
-    codec.encode(x_TD[:0], None, message, len(message), stride)  # Nothing, at the very end.
+    codec.encode(x_TD[:0], None, message, len(message), stride)  # No rows, at the very end.
 
 
 @pytest.mark.parametrize("dispatch_format", DISPATCH_FORMATS)

@@ -1,5 +1,5 @@
 """Dispatch and combine between ranks in threads: the same bits for every width, placement, mode and
-order of arrival, the slow twin's result, and the bytes that the formula says.
+order of arrival, the reference twin's result, and the bytes that the formula predicts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _one_thread() -> None:
 
 @dataclass
 class Scene:
-    """Tokens with their experts, and experts whose output for a row depends on that row alone."""
+    """Tokens with their experts; an expert's output for a row depends on that row alone."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -60,7 +60,7 @@ def scene(seed: int, num_tokens: int = TOKENS, num_experts: int = EXPERTS) -> Sc
 
 
 def cuts(num_ranks: int, seed: int) -> list[slice]:
-    """Which tokens are whose: unevenly, and the last rank of several has none."""
+    """Return each rank's tokens: uneven slices, and none for the last of several ranks."""
     inner = np.sort(
         np.random.default_rng(seed).integers(0, TOKENS + 1, max(num_ranks - 2, 0))
     ).tolist()
@@ -91,7 +91,7 @@ def run(
     lost: tuple[int, ...] = (),
     seed: int = 0,
 ) -> tuple[Tensor, dict[int, QueueGroup]]:
-    """Routed [L, T, D] of all tokens by the living ranks, two micro-batches interleaved."""
+    """Return routed [L, T, D] of all tokens by the living ranks, two micro-batches interleaved."""
     members = [rank for rank in range(placement.num_ranks) if rank not in lost]
     groups = queue_groups(members, seed)
     shares = dict(zip(members, cuts(len(members), seed), strict=True))
@@ -187,7 +187,7 @@ def test_equals_the_slow_twin(dispatch_format: str, mode: str) -> None:
 
 
 def through(rows: Tensor, dispatch_format: str) -> Tensor:
-    """What a row is after dispatch, by the plain codec."""
+    """Return rows as they are after dispatch, by the reference codec."""
     if dispatch_format == "fp32":
         return rows
     layout = MessageLayout(dispatch_format, rows.shape[1])
@@ -200,7 +200,7 @@ def through(rows: Tensor, dispatch_format: str) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_are_the_formulas(mode: str) -> None:
-    """Counted between ranks, by dispatch format; and what low precision saves."""
+    """Compare bytes between ranks with the formula, by dispatch format; also the saving of FP8."""
     totals = {}
     for dispatch_format in ("fp32", "fp8"):
         tokens, placement = scene(4), spread(1, EXPERTS, 4)
@@ -211,7 +211,7 @@ def test_bytes_are_the_formulas(mode: str) -> None:
         for rank, own in enumerate(cuts(4, 4)):
             half = (own.start + own.stop) // 2
             for part in (slice(own.start, half), slice(half, own.stop)):
-                # The even placement holds expert e on rank e % 4.
+                # The even placement has expert e on rank e % 4.
                 target_TK = tokens.ids_TK[part] % 4
                 peers = [peer for peer in range(4) if peer != rank]
                 pairs = [int((target_TK == peer).sum()) for peer in peers]
@@ -219,13 +219,13 @@ def test_bytes_are_the_formulas(mode: str) -> None:
                 expected += sum(layout.expected_bytes(mode, rows, pairs))
         assert sent == expected
         totals[dispatch_format] = sent
-    # Hidden 192 has two scales for 192 values and short rows; large ones are in test_layout.
+    # Hidden size 192 has two scales per 192 values, and rows are short; test_layout has large ones.
     assert totals["fp8"] <= (0.42 if mode == "low_latency" else 0.46) * totals["fp32"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_over_the_mesh(mode: str) -> None:
-    """Real sockets, one rank without tokens: one rank's bits, the formula's bytes within 2 %."""
+    """Run over sockets, one rank without tokens: one rank's bits, the formula's bytes within 2 %."""
     hidden, num_tokens, top_k = 512, 64, 4
     g = torch.Generator().manual_seed(8)
     x_TD = torch.randn(num_tokens, hidden, generator=g)

@@ -1,4 +1,4 @@
-"""Tokens per expert slot, counted on the way: equal to a count by hand, also after a flip."""
+"""Tokens per expert slot, counted at dispatch: equal to a count by hand, also after a flip."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def by_hand(
     tokens: Scene, shares: dict[int, slice], placement: Placement, layer: int
 ) -> np.ndarray:
-    """[R, S] of all ranks' tokens in one layer, two micro-batches each, pair by pair."""
+    """Return [R, S] counts of all ranks' tokens in one layer, two micro-batches each, pair by pair."""
     counts = np.zeros((placement.num_ranks, placement.num_expert_slots), np.int64)
     expert_slots_EM, turns_E = placement.replicas(layer)
     for rank, own in shares.items():
@@ -73,7 +73,7 @@ def serve(comm: ExpertComm, tokens: Scene, own: slice, layer: int) -> None:
 
 
 def random_split(placement: Placement, seed: int) -> Placement:
-    """Every second replica takes 3 parts, its siblings 4, the first one the rest."""
+    """Return a split: half of the experts give their first replica most parts, each other one 3."""
     slots = placement.slot_to_expert_LRS
     weights = np.ones(slots.shape, np.uint8)
     rng = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def test_counts_are_those_made_by_hand(
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
-    """Two ranks, both with every expert, all tokens for expert 1: parts 12 and 4, then 4 and 12."""
+    """Split expert 1, the target of all tokens, over two ranks: parts 12 and 4, then 4 and 12."""
     placement = spread(2, 4, 2, 4)
     num_tokens, groups = 2 * SPLIT_PARTS, queue_groups([0, 1])
     tokens = Scene(
@@ -159,7 +159,7 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
-    """Rank 0 fills empty expert slots: more arrives there than before, in the same buffers."""
+    """Fill rank 0's empty expert slots: more tokens arrive there than before, in the same buffers."""
     tokens, groups = scene(SEEDS[-1], num_experts=4), queue_groups([0, 1])
     slots = np.array([[[0, 1, -1, -1], [2, 3, -1, -1]]] * LAYERS, np.int16)
     before = Placement(4, slots)
@@ -181,7 +181,7 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
         assert comm._low_latency is low_latency
         counts = comm.take_counts()
         assert counts[0].sum() == 0
-        # Of before the flip nothing is left.
+        # Counts of before the flip are dropped.
         assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0)
         return torch.equal(*results)
 

@@ -1,4 +1,4 @@
-"""For whom exchanges waited alone."""
+"""Times in which an exchange waited for a single host."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def waits_of(rank: int = 0) -> HostWaits:
 @pytest.mark.parametrize(
     ("arrived_s", "expected"),
     [
-        ({1: 1.0, 2: 1.5, 3: 3.0, 4: 2.0}, {"b": 1.0}),  # The last of a host's ranks counts.
+        ({1: 1.0, 2: 1.5, 3: 3.0, 4: 2.0}, {"b": 1.0}),  # A host's last rank counts.
         ({1: 1.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 3.0}),
-        ({1: 4.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 1.0}),  # A rank of its own host was missing, too.
+        ({1: 4.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 1.0}),  # Its own host's rank was missing, too.
         ({1: 7.0, 2: 2.0, 3: 2.0, 4: 5.0}, {}),
-        ({1: 1.0, 2: 0.2, 3: 0.3, 4: 0.9}, {}),  # All came before anybody waited.
+        ({1: 1.0, 2: 0.2, 3: 0.3, 4: 0.9}, {}),  # All arrived before the wait began.
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 1.5}, {"c": 0.5}),
-        ({1: 1.0, 2: 2.0, 3: 2.0}, {"c": 6.0}),  # It never came.
-        ({1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, {}),  # Either may be late because of the other.
+        ({1: 1.0, 2: 2.0, 3: 2.0}, {"c": 6.0}),  # It never arrived.
+        ({1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, {}),  # Each may be late because of the other.
     ],
 )
 def test_a_host_is_waited_for_alone(
@@ -57,7 +57,7 @@ def test_a_unit_on_one_host_blames_none() -> None:
 
 
 def test_the_mesh_counts_its_exchanges() -> None:
-    """Its hosts are addresses, of which a loopback has many."""
+    """Count a mesh's waits per host; each rank has a loopback address as its host."""
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, host=f"127.0.0.{1 + rank}", deadline_s=DEADLINE_S)
         for rank in range(3)

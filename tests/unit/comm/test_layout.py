@@ -1,4 +1,4 @@
-"""Sizes on paper: DeepSeek-V3's messages and buffers, and what FP8 out and BF16 back save."""
+"""Computed sizes: DeepSeek-V3's messages and buffers, and the saving by FP8 out and BF16 back."""
 
 import pytest
 
@@ -15,7 +15,7 @@ V3 = 7168
 
 @pytest.mark.parametrize("dispatch_format", ["fp8", "fp8_pow2"])
 def test_v3_messages(dispatch_format: str) -> None:
-    """DeepEP's: 16 bytes of header, 7168 codes, 56 scales; 7168 BF16 back."""
+    """Compare with DeepEP's: 16 bytes of header, 7168 codes, 56 scales; 7168 BF16 values back."""
     layout = MessageLayout(dispatch_format, V3)
     assert (layout.row_bytes, layout.message_bytes, layout.back_bytes) == (7_392, 7_408, 14_336)
 
@@ -28,13 +28,13 @@ def test_ragged_rows() -> None:
 
 
 def test_deepep_low_latency_buffer() -> None:
-    """EP144, 288 replicas: 2.15 GB for 128 tokens, twice that for 256."""
+    """Check EP144 with 288 replicas: 2.15 GB for 128 tokens, twice that for 256."""
     assert deepep_buffer_bytes(128, V3, 288) / 1e9 == pytest.approx(2.15, abs=0.005)
     assert deepep_buffer_bytes(256, V3, 288) / 1e9 == pytest.approx(4.29, abs=0.005)
 
 
 def test_own_low_latency_buffers_of_v3() -> None:
-    """Two held replicas, a frame per peer: as many bytes as DeepEP, less the rank's own."""
+    """Size buffers for two expert slots and a frame per peer: DeepEP's bytes less the rank's own."""
     buffers = low_latency_buffers(MessageLayout("fp8", V3), 128, 8, 144, 2)
     assert buffers.recv == 143 * (16 + 128 * 2 * 7_408)
     assert buffers.send == 144 * 16 + 128 * 8 * 7_408
@@ -56,11 +56,11 @@ def test_bytes_of_a_step() -> None:
 
 @pytest.mark.parametrize("hidden", [1024, V3])
 def test_low_precision_saves(hidden: int) -> None:
-    """Both ways together, FP8 out and BF16 back against FP32.
+    """Add both directions: FP8 out and BF16 back, against FP32.
 
-    At most 40 % always in low-latency mode, and in normal mode where a token has few experts on one
-    rank (EP32). In narrower units a token travels once for several rows that come back, so BF16
-    weighs more (EP4: 42 %); against plain all-to-all, FP32 and a copy per pair, it is always below.
+    In low-latency mode they are at most 40 %. So they are in normal mode if a token has few experts
+    on one rank (EP32). In narrower units a token travels once for several rows back, so BF16 weighs
+    more (EP4: 42 %). Against plain all-to-all (FP32, a copy per pair) they are always below 40 %.
     """
 
     def share(mode: str, num_ranks: int, top_k: int, plain_mode: str) -> float:

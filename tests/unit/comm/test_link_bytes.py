@@ -1,4 +1,4 @@
-"""Bytes by whether they stay on a node: what the count says is what went over the queues."""
+"""Bytes within nodes and between nodes: the counts equal the bytes that went over the queues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def comm_of(group: QueueGroup | None, mode: str, near: range | None) -> ExpertCo
 
 
 def sent(groups: dict[int, QueueGroup], exchanges: slice) -> ByNode:
-    """Within nodes and between them, over the queues."""
+    """Return the bytes sent over the queues, within nodes and between them."""
     both = [0, 0]
     for rank, group in groups.items():
         for exchange in group.sent_to[exchanges]:

@@ -1,4 +1,4 @@
-"""The exchange over gloo: the mesh's bytes, in threads; forming anew; the deadline."""
+"""The exchange over gloo, in threads: the mesh's bytes, a new formation, the deadline."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def form_all(groups: list[TorchGroup], formation: int, epoch: str = "e") -> None
 
 
 def shuffle(group: TorchGroup, seed: int, num_steps: int) -> None:
-    """Random sizes, two in flight, every other one into fixed buffers."""
+    """Exchange random sizes, two in flight, every other one into fixed buffers."""
     peers = [rank for rank in group.members if rank != group.rank]
 
     def data(sender: int, receiver: int, step: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_silent_peer_ends_the_generation_at_the_deadline() -> None:
 
 
 def test_an_abort_ends_a_wait_at_once_and_the_thread_with_it() -> None:
-    """Two wait for a third; they form again without it long before the deadline."""
+    """Abort two ranks that wait for a third; they form again without it long before the deadline."""
     with gloo_threads(3, deadline_s=NEVER_S) as groups:
         waiting = groups[:2]
         exchanges = [

@@ -1,6 +1,4 @@
-"""An object such as `hadal simulate` writes to result.json, made up: what the tests of the report
-show.
-"""
+"""A made-up object as `hadal simulate` writes it to result.json, for the report's tests."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ HOURS = (
     5.42,
     5.32,
 )
-"""Percent of a day's tokens, from noon."""
+"""Percent of a day's tokens per hour, from noon."""
 PUBLISHED = {
     "nodes_mean": 226.75,
     "nodes_peak": 278,
@@ -54,7 +52,7 @@ PUBLISHED = {
 
 
 def histogram(rng: np.random.Generator, median: float, sigma: float) -> dict[str, Any]:
-    """Log-normal times in bins that grow by a factor."""
+    """Return a histogram of log-normal times, in bins that grow by a factor."""
     times = median * np.exp(sigma * rng.standard_normal(20_000))
     edges = np.geomspace(median / 20, median * 20, 61)
     counts, _ = np.histogram(times, edges)
@@ -63,7 +61,7 @@ def histogram(rng: np.random.Generator, median: float, sigma: float) -> dict[str
 
 
 def hour(index: int, share: float, rng: np.random.Generator) -> dict[str, Any]:
-    """One of 24, with a window."""
+    """Return one of 24 hours, with a window."""
     tokens_in, nodes = int(6.1e9 * share), 30.0 * math.ceil(share / 5.6 * 9.2)
     noise = rng.normal(0, 1, 8)
     return {
@@ -104,7 +102,7 @@ def hour(index: int, share: float, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def result(seed: int = 1) -> dict[str, Any]:
-    """The whole object."""
+    """Return the whole object."""
     rng = np.random.default_rng(seed)
     hours = [hour(index, share, rng) for index, share in enumerate(HOURS)]
     at = np.arange(1440) / 60.0

@@ -1,4 +1,4 @@
-"""What a process of a pool does if the machine has no memory left for it."""
+"""The end of a pool's process on a machine without free memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A page read back: its text, its tags, its tables and the figures of its charts, with html.parser,
-which knows nothing of how it was made.
+"""A page parsed with html.parser, independently of its writer: its text, tags, tables and the
+figures of its charts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLOTLY = get_plotlyjs()
 
 
 class Page(HTMLParser):
-    """Fails on tags that do not close what is open."""
+    """A parsed page; raises if a tag does not close the open one."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The charts' figures; fails on a number that JSON does not have."""
+        """Return the charts' figures; fail on a number that JSON does not have."""
         found = json.loads(self.scripts[1], parse_constant=lambda said: [][len(said)])
         assert isinstance(found, dict)
         return found
@@ -81,12 +81,12 @@ class Page(HTMLParser):
         )
 
     def row(self, first: str) -> list[str]:
-        """The first row whose first cell says this."""
+        """Return the first row with this text in its first cell."""
         return next(row for row in self.rows if row and row[0] == first)
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The report without plotly's own script, which stands in it once."""
+    """Return the report without plotly's own script, which must be in it once."""
     parts = report_html(result).split(PLOTLY)
     assert len(parts) == 2
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""Parts of a simulation that has none: what processes do in tests. Imports little, for each process
+"""Parts that pool processes run in tests, without a simulation. Imports little, as each process
 imports it anew.
 """
 
@@ -12,7 +12,7 @@ from hadal.core.errors import ConfigError
 
 
 def part(size: int, *, by: float = 1.0) -> tuple[int, float]:
-    """Who did it, and what."""
+    """Return the process id, and size * by."""
     return os.getpid(), size * by
 
 
@@ -25,7 +25,7 @@ def blocked() -> bool:
 
 
 def die_halfway() -> bytes:
-    """It ends in the middle of saying what came of it."""
+    """End the process in the middle of sending its result."""
     send = Connection._send  # type: ignore[attr-defined]
 
     def half(self: Connection, part: bytes) -> None:

@@ -1,6 +1,4 @@
-"""`hadal balance`: what it reads, what it prints, and that a printed placement can be read back as
-today's.
-"""
+"""`hadal balance`: its input, its output, and a printed placement that is read back as today's."""
 
 import gzip
 import json

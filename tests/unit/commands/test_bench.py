@@ -1,4 +1,4 @@
-"""`hadal bench` without a server: what is asked for, what is made of samples, and the page."""
+"""`hadal bench` without a server: its requests, its figures from samples, and the page."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ def test_a_rate_is_kept_and_its_gaps_are_chance() -> None:
 
 
 def test_time_in_which_nothing_came_was_offered_too() -> None:
-    """Else a rate that is seldom would be said to be higher than it was."""
+    """Run a level without arrivals: its time counts, else a low rate would seem higher than it was."""
     target = Target("http://127.0.0.1:9/v1", "none")
     run, found = LevelRun(Level("rate", 1e-3)), Calibration(target, Texts(0), ())
     plan = LoadPlan(0.05, 9, parse_lengths("9", "x"), parse_lengths("9", "x"))
@@ -78,7 +78,7 @@ def test_time_in_which_nothing_came_was_offered_too() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
-    """JSON may hold characters that end lines elsewhere."""
+    """Cut the stream anywhere; JSON may hold characters that end lines elsewhere."""
     chunk = {"choices": [{"delta": {"content": "one\u2028two\u0085three"}}]}
     text = json.dumps(chunk, ensure_ascii=False)
     data = f"data: {text}\r\n\r\n: wait\n\ndata: [DONE]\n\n".encode()

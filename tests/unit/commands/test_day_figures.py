@@ -1,4 +1,4 @@
-"""Charts of the day: every value of the result is in one, and so is what a pointer is told."""
+"""Charts of the day: every value of the result is in a chart and in its hover text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOURS, MINUTES = RESULT["hours"], RESULT["minutes"]
 
 
 def traces(figure: Figure | None) -> dict[str, Any]:
-    """Name of a trace -> the trace."""
+    """Return name of a trace -> the trace."""
     assert figure
     json.dumps(figure, allow_nan=False)
     found = {trace["name"]: trace for trace in figure["data"]}

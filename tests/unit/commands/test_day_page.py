@@ -1,4 +1,4 @@
-"""The report as a page: whole, alone, in every theme, and sound whatever the result lacks."""
+"""The report as a page: complete, self-contained, in every theme, valid if results lack parts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RESULT = result()
 
 
 def damaged(value: Any, rng: np.random.Generator, share: float) -> Any:
-    """The same with other things in a share of its places, at any depth."""
+    """Return the value with a share of its parts replaced or removed, at any depth."""
     if rng.random() < share:
         return DAMAGE[int(rng.integers(len(DAMAGE)))]
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def damaged(value: Any, rng: np.random.Generator, share: float) -> Any:
 
 
 def shortened(value: Any) -> Any:
-    """The same with at most 2 elements of each list."""
+    """Return the value with at most 2 elements of each list."""
     if isinstance(value, dict):
         return {key: shortened(inner) for key, inner in value.items()}
     return [shortened(inner) for inner in value[:2]] if isinstance(value, list) else value
@@ -78,12 +78,12 @@ SHORT = shortened(RESULT)
 
 
 def row(table: Table, first: str) -> list[str]:
-    """The row that begins with this."""
+    """Return the row with this first cell."""
     return next(list(cells) for cells in table.rows if cells[0] == first)
 
 
 def colours(part: Any, key: str = "") -> set[str]:
-    """Whatever a figure gives as a colour."""
+    """Return all colours in a figure."""
     if isinstance(part, dict):
         return set().union(*(colours(inner, name) for name, inner in part.items()))
     if isinstance(part, list):
@@ -238,7 +238,7 @@ def test_a_page_of_a_huge_unit_stays_readable() -> None:
 
 
 def test_nothing_but_the_report_loads_what_draws_it() -> None:
-    """Neither a server nor the processes that simulate wait for it."""
+    """Check that servers and simulating processes import nothing that draws, as it would slow them."""
     code = (
         "import sys, hadal.cli, hadal.runtime.launch, hadal.lab.simulate.run\n"
         "assert not {'plotly', 'narwhals', 'hadal.lab.simulate.page'} & set(sys.modules)"
@@ -280,8 +280,8 @@ for (const event of ["resize", "(prefers-color-scheme: dark)", "beforeprint", "a
 }
 console.log(JSON.stringify(rounds));
 """
-"""A document with charts, in which each theme's colours are called after it: runs the page's script
-and all that it listens to, and prints what was drawn.
+"""Script with a stub of a browser's document. It runs the page's script and its listeners, and
+prints the drawn charts. Colours are named after their theme.
 """
 
 

@@ -1,4 +1,4 @@
-"""What is read out of a result, and how numbers are written."""
+"""Values read from a result, and numbers as text."""
 
 from __future__ import annotations
 

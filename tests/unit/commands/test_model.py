@@ -1,4 +1,4 @@
-"""`hadal model`: what a folder holds, in rows for people and in JSON, and one line for a mistake."""
+"""`hadal model`: a folder's contents, in rows for people and in JSON, and one line for a mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*arguments: str) -> Result:
 
 
 def write(folder: Path, config: dict[str, Any], dtype: str = "") -> Path:
-    """Write config.json and, of a `dtype`, a file of weights that is a header and a hole."""
+    """Write config.json and, with a `dtype`, a file of weights: a header and a hole."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if not dtype:
@@ -46,7 +46,7 @@ def write(folder: Path, config: dict[str, Any], dtype: str = "") -> Path:
 
 
 def found(*arguments: str) -> dict[str, Any]:
-    """Return what is printed; without weights or a tokenizer the exit code is 1."""
+    """Return the printed JSON; without weights or a tokenizer the exit code is 1."""
     result = run(*arguments, "--json")
     assert result.exit_code in (0, 1), result.output
     values: dict[str, Any] = json.loads(result.stdout)
@@ -82,7 +82,7 @@ def test_the_model_that_ships() -> None:
 def test_parameters_are_those_that_the_makers_give(
     name: str, billions: int, active: int, tmp_path: Path
 ) -> None:
-    """As their names and model cards say, up to what is counted as a parameter."""
+    """Compare with names and model cards, within their differences in counting parameters."""
     values = found(str(write(tmp_path, CONFIGS[name])))
     assert round(values["num_parameters"] / 1e9) == billions
     assert abs(values["num_parameters_active"] / 1e9 - active) < 1
@@ -104,7 +104,7 @@ def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> Non
 )
 @pytest.mark.needs("compiler")
 def test_what_fits(tmp_path: Path) -> None:
-    """Moonlight as it is stored: 32 GB in BF16, which its two units share."""
+    """Fit Moonlight in its stored format: 32 GB in BF16, shared by its two units."""
     folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], "BF16")
     small = found(str(folder), "--memory-gb", "20")
     laptop = next(fit for fit in small["deployments"] if fit["deployment"] == "laptop")

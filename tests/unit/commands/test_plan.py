@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """The one line that says why."""
+    """Return the one line of the error."""
     result = run(*arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`hadal replay`: what it prints, what it leaves with, and which roles it makes."""
+"""`hadal replay`: its output, its exit codes, and the roles that it makes."""
 
 from __future__ import annotations
 

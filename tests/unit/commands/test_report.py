@@ -1,6 +1,4 @@
-"""`hadal report`: what it reads, what it prints, and what it says when there is nothing to
-print.
-"""
+"""`hadal report`: its input, its output, and its message if there is nothing to print."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from hadal.runtime.ledger.store import Store
 from hadal.stats.prices import R1
 
 NOW_S = 1_764_400_000.0
-"""What the report takes for now."""
+"""Current time, as the report sees it."""
 
 
 def call(*arguments: str) -> Result:
@@ -38,8 +36,8 @@ def write(path: str, facts: PackedFacts) -> None:
 
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a request a minute for two days, until now, of two tenants and two models, on one unit of
-    each role.
+    """Write a ledger: a request per minute for two days until now, of two tenants and two models,
+    on one unit of each role.
     """
     clock = SimpleNamespace(time=lambda: NOW_S, localtime=time.localtime)
     monkeypatch.setattr(report, "time", clock)
@@ -94,8 +92,8 @@ def test_a_shorter_time_and_other_lines(ledger: str) -> None:
 
 
 def test_times_and_errors(ledger: str) -> None:
-    """A request each minute takes 1 s to its first token and 100 ms for each other; three were
-    refused or failed.
+    """Report requests of 1 s to the first token and 100 ms per further token; three failed or were
+    refused.
     """
     failed = (
         RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, NOW_S - 90, NOW_S - 60)

@@ -10,7 +10,7 @@ from hadal.stats.report import report
 from hadal.stats.tally import Counts, Key, Tally
 
 START_S = 1_740_628_800
-"""2025-02-27 12:00 in Beijing, a quarter hour's beginning."""
+"""2025-02-27 12:00 in Beijing, the beginning of a quarter hour."""
 
 
 def text_of(width: int) -> str:

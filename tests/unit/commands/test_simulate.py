@@ -26,7 +26,7 @@ def run(*arguments: str) -> Result:
 )
 @pytest.mark.slow("a day, its cache and a window, each in a new process")
 def test_a_day_in_two_processes(tmp_path: Path) -> None:
-    """Only JSON is printed, and the same lies in the folder, with a page and a trace beside it."""
+    """Print only JSON; the folder has the same JSON, with a page and a trace."""
     config, out = tmp_path / "day.toml", tmp_path / "new" / "day"
     short = replace(small().window, settle_s=0.3, back_s=600.0)
     study = small(workload=replace(WORKLOAD, sessions_per_day=1e5), window=short)
@@ -130,7 +130,7 @@ def test_a_mistake_is_one_line_and_makes_no_folder(
 
 @pytest.mark.promise("A TPOT below what one request a rank is priced at is refused at once.")
 def test_a_promise_that_no_unit_keeps_is_one_line(tmp_path: Path) -> None:
-    """Of the published day: nothing of it is simulated for that, and no folder made."""
+    """Ask for an impossible TPOT on the published day: no simulation runs, and no folder is made."""
     config = tmp_path / "fast.toml"
     config.write_text("tpot_ms = 1.0", encoding="utf-8")
     result = run("--config", str(config), "--out", str(tmp_path / "out"))

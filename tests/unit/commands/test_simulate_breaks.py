@@ -1,4 +1,4 @@
-"""What a newcomer does to `hadal simulate`: narrow terminals show every figure, a strange file is
+"""Newcomers' mistakes with `hadal simulate`: narrow terminals show every figure, an invalid file is
 one line.
 """
 

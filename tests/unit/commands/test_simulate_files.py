@@ -1,4 +1,4 @@
-"""Studies read and written, hours in Beijing, numbers that JSON has."""
+"""Studies read and written, hours in Beijing, and numbers that JSON can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts in processes of their own: what comes of each, and none that is left whatever happens."""
+"""Parts in processes of their own: their results and errors; no process is left after any end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG_S = 600.0
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """As Python has it, before and after."""
+    """Set Python's own handler of Ctrl-C before and after each test."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,13 +30,13 @@ def ctrl_c() -> Iterator[None]:
 
 
 def press() -> None:
-    """Ctrl-C, and whoever does not hear it waits."""
+    """Press Ctrl-C, then wait: only an exception ends this function."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(LONG_S)
 
 
 def end_with(end: Callable[[], None]) -> None:
-    """Two parts that take long are at work and one waits for them: then the end."""
+    """Run two long parts while a third is queued, then call `end`."""
     with processes(2) as pool:
         for _ in range(3):
             pool.submit(time.sleep, LONG_S)
@@ -83,7 +83,7 @@ def test_an_error_here_ends_those_that_run() -> None:
 
 
 def test_ctrl_c_ends_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of the block, what runs is waited for."""
+    """Press Ctrl-C at the end of the block, which waits for running parts."""
 
     def pressed(pool: Processes) -> None:
         monkeypatch.undo()
@@ -115,7 +115,7 @@ def test_processes_are_born_deaf_to_it() -> None:
 
 
 def test_who_ignores_it_goes_on_ignoring_it() -> None:
-    """As a shell starts what is to run in the background."""
+    """Ignore Ctrl-C, as a shell makes a background command do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with processes(1) as pool:
         os.kill(os.getpid(), signal.SIGINT)

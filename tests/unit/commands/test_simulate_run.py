@@ -1,5 +1,5 @@
-"""The stages of a simulated day, run inline by a real executor; what is shared is measured once,
-what dies is told.
+"""The stages of a simulated day, run inline by an executor: shared parts are measured once, and a
+process that dies gives an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WHOLE = "test_simulate has a day in whole"
 
 
 class Inline(Executor):
-    """Does what is submitted at once, here."""
+    """Executor that runs a submitted call at once, in this process."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Inline(Executor):
 
 
 def tiny(**changes: Any) -> Study:
-    """A few requests a second, and prefill units that are to be idle, so that there are several."""
+    """Return a study of few requests per second; prefill use is low, so that there are several units."""
     parts = {
         "workload": replace(WORKLOAD, sessions_per_day=1e5),
         "prefill": replace(small().prefill, use=0.005),
@@ -73,7 +73,7 @@ def alternatives() -> tuple[tuple[str, Study], ...]:
 
 @cache
 def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
-    """One day with a window and five alternatives."""
+    """Run one day with a window and five alternatives."""
     pool, told = Inline(), list[tuple[str, float]]()
     plan = SimulationPlan(tiny(), (8,), alternatives(), 1)
     return (
@@ -119,8 +119,8 @@ def test_the_window_has_the_liquids_units() -> None:
 
 @pytest.mark.more(WHOLE)
 def test_what_alternatives_share_is_measured_once() -> None:
-    """One has another cache, one other units; two only other prices and promises. One with other
-    units cannot keep its promise, and nothing is measured for it.
+    """Compare alternatives: one has another cache, one other units, two only other prices and
+    promises. The last, with other units, cannot keep its promise, so nothing is measured for it.
     """
     num_points = len(points_at(32.0))
     assert ran()[1] == {
@@ -229,4 +229,4 @@ def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyP
 
 
 def _tell(what: str, work_s: float) -> None:
-    """Nobody looks."""
+    """Ignore progress."""

@@ -1,5 +1,5 @@
-"""The tables in the terminal, of a made-up day: figures beside what was published, hours,
-alternatives, gaps.
+"""The tables of a made-up day in the terminal: figures beside published ones, hours, alternatives,
+gaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def shown(found: Any) -> str:
 
 
 def line(text: str, first: str) -> list[str]:
-    """Cells, where two blanks part them."""
+    """Return the cells of a line; two blanks separate them."""
     found = next(one for one in text.splitlines() if one.startswith(first))
     return [cell.strip() for cell in found.split("  ") if cell.strip()]
 

@@ -1,6 +1,4 @@
-"""`hadal step`: the JSON's keys, a table for people, a trace for Perfetto, one line for a
-mistake.
-"""
+"""`hadal step`: the JSON's keys, a table for people, a trace for Perfetto, one line for a mistake."""
 
 import json
 from pathlib import Path
@@ -73,7 +71,7 @@ def test_the_trace_is_chromes(tmp_path: Path) -> None:
     assert str(path) in result.stdout.replace("\n", "")
     events = json.loads(path.read_text())["traceEvents"]
     assert {"dispatch", "combine", "attn_core"} <= {event["name"] for event in events}
-    # JSON on stdout stays JSON with a trace beside it.
+    # JSON on stdout stays JSON while a trace is written.
     assert json.loads(run("--json", "--trace", str(path)).stdout)["step_ms"] > 0
 
 

@@ -1,4 +1,4 @@
-"""These tests need built kernels: without a compiler they are skipped."""
+"""Skip this folder's tests without a compiler: they need built kernels."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small random models of awkward shapes, and a cache whose blocks lie out of order."""
+"""Small random models of awkward shapes, and a cache with its blocks out of order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hadal.reference.params import (
 from hadal.reference.rope import cos_sin_table
 from tests.stored import stored
 
-ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
+ODD: dict[str, Any] = {  # No size is a multiple of a vector's.
     "model_type": "deepseek_v3",
     "vocab_size": 301,
     "hidden_size": 100,
@@ -55,14 +55,14 @@ def odd_config(**changes: Any) -> ModelConfig:
 
 
 def randn(generator: torch.Generator, *shape: int) -> Tensor:
-    """Of a size that keeps activations near 1."""
+    """Draw values of a size that keeps activations near 1."""
     return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
 
 
 def random_weights(
     c: ModelConfig, seed: int = 0, kind: str = "fp32", *, with_mtp: bool = False
 ) -> ModelWeights:
-    """A model of this shape with random weights, its matrices stored as `kind` (tests/stored)."""
+    """Draw a model of this shape; its matrices are stored as `kind` (tests/stored)."""
     generator = torch.Generator().manual_seed(seed)
 
     def norm(dim: int) -> Tensor:
@@ -135,18 +135,18 @@ def random_weights(
 
 @dataclasses.dataclass
 class Paged:
-    """A cache full of random entries, and every row's blocks in random order."""
+    """A cache full of random entries; each row's blocks are in random order."""
 
     cache_PLSD: Tensor
     table_BM: Tensor
 
     def seen(self, lengths: list[int], layer: int = 1, first: int = 0) -> SeenEntries:
-        """Return what rows of these lengths see in a layer."""
+        """Return the entries that rows of these lengths see in a layer."""
         return SeenEntries(self.cache_PLSD, layer, self.table_BM, torch.tensor(lengths), first)
 
 
 def paged(num_layers: int, entry_dim: int, lengths: list[int], seed: int = 0) -> Paged:
-    """A cache for `lengths`; NaN behind each row's length makes any read of it show."""
+    """Make a cache for `lengths`; entries after each row's length are NaN, so that reading one shows."""
     generator = torch.Generator().manual_seed(seed)
     width = max(1, max((length + 63) // 64 for length in lengths))
     order = torch.randperm(len(lengths) * width, generator=generator) + 1

@@ -1,4 +1,4 @@
-"""Where kernels come from, and what happens where they cannot come from anywhere."""
+"""Finding and building kernels, and the plain fallback if that is impossible."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from tests.waiting import DEADLINE_S, wait_until
 
 @pytest.fixture
 def fresh_load(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Loading happens once per process; here once per test."""
+    """Load kernels anew in each test; elsewhere they are loaded once per process."""
     library.load.cache_clear()
     caplog.set_level(logging.INFO)
     yield caplog
@@ -97,7 +97,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    """A stand-in compiler notes its runs and leaves an empty library."""
+    """Start processes together, with a stand-in compiler that counts its runs."""
     compiler = script(
         tmp_path / "slow",
         '[ "$1" = --version ] && exit 0; echo run >> "$0.runs"; sleep 0.5; for last; do :; done;'
@@ -161,7 +161,7 @@ def test_setup_tells_what_became_of_the_kernels(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A slow compiler fails the setup, which may be repeated; a hopeless one does not."""
+    """Run the setup: a slow compiler fails it, which may be repeated; a missing one does not."""
     is_there = " " in compiler
     made = (
         script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}')

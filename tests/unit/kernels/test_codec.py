@@ -17,7 +17,7 @@ SEEDS = [1, 2, fresh().randrange(1 << 30)]
 
 
 def awkward(num_rows: int, hidden: int, seed: int) -> Tensor:
-    """Magnitudes from 1e-9 to 1e6, zeros, whole groups of zeros, halves between codes."""
+    """Draw magnitudes from 1e-9 to 1e6, zeros, groups of zeros, and halves between codes."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = 10 ** (torch.rand(num_rows, 1, generator=generator) * 15 - 9)
     x = torch.randn(num_rows, hidden, generator=generator) * magnitudes
@@ -54,7 +54,7 @@ def test_kernels_give_the_twins_bits(built: None, row_format: str, hidden: int, 
 
 
 def test_every_e4m3_code_is_its_value(built: None) -> None:
-    """All codes, and every value half-way between two neighbours, which goes to the even one."""
+    """Encode all codes, and every value half-way between two neighbours, which rounds to even."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
     finite = values[values.isfinite()].unique()
@@ -63,7 +63,7 @@ def test_every_e4m3_code_is_its_value(built: None) -> None:
         (finite, halves, torch.nextafter(halves, torch.tensor(1e9)), torch.tensor([448.0]))
     )
     want = x.to(torch.float8_e4m3fn).float()
-    # A group whose amax is 448 has scale 1.
+    # A group with amax 448 has scale 1.
     padded = torch.full((-(-len(x) // 127), 128), 448.0)
     padded[:, :127] = torch.nn.functional.pad(x, (0, padded.shape[0] * 127 - len(x))).view(-1, 127)
     out = torch.empty_like(padded)
@@ -86,8 +86,8 @@ def test_fp8_error_is_within_its_bound(row_format: str) -> None:
         .amax(2)
         .repeat_interleave(128, 1)[:, :300]
     )
-    # Half a step of 2^-3 of the value, or of the smallest code; the scale is up to twice as large
-    # as a power of two.
+    # Half a step of 2^-3 of the value, or of the smallest code; a power-of-two scale is up to 2x as
+    # large.
     step = amax.clamp(min=1e-4) / 448 * (2 if row_format == "fp8_pow2" else 1)
     assert ((out - x).abs() <= torch.maximum(x.abs() / 16, step * 2**-10) * 1.0001).all()
 

@@ -43,7 +43,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def inputs(config: ModelConfig, positions: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(cache, tokens, positions, table); the rows' earlier positions hold random entries."""
+    """Return (cache, tokens, positions, table); the rows' earlier positions hold random entries."""
     kv = paged(config.num_hidden_layers, config.entry_dim, [position + 1 for position in positions])
     tokens = torch.randint(
         0, config.vocab_size, (len(positions),), generator=torch.Generator().manual_seed(1)

@@ -19,8 +19,8 @@ from tests.unit.kernels.test_decode_step import CHANGES
 
 pytestmark = pytest.mark.usefixtures("built")
 POSITIONS = [1, 62, 63, 64, 65, 66, 130, 300, 400, 0, 64, 131]
-"""Of rows of as many sequences; the last three only write their entry. Where an indexer selects 66
-or 300 positions, one row sees one more than that, and position 0 is the one that is left out.
+"""Positions of the rows, each of another sequence; the last three only write their entry. If an
+indexer selects 66 or 300 positions, one row sees one more; position 0 is the one left out.
 """
 NUM_FULL = 9
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -46,7 +46,7 @@ class Call:
 
 
 def make_call(config: ModelConfig, positions: list[int]) -> Call:
-    """Rows at a block's first position come with zeros."""
+    """Make a call; rows at a block's first position have zeros as hidden states."""
     num_layers = config.num_hidden_layers + 1
     kv = paged(num_layers, config.entry_dim, [position + 1 for position in positions])
     generator = torch.Generator().manual_seed(1)
@@ -134,7 +134,7 @@ def test_rows_of_one_sequence_give_what_steps_one_by_one_give(changes: dict[str,
     step = DraftStep(weights, other, 1, 1)
     for i in range(7):
         assert torch.equal(step(*(part[i : i + 1] for part in rows), 1)[0], together[i])
-    # Entries of earlier positions may come in the same call, behind the rows that need them.
+    # Entries of earlier positions may be in the same call, even after the rows that need them.
     other.fill_(float("nan"))
     start = torch.arange(1, 62)
     before = (
@@ -166,7 +166,7 @@ def test_position_0_is_not_attended_to(changes: dict[str, Any], garbage: float) 
 
 
 def test_a_further_draft_takes_the_hidden_states_of_the_last() -> None:
-    """They lie where the next ones will."""
+    """Draft further from the hidden states in place: the next ones will overwrite them."""
     weights, call = make(CHANGES[0])
     rows = call.rows(EVERY)
     step = DraftStep(weights, call.cache_PLSD, 12, 2)

@@ -38,7 +38,7 @@ def case(t: int, d: int, i: int, e: int, k: int, kind: str = "fp32") -> Case:
 def test_equals_the_twin(shape: tuple[int, int, int, int, int], kind: str) -> None:
     inputs = case(*shape, kind)
     bound = 2e-5
-    if "rounding" in kind:  # A last bit of the activation may round to the next code, 6 % off.
+    if "rounding" in kind:  # A last bit may round to the next code, 6 % off.
         bound = 2e-2
     torch.testing.assert_close(experts(*inputs), twin.experts(*inputs), rtol=bound, atol=bound)
 
@@ -83,8 +83,7 @@ def test_large_activations_stay_finite() -> None:
     x, held, ids, weights = case(4, 20, 12, 5, 2)
     y, expected = (kernel(x * 1e4, held, ids, weights) for kernel in (experts, twin.experts))
     assert y.isfinite().all()
-    # Sums of terms as large as the largest result: where they cancel, their rounding is all there
-    # is.
+    # Bound by the largest result: where large terms cancel, their rounding is all that is left.
     torch.testing.assert_close(y, expected, rtol=0.0, atol=2e-6 * float(expected.abs().max()))
 
 

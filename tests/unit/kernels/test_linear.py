@@ -52,7 +52,7 @@ def test_a_row_does_not_depend_on_the_others(m: int, k: int, n: int, kind: str) 
 
 @pytest.mark.parametrize("columns", [96, 640])
 def test_every_code_and_every_half_float_is_widened_right(columns: int) -> None:
-    """Subnormals and both zeros are among them; NaN codes are not: a quantiser saturates."""
+    """Widen every code with subnormals and both zeros, but no NaN codes: a quantiser saturates."""
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     codes = torch.where(codes.float().isnan(), torch.zeros(()), codes.float()).to(FP8)
     scales = torch.tensor([[0.37] * -(-columns // 128)] * 2)

@@ -71,11 +71,11 @@ def test_bad_input_is_refused() -> None:
 
 
 SELECTED = [64, 300]
-"""So many positions: one block, and two ranges."""
+"""Numbers of selected positions: one block, and two ranges."""
 
 
 def selections(num_selected: int, seed: int = 0) -> Tensor:
-    """[B, K] int32: ascending positions of each row that sees more than K; zeros for the others."""
+    """Return [B, K] int32: ascending positions of each row that sees more than K; else zeros."""
     generator = torch.Generator().manual_seed(seed)
     selected_BK = torch.zeros(len(LENGTHS), num_selected, dtype=torch.int32)
     for row, length in enumerate(LENGTHS):
@@ -105,7 +105,7 @@ def test_selected_positions_equal_the_twin(heads: int, c: int, r: int, num_selec
 
 @pytest.mark.parametrize("num_selected", SELECTED)
 def test_selected_positions_are_as_if_they_were_all_there_is(num_selected: int) -> None:
-    """To the bit, for a row that sees no more, and with the selected entries in their own cache."""
+    """Compare bits: a row that sees only its selected entries, in a cache of their own."""
     kv, q = paged(2, 40 + 6 + 9, LENGTHS), queries(len(LENGTHS), 7, 40, 6)
     selected_BK = selections(num_selected)
     lengths = [min(length, num_selected) for length in LENGTHS]

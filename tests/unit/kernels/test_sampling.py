@@ -1,4 +1,4 @@
-"""Drawing tokens against its slow twin: the same tokens, whatever is asked for."""
+"""Drawing tokens against the slow twin: the same tokens for any sampling parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUM_ROWS = 16
 
 
 def table_of(rng: np.random.Generator, vocabulary: int, num_slots: int = NUM_ROWS) -> SlotTable:
-    """Slots that ask for all at once, or for some of it."""
+    """Draw slots with random sampling parameters, many at once."""
     slots_S = np.zeros(num_slots, SLOT)
     for name, values in CHOICES.items():
         slots_S[name] = rng.choice(values, num_slots)
@@ -56,7 +56,7 @@ def table_of(rng: np.random.Generator, vocabulary: int, num_slots: int = NUM_ROW
 
 
 def plain_table(**columns: float) -> SlotTable:
-    """One slot that asks for nothing but `columns`."""
+    """Return one slot without parameters other than `columns`."""
     slots_S = np.zeros(1, SLOT)
     for name, value in ({"top_p": 1.0, "repetition": 1.0, "num_logprobs": 3} | columns).items():
         slots_S[name] = value
@@ -82,7 +82,7 @@ def draw_rows(
     table: SlotTable,
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row alone, as slot `slots_B[b]` asks, at that index: several may be of one slot."""
+    """Draw each row by itself, with slot `slots_B[b]` and index `indices_B[b]`; a slot may recur."""
     slots_S = table.slots_S[slots_B]
     slots_S["index"] = indices_B
     history = [
@@ -107,7 +107,7 @@ def assert_equal_draws(
     table: SlotTable,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """The status of each row."""
+    """Compare the draws with the twin's; return the status of each row."""
     (ours, our_best), (expected, best) = (
         draw_rows(module, logits_BV, slots_B, indices_B, table, masks)
         for module in (sampling, twin)
@@ -145,7 +145,7 @@ def test_long_rows_equal_their_twin(kind: str, vocabulary: int) -> None:
 
 
 def masks_of(rng: np.random.Generator, vocabulary: int) -> tuple[RowMasks, np.ndarray]:
-    """Masks that rows share, some of which have none; and what they allow, by row."""
+    """Return masks that rows share (some rows have none), and the allowed tokens by row."""
     is_allowed_MV = rng.random((5, vocabulary)) < rng.choice([0.02, 0.5, 1.0], (5, 1))
     of_R = rng.integers(-1, 5, NUM_ROWS)
     num_words = -(-vocabulary // 32)
@@ -175,7 +175,7 @@ def test_masked_rows_equal_their_twin_and_draw_what_is_allowed(kind: str, vocabu
     "An answer that satisfies the schema by itself stays as it is, token by token."
 )
 def test_a_mask_that_allows_what_is_drawn_changes_nothing() -> None:
-    """Log-probabilities neither: they do not know it."""
+    """Mask all but the drawn token: log-probabilities stay, too; they ignore masks."""
     rng = np.random.default_rng(5)
     table, x_BV = table_of(rng, 300), logits_of(rng, "usual", 300)
     slots = np.arange(NUM_ROWS)
@@ -237,7 +237,7 @@ def test_a_row_that_its_slot_leaves_nothing() -> None:
 def test_a_row_is_the_same_alone_and_with_others(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, log-probabilities too; rows may lie apart, and be of one slot."""
+    """Compare bits and log-probabilities; rows may be strided, and several may be of one slot."""
     team = library.team(num_threads)
     monkeypatch.setattr(library, "team", lambda: team)
     rng = np.random.default_rng(3)
@@ -260,7 +260,7 @@ def test_a_row_is_the_same_alone_and_with_others(
 )
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_slot_are_drawn_while_the_next_was_fed_what_was_drawn(seed: int) -> None:
-    """The same tokens one row at a time, and no more rows; histories and indices go along."""
+    """Compare with one row at a time: the same tokens, no more rows, the same histories and indices."""
     rng, vocabulary, num_slots = np.random.default_rng(seed), 40, 9
     slots_B = rng.permutation(num_slots)[:6]
     num_B = rng.integers(1, 5, len(slots_B))
@@ -287,7 +287,7 @@ def test_rows_of_a_slot_are_drawn_while_the_next_was_fed_what_was_drawn(seed: in
             is_last = at + 1 == first + num or rng.random() < 0.3
             if is_last or rows["status"][0] != DRAWN:
                 counts.append(at + 1 - first)
-                if at + 1 < first + num:  # What was fed behind it is something else.
+                if at + 1 < first + num:  # Feed a token that was not drawn.
                     fed_R[at + 1] = (rows["token"][0] + 1) % vocabulary
                 break
             fed_R[at + 1] = rows["token"][0]

@@ -15,11 +15,11 @@ LENGTHS = [1, 47, 48, 49, 64, 65, 300, 513, 1100]
 NUM_SELECTED = 48
 SHAPES = [(1, 8), (2, 17), (4, 32), (7, 25), (64, 128)]
 BEFORE = 6
-"""Values of an entry that stand before its key."""
+"""Number of an entry's values before its indexer key."""
 
 
 def whole_numbers(heads: int, width: int) -> tuple[Tensor, Tensor, Paged]:
-    """Queries, weights and keys of small whole numbers: sums are exact, and many are equal."""
+    """Return queries, weights and keys of small whole numbers: sums are exact, and many are equal."""
     kv = paged(2, BEFORE + width, LENGTHS)
     kv.cache_PLSD = kv.cache_PLSD.sign()
     generator = torch.Generator().manual_seed(heads)
@@ -64,7 +64,7 @@ def test_no_better_position_is_left_out(heads: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), SHAPES)
 def test_position_0_may_be_left_out(heads: int, width: int) -> None:
-    """Of a row that sees one position more than it selects, it is the one that is."""
+    """Leave out position 0 where a row sees one position more than it selects."""
     q_BJX, weights_BJ, kv = whole_numbers(heads, width)
     seen = kv.seen(LENGTHS, first=1)
     expected = twin.select_positions(q_BJX, weights_BJ, seen, NUM_SELECTED)
@@ -94,7 +94,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_threads(
 
 
 def test_scores_that_are_no_numbers_choose_positions_all_the_same() -> None:
-    """A broken model's tokens are nonsense; what they read is still theirs."""
+    """Use scores that are NaN or inf: the positions are arbitrary, but still the row's own."""
     q_BJX, weights_BJ, kv = whole_numbers(2, 17)
     weights_BJ[-1] = float("nan")
     weights_BJ[-2] = float("inf")

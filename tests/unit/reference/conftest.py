@@ -1,4 +1,4 @@
-"""One thread: the tests run beside others."""
+"""Limit torch to one thread: these tests run beside others."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def make_config(**changes: Any) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
-    """Weights large enough that logits differ, norms and biases away from 1 and 0."""
+    """Draw weights so large that logits differ; norms and biases are away from 1 and 0."""
     c, generator = config, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The paged, absorbed step agrees with the plain loop that has no pages and expands every key."""
+"""The paged, absorbed step agrees with the plain loop, which has no pages and expands every key."""
 
 from __future__ import annotations
 

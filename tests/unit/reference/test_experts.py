@@ -1,4 +1,4 @@
-"""Experts token by token, in the order the gate gave them."""
+"""Experts token by token, in the gate's order."""
 
 from __future__ import annotations
 

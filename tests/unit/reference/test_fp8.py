@@ -49,7 +49,7 @@ def test_round_trip(shape: tuple[int, int]) -> None:
 
 
 def test_fills_a_part_of_something_larger() -> None:
-    """The loader dequantises straight into its stacked tensors, in their precision."""
+    """Dequantise straight into stacked tensors in their precision, as the loader does."""
     codes, scale_inv = quantise(torch.randn(140, 20), (128, 128))
     whole, alone = torch.zeros(2, 300, 20, dtype=torch.bfloat16), torch.empty(140, 20)
     dequantise(codes, scale_inv, (128, 128), alone)

@@ -58,7 +58,7 @@ def test_bias_chooses_and_never_weighs() -> None:
 
 
 def test_masked_groups_stay_out_when_every_kept_score_is_negative() -> None:
-    """With 0 in place of -inf a masked expert would beat every kept one."""
+    """Use negative scores: with 0 in place of -inf, a masked expert would beat every kept one."""
     config = make_config()
     x, router = torch.randn(9, 24), torch.randn(16, 24)
     bias = torch.full((16,), -50.0)

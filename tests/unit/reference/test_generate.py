@@ -1,4 +1,4 @@
-"""The oracle itself: its cache changes nothing, and it ends where it should."""
+"""The oracle `generate`: its cache changes nothing, and it ends at a stop id or its limit."""
 
 from __future__ import annotations
 

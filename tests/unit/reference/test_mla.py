@@ -1,4 +1,4 @@
-"""The two forms of attention are one: absorbed over the paged cache equals multi-head over expanded
+"""The two forms of attention agree: absorbed over the paged cache equals multi-head over expanded
 keys and values.
 """
 
@@ -46,7 +46,7 @@ def test_multi_head_form_by_hand(generator: torch.Generator) -> None:
 def test_absorbed_equals_multi_head(generator: torch.Generator) -> None:
     lengths, layer = [1, 64, 65, 130], 1
     table = torch.tensor([[3, 0, 0], [5, 0, 0], [1, 7, 0], [2, 6, 4]])
-    # What no length covers may be anything.
+    # Entries beyond every length may have any value.
     cache = torch.full((8, LAYERS, BLOCK, C + R), float("nan"))
     w_uk, w_uv = (
         torch.randn(HEADS, N, C, generator=generator),

@@ -61,8 +61,8 @@ def test_only_the_distance_matters() -> None:
 
 
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
-    """V3's own shape: pairs of more than 32 turns in 4096 tokens stay, those below one turn slow
-    down 40 times.
+    """Use V3's own shape: pairs of more than 32 turns in 4096 tokens stay, those below one turn
+    slow down 40 times.
     """
     config = make_config(qk_rope_head_dim=64, rope_scaling=YARN, max_position_embeddings=8)
     ours = angles(cos_sin_table(config), 1)

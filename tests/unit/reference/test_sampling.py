@@ -1,4 +1,4 @@
-"""What sampling means, against straightforward formulas."""
+"""The meaning of sampling parameters, against straightforward formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hadal.reference.sampling import SLOT, TOKEN_VALUE, SlotTable, adjust, kept,
 
 
 def slots_of(num_slots: int, **columns: object) -> np.ndarray:
-    """Greedy and without any wish, but for `columns`: values of a field, for all slots or each."""
+    """Return greedy slots without options other than `columns`: field -> its value, or one per slot."""
     slots_S = np.zeros(num_slots, SLOT)
     defaults = {"top_p": 1.0, "repetition": 1.0, "num_logprobs": -1}
     for name, values in (defaults | columns).items():
@@ -43,7 +43,7 @@ def test_uniform_streams_of_neighbouring_seeds_differ() -> None:
 
 
 def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Tokens that stay, by the definition, one row, no ties."""
+    """Return the tokens that stay, by the definition: one row, no ties."""
     order = sorted(range(len(p)), key=lambda i: -p[i])
     kept = order[:top_k] if top_k else order
     if top_p < 1:

@@ -1,4 +1,4 @@
-"""What the pages hear of a gateway that refuses."""
+"""Errors that the console's pages get when a gateway refuses a request."""
 
 from __future__ import annotations
 

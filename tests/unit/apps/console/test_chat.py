@@ -1,4 +1,4 @@
-"""What models write, as the chat shows it."""
+"""Text from models, as the chat shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One page at a time gets an answer in a conversation."""
+"""Claims on a conversation: one page at a time gets an answer in it."""
 
 from __future__ import annotations
 

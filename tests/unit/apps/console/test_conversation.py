@@ -1,4 +1,4 @@
-"""What a browser keeps of conversations, and what is read of it."""
+"""Conversations as a browser stores them, and reading them back."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_conversation_is_read_as_it_was_kept() -> None:
     "came when its page is left or loaded anew."
 )
 def test_an_answer_whose_page_went_is_a_stopped_one() -> None:
-    """It is kept while it comes in."""
+    """Read a conversation with an unfinished answer, which was stored while it arrived."""
     kept = Conversation("a", turns=[ChatTurn("Count.", [ChatAnswer(content="1 2")])])
     found = read("b", to_json(kept))
     assert found is not None

@@ -1,4 +1,4 @@
-"""The feed goes on whatever a look at the server brings, and reads of money what it can afford."""
+"""The console's feed: it survives any error of a look at the server, and limits its reads of money."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FRAME = ConsoleFrame(1.0, None, None, None, {}, (), {}, "")
 
 
 class Source:
-    """Its second look fails as no one expected."""
+    """Source of frames with an unexpected error at its second look."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -91,7 +91,7 @@ def overview(unix_s: float, counts: tuple[float, float] = (0.0, 0.0), **more: An
 
 
 class Gateway:
-    """Answers as the real one: for so many units as are told at once."""
+    """Gateway that answers like the real one: for at most EXPERTS_MAX units per request."""
 
     async def page(self, path: str, key: str, **query: str) -> bytes:
         asked = [unit for unit in query["experts"].split(",") if unit]

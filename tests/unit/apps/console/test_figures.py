@@ -1,4 +1,4 @@
-"""What the console's figures say of numbers, and how ranks stand together."""
+"""The console's figures: numbers as text, and the grouping of ranks."""
 
 import re
 
@@ -10,7 +10,7 @@ from hadal.apps.console import figures
 
 NUMBERS = st.one_of(
     st.floats(-1e15, 1e15),
-    # Near the edges of powers of ten, where rounding makes a figure more.
+    # Near powers of ten, where rounding adds a digit.
     st.builds(
         lambda power, off: 10.0**power * (1 + off), st.integers(-6, 14), st.floats(-0.006, 0.006)
     ),
@@ -63,7 +63,7 @@ def test_figures_read_well(said: str, wanted: str) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(144, [8] * 18), (32, [8] * 4), (4, [4])])
 def test_ranks_of_a_node_stand_together(num_ranks: int, sizes: list[int]) -> None:
-    """A row of them ends between nodes alone."""
+    """Draw a map of ranks: its rows end only between nodes."""
     shown = figures.rank_map(["up"] * num_ranks, ["node <1>"] * num_ranks, 8)
     nodes = re.findall("<b>(.*?)</b>", shown)
     assert [node.count("<i ") for node in nodes] == sizes

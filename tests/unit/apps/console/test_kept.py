@@ -1,4 +1,4 @@
-"""Conversations that a browser keeps, read by a page."""
+"""Conversations that a browser stores, read by a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadal.apps.console.kept import KeptChats
 
 
 class SlowBrowser:
-    """Answers when it is told to, with a conversation or never in time."""
+    """Browser that answers when the test says so: with a conversation, or never in time."""
 
     def __init__(self) -> None:
         self.answer = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What the chat's tools answer, and what they refuse rather than answer wrongly."""
+"""Answers of the chat's tools, and inputs that they refuse instead of answering wrongly."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ from tests.unit.comm.groups import DEADLINE_S, KEY, form_all, member, mesh_threa
 from tests.waiting import join, wait_until
 
 SIZES = (0, 0, 1, 23, 1000, 65_511, 65_512, 65_513, 300_000, 2_000_000)
-"""Around the staging area (64 KB less a header), and beyond any socket buffer."""
+"""Sizes around the staging area (64 KB less a header), and larger than any socket buffer."""
 NEVER_S = 3600.0
 SHORT_S = 0.4
 SEEDS = [1, 2, fresh().randrange(1 << 30)]
 
 
 def pattern(sender: int, receiver: int, step: int, size: int) -> Tensor:
-    """Bytes that tell whose they are."""
+    """Return bytes that depend on sender, receiver, step and size."""
     period = ((torch.arange(251) * 31 + sender * 7 + receiver * 3 + step) % 251).to(torch.uint8)
     return period.repeat(size // 251 + 1)[:size]
 
@@ -44,7 +44,7 @@ def size_of(seed: int, sender: int, receiver: int, step: int) -> int:
 
 
 def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tuple[int, int]:
-    """Random exchanges, up to three in flight, half into fixed buffers; return bytes both ways."""
+    """Run random exchanges, up to three in flight, half into fixed buffers; return bytes both ways."""
     peers = [rank for rank in group.members if rank != group.rank]
     pace = random.Random(f"{seed} {group.rank}")
     flying: list[tuple[int, object, Callable[[], dict[int, Tensor]]]] = []
@@ -99,7 +99,7 @@ def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None
 
 
 def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
-    """Payloads before their posting: small, large, into fixed buffers, and one half arrived."""
+    """Send payloads before their posting: small, large, into fixed buffers, and one half arrived."""
     sizes = [10, 4_000_000, 0, 300_000]
 
     def ahead(group: MeshGroup) -> None:
@@ -142,7 +142,7 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
 
 
 def test_bytes_travel_while_both_compute() -> None:
-    """The mesh's own thread moves the bytes without a waiter, and notes the interval."""
+    """Wait for no exchange: the mesh's own thread moves the bytes and records the interval."""
     with mesh_threads(2) as groups:
         exchanges = [
             group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)})
@@ -159,7 +159,7 @@ def test_bytes_travel_while_both_compute() -> None:
 def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
     with pytest.raises(PeerLost) as caught:
         act()
-    with pytest.raises(PeerLost):  # And so does every later one.
+    with pytest.raises(PeerLost):  # Every later one fails, too.
         group.exchange(
             {
                 peer: torch.empty(0, dtype=torch.uint8)
@@ -181,12 +181,12 @@ def test_a_payload_too_large_fails_the_generation_and_harms_nothing(sizes: tuple
             ]
         )  # type: ignore[misc]
         assert all(f"{size} bytes for a buffer of {room}" in str(error) for error in errors)
-        form_all(groups, 2)  # The connections are as good as before.
+        form_all(groups, 2)  # The connections still work.
         run_threads([lambda group=group: exchange_sized(group, size) for group in groups])  # type: ignore[misc]
 
 
 def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
-    """Rank 2 never posts; the two others have sent each other large payloads and wait for it."""
+    """Abort while rank 2 never posts and the others wait for it, their large payloads exchanged."""
     with mesh_threads(3, deadline_s=NEVER_S) as groups:
 
         def abort() -> None:
@@ -212,7 +212,7 @@ def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
 
 
 def test_frames_of_an_older_generation_are_never_mistaken_for_newer_ones() -> None:
-    """Rank 0 is in the middle of a large frame when it aborts, and reuses that memory."""
+    """Abort rank 0 in the middle of a large frame, and reuse that memory."""
     with mesh_threads(2) as groups:
         for formation in range(2, 6):
             data = pattern(0, 1, formation, 12_000_000)
@@ -244,12 +244,12 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
 def test_a_loss_in_the_generation_before_does_not_end_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread sees a connection end after the others have formed anew without that rank."""
+    """Delay the end of a rank's connection until the others have formed again without that rank."""
     with mesh_threads(3) as groups:
         fail, held, seen, go_on = groups[0]._fail, [], threading.Event(), threading.Event()
 
         def late(*arguments: object, **options: object) -> None:
-            # What it sees itself: when rank 1 is faster to say so, the thread hears it inside that
+            # Only losses that this thread sees itself: a report by rank 1 comes inside that
             # connection's lock.
             if not held and options.get("notifies", True):
                 held.append(arguments)
@@ -260,7 +260,7 @@ def test_a_loss_in_the_generation_before_does_not_end_this_one(
         monkeypatch.setattr(groups[0], "_fail", late)
         groups[2].close()
         assert seen.wait(DEADLINE_S)
-        # The thread that polls stands still; the one that forms polls for itself.
+        # The polling thread is blocked; the forming thread polls for itself.
         form_all(groups[:2], 2)
         go_on.set()
         run_threads([lambda group=group: shuffle(group, 5, 4) for group in groups[:2]])  # type: ignore[misc]
@@ -287,7 +287,7 @@ def test_a_silent_peer_is_named_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_forming_names_who_is_not_reached(absent: int) -> None:
-    """A dead peer that connects is missed at the deadline; one to connect to refuses at once."""
+    """Form without a dead peer: if it should connect, the deadline names it; else its port refuses."""
     with mesh_threads(3) as groups:
         members = [member(group) for group in groups]
         groups[absent].close()
@@ -343,7 +343,7 @@ def test_wrong_use_is_refused() -> None:
 
 def test_nothing_is_left_behind() -> None:
     with mesh_threads(2):
-        pass  # What is made once per process is made now.
+        pass  # Objects made once per process are made now.
     num_fds, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         with mesh_threads(4) as groups:
@@ -354,7 +354,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 class Stranger:
-    """A stranger on the rank's port with all public facts, and without the key."""
+    """A stranger on the rank's port: it has all public facts, but not the key."""
 
     def __init__(self, port: int, key: bytes = b"not the key of the groups ......") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
@@ -380,10 +380,10 @@ class Stranger:
 
 @pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
 def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() -> None:
-    """Hellos that are forged, replayed, reflected and altered, beside exchanges that go on."""
+    """Send forged, replayed, reflected and altered hellos beside exchanges, which continue."""
     with mesh_threads(2) as groups:
         port = groups[0].port
-        # What one would have overheard: a hello that is right, on its own connection.
+        # A hello as overheard by the stranger: correct, but bound to its own connection.
         true = Stranger(port, KEY)
         abort = frames.pack_abort(1, (1,), "give up")
         data = frames.pack_header(frames.DATA, 1, 0, 5) + b"12345"
@@ -479,7 +479,7 @@ def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
 
 
 def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -> None:
-    """Before the HELLO it would be a stranger's word, and the peer would hang up."""
+    """Delay the challenge: an abort sent before HELLO would count as a stranger's and end the link."""
     told: list[int] = []
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S, on_lost=told.append)
@@ -505,11 +505,11 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
         starved.set()
 
         def begin() -> None:
-            # Done with the HELLO alone where the abort is read a moment later.
+            # form() may return after HELLO alone, if the abort is read a moment later.
             groups[1].form(1, members)
             exchange_sized(groups[1], 1000)
 
-        # The peer hears that this formation failed, and whose connection it was.
+        # The peer learns that this formation failed, and which rank aborted it.
         error = lose(groups[1], begin)
         assert "rank 0: aborted" in str(error)
         assert told == []
@@ -519,7 +519,7 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
 
 
 def test_between_hosts_the_peers_challenge_may_be_here_before_ours_has_left() -> None:
-    """Ours must carry no tag then either: some formings failed."""
+    """Check that our challenge carries no tag then either; some formings failed that way."""
     ours, theirs = socket.socketpair()
     nonce = os.urandom(NONCE_BYTES)
     with (
