@@ -1,4 +1,4 @@
-"""At most eight free constants, each bounded, sourced and used."""
+"""Free constants of the step model: at most eight, each with bounds, a source and a use."""
 
 from dataclasses import fields, replace
 
@@ -31,7 +31,7 @@ def test_a_value_outside_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_constant_moves_a_step(name: str) -> None:
-    """One that moves nothing would be no constant of the model."""
+    """Check that each constant changes a step's time; one that does not is none of the model."""
     bound = BOUNDS[name]
     other = replace(CONSTANTS, **{name: bound.low + 0.8 * (bound.high - bound.low)})
 

@@ -1,4 +1,4 @@
-"""A step's table adds up to the step, and its trace is the walk that was priced."""
+"""Explained steps: the table adds up to the step, and the trace is the walk that was priced."""
 
 from itertools import pairwise
 
@@ -59,7 +59,7 @@ def test_pictures() -> None:
 
 
 def test_what_bounds_a_part_is_priced_too() -> None:
-    """A head's weights are read for a few rows; many keep tensor cores busy."""
+    """Check the bound of the output head: reading weights for a few rows, computing for many."""
     bounds = [
         {stage.name: stage.bound for stage in StepModel(144).decode(batch, 4989).stages}[
             "output head"

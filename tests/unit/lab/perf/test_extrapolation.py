@@ -1,4 +1,4 @@
-"""What lies outside the tables is said, and what lies inside is not."""
+"""Notes on extrapolation: for sizes outside the tables, and for no others."""
 
 import pytest
 

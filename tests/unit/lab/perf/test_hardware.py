@@ -1,4 +1,4 @@
-"""The hardware table: complete, sourced, and clear about a name it does not have."""
+"""The hardware table: complete, with sources, and a clear error for an unknown name."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Imbalance: expected of chance beside drawn routing, and measured from loads by hand."""
+"""Imbalance: the expected one against drawn routing, and the measured one from loads by hand."""
 
 import gzip
 import json
@@ -15,8 +15,8 @@ from tests.needs import shared_data
 
 
 def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
-    """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly
-    over its replicas. An expert id below 0 is an empty slot; a layer without tokens does not count.
+    """Return maximum / mean of ranks' tokens, averaged over layers with tokens. An expert's are
+    split evenly over its replicas. An expert id below 0 is an empty slot.
     """
     ratios = []
     for load, held in zip(np.asarray(loads_LE), np.asarray(slot_to_expert_LRS), strict=True):
@@ -29,7 +29,7 @@ def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> fl
 
 
 def published_loads(phase: str) -> list[NDArray[np.float64]]:
-    """Tokens [58, 256] of each of SGLang's published workloads."""
+    """Return the tokens [58, 256] of each of SGLang's published workloads."""
     found = []
     for path in sorted(shared_data("expert_loads").glob(f"{phase}_*.json.gz")):
         loads = np.array(
@@ -45,7 +45,7 @@ def placed(loads: NDArray[np.float64], num_ranks: int, num_nodes: int) -> float:
 
 
 def test_what_placement_leaves_on_published_loads() -> None:
-    """Source of PLACED_BY_NODES and of its note on decode; unbalanced it is 2 to 3.5."""
+    """Check PLACED_BY_NODES and its note on decode against their source; unbalanced it is 2 to 3.5."""
     by_nodes = [placed(loads, 32, 4) for loads in published_loads("prefill")]
     assert len(by_nodes) == 5
     assert np.mean(by_nodes) == pytest.approx(PLACED_BY_NODES, abs=0.01)
@@ -77,7 +77,7 @@ def test_chance_is_what_drawn_routing_gives(num_ranks: int, mean_rows: int) -> N
 
 
 def test_texts_whose_tokens_like_the_same_experts() -> None:
-    """Drawn: each text has its own gamma-distributed preference for a rank's slots."""
+    """Compare with drawn texts, each with a gamma-distributed preference for a rank's slots."""
     generator = np.random.default_rng(2)
     num_ranks, slots, num_texts, affinity = 32, 9, 64, 1.4
     shape = 1 / affinity**2
@@ -101,8 +101,8 @@ def test_the_busiest_ranks_rows_grow_with_the_mean_though_the_ratio_falls() -> N
 
 def test_measured_by_hand() -> None:
     loads = [[90, 20, 10, 40]]
-    # Expert 0 is in three slots, 30 each: ranks hold 30 + 20 + 10 and 30 + 30 + 40.
+    # Expert 0 is in three slots, 30 tokens each: ranks get 30 + 20 + 10 and 30 + 30 + 40.
     assert measured_imbalance(loads, [[[0, 1, 2], [0, 0, 3]]]) == pytest.approx(100 / 80)
-    # An empty slot takes nothing; layers are averaged, and one without tokens does not count.
+    # An empty slot gets nothing; layers are averaged, and one without tokens does not count.
     found = measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3)
     assert found == pytest.approx((1.0 + 1.5) / 2)

@@ -1,4 +1,4 @@
-"""One layer, kernel by kernel: the published decode profile, and that ops add up."""
+"""One layer, kernel by kernel: the published decode profile, and sums of ops."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def seconds_of(kernels: Sequence[Kernel]) -> float:
 
 
 def test_stages_of_the_decode_profile() -> None:
-    """ATTN-0 63, ATTN-1 344, dispatch 187, experts 128, combine 394 and shared 34 us."""
+    """Compare us: ATTN-0 63, ATTN-1 344, dispatch 187, experts 128, combine 394, shared 34."""
     kernels = StepModel(128).kernels(DECODE, PROFILE, is_overlapped=True)
     published = {
         ATTN_IN: 63,
@@ -89,8 +89,8 @@ def test_a_halved_micro_batch_is_half_of_everything() -> None:
 
 @pytest.mark.parametrize("phase", [DECODE, PREFILL])
 def test_sparse_attention_costs_no_less_for_more_and_less_than_dense(phase: str) -> None:
-    """128 tokens at ever longer contexts. Within index_topk the indexer adds its projections alone;
-    far beyond it, attention is cheaper than that of V3.
+    """Attend with 128 tokens at ever longer contexts. Within index_topk the indexer adds only its
+    projections; far beyond it, attention is cheaper than V3's.
     """
     sparse = StepModel(128, model=parse_model_config(CONFIGS["DeepSeek-V3.2"], "f"))
     dense = StepModel(128)

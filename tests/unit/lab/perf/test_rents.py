@@ -1,4 +1,4 @@
-"""Prices of GPU-hours: a source for each, and a given one goes first."""
+"""Prices of GPU-hours: each has a source, and a price given by the user is used first."""
 
 import pytest
 

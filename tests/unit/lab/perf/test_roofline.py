@@ -67,7 +67,7 @@ def grouped(name: str) -> Iterator[tuple[float, float]]:
         slots = int(row["num_local_experts"])
         rows = slots * float(row["tokens_per_expert"])
         if rows < 2 * slots and curve is MASKED:
-            continue  # One token an expert: many are not hit, and which were is not said.
+            continue  # About one token per expert: some get none, and the table does not say which.
         yield LINE.grouped(curve, rows, slots, 4096, 7168).seconds, float(row["up_proj_us"])
         yield LINE.grouped(curve, rows, slots, 7168, 2048).seconds, float(row["down_proj_us"])
 
@@ -95,7 +95,7 @@ def test_residuals_are_what_the_curves_say() -> None:
 
 
 def test_the_decode_profiles_kernels() -> None:
-    """Anchors restated here, so that the curves are held without the tables too."""
+    """Check anchors that are restated here, so that curves are tested without the tables, too."""
     assert LINE.gemm(128, 2112, 7168).seconds == pytest.approx(13e-6, rel=0.03)
     assert LINE.gemm(128, 24576, 1536).seconds == pytest.approx(19e-6, rel=0.08)
     assert LINE.gemm(128, 7168, 16384).seconds == pytest.approx(50e-6, rel=0.05)
@@ -112,7 +112,7 @@ def test_bounds_are_named() -> None:
     assert LINE.gemm(64, 7168, 16384).bound == MEMORY
     assert LINE.elementwise(0.0).bound == LAUNCH
     assert LINE.elementwise(1e9).bound == MEMORY
-    # One query reads as much as it computes; two compute twice.
+    # One query reads as long as it computes; two compute twice as long.
     assert LINE.mla_decode(128, 128 * 4096, 64 * 4096 * 1152, DECODE_FLOPS, 1).bound == COMPUTE
 
 
@@ -202,7 +202,7 @@ def test_longer_contexts_and_more_requests_take_longer(
     "never makes a step cheaper."
 )
 def test_there_is_no_cliff() -> None:
-    """A per cent more rows never costs more than two: what nearest-row look-ups get wrong."""
+    """Add 1 % of rows: it never costs more than 2 %. Nearest-row look-ups fail this."""
     rows = 1.0
     while rows < 32768:
         for seconds in (

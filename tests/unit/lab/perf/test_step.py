@@ -58,7 +58,7 @@ def test_decode_grows_with_batch_context_and_drafts(
 def test_prefill_grows_with_tokens_and_prompt(
     ranks: int, name: str, way: str, tokens: int, more: int, prompt: int, by: float
 ) -> None:
-    """From 128 tokens on: shorter prompts draw many more first tokens per step."""
+    """Vary prompts from 128 tokens on: shorter ones draw many more first tokens per step."""
     model = StepModel(ranks, HARDWARE[name])
     seconds = model.prefill(tokens, prompt, schedule=way).seconds
     assert seconds <= model.prefill(tokens + more, prompt, schedule=way).seconds * NEVER_CHEAPER
@@ -84,7 +84,7 @@ def test_imbalance_never_helps(batch: int, kv: float, by: float, ranks: int) -> 
     "never makes a step cheaper."
 )
 def test_small_batches_are_monotone_too() -> None:
-    """From one request, which cannot be cut, to two, which can."""
+    """Count up from one request, which cannot be cut in two micro-batches, to two and more."""
     model = StepModel(144)
     seconds = [model.decode(batch, 4989).seconds for batch in range(1, 65)]
     assert seconds == sorted(seconds)
@@ -104,7 +104,7 @@ def test_auto_is_the_cheapest_and_changes_with_the_batch() -> None:
 
 
 def test_the_decode_pipeline_of_the_published_profile() -> None:
-    """709 us by its stages, 716 by 87.3 ms over 61 layers and two micro-batches."""
+    """Price the published profile: 709 us by stages, 716 us as 87.3 ms / 61 layers / 2 micro-batches."""
     step = StepModel(128).decode(128, 4096, 1, mtp_accept=0.74, expert_imbalance=1.0)
     assert step.schedule is DECODE_FIVE
     assert 700e-6 < step.micro_batch_layer_s < 725e-6
@@ -112,7 +112,7 @@ def test_the_decode_pipeline_of_the_published_profile() -> None:
 
 
 def test_overlap_pays_where_it_was_measured_to() -> None:
-    """+27 to +35 % in SGLang's prefill."""
+    """Compare with the gain in SGLang's prefill: 27 to 35 %."""
     model = StepModel(32, HARDWARE["h100"])
     gain = (
         model.prefill(16384, 1024, schedule="sequential").seconds
@@ -139,7 +139,7 @@ def test_a_cached_prefix_costs_attention_and_keys_but_not_the_rest() -> None:
 
 
 def test_weights_and_kv_of_deepseeks_units() -> None:
-    """facts: 88 requests at 4,989 are 30.9 GB of KV beside 24.2 GB of weights."""
+    """Check a decode rank: 88 requests at 4,989 tokens are 30.9 GB of KV; weights are 24.2 GB."""
     model = StepModel(144)
     assert model.num_expert_slots == 2
     assert model.hbm_bytes(88 * 4989) == pytest.approx(24.2e9 + 30.9e9, rel=0.01)
@@ -148,7 +148,7 @@ def test_weights_and_kv_of_deepseeks_units() -> None:
 
 
 def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
-    """The released checkpoints have 11.5 B more weights for it (V3's README: 14 B)."""
+    """Add the draft layer: 11.5 B more weights in the released checkpoints (V3's README: 14 B)."""
     weights = StepModel(1).hbm_bytes(0, mtp_tokens=1) - StepModel(1).hbm_bytes(0)
     assert weights == pytest.approx(11.5e9, rel=0.01)
     model = StepModel(144)
@@ -159,7 +159,7 @@ def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
 
 
 def test_another_shape_of_the_same_architecture() -> None:
-    """No groups, no query compression, one dense layer more: as small models of the family are."""
+    """Price a shape without groups and query compression, like small models of the family."""
     small = replace(
         DEEPSEEK_V3,
         hidden_size=512,

@@ -15,7 +15,7 @@ from hadal.perf.shapes import DEEPSEEK_V3
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 8])
 def test_distinct_nodes_are_those_of_every_choice_of_groups(num_nodes: int) -> None:
-    """All 70 ways to choose 4 of 8 groups, equally likely."""
+    """Count over all 70 equally likely choices of 4 out of 8 groups."""
     per_node = 8 // num_nodes
     choices = list(itertools.combinations(range(8), 4))
     counted = sum(len({group // per_node for group in chosen}) for chosen in choices) / len(choices)
@@ -67,7 +67,7 @@ def test_normal_is_within_five_percent_of_deepeps_rows() -> None:
 
 
 def test_no_exchange_is_faster_than_its_bytes() -> None:
-    """The ceiling of arXiv 2505.09343: remote bytes over the NIC."""
+    """Compare with the ceiling of arXiv 2505.09343: remote bytes over the NIC's bandwidth."""
     for ranks in (16, 72, 144, 320):
         found = Links(DEEPSEEK_V3, H800, ranks).low_latency_s(32, 1.0, is_overlapped=False)
         for seconds, size in zip(found, (7408, 14336), strict=True):
@@ -104,7 +104,7 @@ def test_more_tokens_and_more_imbalance_take_longer(
 
 
 def test_bytes_within_the_domain_and_between() -> None:
-    """A message goes to one rank of 16: to itself, to 7 beside it, to 8 of the other node."""
+    """Send a message to each of 16 ranks: itself, 7 on its node, 8 on the other node."""
     found = Links(DEEPSEEK_V3, H800, 16).link_bytes("decode", 1600)
     sent = 1600 * 8 / 16
     assert found.dispatch == (sent * 7 * 7408, sent * 8 * 7408)

@@ -1,4 +1,4 @@
-"""Plans of small traffic, which take no time to price and little to simulate."""
+"""Plans for little traffic: quick to price, and cheap to simulate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLO = Slo(2.0, 0.04)
 
 @cache
 def small(hardware: str = "h200", usd: float = 2.5) -> HardwarePlans:
-    """All pairs of one hardware for SMALL."""
+    """Return all pairs of unit widths of one hardware for SMALL."""
     return price_hardware(
         Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO),
         Rent(usd, "given", ""),

@@ -1,6 +1,6 @@
-"""A live run in small: real roles in simulated time with drawn delays, recorded.
+"""A small run like a live one: real roles in simulated time with drawn delays, recorded.
 
-lab/sim/world/process plays the hosts; the recordings are a server's very bytes.
+lab/sim/world/process plays the hosts; the recordings have the format of a server's.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ MODEL = read_model_config(Path(__file__).resolve().parents[4] / "models" / "hada
 UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
 DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
 DRAFTING = msgspec.structs.replace(DEPLOYMENT, decode=msgspec.structs.replace(UNITS, drafts="auto"))
-"""Its decode units draft as many tokens as pay."""
+"""Deployment with decode units that choose their number of drafts."""
 
 
 class Runner:
-    """Draws nothing but token 0; a step takes as long as the generator says, and of what the step
-    before it drafted, and has room in its blocks, as much is right. One rank.
+    """Runner of one rank that draws only token 0. A step's duration is drawn, and so is the number
+    of right drafts: at most those of the step before that have room in the request's blocks.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._room: dict[int, int] = {}
-        """Slot -> positions that fit into its blocks beyond those that are computed."""
+        """Slot -> positions left in its blocks after the computed ones."""
         self._num_drafts = 0
-        """Of the last plan."""
+        """Number of drafts of the last plan."""
 
     def run(self, plans: tuple[Any, ...]) -> StepDone:
         (plan,) = plans
@@ -84,7 +84,7 @@ class Runner:
 
 
 class Wires:
-    """What a process reaches: the others in drawn time, in order as over a socket; any pool's KV."""
+    """Connections of a process: messages to others in drawn time and in order; KV from any pool."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Wires:
 def record(
     seed: int, num_requests: int = 30, *, look_s: float = 0.0, deployment: Deployment = DEPLOYMENT
 ) -> list[Recording]:
-    """Pass so many requests through a front and three units; every seventh client leaves."""
+    """Serve `num_requests` requests with a front and three units; every seventh client leaves."""
     rng, clock = random.Random(seed), SimClock()
     deployment = msgspec.structs.replace(
         deployment, decode=msgspec.structs.replace(deployment.decode, units=2)

@@ -1,7 +1,6 @@
-"""A study small enough to be simulated in a test: units of 8 and 16 H200, some dozens of requests a
-second.
+"""A study small enough for a test: units of 8 and 16 H200, some dozens of requests per second.
 
-What costs more than a moment is made once, for all tests of a run, and never changed.
+Values that take more than a moment are made once, for all tests of a run, and never changed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hadal.lab.sim.sessions import LogNormal, WorkloadParams
 
 PLACED = {PREFILL: 1.0, DECODE: 1.0}
 LOOKED_AT = 8
-"""The hour of the window: 20:00 in Beijing."""
+"""Hour of the window: 20:00 in Beijing."""
 
 
 WORKLOAD = WorkloadParams(
@@ -38,11 +37,11 @@ WORKLOAD = WorkloadParams(
     output_v3=LogNormal(350, 0.5, 2_048),
     output_r1=LogNormal(600, 0.5, 2_048),
 )
-"""Hardly a long text, so that seconds tell of hours; a few units of each role are asked for."""
+"""Workload with few long texts, so that seconds represent hours; it needs a few units of each role."""
 
 
 def small(**changes: Any) -> Study:
-    """The study."""
+    """Return the study, with changes."""
     study = Study(
         name="small",
         hardware="h200",
@@ -72,7 +71,7 @@ def load() -> DayDemand:
 
 @cache
 def curves() -> UnitCurves:
-    """Measured at three batches."""
+    """Return curves measured at three batches."""
     study, figures = small(), load().figures()
     points = [decode_point(study, PLACED, figures, cached_day(), at) for at in (6.0, 14.0, 24.0)]
     return UnitCurves(

@@ -1,4 +1,4 @@
-"""The disk's ledgers driven by names: finds, evictions, and agreement of both."""
+"""The disk's ledgers driven by block names: finds, evictions, and agreement of both ledgers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_prefix_is_found_as_far_as_it_was_written() -> None:
     assert disk.store(chain(1, 5)) == (list(split(chain(1, 5))), [])
     assert disk.find(1.0, chain(1, 9)) == 5
     assert disk.find(1.0, chain(2, 5)) == 0
-    # Only what is behind the first blocks is looked at, and only what is not there is written.
+    # Only blocks after the first four are looked up, and only missing ones are written.
     assert disk.store(chain(1, 7), 4)[0] == list(split(chain(1, 7)))[5:]
     assert (disk.num_written, disk.num_runs) == (7, 2)
     assert disk.check() == []
@@ -28,7 +28,7 @@ def test_what_is_written_makes_what_was_not_used_go_the_deepest_first() -> None:
     disk.store(chain(1, 4))
     disk.store(chain(2, 4))
     assert disk.find(0.0, chain(1, 4)) == 4
-    # The writer hears of uses at the next poll, before it needs room.
+    # The writer gets uses at the next poll, before it needs capacity.
     disk.find(POLL_S, chain(3, 4))
     kept, gone = disk.store(chain(3, 4))
     assert len(kept) == 4

@@ -1,4 +1,4 @@
-"""Drawn expert loads: as skewed as measured ones, and what placements leave of it."""
+"""Drawn expert loads: as skewed as measured ones, and the imbalance that placements leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_SEEDS = 8
 
 
 def imbalance(policy: str, phase: str, num_ranks: int) -> float:
-    """Mean over seeds: 58 layers alone leave about 3 % of chance."""
+    """Return the mean over seeds: 58 layers of one seed leave about 3 % of chance."""
     found = [
         expert_share(policy, phase, num_ranks, 32, np.random.default_rng(seed)).imbalance
         for seed in range(NUM_SEEDS)
@@ -51,16 +51,16 @@ def imbalance(policy: str, phase: str, num_ranks: int) -> float:
 def test_placements_leave_what_they_leave_of_measured_loads(
     policy: str, phase: str, num_ranks: int, low: float, high: float
 ) -> None:
-    """SGLang's published loads, workload by workload (1.142 to 1.155 for the fourth)."""
+    """Compare with SGLang's published loads, by workload (1.142 to 1.155 for the fourth)."""
     assert low <= imbalance(policy, phase, num_ranks) <= high
 
 
 def figures(phase: str, loads: Floats) -> list[float]:
-    """Return the skew of loads [layers, experts], then what is left of it on a unit: off, auto.
+    """Return the skew of loads [layers, experts], then the imbalance left on a unit: off, auto.
 
-    Means over layers: deviations of the logarithm of groups' means, and of experts within their group;
-    the heaviest and the eighth heaviest expert over the mean; maximum over mean of the ranks, with
-    experts in order (off) and with our balancer (auto).
+    Means over layers: deviations of the logarithm of groups' means, and of experts within their
+    group; the heaviest and the eighth heaviest expert over the mean; maximum over mean of the
+    ranks, with experts in order (off) and with our balancer (auto).
     """
     share = loads / loads.mean(axis=1, keepdims=True)
     grouped = share.reshape(len(share), NUM_GROUPS, -1)
@@ -94,8 +94,7 @@ def test_drawn_loads_are_like_the_measured_ones() -> None:
         measured = np.mean([figures(phase, read_loads(folder, name)) for name in names], axis=0)
         drawn = np.array(figures(phase, draw_loads(phase, np.random.default_rng(0), 580)))
         errors = drawn / measured - 1.0
-        # Of 580 drawn layers, chance alone moves the mean maximum of decode ranks in order by 1 to
-        # 2 %.
+        # Over 580 drawn layers, chance moves the mean maximum of decode ranks in order by 1 to 2 %.
         assert abs(errors[4:]).max() < 0.05, "maximum over mean of ranks, off and auto"
         assert abs(errors[2:4]).max() < 0.11, "the heaviest expert and the eighth"
         assert abs(errors[:2]).max() < 0.30, "deviations of groups and within them"

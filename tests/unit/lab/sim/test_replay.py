@@ -31,7 +31,7 @@ def recordings() -> list[Recording]:
 
 @pytest.mark.parametrize("look_s", [0.0, 0.004])
 def test_the_same_decisions_in_the_same_order(look_s: float) -> None:
-    """Also where a role hears several things in one call."""
+    """Replay runs, also with several events in one call of a role."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     recordings = record(seed, look_s=look_s)
@@ -82,7 +82,7 @@ def test_measures(recordings: list[Recording]) -> None:
 def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front prefers the decode unit with the most KV in use from now on."""
+    """Change the front's choice of decode unit: the first other choice is the difference."""
     chosen = RequestRouting.decode_unit
 
     def worst(self: RequestRouting, record: Record) -> str | None:
@@ -109,7 +109,7 @@ def test_another_policy_is_noticed(
 
 
 def changed(recordings: list[Recording], process: str, number: int, call: Call) -> list[Recording]:
-    """The same run with one call as it was not."""
+    """Return the run with one call replaced."""
     return [
         Recording(r.opening, (*r.calls[:number], call, *r.calls[number + 1 :]))
         if r.process == process
@@ -133,7 +133,7 @@ def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
     "the recorded ones, byte for byte, or the replay ends and names the difference"
 )
 def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
-    """The live front says it did not send a Prefill, which this one sends."""
+    """Remove a Prefill from the front's recorded effects: the replay sends one more."""
     number, call = first_sending(recordings, Prefill)
     kept = tuple(
         e for e in call.effects if not (isinstance(e, Send) and isinstance(e.message, Prefill))
@@ -148,7 +148,7 @@ def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Record
 
 
 def test_a_change_of_order_is_a_difference(recordings: list[Recording]) -> None:
-    """Two effects of a call the other way round."""
+    """Swap two effects of a call."""
     (front,) = (recording for recording in recordings if recording.process == "front")
     number, call = next(
         (n, c)
@@ -167,7 +167,7 @@ def test_a_change_of_order_is_a_difference(recordings: list[Recording]) -> None:
 def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
     recordings: list[Recording],
 ) -> None:
-    """As after `kill -9` of one process, and of the whole run."""
+    """Cut recordings, as `kill -9` of one process or of the whole run does."""
     cut = [
         Recording(r.opening, r.calls[: len(r.calls) // 2]) if r.process == "decode-1" else r
         for r in recordings
@@ -205,7 +205,7 @@ def test_nothing_to_replay(recordings: list[Recording]) -> None:
 
 
 def test_messages_with_several_tokens_of_a_request_are_decided_again() -> None:
-    """By bytes: duplicates, a gap and an end in the middle among them."""
+    """Compare bytes, with duplicates, a gap and an end in the middle."""
     file = io.BytesIO()
     opening = Opening(VERSION, "run", "front", MadeFront("f", 2048, ""), DEPLOYMENT)
     tape = Tape(file.write)
@@ -233,7 +233,7 @@ def test_messages_with_several_tokens_of_a_request_are_decided_again() -> None:
 
 
 def test_a_part_of_a_run_is_decided_again_by_itself(recordings: list[Recording]) -> None:
-    """As where a run spans hosts, and one has lost its recording."""
+    """Replay without one recording, as if a host of several had lost it."""
     for process in sorted({recording.process for recording in recordings}):
         part = [recording for recording in recordings if recording.process != process]
         report = replay(part, make_role)

@@ -1,4 +1,4 @@
-"""Simulated Runners: plans carried out, in the time of the step model."""
+"""Simulated Runners: plans executed in the step model's time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_prefill_step_draws_after_last_chunks_and_takes_what_they_cost() -> No
     done = PrefillRunner(model, long).run(plans)
     assert (done.step_id, done.keys, done.tokens) == (3, tuple(range(1, 16, 2)), (WORD_ID,) * 8)
     alone = model.prefill(3000, 1500, schedule=SEQUENTIAL.name)
-    # The same tokens, in prompts of the mean length.
+    # As many tokens, in prompts of the mean length.
     assert done.elapsed_s == pytest.approx(alone.seconds, rel=0.03)
     assert {time.op for time in done.op_times} == {time.op for time in alone.op_times()}
 
@@ -81,7 +81,7 @@ def test_a_decode_step_goes_by_the_tables_and_ends_requests_at_their_length() ->
     done = runner.run(decode_plans(8, 1))
     assert (list(done.keys), list(done.tokens)) == ([1, 8], [STOP_ID, WORD_ID])
     done = runner.run(decode_plans(8, 2))
-    # As long as the leader does not say that it leaves.
+    # The slot runs on until the leader sends its leave.
     assert list(done.tokens) == [STOP_ID, WORD_ID]
     leaving = decode_plans(8, 3)
     leaving[0] = DecodePlan(3, (1,), (join(1, 10, 8, 40),), ())
@@ -107,7 +107,7 @@ def test_a_decode_step_takes_what_the_step_model_says() -> None:
 def drafting(
     num_drafts: int, joins: tuple[Join, ...] = (), step_id: int = 0, num_ranks: int = 1
 ) -> list[DecodePlan]:
-    """Every rank has the same joins."""
+    """Return plans with the same joins on each rank."""
     return [DecodePlan(step_id, (), joins, (), num_drafts=num_drafts)] * num_ranks
 
 
@@ -116,7 +116,7 @@ def roomy(slot: int, num_tokens: int, number: int, room: int = 1000) -> Join:
 
 
 def made_of(done: StepDone, num_slots: int) -> list[list[int]]:
-    """The tokens of each slot, in their order."""
+    """Return the tokens of each slot, in order."""
     tokens: list[list[int]] = [[] for _ in range(num_slots)]
     for key, token in zip(done.keys, done.tokens, strict=True):
         tokens[key].append(int(token))
@@ -166,7 +166,7 @@ def test_drafts_are_right_as_often_as_they_are_said_to_be() -> None:
 
 def test_a_request_s_drafts_are_right_whoever_else_runs_and_however_many_there_are() -> None:
     def ends(num_drafts: int, *joins: Join, slot: int) -> list[int]:
-        """Of what of the output the steps draw the last token."""
+        """Return how many output tokens there are after each step."""
         runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=0.7)
         runner.run(drafting(num_drafts, joins, num_ranks=8))
         made = [1]
@@ -200,7 +200,7 @@ def test_no_draft_is_checked_beyond_a_request_s_blocks() -> None:
     runner = DecodeRunner(StepModel(8), SLOTS, long, num_drafts_max=3, mtp_accept=1.0)
     runner.run(drafting(3, (roomy(0, 60, 1, room=1),), num_ranks=8))
     nums = [len(runner.run(drafting(3, (), step, 8)).keys) // 8 for step in range(1, 3)]
-    # Positions 61 to 63, and one that the leader would have grown a block for.
+    # Positions 61 to 63, and one for which the leader would have granted a block.
     assert nums == [3, 1]
     grown = [DecodePlan(3, (), (), ((0, 1, 5),), num_drafts=3)] * 8
     assert len(runner.run(grown).keys) == 8 * 4
@@ -221,7 +221,7 @@ def test_nobody_has_drafts_who_left_or_came_again_or_whose_unit_formed_anew() ->
     ("phase", "schedule"), [(DECODE, DECODE_FIVE), (PREFILL, PREFILL_DUAL), (DECODE, SEQUENTIAL)]
 )
 def test_op_times_are_the_walk_s_sums(phase: str, schedule: object) -> None:
-    """Compute and posts as the lane had them, dense layers spread over the ops that run there."""
+    """Compare compute and posts with the lane's sums, plus the dense layers."""
     model = StepModel(32)
     name = schedule.name  # type: ignore[attr-defined]
     step = (
@@ -248,7 +248,7 @@ def test_a_slow_rank_takes_so_many_times_what_its_own_part_takes() -> None:
     prefill, idle = (PrefillRunner(StepModel(8), long) for _ in range(2))
     idle.slow[7] = 1.05
     plans = [PrefillPlan(0, (chunk(4000 if rank < 7 else 100),)) for rank in range(8)]
-    # It had so little to do that nobody waits for it.
+    # It had so little to do that no rank waits for it.
     assert idle.run(plans).elapsed_s == prefill.run(plans).elapsed_s
 
 

@@ -1,4 +1,4 @@
-"""Sessions: equal from a seed, exact by turn, in the day's shape, as long as published."""
+"""Sessions: equal for equal seeds, exact by turn, in the day's shape, as long as published."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN = WorkloadParams(
     first_token_s=2.0,
     token_s=0.05,
 )
-"""Nothing varies but who goes on, and what R1 reasons."""
+"""Parameters under which only the number of turns and R1's reasoning vary."""
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -65,7 +65,7 @@ def test_a_prompt_is_what_was_said_and_a_new_message() -> None:
     assert turns.turn.max() > 3
     assert np.array_equal(turns.tokens_in, 300 + 400 * turns.turn)
     assert not turns.tokens_reasoning.any()
-    # All of it is known but the answer's last token, which was never computed, and the message.
+    # All but the new message was seen, and the answer's last token, which is never computed.
     assert np.array_equal(turns.tokens_seen, np.where(turns.turn == 0, 200, turns.tokens_in - 101))
 
 
@@ -76,7 +76,7 @@ def test_reasoning_is_billed_and_left_out_of_the_next_prompt() -> None:
     assert ((turns.tokens_reasoning > 0) & (turns.tokens_reasoning < 300)).all()
     kept = turns.tokens_out - turns.tokens_reasoning
     assert np.array_equal(turns.tokens_in[following], turns.tokens_in[last] + kept[last] + 100)
-    # The answer that is sent again was computed behind the reasoning, so nothing of it is known.
+    # The answer was computed after the reasoning, so without it none of its blocks are found.
     assert np.array_equal(turns.tokens_seen[following], turns.tokens_in[last])
 
 
@@ -104,7 +104,7 @@ def test_rests_are_by_the_load_clock() -> None:
     params = replace(PLAIN, return_share=1.0, return_s=LogNormal(8 * HOUR_S, 0, 1e9))
     load = generate(params, 0, DAY_S, rng(), 20_000)
     idle_h = load.idle_s[load.turn > 0] / HOUR_S
-    # Eight hours of a mean day pass in six where it is busy and in fourteen at night.
+    # Eight mean hours pass in six at busy times and in fourteen at night.
     assert idle_h.min() < 7
     assert idle_h.max() > 11
 
@@ -122,8 +122,8 @@ def day() -> Workload:
 
 
 def test_requests_come_by_the_shape_of_the_day(day: Workload) -> None:
-    # At night 5,000 requests an hour. What turns of one session bring in is alike and varies much:
-    # 4 % of noise there.
+    # At night there are 5,000 requests per hour. Turns of a session have similar, widely varying
+    # lengths: 4 % of noise.
     for weights, most in ((np.ones(len(day)), 0.05), (day.tokens_out, 0.07), (day.tokens_in, 0.12)):
         shares = np.bincount(hour_index(day.arrival_s), weights, 24) / weights.sum()
         assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < most

@@ -1,4 +1,4 @@
-"""Traces as workloads: sessions and hits counted by hand; the real ones where present."""
+"""Traces as workloads: sessions and hits counted by hand; the real traces where they are present."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row(at_ms: int, length: int, ids: list[int], output: int = 100) -> str:
 
 
 def found(load: Workload) -> list[int]:
-    """With room for everything and answers on disk at once."""
+    """Return the tokens found with unlimited capacity and answers on disk at once."""
     return replay(
         load, load.arrival_s, int(load.tokens_in.sum() + load.tokens_out.sum()) // 64
     ).tokens_found.tolist()
@@ -33,15 +33,15 @@ def test_mooncakes_sessions_by_hand() -> None:
             row(0, 700, [1, 2]),
             row(
                 1000, 1100, [1, 3, 4]
-            ),  # Goes on from the first: begins with its full part, and is longer.
+            ),  # Continues the first: begins with its full part, and is longer.
             row(
                 2000, 1300, [1, 5, 6]
-            ),  # Part 1 has had its next turn: another session with the same beginning.
-            row(3000, 2000, [1, 3, 7, 8]),  # Goes on from the second.
+            ),  # Part 1 already had its next turn: another session with the same beginning.
+            row(3000, 2000, [1, 3, 7, 8]),  # Continues the second.
             row(4000, 600, [9, 10]),
             row(
                 6000, 600, [9, 10]
-            ),  # The same again: too short to hold the answer, so no next turn.
+            ),  # Equal to the last: too short to hold its answer, so it is no next turn.
         ]
     )
     assert load.session.tolist() == [0, 0, 2, 0, 4, 5]

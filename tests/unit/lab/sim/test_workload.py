@@ -1,4 +1,4 @@
-"""Columns of requests: blocks named by where they stand are equal exactly where the text is."""
+"""Columns of requests: blocks are named by session and position; names are equal where the text is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.lab.sim.worlds import Row, of
 
 
 def common(first: bytes, second: bytes) -> int:
-    """Blocks until the chains part."""
+    """Return the number of equal blocks at the beginning of two chains."""
     pairs = zip(split(first), split(second), strict=False)
     return next(
         (at for at, (a, b) in enumerate(pairs) if a != b), min(num_names(first), num_names(second))
@@ -22,7 +22,7 @@ def test_only_full_blocks_have_names_and_the_last_token_fills_none() -> None:
     lengths = [(128, 1), (127, 2), (100, 28), (100, 29), (63, 1)]
     load = of(*[Row(at, at, 0, *length) for at, length in enumerate(lengths)])
     assert [num_names(load.chain(at)) for at in range(5)] == [2, 1, 1, 1, 0]
-    # Of 128 tokens in all the last was drawn and never computed: its block is not full.
+    # The last of 128 tokens was drawn but never computed, so its block is not full.
     assert [num_names(load.chain(at, with_output=True)) for at in range(5)] == [2, 2, 1, 2, 0]
 
 

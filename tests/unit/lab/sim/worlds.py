@@ -1,4 +1,4 @@
-"""Workloads one can count by hand."""
+"""Workloads small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 
 def of(*rows: Row) -> Workload:
-    """These requests of one tenant."""
+    """Return a workload of these requests, of one tenant."""
     at_s, session, turn, num_in, num_out, reasoning, seen, idle_s, prefix, prefix_tokens, model = (
         map(np.array, zip(*rows, strict=True))
     )

@@ -43,7 +43,7 @@ def total(of: Tally) -> Counts:
 
 
 def nodes(prefill: list[int], decode: list[int]) -> FluidResult:
-    """A day of so many nodes in its first minutes, and none later."""
+    """Return a day with these numbers of nodes in its first minutes, and none later."""
     columns = [
         np.pad(np.array(some, np.int64), (0, 1440 - len(some))) for some in (prefill, decode)
     ]
@@ -80,7 +80,7 @@ def test_a_unit_is_up_while_there_are_nodes_for_it() -> None:
     }
     assert {fact.gpu_hour_micro_usd for fact in facts} == {2_500_000}
     assert {(fact.ranks_per_node, fact.role) for fact in facts} == {(8, PREFILL), (8, DECODE)}
-    # Two lives of a unit are two.
+    # Two lives of a unit have two epochs.
     assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts)
 
 
@@ -99,7 +99,7 @@ def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_sma
 
 
 def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
-    """By hand: one from before the day, one across an hour's end, one into the next day."""
+    """Count by hand: a request from before the day, one across an hour's end, one into the next day."""
     asked = worlds.of(
         worlds.Row(-10.0, 0, 0, 100, 501),
         worlds.Row(3590.0, 1, 0, 200, 1001, model=1),
@@ -112,14 +112,14 @@ def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
     books = day_tally(small(prices="1/2/3"), some, FIRST_S, token_s)
     made = day_report(books, ())
     assert [made.lines[index].counts.num_requests for index in range(3)] == [10, 20, 0]
-    # It came at the pace of the hour before the first, the last's.
+    # Its pace is that of the hour before the first, which is the last hour's.
     assert made.lines[0].counts.tokens_out == 5010
     assert made.lines[0].counts.stream_us == 10 * 500 * 100_000
     later = made.lines[1].counts
     assert (later.tokens_hit, later.tokens_miss, later.tokens_out) == (1920, 3080, 10_030)
     assert later.stream_us == 10 * (1000 * 20_000 + 100_000)
     assert later.income_pico_usd == 1_000_000 * 1920 + 2_000_000 * 3080 + 3_000_000 * 10_030
-    # Of each output token, what was there before it: 200, 201, ... and 300, 301.
+    # Each output token counts the tokens before it: 200, 201, ... and 300, 301.
     assert later.kv_tokens == 10 * (200 * 1001 + 1000 * 1001 // 2 + 300 + 301)
     models = day_report(books, (), MODEL)
     assert [line.label for line in models.lines] == ["deepseek-chat", "deepseek-reasoner"]
@@ -145,7 +145,7 @@ def test_what_a_gpu_costs_scales_the_cost_exactly() -> None:
 
 
 def test_prices_that_are_lower_at_night_bring_less() -> None:
-    """R1's off-peak hours are 00:30 to 08:30 in Beijing; by day nothing changes."""
+    """Lower prices at night: R1's off-peak hours are 00:30 to 08:30 in Beijing; by day all is equal."""
     flat, tiered = (
         report_of(prices=name) for name in ("deepseek-reasoner-flat", "deepseek-reasoner")
     )

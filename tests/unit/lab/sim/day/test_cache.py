@@ -1,4 +1,4 @@
-"""The cache's day: counted by hand, complete if infinite, the published hits if finite."""
+"""The cache's day: by hand; complete on an infinite disk; the published hits on a finite one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def day() -> CacheDay:
 
 
 def findable_share(day: CacheDay) -> float:
-    """Share that would be found if nothing were ever forgotten."""
+    """Return the share that would be found if no block were ever evicted."""
     return float(day.workload.tokens_findable.sum() / day.workload.tokens_in.sum())
 
 
 def hit_share_of(day: CacheDay, workload: Workload) -> float:
-    """Share of a workload's prompt tokens that is found. A sample's own `hit_share` has a standard
-    deviation of a point and more: few long sessions have much of the tokens.
+    """Return the share of a workload's prompt tokens that is found. A sample's own `hit_share` has
+    a standard deviation of 0.01 and more, as few long sessions have many of the tokens.
     """
     return float(day.tokens_expected(workload).sum() / workload.tokens_in.sum())
 
@@ -47,11 +47,11 @@ def test_two_turns_by_hand() -> None:
     rows = [Row(10, 7, 0, 200, 300), Row(100, 7, 1, 612, 50, tokens_seen=499, idle_s=90)]
     day = replay(of(*rows), np.array([60.0, 150.0]), 100)
     assert day.tokens_found.tolist() == [0, 7 * 64]
-    # 612 + 49 tokens in the end: ten blocks, each written once.
+    # 612 + 49 tokens at the end: ten blocks, each written once.
     assert day.blocks_written.tolist()[:2] == [9 + 1, 0]
     assert np.isinf(day.eviction_age_s).all()
     assert day.hit_share == findable_share(day) == 448 / 812
-    # The answer is on disk only when it has come.
+    # The answer is on disk only after it has ended.
     early = replay(of(*rows), np.array([101.0, 150.0]), 100)
     assert early.tokens_found.tolist() == [0, 3 * 64]
 
@@ -74,8 +74,8 @@ def test_what_makes_room_has_an_age() -> None:
     rows = [Row(at * HOUR_S, at, 0, 640, 1) for at in range(3)]
     day = replay(of(*rows), np.array([np.inf] * 3), 15, Lru)
     assert day.blocks_evicted.tolist()[:3] == [0, 5, 10]
-    # What came first goes: its last five blocks after one hour, the others after two; then some of
-    # the second.
+    # The oldest prompt is evicted first: its last five blocks after one hour, the others after two;
+    # then some of the second's.
     assert day.eviction_age_s[1] == HOUR_S
     assert day.eviction_age_s[2] == (5 * 2 + 5 * 1) / 10 * HOUR_S
     assert day.eviction_age_mean_s == (5 + 10 * 1.5) / 15 * HOUR_S
@@ -107,7 +107,7 @@ def test_the_published_hits_come_of_a_finite_disk(day: CacheDay) -> None:
     many = generate(PARAMS, 0, DAY_S, np.random.default_rng(2), 400)
     assert hit_share_of(day, many) == pytest.approx(0.563, abs=0.01)
     assert findable_share(day) - 0.06 < day.hit_share < findable_share(day) - 0.01
-    # The memory it is told by gives the sample's own hits back.
+    # The idle times that the shares were learned from give back the sample's own hits.
     assert hit_share_of(day, day.workload) == pytest.approx(day.hit_share, abs=0.005)
 
 

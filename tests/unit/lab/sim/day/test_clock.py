@@ -1,4 +1,4 @@
-"""The load clock: every hour has its share, the rate has no jumps, and both directions agree."""
+"""The load clock: each hour has its share, the rate has no jumps, and both directions agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_hour_has_its_share() -> None:
 def test_the_rate_is_positive_and_goes_over_from_hour_to_hour_without_a_jump() -> None:
     rate = SHAPE.rate(np.arange(0, 2 * DAY_S, STEP_S))
     assert rate.min() > 0.2
-    # Hours differ by a factor of up to 1.65; a table without interpolation would jump by that.
+    # Neighbouring hours differ by up to 1.65x; a table without interpolation would jump by that.
     assert np.abs(np.diff(np.log(rate))).max() < 0.02
     assert rate.mean() == pytest.approx(1)
 

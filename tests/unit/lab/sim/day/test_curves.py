@@ -1,4 +1,4 @@
-"""Units measured: near their steps' prices, on a line that never falls."""
+"""Measured units: near the price of their steps, on a line that never falls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.lab.sim.studies import PLACED, cached_day, curves, load, model, 
 
 @st.composite
 def measured(draw: st.DrawFn) -> UnitCurves:
-    """Two to six points, noise and all."""
+    """Draw two to six points with noise."""
     gaps = draw(st.lists(st.floats(1.0, 40.0), min_size=2, max_size=6))
     tpots_s = draw(st.lists(st.floats(0.005, 0.2), min_size=len(gaps), max_size=len(gaps)))
     at = np.cumsum(gaps) + 4.0
@@ -47,7 +47,7 @@ def test_more_requests_are_never_faster_and_nothing_jumps(made: UnitCurves) -> N
     assert (steps >= -1e-12).all()
     at, measured_s = np.array(made.decode).T
     slope = np.diff(np.maximum.accumulate(measured_s)) / np.diff(at)
-    # No steeper anywhere than between two points.
+    # No steeper than between two measured points.
     assert steps.max() <= slope.max() * (batch[1] - batch[0]) + 1e-12
 
 
@@ -72,7 +72,7 @@ def test_what_a_unit_is_counted_on_keeps_the_promise(made: UnitCurves, promise_s
     assert tokens_per_s <= made.decode_ranks * (made.batch_max + 1.0) / float(
         made.tpot_s(batches).min()
     ) * (1 + 1e-9)
-    # A promise that is easier to keep costs no more.
+    # A looser promise leaves at least the same throughput.
     assert made.decode_tokens_per_s(2 * promise_s) >= tokens_per_s
 
 
@@ -86,7 +86,7 @@ def test_prompt_tokens_are_those_computed_and_those_found() -> None:
 
 
 def test_a_measured_unit_is_a_little_slower_than_its_price() -> None:
-    """Uneven ranks and small micro-batches load one expert more: never faster."""
+    """Measure a unit: uneven ranks and small micro-batches cost time, so it is never much faster."""
     figures = load().figures()
     for at, tpot_s in curves().decode:
         priced = model(DECODE).decode(at, figures.kv_length, 1, mtp_accept=small().mtp_accept)
@@ -135,9 +135,9 @@ def test_a_batch_fits_slots_and_memory() -> None:
     assert of(small(), 500.0) == 32.0
     assert of(small(), 50_000.0) == pytest.approx(of(small(), 100_000.0) * 2, rel=0.01)
     assert of(small(), 100_000.0) < 32.0
-    # 80 GB less two experts a layer and the dense weights.
+    # 80 GB less two experts per layer and the dense weights.
     assert of(replace(Study(), drafts=0), 4_989.0) == pytest.approx(135, abs=1)
-    # KV of a layer more, and its weights in the place of a request's.
+    # KV of one more layer, and its weights in place of one request's KV.
     assert of(Study(), 4_989.0) == pytest.approx(135 * 61 / 62 - 1.2, abs=1)
 
 
@@ -178,7 +178,7 @@ def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
 
 
 def test_a_tight_promise_is_measured_where_it_may_be_kept() -> None:
-    """A line through batches that are far above it refused what units can do."""
+    """Measure batches that a tight promise allows: a line from larger batches alone would refuse it."""
     study, figures = small(tpot_ms=13.5), load().figures()
     usual = points_at(batch_max(study, figures))
     tight = points_at(batch_max(study, figures), batch_within(study, 1.0, figures.kv_length))

@@ -1,4 +1,4 @@
-"""The fluid day of a study: nodes by minute match the hours; better units need no more."""
+"""A study's fluid day: nodes by minute match the hours; better units need no more nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_minutes_are_what_hours_say() -> None:
 
 
 def test_there_are_fewer_nodes_at_night() -> None:
-    """Demand is least at 05:00 in Beijing, 17 hours after noon."""
+    """Check the night: demand is least at 05:00 in Beijing, 17 hours after noon."""
     made = fluid()
     nodes = (made.prefill_nodes + made.decode_nodes).reshape(24, 60).mean(axis=1)
     assert 14 <= int(nodes.argmin()) <= 19
@@ -51,7 +51,7 @@ def test_all_that_comes_is_served() -> None:
 
 
 def test_the_middle_of_an_hour_obeys_littles_law() -> None:
-    """Requests in decode = arrivals per second x their duration; the demand is the fluid's."""
+    """Check Little's law: requests in decode = arrivals/s x duration; demand is the fluid's."""
     made, demand, measured = fluid(), load().demand(), curves()
     for index in (2, 9, 22):
         middle = made.middles[index]

@@ -45,7 +45,7 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
 def test_a_quick_sample_knows_the_mean_length() -> None:
     assert kv_length_about(small()) == pytest.approx(load().figures().kv_length, rel=0.05)
     assert kv_length_about(Study()) == pytest.approx(5_000, rel=0.05), "published: 4,989"
-    # Nobody comes.
+    # No requests.
     assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0
 
 
@@ -55,7 +55,7 @@ def test_figures_are_means_of_a_request() -> None:
     assert figures.tokens_in * made.counts.sum() == pytest.approx(made.tokens_in.sum())
     assert figures.tokens_out * made.counts.sum() == pytest.approx(made.tokens_out.sum())
     assert figures.hit_share == pytest.approx(made.hit_share)
-    # An output token sees its prompt, and longer texts have more of them.
+    # An output token sees its prompt, and longer prompts have more output tokens.
     assert figures.tokens_in < figures.kv_length
 
 
@@ -64,7 +64,7 @@ def test_as_a_liquid_it_is_as_much_and_comes_at_the_same_hours() -> None:
     assert demand.tokens_in == pytest.approx(made.tokens_in.sum())
     assert demand.tokens_out == pytest.approx(made.tokens_out.sum())
     assert demand.tokens_out_request == pytest.approx(made.figures().tokens_out)
-    for index in (0, 5, 12, 17):  # Second 0 is 12:00 in Beijing, which is the fluid's clock.
+    for index in (0, 5, 12, 17):  # Second 0 is 12:00 in Beijing, by the fluid's clock.
         times_s = (12 + index) * HOUR_S + np.arange(0.5, HOUR_S)
         came = (
             np.mean([demand.requests_per_s(at_s) for at_s in times_s[::60]])
@@ -84,7 +84,7 @@ def test_what_hits_is_less_with_less_cache_and_nothing_without() -> None:
     made, poor, none = (day_demand(study, one, 200) for one in (cached_day(), less, None))
     assert 0 < poor.hit_share < 0.9 * made.hit_share
     assert none.hit_share == 0.0
-    # The cache changes nobody's question.
+    # The cache changes no request.
     assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in)
     assert none.eviction_age_s == np.inf
     assert poor.eviction_age_s < made.eviction_age_s
@@ -97,7 +97,7 @@ def test_a_small_day_is_drawn_whole(sessions: float, scale: int) -> None:
 
 
 def test_a_cache_of_few_sessions_is_looked_at_with_more_of_them() -> None:
-    """The published day's sample of one in 8,000 would be none of so few."""
+    """Sample more of few sessions: the published day's sample, one in 8,000, would be empty."""
     study = small(workload=replace(WORKLOAD, sessions_per_day=2_000.0), cache=Study().cache)
     found = cache_day(study)
     assert found.scale == 2.0

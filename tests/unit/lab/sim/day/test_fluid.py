@@ -1,4 +1,4 @@
-"""The day as a fluid under the real fleet: nothing lost, short waits, the published curve."""
+"""The day as a fluid under the real fleet policy: nothing lost, short waits, the published curve."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet.fleet import Fleet
 
 UNIT_PREFILL = 574e3
-"""Tokens/s of a prefill unit with hits: 7,839 a GPU (profile-data), 43.7 % computed."""
+"""Tokens/s of a prefill unit with hits: 7,839 per GPU (profile-data), 43.7 % computed."""
 UNIT_DECODE = 295e3
-"""Of a decode unit: 2,050 a GPU, what the day's peak asks of 9 units and 3 % more."""
+"""Tokens/s of a decode unit: 2,050 per GPU, the day's peak divided by 9 units, plus 3 %."""
 MODEL = UnitModel(UNIT_PREFILL, 144, lambda batch: 0.0313 + 0.000185 * batch, 256.0)
-"""A line through 128 requests a GPU at 55 ms (profile-data) and 88 at 47.6 ms (the day's mean)."""
+"""Line through 128 requests per GPU at 55 ms (profile-data) and 88 at 47.6 ms (the day's mean)."""
 RULES = ScalingRules(
     RoleRules(4, 0.6, 5, 50, 3, 2),
     RoleRules(18, 1.0, 1, 15, 1, 0),
@@ -51,7 +51,7 @@ def fluid(
 
 
 def settled(run: FluidDay, num_hours: int = 3) -> FluidDay:
-    """It began at noon with nothing: let it grow, and forget that."""
+    """Run the first hours and drop them: the day begins at noon with no units."""
     run.run(60 * num_hours)
     return run
 
@@ -113,7 +113,7 @@ def test_faults_cost_nodes_and_nobody_is_lost() -> None:
 
 
 def test_without_a_shape_the_morning_is_learned_in_a_day() -> None:
-    """The first day knows only the trend; the second grows as far ahead as with the shape given."""
+    """Run two days: the first knows only the trend, the second grows as early as with a given shape."""
     rules = replace(RULES, start_s=1800.0)
     faults = Faults(start_s=1800.0)
     from_flat = fluid(rules=rules, faults=faults)

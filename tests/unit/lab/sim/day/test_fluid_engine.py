@@ -1,4 +1,4 @@
-"""Vessels: what flows in flows out or is there; Little's law; the emptier unit fills first."""
+"""The fluid engine: inflow equals outflow plus content; Little's law; the emptier unit fills first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(*, prefill: int = 1, decode: int = 1) -> Engine:
 
 
 def conserved(made: Engine) -> None:
-    """Of requests, to rounding."""
+    """Check that no requests are lost or made, to rounding."""
     near = pytest.approx
     found = made.num_arrived + made.num_returned
     assert found == near(made.num_prefilled + made.prefill_queue, rel=1e-9, abs=1e-6)
@@ -39,8 +39,8 @@ def test_a_steady_flow_obeys_littles_law() -> None:
         made.step(1200.0, 60.0)
     before, held_s = made.num_finished, made.held_s
     made.step(1200.0, 60.0)
-    # 20 a second: each unit 10, whose batch b solves b x 10 ranks = 10 x 500 x (0.02 + 0.0002 b): b
-    # = 11.11.
+    # 20 per second: 10 per unit. Its batch b per rank solves b x 10 ranks = 10 x 500 x (0.02 +
+    # 0.0002 b): b = 11.11.
     assert [num / 10 for num in made.held.values()] == pytest.approx([11.111, 11.111], rel=1e-3)
     assert made.num_finished - before == pytest.approx(1200.0)
     seconds = (made.held_s - held_s) / (made.num_finished - before)
@@ -109,7 +109,7 @@ def test_with_no_unit_everything_waits() -> None:
 
 
 def test_the_step_does_not_matter_much() -> None:
-    """An even flow that changes: steps of a minute come to what steps of a second do."""
+    """Change an even flow: steps of a minute give the result of steps of a second."""
 
     def run(step_s: float) -> Floats:
         made = engine(prefill=9, decode=2)

@@ -1,4 +1,4 @@
-"""A window of an hour: determined by its seed, whole ledgers, the fluid's hour."""
+"""A window of an hour: determined by its seed, with valid ledgers, equal to the fluid's hour."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_ledgers_are_whole_and_both_roles_worked() -> None:
 
 
 def test_liquid_and_window_agree() -> None:
-    """Given the same units; the window has some 440 requests, so noise is 5 %."""
+    """Compare at the same units; the window has about 440 requests, so noise is 5 %."""
     decode, middle = looked().reading.decode, fluid().middles[LOOKED_AT]
     assert decode.requests_per_rank == pytest.approx(middle.requests_per_rank, rel=0.1)
     assert 1.0 / decode.token_s == pytest.approx(middle.tokens_per_s_user, rel=0.05)
@@ -80,7 +80,7 @@ def test_kv_is_as_long_as_what_was_drawn_says() -> None:
         cached_day(),
     )
     came = drawn.workload.take(drawn.tokens_done > 0)
-    # Those that run at the start: what each has, at what each makes per second.
+    # Running requests at the start: each has its context length and makes one token per token_s.
     held = came.tokens_in + drawn.tokens_done[drawn.tokens_done > 0]
     assert seen.reading.decode.positions_per_token == pytest.approx(held.mean(), rel=0.05)
     assert (seen.num_running, seen.num_came) == (len(came), len(drawn.workload) - len(came))

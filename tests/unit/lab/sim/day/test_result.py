@@ -1,4 +1,4 @@
-"""A day joined: every key of the report, windows where there are any, no made-up number."""
+"""A day joined into a result: all keys of the report, windows if any, no made-up number."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     assert window["tokens_per_s_user"] == pytest.approx(1 / reading.decode.token_s)
     could = 2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s
     came = reading.tokens_arrived * (1 - looked().hit_share)
-    # What comes, as in the fluid, be it computed later.
+    # Arriving work counts as in the fluid, even if it is computed later.
     assert window["prefill_use"] == pytest.approx(came / could)
     assert window["prefill_computed_share"] == pytest.approx(reading.prefill.tokens / came)
     assert window["hit_percent"] == pytest.approx(100 * looked().hit_share)
@@ -195,7 +195,7 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
 
 
 def test_speeds_are_the_fluids_as_far_as_windows_agree() -> None:
-    """One alone corrects all hours; two what is between them."""
+    """Correct speeds by windows: one corrects all hours; between two, hours are interpolated."""
     flows = [hour.tokens_per_s_user for hour in fluid().day.hours]
     setting_s = looked().setting.token_s
     half = of_decode(token_s=2.0 * setting_s)
@@ -222,7 +222,7 @@ def test_without_windows_they_are_the_liquids() -> None:
 
 
 def test_a_window_in_which_nothing_came_tells_no_time() -> None:
-    """Its mean is no number, which took all requests out of the day."""
+    """Join an empty window: its mean is NaN, which must not remove requests from the day."""
     empty = with_reading(ttft_s=np.zeros(0))
     made = joined(empty)
     assert made.flat()["requests"] == pytest.approx(joined().flat()["requests"], rel=1e-3)
@@ -242,13 +242,13 @@ def test_distributions_hold_everybody() -> None:
     for key in ("ttft_s", "tpot_s"):
         assert len(made[key]["edges"]) == len(made[key]["counts"]) + 1
     late = result_json(joined(with_reading(ttft_s=np.array([0.001, 1.0, 500.0]))))["ttft_s"]
-    # None is beyond the edges.
+    # No value is beyond the edges.
     assert (late["counts"][0], late["counts"][-1], sum(late["counts"])) == (1, 1, 3)
     assert (late["p50"], late["p99"]) == (1.0, 500.0)
 
 
 def test_percentiles_of_steps_are_of_tokens() -> None:
-    """A step that made a hundred tokens counts a hundred times."""
+    """Count steps by tokens: a step of a hundred tokens counts a hundred times."""
     made = joined(
         of_decode(seconds_K=np.array([0.05, 0.02, 0.09]), tokens_K=np.array([30.0, 69.0, 1.0]))
     )
@@ -297,7 +297,7 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
 )
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
-    # It asks something else.
+    # Its workload is another one.
     assert result_json(joined(study=small(name=Study().name)))["published"] == {}
     closer = replace(Study(), seed=7, window=replace(Study().window, seconds=9.0))
     assert result_json(replace(result(), study=closer))["published"] == PUBLISHED

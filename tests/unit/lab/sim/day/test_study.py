@@ -1,4 +1,4 @@
-"""A study: the published day by default, and a word on whatever cannot be, at birth."""
+"""A study: the published day by default; an impossible value is an error when it is made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def part(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_default_is_the_published_fleet() -> None:
-    """Prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (overview)."""
+    """Check prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (overview)."""
     rules = DAY.rules()
     assert (rules.prefill.unit_nodes, rules.decode.unit_nodes) == (4, 18)
     bundles = 9
@@ -51,12 +51,12 @@ def test_what_is_simulated_is_configured_as_it_would_serve() -> None:
     assert found == (TURNS, OFF, 7)
     assert made.prefill.request_balance == "auto"
     assert made.chunk_tokens == 999
-    # A day's peak is not refused for a limit nobody asked for.
+    # A default limit must not refuse a day's peak.
     assert made.limits.max_running >= 100_000
 
 
 def test_nodes_are_those_of_the_hardware() -> None:
-    """A tray of GB200 has 4 GPUs."""
+    """Count nodes of GB200: a tray has 4 GPUs."""
     assert replace(DAY, hardware="gb200").rules().decode.unit_nodes == 36
 
 

@@ -1,4 +1,4 @@
-"""Other days: one thing changed in each, and known what of the first they share."""
+"""Alternative days: each changes one thing and names the parts that it shares with the first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_so_already_is_no_alternative() -> None:
 
 
 def test_what_does_not_fit_is_no_alternative() -> None:
-    """8 ranks of 141 GB hold all experts; 8 of 80 GB do not."""
+    """Fit experts: 8 ranks of 141 GB hold all, 8 of 80 GB do not."""
     assert not any(other.hardware == "h800" for _, other in what_ifs(small()))
     assert any(other.hardware == "h800" for _, other in what_ifs(Study(hardware="h200")))
     trays = UnitsStudy(36, 32, 64, bundle=0, extra=0, units_min=1, units_max=9, use=0.9)

@@ -1,4 +1,4 @@
-"""Windows: as many requests, running ones and cached tokens as the middle of a played day has."""
+"""Windows: arrivals, running requests and cached tokens equal those in the middle of a played day."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def test_what_comes_is_what_comes_in_a_played_day(seen: Window, played: Workload
     for name in ("tokens_in", "tokens_out", "tokens_reasoning", "tokens_findable", "turn", "model"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         noise = np.hypot(mine.std() / len(mine) ** 0.5, other.std() / len(other) ** 0.5)
-        # Turns of one sitting are alike: the means vary more than as many independent requests
-        # would.
+        # Turns of one session are alike: the means vary more than those of independent requests.
         assert abs(mine.mean() - other.mean()) < 5 * noise, name
     for edge_s in (60, 600, HOUR_S, 8 * HOUR_S, 24 * HOUR_S):
         found = (ours.idle_s < edge_s).mean()
@@ -74,7 +73,7 @@ def test_what_runs_has_come_as_far_as_in_a_played_day(seen: Window, played: Work
     ends_s = played.arrival_s + PARAMS.first_token_s + played.tokens_out * PARAMS.token_s
     theirs = (played.arrival_s < FROM_S) & (ends_s > FROM_S)
     assert num == pytest.approx(theirs.sum(), rel=0.1)
-    # Little's law: the rate of requests times how long one takes.
+    # Little's law: rate of requests x duration of one.
     rate = len(arriving(seen)) / (TO_S - FROM_S)
     assert num == pytest.approx(rate * (ends_s - played.arrival_s).mean(), rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Units over a day: whole ones, kept as the policy keeps them; and the fluid day beside it."""
+"""Units over a day: whole ones, kept by the fleet's policy; compared with the fluid day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a deployment: it is sound, it is the plan, and written down it is read as the same."""
+"""A plan as a deployment: it is valid, it equals the plan, and its file is read back equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: monotone where it must be, and DeepSeek's own day against its shape."""
+"""The search for plans: monotone where it must be; DeepSeek's own day against its units."""
 
 from __future__ import annotations
 

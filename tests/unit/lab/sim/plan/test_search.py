@@ -1,4 +1,4 @@
-"""The search with the simulator in it: what misses its promise is planned anew with less."""
+"""The search with the simulator: a plan that misses its promise is replaced by one with more units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_best_is_simulated_and_kept() -> None:
     "If it misses its promise, less is believed of that hardware and the search is done again"
 )
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator sees the first plan; then TPOT is set a quarter longer than it was."""
+    """Simulate the first plan; later results pretend a TPOT 25 % longer than planned."""
     seen = measure(small().ranked()[0], np.random.default_rng(1))
 
     def slower(plan: DeploymentPlan, *_: object) -> Measured:

@@ -1,4 +1,4 @@
-"""Traffic from a table and from a trace: rates, lengths, shapes; and what is wrong with one."""
+"""Traffic from a table and from a trace: rates, lengths, shapes; and errors in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units within a promise: the batch is the largest there is, and what cannot be says why."""
+"""Units within a promise: the largest batch that keeps it; impossible promises give a reason."""
 
 from __future__ import annotations
 

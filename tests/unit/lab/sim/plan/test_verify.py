@@ -1,4 +1,4 @@
-"""A plan in the simulator: at the peak's load from the start, beside what it promised."""
+"""A plan in the simulator, at the peak's load from the start, compared with its promise."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
 def test_what_is_simulated_has_an_end() -> None:
     plan = best()
     running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
-    # Four and five times the 2 s that are promised.
+    # Four and five times the promised 2 s.
     assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0)
     patient = dataclasses.replace(plan, slo=Slo(3600.0, 0.05))
     per_s, settle_s, measure_s = within_limits(patient, 1.0)
@@ -81,11 +81,11 @@ def test_what_is_simulated_has_an_end() -> None:
     assert settle_s / measure_s == pytest.approx(TTFTS_SETTLE / TTFTS_MEASURE)
     per_s, settle_s, measure_s = within_limits(patient, 400.0)
     assert per_s == 400.0
-    # For less time first.
+    # Time is cut first.
     assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX)
     per_s, settle_s, measure_s = within_limits(patient, 1e6)
     assert settle_s + measure_s == pytest.approx(SETTLE_S + MEASURE_S)
-    # Then fewer come.
+    # Then the rate is cut.
     assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX)
 
 
@@ -96,7 +96,7 @@ def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
     traffic = plan.traffic
     assert running.sum() == round(200.0 * traffic.tokens_out * plan.decode_unit.tpot_s)
     context = (asked.tokens_in + asked.tokens_done)[running]
-    # KV that there is, as planned.
+    # The existing KV is that of the plan.
     assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03)
     found = asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum()
     assert found == pytest.approx(0.5625, rel=0.02)
@@ -136,7 +136,7 @@ def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(
         plan_measure, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
     )
     halves = fluid_of(plan, np.random.default_rng(1))
-    # What is rounded up to whole units is so in each half.
+    # Each half is rounded up to whole units.
     more = sum(math.ceil(role.unit_nodes) for role in (plan.prefill, plan.decode))
     assert 0.98 * whole.nodes_mean <= halves.nodes_mean <= whole.nodes_mean + more
     assert halves.nodes_peak % 2 == 0

@@ -1,4 +1,4 @@
-"""What was tried, and the sentence that says why it loses."""
+"""Plans that were tried, and the sentence that says why one lost."""
 
 from __future__ import annotations
 

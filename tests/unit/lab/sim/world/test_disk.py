@@ -1,4 +1,4 @@
-"""The disk of a simulated world: what it has, and how long one read behind the other takes."""
+"""The disk of a simulated world: its contents, and the time of reads, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds with faults: every request ends once, ledgers add up, time is lost as it should be."""
+"""Worlds with faults: every request ends once, ledgers add up, and faults cost the right time."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class FaultRates:
     disk_every_s: float = 0.0
     unit_every_s: float = 0.0
     lasts_s: float = 10.0
-    """Mean of slowness, of failing disks, and until ranks and units are back."""
+    """Mean duration of slowness and of disk failures, and mean time until ranks and units return."""
     form_s: float = 1.0
     slow_factor: float = 3.0
-    """The most that a slow rank is slow."""
+    """Largest slowdown of a slow rank."""
 
 
 def draw_faults(
     rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator
 ) -> WorldFaults:
-    """Faults at random times before `until_s`, each on any unit."""
+    """Draw faults at random times before `until_s`, each on any unit."""
     units = sorted(unit_to_ranks)
 
     def times(every_s: float) -> list[float]:
@@ -89,7 +89,7 @@ def draw_faults(
 def played(
     asked: Requests, faults: WorldFaults, look_at_s: list[float], **options: Any
 ) -> FleetWorld:
-    """A world that was looked at after each fault, and to its end."""
+    """Run a world, check it after each fault and at its end, and return it."""
     made = world(asked, faults=faults, **options)
     for at_s in look_at_s:
         made.run(at_s)
@@ -99,7 +99,7 @@ def played(
     assert made.front.idle
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
-    # No token twice, none left out.
+    # Each token was delivered once.
     assert made.front.totals.tokens_out == (asked.tokens_out - asked.tokens_done).sum()
     return made
 

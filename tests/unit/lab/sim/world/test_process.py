@@ -1,4 +1,4 @@
-"""A simulated process: simultaneous events go together, and effects are answered in time."""
+"""A simulated process: simultaneous events arrive together; effects are answered in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hadal.lab.sim.world.process import Asked, Process
 
 
 class Scripted:
-    """Notes what it is given, and answers with what is next in its script."""
+    """Role that records its events and answers with the next effects of its script."""
 
     def __init__(self, *script: list[Effect]) -> None:
         self.script = list(script)
@@ -37,7 +37,7 @@ class Steps:
 
 
 class Around:
-    """A world that notes what it is given, and answers each kind of effect in its time."""
+    """World that records messages, and answers each kind of effect after its delay."""
 
     def __init__(self, **answers: tuple[float, Event]) -> None:
         self.answers = answers
@@ -130,8 +130,7 @@ def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
     reset = RankReset((1,), ())
     clock.at(0.5, lambda: made.form(reset))
     clock.run(1.0)
-    # The step of 0.25 s never ends; at 0.2 the living rank answers, and what is planned then is
-    # void.
+    # The step of 0.25 s never ends. At 0.2 the living rank answers; the step planned then is void.
     assert role.given == [(0.2, (answer,)), (0.4, (answer,)), (0.5, (reset,))]
 
 

@@ -1,4 +1,4 @@
-"""Requests of a simulated world: what cannot be is refused, and names say whose block it is."""
+"""Requests of a simulated world: invalid ones are refused, and block names identify the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a world saw, against sums made by hand."""
+"""Readings of a world, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
         log.prefill_ranks.append(ranks)
     seen = reading(log)
     assert list(seen.prefill_tokens) == list(seen.prefill_pairs) == ["prefill-0", "prefill-1"]
-    # A quarter of the step that began before.
+    # A quarter of the step that began earlier.
     assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0]
     assert seen.prefill_pairs["prefill-1"].tolist() == [82.0, 2.0, 12.0, 16.0]
     assert seen.prefill_tokens["prefill-0"].tolist() == [1.0] * 4
@@ -122,7 +122,7 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     assert (both.num_ended, both.num_failed) == (3, 1)
     assert both.ttft_s.tolist() == [0.5]
     assert (both.tokens_in, both.tokens_hit, len(both.ttft_s)) == (100, 64, 1)
-    # 22 tokens here; the other one had but 10.
+    # 22 tokens here; the other request had only 10.
     assert both.tpot_s.tolist() == pytest.approx([1.1 / 21])
     assert len(at(0.0, 2.0).ttft_s) == 0, "that one ran at the start"
 

@@ -1,4 +1,4 @@
-"""A unit's life: what its leader is told of ranks that die and come back."""
+"""A unit's life: events for its leader when ranks die and come back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.lab.sim.world.test_process import Around
 
 
 class Listener:
-    """A role that notes what it is told."""
+    """A role that records its events."""
 
     def __init__(self) -> None:
         self.resets: list[RankReset] = []

@@ -1,4 +1,4 @@
-"""Requests that ran before: they are in decode at once, and take the tokens that were left."""
+"""Requests running at the start: they are in decode at once and draw their remaining tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.lab.sim.world.test_world import deployment, requests, world
 def running(
     size: int, tokens_in: int, tokens_done: int, tokens_out: int, *, later: Requests | None = None
 ) -> Requests:
-    """`size` requests alike that ran before, and others."""
+    """Return `size` equal requests that run at the start, and `later` ones."""
     columns = [np.full(size, n) for n in (tokens_in, tokens_out, 0, tokens_done)]
     if later is None:
         return Requests(np.full(size, -1.0), *columns)
@@ -44,8 +44,8 @@ def test_they_are_all_in_the_first_step_and_take_what_was_left() -> None:
     assert np.isfinite(made.seen.end_s).all()
     assert made.front.totals.tokens_out == 96 * 31
     seen = made.read(0.0, 60.0)
-    # 30 steps each, one token having come with the start: lengths 1051 .. 1080, and one step more
-    # for the stop id.
+    # 30 steps each, as one token came with the start: lengths 1051 .. 1080. One step more for the
+    # stop id.
     assert seen.decode.tokens == 96 * 31
     assert seen.decode.positions_per_token == pytest.approx(np.mean([*range(1051, 1082)]))
     assert (seen.num_arrived, len(seen.ttft_s), seen.tokens_in, seen.disk_tokens) == (0, 0, 0, 0)
@@ -71,7 +71,7 @@ def test_who_comes_later_is_prefilled_by_those_who_serve() -> None:
 
 
 def test_what_does_not_fit_is_prefilled_again_out_of_the_disk() -> None:
-    """More of them than decode has slots: no window is like that, and none may be lost."""
+    """Start more requests than decode has slots. No window does that, but none may be lost."""
     made = world(running(700, 640, 10, 20))
     made.run(200.0)
     assert np.isfinite(made.seen.end_s).all()
@@ -110,7 +110,7 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
 
 @pytest.mark.parametrize("num_running", [0, 64])
 def test_those_that_wait_at_the_start_are_shared_out(num_running: int) -> None:
-    """Prefill's units say that they are up one after the other: the first is not given all."""
+    """Queue requests at the start: prefill units report one after the other, but the first gets half."""
     rest = Requests(np.zeros(200), *(np.full(200, n) for n in (900, 20)))
     roomy = msgspec.structs.replace(
         deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000)

@@ -1,4 +1,4 @@
-"""A small fleet under the live roles: every request ends once, in its steps' time."""
+"""A small fleet with the live roles: every request ends once, in the time of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hadal.roles.decode.leader import DecodeLeader
 from tests.levels import FULL, MORE
 
 SPAN_S = 10.0 if FULL else 4.0 if MORE else 2.0
-"""Of requests that come, where more of them are compared with fewer."""
+"""Duration of arrivals in tests that compare more requests with fewer."""
 
 
 def deployment(*, drafts: str | int = 0, **limits: int) -> Deployment:
@@ -92,13 +92,13 @@ def test_alone_a_request_takes_what_its_steps_take() -> None:
     asked = Requests(np.array([1.0]), np.array([2000]), np.array([101]))
     made = world(asked)
     made.run(60.0)
-    # Less: one rank has it all, and does it alone.
+    # The mean is less: here one rank has the whole prompt.
     prefill_s = models()["prefill"].prefill(2000 / 8, 2000).seconds
     assert made.seen.first_token_s[0] - 1.0 > prefill_s
     decode = models()["decode"]
     step_s = decode.decode(1 / 16, 2050, schedule="sequential").seconds
     tpot_s = (made.seen.end_s[0] - made.seen.first_token_s[0]) / 100
-    # The rank that has it is slower than the mean, and KV has to come first.
+    # The request's rank is slower than the mean, and its KV must be pulled first.
     assert step_s < tpot_s < 1.3 * step_s
 
 
@@ -116,7 +116,7 @@ def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
 
 
 def running(size: int, num_done: int = 10) -> Requests:
-    """So many that run at the start and go on for long."""
+    """Return `size` requests that run at the start and go on for long."""
     wanted = np.full(size, 10_000)
     return Requests(
         np.full(size, -1.0),
@@ -128,7 +128,7 @@ def running(size: int, num_done: int = 10) -> Requests:
 
 @pytest.mark.parametrize("accept", [0.0, 0.5, 0.8, 0.95])
 def test_what_a_world_checks_takes_and_makes_what_the_mean_says(accept: float) -> None:
-    """Tokens of each request by what steps take: as lab/perf/step has them of means."""
+    """Compare tokens per request and step times with lab/perf/step at mean lengths."""
     made = world(running(300), deployment(drafts=1), mtp_accept=accept)
     made.run(3.0)
     decode = made.read(1.0, 3.0).decode
@@ -176,7 +176,7 @@ def test_an_overloaded_fleet_refuses_and_the_rest_is_served() -> None:
 
 
 def test_a_switched_off_balancer_shows() -> None:
-    """What the roles do about balance they do here."""
+    """Switch a balancer off: the live roles' balancing has its effect in a world."""
 
     def unevenness(balance: str) -> float:
         config = deployment()
@@ -250,7 +250,7 @@ def test_what_is_on_disk_is_read_and_not_computed() -> None:
 
 
 def deployment_off() -> Deployment:
-    """All that is on disk is read, whatever it costs."""
+    """Return a deployment that reads everything on disk at any cost."""
     return msgspec.structs.replace(deployment(), cache=CacheConfig(memory=OFF, recompute=OFF))
 
 
@@ -283,7 +283,7 @@ def test_what_is_computed_and_generated_is_written() -> None:
     # The last token of an output has no KV.
     full = (asked.tokens_in + asked.tokens_out - 1) // 64 * 64 - asked.tokens_cached
     assert made.read(0.0, 300.0).disk_tokens_written == full.sum()
-    # Prompts can be found from now on.
+    # From now on prompts can be found.
     assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64)
     assert made.check() == []
 
@@ -295,14 +295,14 @@ def test_how_full_ranks_are_is_sampled() -> None:
     seen = made.read(0.5, 2.0)
     share = seen.kv_share
     mean = np.mean([of_unit.mean() for of_unit in seen.requests.values()])
-    # Samples and steps tell the same.
+    # Samples and steps agree.
     assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1)
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())
 
 
 def test_bytes_are_counted_as_units_count_them_live() -> None:
-    """Prefill's 8 ranks are one node, decode's 16 are two, and KV goes from the one to the other."""
+    """Transfer KV between nodes: prefill's 8 ranks are one node, decode's 16 are two."""
     asked = requests(1, 100, 200.0)
     made = world(asked)
     made.run(300.0)
