@@ -1,1 +1,1 @@
-"""Other people's clients and suites against a running server; see `__main__`."""
+"""Other projects' clients and test suites against a running server; see `__main__`."""

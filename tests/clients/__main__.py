@@ -1,13 +1,13 @@
-"""What other people's clients and suites make of a server of ours.
+"""Try other projects' clients and test suites with a Hadal server.
 
     python -m tests.clients                       # starts hadal-tiny, tries everything, prints the table
     python -m tests.clients --only openai --url http://127.0.0.1:8000
     python -m tests.clients --write               # and writes docs/clients.md
 
-Each client gets an environment of its own in .peers/clients/, since some hold others' versions
-back. Packages come from PyPI and npm; what cannot be installed is a row that says so. The scripts
-in python/ and js/ are ours, the suites are others': llm-comply, and the tests of openai-python's
-API resources, from its source distribution.
+Each client gets an environment of its own in .peers/clients/, since some need old versions of
+others' packages. Packages come from PyPI and npm; a client that cannot be installed gets a row with
+the reason. The scripts in python/ and js/ are ours. The suites are others': llm-comply, and the
+tests of openai-python's API resources, from its source distribution.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
         "langchain-deepseek==1.1.1",
         "langchain-anthropic==1.7.10",
     ),
-    # anthropic 2 moved to another HTTP library, which pydantic-ai does not know yet.
+    # anthropic 2 moved to another HTTP library, which pydantic-ai does not support yet.
     "pydantic": ("pydantic-ai-slim[openai,anthropic]==2.68.0", "anthropic==1.17.0"),
     "llama_index": (
         "llama-index-core==0.14.25",
@@ -58,7 +58,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
     ),
     "agents": ("openai-agents==0.20.0", "instructor==1.17.0"),
 }
-"""What a script in python/ needs, by its name without `_client.py`."""
+"""Name of a script in python/ without `_client.py` -> packages that it needs."""
 NPM = (
     "ai@6.0.326",
     "@ai-sdk/deepseek@2.0.69",
@@ -105,7 +105,7 @@ not served (audio, images, stored chats)."""
 
 @dataclass(frozen=True)
 class Trial:
-    """One row: what a client did."""
+    """One row: the result of one thing tried with a client."""
 
     client: str
     what: str
@@ -114,13 +114,13 @@ class Trial:
 
 
 class Missing(RuntimeError):
-    """What cannot be installed here; the text says why."""
+    """Something cannot be installed here; the text gives the reason."""
 
 
 def _called(
     *command: str | Path, cwd: Path | None = None, timeout_s: float, **env: str
 ) -> tuple[int, str, str]:
-    """Run a command to its end or its deadline; returns its exit status, output and errors."""
+    """Run a command to its end or its deadline; return its exit status, output and errors."""
     try:
         done = subprocess.run(
             [str(part) for part in command],
@@ -144,7 +144,7 @@ def _install(*command: str | Path, cwd: Path | None = None) -> None:
 
 
 def _python(name: str, *packages: str) -> Path:
-    """Python of an environment that has these packages; made if it is not there as they say."""
+    """Return the Python of an environment with these packages; make it if it is missing or differs."""
     folder = ENVIRONMENTS / name
     stamp = folder / "packages"
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -158,7 +158,7 @@ def _python(name: str, *packages: str) -> Path:
 
 
 def _trials(client: str, lines: str, errors: str) -> list[Trial]:
-    """The rows that a script printed; one of its own where it ended before it was through."""
+    """Return the rows that a script printed, or one row with its errors if it printed none."""
     trials = [
         Trial(**json.loads(line)) for line in lines.splitlines() if line.startswith('{"client"')
     ]
@@ -197,7 +197,7 @@ def _javascript(url: str, model: str) -> list[Trial]:
 
 
 def _comply(url: str, model: str) -> list[Trial]:
-    """llm-comply's own verdicts, one row a test. What it skips is no row."""
+    """Return llm-comply's own verdicts, one row per test; skipped tests have no row."""
     python = _python("comply", COMPLY)
     trials = []
     for name, options in COMPLY_FORMATS.items():
@@ -223,10 +223,10 @@ def _comply(url: str, model: str) -> list[Trial]:
 
 
 def _resources(url: str, model: str) -> list[Trial]:
-    """openai-python's tests of its API resources, the model's name put in; one row a test function.
+    """Run openai-python's tests of its API resources with our model; one row per test function.
 
-    They try every field that the API has, some of which are not served (audio, images, stored
-    chats); which ones fail is what the row says.
+    They try every field of the API; some are not served (audio, images, stored chats). The row
+    names the failed ones.
     """
     python = _python(
         "resources", OPENAI, "pytest", "pytest-asyncio", "pytest-xdist", "respx", "rich"
@@ -261,7 +261,7 @@ def _resources(url: str, model: str) -> list[Trial]:
 
 
 def tried(name: str, url: str, model: str) -> list[Trial]:
-    """All rows of one client or suite."""
+    """Return all rows of one client or suite."""
     try:
         if name == "js":
             return _javascript(url, model)
@@ -276,7 +276,7 @@ def tried(name: str, url: str, model: str) -> list[Trial]:
 
 @contextmanager
 def served() -> Iterator[str]:
-    """hadal-tiny as `hadal serve` starts it, on a free port; yields its URL."""
+    """Serve hadal-tiny as `hadal serve` starts it, on a free port; yield its URL."""
     with launched() as server:
         wait_ready(server, START_TIMEOUT_S)
         yield "http://{}:{}".format(*server.address)

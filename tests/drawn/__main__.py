@@ -1,7 +1,7 @@
-"""Compare drawn configurations with transformers, and print what became of them.
+"""Compare drawn configurations with transformers, and print the results.
 
-`python -m tests.drawn --cases 5000` prints agreed, refused and failed cases by family, and how often
-each key of the table had a value other than its default. Ends with 1 if a case failed.
+`python -m tests.drawn --cases 5000` prints agreed, refused and failed cases by family, and how
+often each key of the table had a value other than its default. Ends with 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.drawn.cases import FAMILIES, Case, draw
 from tests.drawn.oracle import AGREED, OBJECTS, REFUSED, Counts, count_keys, scratch, verdict
 
 LEAST_DRAWS = 20
-"""Keys that were drawn fewer times are marked "few"."""
+"""Number of draws below which a key is marked "few"."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Configurations drawn from a seed: saved by transformers, then altered as files of strangers are."""
+"""Configurations drawn from a seed: saved by transformers, then altered like files from elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSALS = (*["fixed"] * 4, "unknown_in_rope", "restated", "restated", "missing
 
 @dataclass
 class Case:
-    """One config.json and what may become of it."""
+    """One config.json and its allowed results."""
 
     family: str
     fields: dict[str, Any]
@@ -36,9 +36,9 @@ class Case:
     seed: int
     """Seed of the weights."""
     must_refuse: set[str] = field(default_factory=set)
-    """Keys of which the refusal must name one; empty: the file is one that transformers computes."""
+    """Keys; the refusal must name one of them. Empty: transformers computes the file."""
     may_refuse: set[str] = field(default_factory=set)
-    """Keys that a refusal may name instead of agreeing: two statements about one value."""
+    """Keys that a refusal may name instead of agreeing, as the file has two values for one thing."""
 
 
 def draw(rng: random.Random, family: str, share_refused: float = 0.13) -> Case:
@@ -53,14 +53,14 @@ def draw(rng: random.Random, family: str, share_refused: float = 0.13) -> Case:
         feature = rng.choice(_REFUSALS if is_refused else _FEATURES)
         _ALTER[feature](rng, case)
         if case.must_refuse or is_sound(case):
-            # JSON is what a file holds.
+            # As read from a file: JSON has no tuples, and only string keys.
             case.fields = json.loads(json.dumps(case.fields))
             return case
 
 
 def draw_wrong(rng: random.Random, family: str, name: str, key: str) -> Case:
-    """Return a case whose only fault is the FIXED or SAME key of the table `name`: a family, or an
-    object as `oracle.read_keys` has it.
+    """Return a case with one fault: the FIXED or SAME key of the table `name`, which is a family,
+    or an object as in `oracle.read_keys`.
     """
     case = Case(family, _saved(rng, family), rng.randrange(1 << 31))
     if name == "rope":
@@ -88,14 +88,14 @@ def oracle_config(case: Case) -> Any:
 
     fields = json.loads(json.dumps(case.fields))
     fields.pop("quantization_config", None)
-    # With these two set transformers gives no logits.
+    # With these two set transformers returns no logits.
     for key in ("model_type", "architectures", "return_dict", "output_attentions"):
         fields.pop(key, None)
     return getattr(transformers, f"{CLASS_OF[case.family]}Config").from_dict(fields)
 
 
 def is_sound(case: Case) -> bool:
-    """Return whether the file is of a model that exists, of few weights."""
+    """Return whether the file describes a valid model with few weights."""
     try:
         config = oracle_config(case)
     except Exception:  # transformers raises errors of many classes.
@@ -121,7 +121,7 @@ def is_sound(case: Case) -> bool:
 
 
 def _saved(rng: random.Random, family: str) -> dict[str, Any]:
-    """Return the fields of a file that transformers saved of a small drawn configuration."""
+    """Return the fields of a file that transformers saved for a small drawn configuration."""
     import transformers
 
     shape = {key: draw_one(rng) for key, draw_one in values.BASE.items()}
@@ -164,7 +164,7 @@ def _yarn(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_inert(rng: random.Random, case: Case) -> None:
-    """Add keys that change no token, and one that the table does not have."""
+    """Add keys that change no token, and a key that the table lacks."""
     table = model_keys.CONFIG[case.family]
     inert = [key for key in values.INERT if key in table and table[key].use is Use.INERT]
     for key in rng.sample(inert, min(len(inert), 12)):
@@ -172,7 +172,7 @@ def _draw_inert(rng: random.Random, case: Case) -> None:
     if {"id2label", "num_labels"} & case.fields.keys():
         case.fields.pop("problem_type", None)
     heads = case.fields["num_attention_heads"]
-    # transformers divides one by the other: these give 1 as well.
+    # transformers divides one by the other, rounding down: these give 1, too.
     case.fields["num_key_value_heads"] = rng.choice((heads, heads // 2 + 1))
     if rng.random() < 0.3:
         case.fields["hidden_act"] = rng.choice(("silu", "swish"))
@@ -192,7 +192,7 @@ def _plain(rng: random.Random, case: Case) -> None:
 
 
 def _move(rng: random.Random, case: Case) -> None:
-    """Say the rotation as older files do, or in both ways."""
+    """Write the rotation as older files do, or in both ways."""
     fields = case.fields
     rope = fields["rope_parameters"]
     where = rng.randrange(6)
@@ -217,7 +217,7 @@ def _move(rng: random.Random, case: Case) -> None:
 
 
 def _remove(rng: random.Random, case: Case) -> None:
-    """Leave keys out: the family's default is meant."""
+    """Leave keys out, so that the family's default applies."""
     table, fields = model_keys.CONFIG[case.family], case.fields
     if rng.random() < 0.3:
         for key in rng.sample(sorted(fields["rope_parameters"]), 1):
@@ -247,7 +247,7 @@ def _remove(rng: random.Random, case: Case) -> None:
 
 
 def _note_missing_theta(case: Case) -> None:
-    """Expect a refusal if the file has no theta and the family no default of it."""
+    """Expect a refusal if neither the file nor the family has a theta."""
     row = model_keys.CONFIG[case.family]["rope_theta"]
     rope = case.fields.get("rope_parameters") or {}
     if row.default is model_keys.REQUIRED and "rope_theta" not in {**case.fields, **rope}:
@@ -255,7 +255,7 @@ def _note_missing_theta(case: Case) -> None:
 
 
 def _alias(rng: random.Random, case: Case) -> None:
-    """Say a value under another name of its key, alone or beside it."""
+    """Write a value under another name of its key, alone or in addition."""
     fields, table = case.fields, model_keys.CONFIG[case.family]
     if case.family == model_keys.V32 and rng.random() < 0.3:
         fields |= {"model_type": model_keys.V3, "architectures": ["DeepseekV3ForCausalLM"]}
@@ -274,7 +274,7 @@ def _alias(rng: random.Random, case: Case) -> None:
 
 
 def _contradict(rng: random.Random, case: Case) -> None:
-    """Say two values under two names of one key."""
+    """Write two values under two names of one key."""
     fields, table = case.fields, model_keys.CONFIG[case.family]
     key, of = rng.choice((("num_local_experts", "n_routed_experts"), ("mlp_layer_types", "")))
     if key == "mlp_layer_types" and case.family == model_keys.V32:
@@ -309,7 +309,7 @@ def _refuse_unknown(rng: random.Random, case: Case) -> None:
 
 
 def _refuse_restated(rng: random.Random, case: Case) -> None:
-    """Let a restatement differ."""
+    """Write a restatement that differs."""
     table = model_keys.CONFIG[case.family]
     same = [key for key, row in table.items() if row.use is Use.SAME]
     if not same:
@@ -318,7 +318,7 @@ def _refuse_restated(rng: random.Random, case: Case) -> None:
 
 
 def _restate(case: Case, key: str) -> None:
-    """Give a SAME key another value than that of the key it states."""
+    """Give a SAME key a value other than that of the key it restates."""
     of = model_keys.CONFIG[case.family][key].of
     num_layers = case.fields["num_hidden_layers"]
     if key == "mlp_layer_types":
@@ -349,11 +349,11 @@ def _refuse_missing(rng: random.Random, case: Case) -> None:
 
 
 _Part = tuple[str, dict[str, Any], dict[str, Any]]
-"""Path of an object, the object, and for some of its keys a value that is not served."""
+"""Path of an object, the object, and unserved values for some of its keys."""
 
 
 def _quantization(rng: random.Random, *, is_fp8: bool) -> tuple[dict[str, Any], list[_Part]]:
-    """Return a quantization_config that is read, and the objects in it."""
+    """Return a supported quantization_config, and the objects in it."""
     top = "quantization_config"
     found: dict[str, Any]
     if is_fp8:

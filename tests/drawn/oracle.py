@@ -1,4 +1,4 @@
-"""One drawn configuration in both implementations: do they agree, or is the file refused by name?"""
+"""One drawn configuration in both implementations: they agree, or the refusal names the key."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.drawn.cases import CLASS_OF, Case, oracle_config
 NUM_TOKENS = 100
 TOLERANCE = 1e-4
 _NUM_WEIGHTS = 3
-"""Draws of weights for one configuration: where two experts' scores are equal but for rounding, the
-implementations may choose differently; a key that is misread is misread with all weights.
+"""Draws of weights per configuration. If two experts' scores differ only by rounding,
+implementations may choose differently; a misread key shows with all weights.
 """
 
 AGREED, REFUSED = "agreed", "refused"
@@ -43,7 +43,7 @@ OBJECTS = {
 
 @dataclass
 class Made:
-    """A case's folder, and what transformers computes of it."""
+    """A case's folder, and transformers' results for it."""
 
     case: Case
     folder: Path
@@ -54,7 +54,7 @@ class Made:
 
 
 def verdict(case: Case, folder: Path) -> str:
-    """Return AGREED, REFUSED, or what is wrong. `folder`: an empty one."""
+    """Return AGREED, REFUSED, or the problem. `folder` must be empty."""
     said = ""
     for attempt in range(_NUM_WEIGHTS):
         inside = folder / str(attempt)
@@ -100,7 +100,7 @@ def make(case: Case, folder: Path) -> Made:
 
 
 def compare(made: Made) -> str:
-    """Return AGREED, REFUSED, or what is wrong, of what Hadal makes of the folder."""
+    """Compare Hadal's reading of the folder; return AGREED, REFUSED, or the problem."""
     case = made.case
     try:
         config = read_model_config(made.folder)
@@ -136,7 +136,7 @@ def _logits_agree(ours: torch.Tensor, theirs: torch.Tensor | None) -> str:
 
 
 def _differing_values(config: ModelConfig, theirs: Any, fields: dict[str, Any]) -> str | None:
-    """Return what differs of the values that no forward pass of 100 tokens shows."""
+    """Return a difference in values that a forward pass of 100 tokens does not show, or None."""
     ends = theirs.eos_token_id
     ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     num_mtp = config.num_nextn_predict_layers
@@ -188,7 +188,7 @@ def _is_stored_fp8(name: str) -> bool:
 
 
 def _round(model: Any, block: tuple[int, int]) -> None:
-    """Round each matrix to what FP8 with a scale per block can say."""
+    """Round each matrix to values that FP8 with a scale per block can represent."""
     for name, parameter in model.named_parameters():
         if not _is_stored_fp8(name):
             continue
@@ -201,7 +201,7 @@ def _round(model: Any, block: tuple[int, int]) -> None:
 
 
 def _store_fp8(path: Path, block: tuple[int, int], scale_name: str) -> None:
-    """Rewrite the file's matrices as codes, and scales that end with this name."""
+    """Rewrite the file's matrices as codes, with scales under this ending."""
     tensors = load_file(path)
     for name in [name for name in tensors if _is_stored_fp8(name)]:
         codes, scales = codec.quantise(tensors[name], block)
@@ -214,8 +214,8 @@ Counts = Counter[tuple[str, str]]
 
 
 def count_keys(counts: Counts, case: Case) -> None:
-    """Add the keys that the case's file has with a value other than the table's default, as
-    (family, key).
+    """Count the keys of the case's file with a value other than the table's default, as (family,
+    key).
     """
     fields = case.fields
     family = fields.get("model_type", case.family)
@@ -257,7 +257,7 @@ def has_key(case: Case, name: str, key: str) -> bool:
 
 @contextlib.contextmanager
 def ignoring(table: Table, key: str) -> Iterator[None]:
-    """Read files as if the key were not in them."""
+    """Read files as if the key were absent."""
     row = table[key]
     table[key] = ConfigKey(Use.INERT, "ignored by a test", row.default)
     try:
@@ -267,7 +267,7 @@ def ignoring(table: Table, key: str) -> Iterator[None]:
 
 
 def read_keys() -> Iterator[tuple[str, Table, str]]:
-    """Yield each (family or object, table, key) whose value is read."""
+    """Yield each read key as (family or object, table, key)."""
     for name, table in {**model_keys.CONFIG, **OBJECTS}.items():
         for key, row in list(table.items()):
             if row.use not in (Use.INERT, Use.SELECTS):
@@ -275,6 +275,6 @@ def read_keys() -> Iterator[tuple[str, Table, str]]:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder in memory where there is one: thousands of small checkpoints go through it."""
+    """Return a folder in memory if there is one: thousands of small checkpoints are written to it."""
     shm = Path("/dev/shm")
     return tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None)

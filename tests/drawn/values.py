@@ -86,8 +86,8 @@ INERT: dict[str, Draw] = {
     "num_return_sequences": _one_of(2),
     "head_dim": _one_of(7, 192),
 }
-"""Key -> values other than its default. `num_key_value_heads` is left out: transformers cannot run
-another number than that of the heads, so `cases` draws only numbers that it takes for it.
+"""Key -> values other than its default. `num_key_value_heads` is absent: transformers can only run
+the number of heads, so `cases` draws numbers that it treats as that.
 """
 
 FIXED: dict[str, Any] = {

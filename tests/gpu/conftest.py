@@ -1,4 +1,4 @@
-"""Running servers, as tests/dist has them."""
+"""Fixtures of running servers, from tests/dist."""
 
 from tests.dist.conftest import start_server
 

@@ -1,4 +1,4 @@
-"""Two ranks of a unit in processes of their own, which share one device and meet through gloo."""
+"""Two ranks of a unit in processes of their own. They share one device and communicate through gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 def run_ranks(
     folder: Path, device: str, dispatch_format: str, prompts: list[list[int]]
 ) -> dict[str, Tensor]:
-    """Logits [steps, prompts, V] by schedule and mode."""
+    """Return logits [steps, prompts, V] by schedule and mode."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -47,13 +47,13 @@ def run_ranks(
             assert pipe.poll(JOIN_TIMEOUT_S), "a rank hangs"
         halves = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
-            pipe.send("leave")  # A rank that leaves ends the others' generation.
+            pipe.send("leave")  # A rank that leaves ends the others' formation.
     finally:
         for process in processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
-    # Prompt n is rank n % 2's.
+    # Rank n % 2 has prompt n.
     return {
         name: torch.stack([half[name] for half in halves], 2).flatten(1, 2) for name in halves[0]
     }
@@ -109,8 +109,8 @@ def _model(group: TorchGroup, device: str, dispatch_format: str, mode: str) -> D
 
 
 def _work(model: DeepseekV3, prompts: list[list[int]], schedule: Schedule) -> Tensor:
-    """Two prompts, each cut between the micro-batches, then steps in two: logits [steps, 2, V] on
-    the CPU.
+    """Prefill two prompts, each cut between the micro-batches, then decode in two micro-batches.
+    Return logits [steps, 2, V] on the CPU.
     """
     assert len(prompts) == 2
     device = model.cache.cache_PLSD.device

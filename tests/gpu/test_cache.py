@@ -17,8 +17,8 @@ pytestmark = [
 
 
 def test_blocks_go_to_the_pool_and_come_back() -> None:
-    """Published bytes are there when `publish` returns; fetched ones before whatever the device
-    does next.
+    """Check order: published bytes are there when `publish` returns, fetched ones before the
+    device's next work.
     """
     config = read_model_config(model_folder(""))
     memory = bytearray(block_bytes(config) * 40)

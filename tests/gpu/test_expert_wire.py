@@ -1,6 +1,4 @@
-"""Experts between ranks whose weights lie on a GPU: over the host, beside what the device
-computes.
-"""
+"""Experts sent between ranks with weights on a GPU: through the host, while the device computes."""
 
 from __future__ import annotations
 
@@ -30,14 +28,14 @@ def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_c
     client = ExpertClient(key)
     try:
         for value in (1.0, 2.0, 4.0):
-            key_layer = int(value)  # A sum is kept for each expert, and these weights change.
+            key_layer = int(value)  # Checksums are kept per expert, and these weights change.
             got = held.empty_like()
             for _ in range(10):
                 busy = busy @ busy / 64.0
             for part in held.parts:
                 part.copy_(
                     torch.full(part.shape, value, device="cuda")
-                )  # Queued behind the products.
+                )  # Queued after the products.
             assert client.fetch(key_layer, Source(7, "127.0.0.1", server.port), got)
             assert all(bool((part.float() == value).all()) for part in got.parts)
     finally:

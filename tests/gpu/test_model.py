@@ -30,8 +30,8 @@ pytestmark = [
 
 DEVICE = "cuda"
 TOLERANCE = 2e-3
-"""FP32 on both sides, TF32 off: sums in another order through four layers. Logits are spread over
-several units.
+"""Largest difference of logits in FP32, TF32 off: sums in another order through four layers. Logits
+spread over several units.
 """
 NUM_STEPS = 3
 LENGTHS = (5, 70, 131, 200)
@@ -70,8 +70,8 @@ def make_model(device: str, dispatch_format: str | None) -> DeepseekV3:
 
 
 def work(model: DeepseekV3, schedule: Schedule, num_micro_batches: int, tokens: Tensor) -> Tensor:
-    """Prefill four prompts, cut between the micro-batches, then decode given tokens; all logits, on
-    the CPU.
+    """Prefill four prompts, cut between the micro-batches, then decode given tokens; return all
+    logits on the CPU.
     """
     device = model.cache.cache_PLSD.device
     width = -(-(max(LENGTHS) + NUM_STEPS) // BLOCK_TOKENS)
@@ -131,7 +131,7 @@ def test_overlapped_is_sequential_to_the_bit(tokens: Tensor, dispatch_format: st
 
 @pytest.mark.parametrize("dispatch_format", ["fp32", "fp8"])
 def test_two_ranks_share_the_device(tmp_path: Path, tokens: Tensor, dispatch_format: str) -> None:
-    """Through gloo: every schedule and mode the same bits, and with FP32 the CPU's logits."""
+    """Run two ranks through gloo: schedules and modes give the same bits, in FP32 the CPU's logits."""
     prompts = [tokens[i, :length].tolist() for i, length in enumerate((20, 70, 131, 150))]
     results = run_ranks(tmp_path, DEVICE, dispatch_format, prompts)
     expected = results["normal sequential"]

@@ -1,5 +1,5 @@
 """`hadal serve` on one GPU, in FP32: the plain loop's greedy tokens, by units of one rank and of
-two that share it.
+two ranks that share it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 PATIENT = {"rank_timeout_s": 10.0, "collective_timeout_s": 30.0, "unit_timeout_s": 60.0}
-"""The first steps load CUDA's kernels one by one."""
+"""Long timeouts: the first steps load CUDA's kernels one by one."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_plain_loops_tokens(
 
 @pytest.mark.timeout(900)
 def test_a_killed_rank_costs_no_request(start_server: StartServer, cases: list[Case]) -> None:
-    """Survivors keep the KV on the device; a request joins again without looking at the pool."""
+    """Kill a rank: survivors keep their KV on the device; requests rejoin without reading the pool."""
     units = {"ranks": 2, "kv_memory_mb": 64}
     server = start_server(
         device="cuda",

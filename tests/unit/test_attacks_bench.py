@@ -1,4 +1,4 @@
-"""The bench of attacks: each attack goes on, and its table says what happened. tests/dist runs it
+"""The bench of attacks: each attack continues, and its table has the results. tests/dist runs it
 with a server.
 """
 
@@ -25,12 +25,12 @@ def test_what_was_seen_is_counted() -> None:
 def test_every_attack_asks_a_server_that_turns_it_away_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And goes on: an attack that ends by itself measures nothing."""
+    """Refuse an attack three times: it must continue, as one that ends by itself measures nothing."""
     monkeypatch.setattr(attacks, "BYTE_AFTER_S", 0.05)
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer):  # Also of those that the test ends before they said anything.
+        with closing(writer):  # Also if the test ends them before they sent anything.
             heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(
                 b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -1,5 +1,5 @@
-"""The prefill simulation's books: every token once, known steps priced as written, ours ahead of a
-token budget.
+"""The prefill simulation's accounting: each token counts once, known steps have their price, and
+ours is ahead of a token budget.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_every_token_is_computed_once_and_every_prompt_ends(rule: Rule) -> None:
     assert out.num_tokens == sum(arrival.num_tokens for arrival in LOAD.arrivals)
     assert len(out.ttfts_s) == len(LOAD.arrivals)
     assert min(out.ttfts_s) > 0
-    # However it was cut, the work is the same.
+    # The work does not depend on the cuts.
     assert out.ideal_s == pytest.approx(ideal_s(LOAD, 8))
 
 

@@ -1,5 +1,5 @@
-"""The bench of expert placements: EPLB found by folder and judged by what it returns; traffic
-counted as written.
+"""The bench of expert placements: EPLB is found by folder and judged by its result; traffic is
+counted as documented.
 """
 
 import re
@@ -43,7 +43,7 @@ def test_a_module_of_eplbs_signature_is_judged_by_its_arrays(eplb_folder: Path) 
     found = find_eplb(str(eplb_folder))
     assert found is not None
     loads = np.array([[6.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    # Slots 0 1 2 | 3 0 1: ranks of 3 + 1 + 1 and 1 + 3 + 1; then 1/2 + 1/2 + 1 and the same.
+    # Slots 0 1 2 | 3 0 1: ranks of 3 + 1 + 1 and 1 + 3 + 1; in the second layer 1/2 + 1/2 + 1 each.
     mean, worst, ms = run_eplb(found, loads, "global", 2, 3)
     assert (mean, worst) == pytest.approx((1.0, 1.0))
     assert ms >= 0
@@ -69,8 +69,7 @@ def test_the_bench_runs_a_given_eplb_beside_ours(
 
 
 def test_a_token_crosses_once_to_a_node() -> None:
-    # Node 0 holds experts 0 and 1, node 1 experts 2 and 3, and so on: 8 experts, 4 nodes of a rank
-    # each.
+    # Node 0 has experts 0 and 1, node 1 experts 2 and 3, and so on: 8 experts, 4 nodes of one rank.
     cluster = Cluster.even(4, 4, 2)
     placement = Placement(8, np.arange(8, dtype=np.int16).reshape(1, 4, 2))
     everywhere = Tokens(np.arange(8)[None], np.array([0]))

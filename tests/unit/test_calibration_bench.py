@@ -1,4 +1,4 @@
-"""The calibration page: what the command prints, every aim met, and honest about the rest."""
+"""The calibration page: it equals the command's output, every aim is met, and gaps are named."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The commands: help that teaches, errors of one line, options that override the file."""
+"""The commands: useful help, errors of one line, options that override the file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a process of its own does with this code, or module."""
+    """Run Python with these arguments in a process of its own."""
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=ROOT / "src", capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -73,14 +73,14 @@ TYPED = {
         "COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo"
         ' "${COMPREPLY[@]}"'
     ),
-    # What zsh is given to choose from, instead of a menu.
+    # The choices given to zsh, instead of a menu.
     "zsh": (
         "compdef() { :; }; _arguments() { echo $@; }; words=(hadal serve --cache-f); CURRENT=3\n"
         "_hadal_completion"
     ),
     "fish": "complete --do-complete 'hadal serve --cache-f'",
 }
-"""What each shell does at Tab behind `hadal serve --cache-f`."""
+"""Code that presses Tab after `hadal serve --cache-f` in each shell."""
 
 
 @pytest.mark.promise("hadal completion bash lets Tab complete it")
@@ -251,7 +251,7 @@ def test_the_laptops_file_shows_the_defaults() -> None:
     assert read_deployment(path) == Deployment()
     written, every = tomllib.loads(path.read_text()), msgspec.to_builtins(Deployment())
     for name in ("drafts", "tenant_promise"):
-        del every["prefill"][name]  # It makes none, and all prompts of a step are computed.
+        del every["prefill"][name]  # It drafts nothing and computes all prompts of a step.
     for name, value in every.items():
         assert name in written, name
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The bench of a simulated prefill unit, on a small study: it prints what was measured."""
+"""The bench of a simulated prefill unit, on a small study: it prints the measured values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The image, the compose file and the unit of systemd: what they name is there, fits together, and is
-what `hadal` takes. No container runs here.
+"""The image, the compose file and the systemd unit: their files exist and fit together, and `hadal`
+takes their options. No container runs here.
 """
 
 import re
@@ -29,11 +29,11 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 HADAL = COMPOSE["services"]["hadal"]
 IMAGES = [DEPLOY / "Containerfile", DEPLOY / "kuberay" / "Dockerfile"]
 END_S = 25
-"""What `hadal serve` may take, once drained, to end its processes (tests/unit/test_manifests.py)."""
+"""Seconds for `hadal serve` to end its processes after a drain (tests/unit/test_manifests.py)."""
 
 
 def steps(path: Path) -> list[tuple[str, str]]:
-    """The instructions of a Containerfile."""
+    """Return the instructions of a Containerfile."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line]
 
@@ -44,7 +44,7 @@ def one(name: str) -> str:
 
 
 def served(arguments: list[str]) -> dict[str, Any]:
-    """The options of a `serve` command line. Fails for one that it does not take."""
+    """Return the options of a `serve` command line; fail for an unknown one."""
     assert arguments[0] == "serve"
     context = get_command(app).commands["serve"].make_context("serve", arguments[1:])
     return context.params
@@ -135,7 +135,7 @@ FIXED = {
     "starlette": "0.49.1",  # CVE-2025-62727: Range headers
     "python-multipart": "0.0.31",  # CVE-2026-24486, -40347, -42561, -53540
 }
-"""Packages that read what strangers send -> first version without known holes."""
+"""Packages that parse data from clients -> first version without known vulnerabilities."""
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -153,7 +153,7 @@ def test_compose_mounts_what_is_there_and_defines_what_it_names() -> None:
     for service in COMPOSE["services"].values():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
-            if source == "./keys":  # Which the first lines have one make.
+            if source == "./keys":  # The file's first lines say how to make it.
                 assert "deploy/keys " in (DEPLOY / "compose.yaml").read_text()
             elif source.startswith("."):
                 assert (DEPLOY / source).exists(), source
@@ -168,7 +168,7 @@ def test_compose_starts_a_server_that_can_run() -> None:
     options, deployment = compose_options(), Deployment()
     assert HADAL["ports"] == [f"{options['port']}:{options['port']}"]
     keys = next(mount for mount in HADAL["volumes"] if mount.startswith("./keys:"))
-    # The folder: one file of it would stay the one that it was when the container began.
+    # Mount the folder: a single mounted file would keep the content of the container's start.
     assert keys == f"./keys:{options['api_keys_file'].parent}:ro"
     writable = {mount.split(":")[1] for mount in HADAL["volumes"]}
     writable |= {mount.partition(":")[0] for mount in HADAL["tmpfs"]}

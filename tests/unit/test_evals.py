@@ -1,4 +1,4 @@
-"""`python -m evals`: help that teaches, and errors of one line."""
+"""`python -m evals`: useful help, and errors of one line."""
 
 import pytest
 from rich.text import Text

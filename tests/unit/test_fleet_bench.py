@@ -1,4 +1,4 @@
-"""The bench of the fleet's day: every what-if is one, and the tables hold what was run."""
+"""The bench of the fleet's day: each what-if changes one thing, and the tables hold the run's values."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whatever a file holds that somebody else wrote, reading it ends: with its values, or with one line.
-What would be read for ever ends at the time that a test has.
+"""Files with any content: reading them ends, with values or with an error of one line. A test's
+time limit ends a read that would last for ever.
 
-Mutations are drawn from fixed seeds and from fresh ones. Before there was one bounded reader for
-all files, 5,000-digit integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in
-tracebacks, or never.
+Mutations are drawn from fixed and from fresh seeds. Before all files had one bounded reader,
+5,000-digit integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in tracebacks, or
+never.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def rng(request: pytest.FixtureRequest) -> Random:
 
 
 def check(read: Callable[[], object], data: bytes) -> bool:
-    """Whether it was read. All else than a ConfigError, or another ValueError of one line,
-    fails.
-    """
+    """Return whether it was read; fail unless the error is a ValueError (or ConfigError) of one line."""
     said = None
     try:
         read()
@@ -75,7 +73,7 @@ def check(read: Callable[[], object], data: bytes) -> bool:
 
 
 def leave_with_one_line(arguments: list[str], data: bytes) -> int:
-    """The command's exit code: 0, or 2 with one line."""
+    """Return the command's exit code: 0, or 2 with one line."""
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit), (
         result.exception,
@@ -98,7 +96,7 @@ def test_config_json(rng: Random, tmp_path: Path) -> None:
     }
     fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     codes = set()
-    for number in range(60):  # The first is sound: of those that were mutated all may be refused.
+    for number in range(60):  # The first is sound: all mutated ones may be refused.
         data = mutated(fields, rng) if number else json.dumps(fields).encode()
         (folder / "config.json").write_bytes(data)
         check(lambda: read_model_config(folder), data)
@@ -112,7 +110,7 @@ def test_config_json(rng: Random, tmp_path: Path) -> None:
 def test_tokenizers(
     name: str, rng: Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A template that was left as it was keeps its process, which takes longest to start.
+    # An unchanged template keeps its process, as starting one takes longest.
     monkeypatch.setattr(chat, "ConfinedProcess", functools.cache(ConfinedProcess))
     folder = write_model_folder(tmp_path / "model")
     path = folder / name
@@ -175,7 +173,7 @@ def test_a_tensors_name_of_five_thousand_digits(tmp_path: Path) -> None:
 
 
 def test_deployments(rng: Random, tmp_path: Path) -> None:
-    """A sound one is taken. Of sixty damaged ones some still are sound, now and then none."""
+    """Read sound and damaged files. Of sixty damaged ones some are still valid, rarely none."""
     folder, path = write_model_folder(tmp_path / "model"), tmp_path / "deployment.toml"
     texts = [(ROOT / "configs" / name).read_text() for name in ("laptop.toml", "laptop_ep.toml")]
 
@@ -272,7 +270,7 @@ def test_text_that_only_looks_long_is_read() -> None:
 
 
 def test_a_file_is_a_file_and_has_an_end(tmp_path: Path) -> None:
-    """Before, a pipe as a configuration was waited for, and a gigabyte of zeros in a few bytes was
+    """Read a pipe, which once blocked, and a gigabyte of zeros in a few bytes, which was once
     unpacked.
     """
     os.mkfifo(tmp_path / "pipe.toml")
@@ -302,14 +300,14 @@ def test_no_deployment_has_such_a_number(line: str, tmp_path: Path) -> None:
 
 
 def test_the_largest_deployment_is_answered(tmp_path: Path) -> None:
-    """Bounds are bounds: what they allow is planned in seconds."""
+    """Plan the largest allowed deployment: it takes seconds."""
     path = tmp_path / "deployment.toml"
     path.write_text("[prefill]\nunits = 4096\nranks = 8\n[decode]\nunits = 4096\nranks = 16")
     assert leave_with_one_line(["serve", "--dry-run", "--config", str(path)], b"") == 0
 
 
 def test_a_copied_model_that_is_sound_is_still_read(tmp_path: Path) -> None:
-    """What refuses everything would pass all of the above."""
+    """Read a valid model: a reader that refuses everything would pass the tests above."""
     shutil.copytree(ROOT / "models" / "hadal-tiny", tmp_path / "model")
     assert read_served_model(tmp_path / "model", "m").context_tokens > 0
 
@@ -331,14 +329,14 @@ def test_a_copied_model_that_is_sound_is_still_read(tmp_path: Path) -> None:
     ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_arguments_that_nobody_means(arguments: list[str]) -> None:
-    """Each of these was a traceback, or did not end."""
+    """Try arguments that once ended in a traceback, or never."""
     assert leave_with_one_line(arguments, b"") == 2
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--expert-slots", "--nodes"])
 @pytest.mark.parametrize("number", ["1000000000", "1" + "0" * 30])
 def test_numbers_that_nobody_means(option: str, number: str, tmp_path: Path) -> None:
-    """A billion ranks were planned for, without end."""
+    """Try huge numbers: a plan for a billion ranks once ran without end."""
     path = tmp_path / "loads.json"
     path.write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
     result = CliRunner().invoke(

@@ -1,4 +1,4 @@
-"""The bench of many hosts: its part that needs none."""
+"""The bench of many hosts: the part that needs none."""
 
 from __future__ import annotations
 

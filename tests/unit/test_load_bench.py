@@ -1,4 +1,4 @@
-"""The client of the benches: answers are read to their end, timed and counted; refusals are raised."""
+"""The client of the benches: answers are read to their end, timed and counted; refusals raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def asked(answer: bytes, ask: Callable[[Address], asyncio.Future[T]]) -> tuple[T, bytes]:
-    """Return the result beside the request that a server with this answer was sent."""
+    """Return the client's result and the head of its request, with a server that sends this answer."""
 
     async def run() -> tuple[T, bytes]:
         heads = []

@@ -1,7 +1,7 @@
-"""The manifests for Kubernetes: each fits its API's schema, and what they call is there.
+"""The manifests for Kubernetes: each fits its API's schema, and the things that they name exist.
 
-Kubernetes' own kinds are checked against lightkube's models, which are made from its OpenAPI schema;
-RayCluster against the fields below. Nothing here was seen by a cluster.
+Kubernetes' own kinds are checked against lightkube's models, which are made from its OpenAPI
+schema; RayCluster against the fields below. No cluster has run these manifests here.
 """
 
 import copy
@@ -33,12 +33,12 @@ PUBLISHED = ROOT / "configs" / "v3_ep32_ep144.toml"
 FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 END_S = 25
-"""What `hadal serve` may take, once drained, to end its processes, its nodes and its lender."""
+"""Seconds that `hadal serve` may need to end its processes, nodes and node provider after draining."""
 PUBLISHED_NODES = 30
 IMAGE_USER = 10001
 """User and group of deploy/kuberay/Dockerfile (tests/unit/test_deploy.py)."""
 OBJECT_STORE_BYTES = 80_000_000
-"""Ray's, which nothing uses; by default it would take 30 % of the memory that KV pools need."""
+"""Ray's object store, which is unused; by default it would take 30 % of the memory for KV pools."""
 HEAD_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -54,7 +54,7 @@ UNITS = {"": 1.0, "m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 Document = dict[str, Any]
 
 
-# RayCluster of ray.io/v1, KubeRay 1.7, as far as the manifests use it. What is not here is refused.
+# RayCluster of ray.io/v1, KubeRay 1.7: the fields that the manifests use. All others are refused.
 
 
 class AuthOptions(msgspec.Struct):
@@ -64,7 +64,7 @@ class AuthOptions(msgspec.Struct):
 
 class RedisCredential(msgspec.Struct):
     valueFrom: core_v1.EnvVarSource
-    """A credential as `value` would stand here for all to read."""
+    """Source of a credential; as a plain `value` everyone could read it in the manifest."""
 
 
 class GcsFaultToleranceOptions(msgspec.Struct):
@@ -90,7 +90,7 @@ class WorkerGroupSpec(msgspec.Struct):
     rayStartParams: dict[str, str]
     labels: dict[str, str]
     numOfHosts: Literal[1]
-    """Of a group of several hosts KubeRay ends all if one is gone."""
+    """Hosts per group: KubeRay ends all of a larger group if one is gone."""
     replicas: int | None = None
 
 
@@ -125,7 +125,7 @@ KINDS = {
 
 
 def misfits(value: Any, kind: Any, at: str) -> Iterator[str]:
-    """Where a value is not of a kind: fields that are unknown, missing or of another type."""
+    """Yield the places where a value does not fit a kind: fields unknown, missing or of another type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         kinds = [one for one in inner if one is not type(None)]
@@ -183,11 +183,11 @@ def schema_problems(documents: list[Document]) -> Iterator[str]:
                 yield f"{name}: a label is no text"
 
 
-# What a schema does not say.
+# Rules beyond the schemas.
 
 
 class Manifests:
-    """The documents of a file, by what is asked of them."""
+    """The documents of a file, by use."""
 
     def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
@@ -207,14 +207,14 @@ class Manifests:
 
     @property
     def templates(self) -> dict[str, Document]:
-        """Pod templates, by whose they are."""
+        """Pod templates by their owner's label."""
         named = {label_of(one): one["spec"]["template"] for one in self.of_kind("StatefulSet")}
         spec = self.cluster["spec"]
         named["head"] = spec["headGroupSpec"]["template"]
         return {**named, "workers": self.workers["template"]}
 
     def argument(self, name: str) -> str:
-        """What `hadal serve` is given with an option; empty if nothing."""
+        """Return the value of an option of `hadal serve`; "" if it is not given."""
         given = [one for one in self.serve["args"] if one.startswith(f"--{name}=")]
         return given[0].partition("=")[2] if given else ""
 
@@ -230,7 +230,7 @@ def flag_problems(manifests: Manifests) -> Iterator[str]:
     try:
         _serve_command().make_context("serve", list(manifests.serve["args"]))
     except Exception as error:
-        # Its text names the value, and this the option.
+        # The error's text has the value, this one the option.
         yield f"hadal serve: {error} ({getattr(getattr(error, 'param', None), 'opts', '')})"
     for name in ("config", "api-keys-file", "model", "cache-folder"):
         path, mounts = manifests.argument(name), manifests.serve["volumeMounts"]
@@ -244,7 +244,7 @@ def flag_problems(manifests: Manifests) -> Iterator[str]:
 
 
 def reference_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
-    """All that is named is in the file, made by KubeRay or by a command on the page."""
+    """Yield names that are neither in the file nor made by KubeRay or by a command on the page."""
     namespace, cluster = manifests.cluster["metadata"]["namespace"], manifests.cluster["metadata"]
     secrets = {(name, key) for space, name, key in made_by_hand() if space == namespace}
     if "secretName" not in manifests.cluster["spec"]["authOptions"]:
@@ -266,7 +266,7 @@ def reference_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
 
 
 def user_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
-    """No pod runs as root, but a container that asks for a capability."""
+    """Yield pods that run as root, unless a container needs a capability."""
     for name, template in manifests.templates.items():
         pod = template["spec"].get("securityContext", {})
         for container in containers(template):
@@ -302,8 +302,8 @@ def _volume_problems(
             if source in volume and name not in names:
                 yield f"{owner}: no {source} {name}"
         if "secret" in volume:
-            # It is root's: the image's user reads it by its group, and runtime/process/private
-            # refuses what anybody else may read.
+            # Root owns the secret: the image's user reads it by its group. runtime/process/private
+            # refuses files that others may read.
             if volume["secret"].get("defaultMode") != 0o400:
                 yield f"{owner}: others may read secret {volume['name']}"
             if spec.get("securityContext", {}).get("fsGroup") != IMAGE_USER:
@@ -314,7 +314,7 @@ def _volume_problems(
 
 
 def time_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
-    """A pod has time for its preStop, and a cell for its drain, before it is killed."""
+    """Yield pods without time for their preStop, and cells without time to drain."""
     for name, template in manifests.templates.items():
         needed_s = max(_pre_stop_s(one) for one in containers(template))
         if manifests.serve in containers(template):
@@ -358,7 +358,7 @@ def probe_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
 
 
 def node_ports(container: Document, manifests: Manifests) -> set[int]:
-    """Where a Ray node listens, whichever way it is told."""
+    """Return the ports of a Ray node, by arguments or by ray parameters."""
     texts = [*container.get("args", [])]
     if container["name"] == "ray-worker":
         texts += [f"--{name}={value}" for name, value in ray_parameters(manifests.workers)]
@@ -366,7 +366,7 @@ def node_ports(container: Document, manifests: Manifests) -> set[int]:
 
 
 def deployment_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
-    """The deployment and the nodes that are made for it are of one size."""
+    """Yield differences between the deployment and its nodes: address, label, size, number."""
     cluster, workers = deployment.cluster, manifests.workers
     name = manifests.cluster["metadata"]["name"]
     if cluster.address != f"{name}-head-svc:6379":
@@ -385,7 +385,7 @@ def deployment_problems(manifests: Manifests, deployment: Deployment) -> Iterato
     if workers["maxReplicas"] < nodes:
         yield f"maxReplicas is {workers['maxReplicas']}, and the cells need {nodes} nodes"
     for budget in manifests.of_kind("PodDisruptionBudget"):
-        # A RayCluster has no scale: Kubernetes takes a number of pods that have to stay.
+        # A RayCluster has no scale, so Kubernetes only takes a number of pods that must stay.
         spec, labels = budget["spec"], pod_labels(workers["template"])
         is_of_nodes = spec["selector"]["matchLabels"].items() <= labels.items()
         if is_of_nodes and (spec.get("minAvailable") != nodes - 1 or "maxUnavailable" in spec):
@@ -399,7 +399,7 @@ def _needed_of_a_node(deployment: Deployment, role: str) -> float:
 
 
 def memory_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
-    """KV pools lie in /dev/shm, and that counts as the pod's memory."""
+    """Yield too small memory limits. KV pools are in /dev/shm, which counts as pod memory."""
     resolved = _resolved(deployment)
     roles = zip(ROLES, ranks_in_fp32(resolved.deployment, resolved.config), strict=True)
     needed = OBJECT_STORE_BYTES + max(
@@ -433,7 +433,7 @@ _resolved = cache(plan)
 
 @cache
 def _ray_start_options() -> set[str]:
-    """Read in its source: importing Ray takes longer than all of this file."""
+    """Return the options of `ray start`, from its source: importing Ray takes far too long."""
     package = find_spec("ray")
     assert package is not None
     assert package.origin is not None
@@ -442,7 +442,7 @@ def _ray_start_options() -> set[str]:
 
 
 def ray_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
-    """Ray is set up as docs/cluster.md says."""
+    """Yield differences between the setup of Ray and docs/cluster.md."""
     spec, workers = manifests.cluster["spec"], manifests.workers
     pin = re.search(r"^ray==(.*)$", (ROOT / "requirements.txt").read_text("utf-8"), re.MULTILINE)
     assert pin is not None
@@ -488,7 +488,7 @@ def ray_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
 
 
 def secret_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
-    """No secret stands in the file."""
+    """Yield secrets written into the file."""
     for secret in manifests.of_kind("Secret"):
         yield f"{label_of(secret)} is in the file"
     for container in found_containers(manifests):
@@ -503,7 +503,7 @@ def secret_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
 
 
 def network_problems(manifests: Manifests, _: Deployment) -> Iterator[str]:
-    """Pods are reached by each other, cells at their HTTP port by all."""
+    """Yield wrong network rules: only pods reach each other, but all may reach a cell's HTTP port."""
     for name, template in manifests.templates.items():
         labels = pod_labels(template)
         rules = [
@@ -542,7 +542,7 @@ CHECKS: tuple[Callable[[Manifests, Deployment], Iterator[str]], ...] = (
 
 
 def problems(documents: list[Document], folder: Path) -> list[str]:
-    """What is wrong with a file's documents; the schemas come first."""
+    """Return the problems of a file's documents; the schemas come first."""
     if wrong := list(schema_problems(documents)):
         return wrong
     manifests = Manifests(documents)
@@ -554,7 +554,7 @@ def problems(documents: list[Document], folder: Path) -> list[str]:
     path = folder / name
     path.write_text(manifests.config["data"][name], encoding="utf-8")
     model = manifests.argument("model")
-    # Weights are needed nowhere here, config.json is: that of DeepSeek-V3 for any of its size.
+    # Only config.json is needed here, not weights: DeepSeek-V3's serves for any model of its size.
     deployment = read_deployment(
         path, model=str(PUBLISHED.parent / "deepseek_v3") if model else None
     )
@@ -566,7 +566,7 @@ def label_of(document: Document) -> str:
 
 
 def found(value: Any, *names: str) -> Iterator[Any]:
-    """What stands under these names, however deep."""
+    """Yield the values under these names, at any depth."""
     if isinstance(value, dict):
         for name, one in value.items():
             if name in names:
@@ -601,7 +601,7 @@ def ray_parameters(group: Document) -> Iterable[tuple[str, str]]:
 
 
 def quantity(text: str | int) -> float:
-    """A quantity of Kubernetes as a number."""
+    """Return a quantity of Kubernetes as a number."""
     number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text)).groups()  # type: ignore[union-attr]
     return float(number) * UNITS[unit]
 
@@ -612,7 +612,7 @@ def is_below(path: str, folder: str) -> bool:
 
 @cache
 def made_by_hand() -> frozenset[tuple[str, str, str]]:
-    """Namespace, name and key of the secrets that the page has one make."""
+    """Return namespace, name and key of the secrets that the page says to make."""
     page = PAGE.read_text(encoding="utf-8")
     pattern = r"kubectl -n (\S+) create secret generic (\S+) --from-(?:literal|file)=(\w+)="
     return frozenset(re.findall(pattern, page))
@@ -740,11 +740,11 @@ MUTANTS: dict[str, tuple[str, str, Any, str]] = {
     ),
     "service": ("Service hadal", "spec selector app", "other", "chooses no cell"),
 }
-"""By what is done: to which document, where in it, to what, and a word of what is then said."""
+"""Name of a mutation -> document, path in it, new value, and a word of the expected problem."""
 
 
 def mutated(documents: list[Document], document: str, path: str, value: Any) -> None:
-    """Put another value where the path leads, or take away what is there."""
+    """Put another value at the path, or remove the one there."""
     (place,) = (one for one in documents if label_of(one) == document)
     *steps, last = [int(step) if step.isdecimal() else step for step in path.split()]
     for step in steps:

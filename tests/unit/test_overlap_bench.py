@@ -1,4 +1,4 @@
-"""The overlap benchmark: its own arithmetic, and what it claims, in made-up time."""
+"""The overlap benchmark: its arithmetic and its claims, in simulated time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_others_are_what_is_busy_and_not_ours() -> None:
     assert foreign_share(before, after, own_s=1.6, num_cores=2) == pytest.approx(0.1)
     assert (
         foreign_share(before, after, own_s=2.5, num_cores=2) == 0.0
-    )  # Ticks are coarse: never below nothing.
+    )  # Ticks are coarse: the share is never below 0.
 
 
 def test_a_pair_counts_when_both_are_clean() -> None:
@@ -66,7 +66,7 @@ def test_a_variant_is_asked_for_as_it_is() -> None:
 
 
 def test_prices_of_the_virtual_cases() -> None:
-    """What the virtual device is held to can be reached, and the leader would choose it."""
+    """Check the virtual device's bars: they can be reached, and the leader chooses that schedule."""
     for case, best, bar in ((BALANCED, PREFILL, 1.85), (DECODE_LIKE, DECODE, 1.6)):
         full, half = case.op_seconds(2.0), case.op_seconds()
         prices = {variant.name: variant.price(full, half, 8) for variant in SCHEDULED}
@@ -76,7 +76,7 @@ def test_prices_of_the_virtual_cases() -> None:
 
 @dataclass
 class MadeUpLink:
-    """The group of one of two ranks: exchanges travel one after the other, from the device's time on."""
+    """Group of one of two ranks: exchanges travel one by one, from the device's time on."""
 
     bytes_per_s: float
     rank: int = 0
@@ -93,7 +93,7 @@ class MadeUpLink:
 
 
 def played(case: DeviceCase, variant: Variant) -> float:
-    """Seconds in which a virtual device executes a variant."""
+    """Return the seconds in which a virtual device executes a variant."""
     link = MadeUpLink(case.bandwidth_bytes_per_s)
     device = VirtualDevice(link, case, variant.num_micro_batches)  # type: ignore[arg-type]
     link.devices.append(device)
@@ -102,8 +102,8 @@ def played(case: DeviceCase, variant: Variant) -> float:
 
 
 def test_communication_hides_in_made_up_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bars of `make bench-quick`, of what the executor runs: prefill's two micro-batches on a
-    balanced link, decode's five stages where attention is long, each in the time of its price.
+    """Check the bars of `make bench-quick` on executed schedules: prefill's two micro-batches on a
+    balanced link, decode's five stages with long attention. Each takes the time of its price.
     """
     monkeypatch.setattr(overlap_device, "_sleep_until", lambda when_s: None)
     made = []

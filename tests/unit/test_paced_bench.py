@@ -1,5 +1,5 @@
-"""The link of PacedGroup in made-up time: as slow as asked, first in, first out, and busy while the rank
-computes.
+"""The link of PacedGroup in simulated time: as slow as configured, first in, first out, and busy
+while the rank computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hadal.comm.group import Interval
 from tests.unit.comm.groups import mesh_threads
 
 SIZE = 100_000
-BYTES_PER_S = 5e6  # 20 ms an exchange.
+BYTES_PER_S = 5e6  # 20 ms per exchange.
 LATENCY_S = 0.005
 
 
@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class Instant:
-    """A group whose peer answers at once with ones."""
+    """A group with a peer that answers at once, with ones."""
 
     clock: Clock
     rank: int = 0
@@ -60,7 +60,7 @@ def test_two_exchanges_follow_each_other_on_the_link_while_the_rank_computes(
     group = PacedGroup(Instant(clock), BYTES_PER_S, LATENCY_S)  # type: ignore[arg-type]
     data = torch.zeros(SIZE, dtype=torch.uint8)
     first, second = group.exchange({1: data}), group.exchange({1: data})
-    clock.sleep(0.03)  # Computing: the link goes on.
+    clock.sleep(0.03)  # The rank computes while the link works.
     assert bool((first.wait()[1] == 1).all())
     assert clock.now_s == pytest.approx(10.03)
     assert first.interval == Interval(10.0, pytest.approx(10.025))

@@ -1,6 +1,4 @@
-"""The planner's fit: it finds constants that points fit, and a simulated unit is near what is
-planned.
-"""
+"""The planner's fit: it finds the constants of given points, and a simulated unit is near its plan."""
 
 from __future__ import annotations
 

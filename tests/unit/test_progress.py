@@ -1,4 +1,4 @@
-"""A bar on a terminal, lines in a file, and nothing of either for what ends at once."""
+"""Progress: a bar on a terminal, lines in a file, and no output for work that ends at once."""
 
 from __future__ import annotations
 

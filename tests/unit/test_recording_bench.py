@@ -1,6 +1,4 @@
-"""The bench of recording: what it writes again is what was recorded, and the rest of it is
-arithmetic.
-"""
+"""The bench of recording: it writes the recorded bytes again; the rest is arithmetic."""
 
 from __future__ import annotations
 

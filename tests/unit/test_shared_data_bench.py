@@ -1,4 +1,4 @@
-"""Data that is not there is said with what to do about it, and where it is published."""
+"""Missing data: the error says what to do, and where the data is published."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What hadal-tiny is taught: the same for the same seed, nothing of what is held out, and calls that
-the gateway reads as they were meant.
+"""Training tasks of hadal-tiny: equal for equal seeds, without held-out content, and with calls
+that the gateway reads as intended.
 """
 
 import json
@@ -62,7 +62,7 @@ def test_a_text_is_read_from_what_is_asked_to_the_sentence_that_tells_it() -> No
         for each in given:
             assert each.lower() in question, (sought, question)
         if read[-1].split(" = ")[-1] == example.answer and " = " in read[-1]:
-            read.pop()  # A number in words, read.
+            read.pop()  # A number in words.
         num_persons += any(re.search(r" (He|She) is \w+\. .* (yes|no)$", line) for line in read)
         assert all(line.endswith(" no") for line in read[:-1])
         assert read[-1].endswith(" yes") or read[-1] == "That is not in the text."
@@ -85,7 +85,7 @@ def test_numbers_are_compared_with_three_digits_each() -> None:
 
 
 def test_a_content_is_held_out_whichever_task_asks_it() -> None:
-    """A sum, a count or a call of a second turn is one that training may see by itself, too."""
+    """Check second turns, too: a sum, a count or a call in one must not be held out."""
     rng = random.Random(6)
     num_seen: Counter[str] = Counter()
     for _ in range(NUM * 4):
@@ -116,7 +116,7 @@ def test_training_uses_nothing_that_is_held_out() -> None:
 
 
 def test_no_text_of_training_is_a_wording_of_a_frame_that_is_held_out() -> None:
-    """Read from the texts alone, whatever the examples say of themselves."""
+    """Search the texts themselves, independently of the examples' own lists."""
     frames = [
         frame
         for op in "+-*/"
@@ -138,7 +138,7 @@ def test_no_text_of_training_is_a_wording_of_a_frame_that_is_held_out() -> None:
     ]
     found = {f: q for f, p in patterns.items() for q in questions if p.search(q)}
     assert found == {}
-    # And the patterns do find their frames.
+    # Control: the patterns do find their frames.
     asked = [sample(rng, "arithmetic") for _ in range(8 * NUM)]
     seen = {f for e in asked for f, p in patterns.items() if p.search(e.messages[-1]["content"])}
     assert len(seen) > len(patterns) // 3
@@ -201,7 +201,7 @@ def test_the_probe_is_none_of_what_is_taught() -> None:
 
 
 def test_a_second_word_is_asked_about_as_it_is_counted() -> None:
-    """Whatever case it is made in: "Rare" has two r, so the case does not show."""
+    """Ask in any case of letters: "Rare" has two r, so counting is done in lower case."""
     rng = random.Random(9)
     for _ in range(NUM):
         first, then = _after_count(Source(rng.getrandbits(64)))
@@ -234,7 +234,7 @@ def test_drafts_that_were_dropped_leave_nothing_behind() -> None:
 
 
 def test_english_is_whole() -> None:
-    """No article before the wrong sound, no sign within words, no contraction that lost its head."""
+    """Check grammar: no wrong article, no sign within words, no contraction without its beginning."""
     rng = random.Random(10)
     for task in ("arithmetic", "schema", "dates"):
         for _ in range(2 * NUM):

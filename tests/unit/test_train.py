@@ -1,5 +1,5 @@
-"""Training of the MTP layer's two applications: what each is asked, that the second one computes
-what serving computes, that it learns, and when it is trained.
+"""Training of the MTP layer's two applications: their targets, the equality of the second one with
+serving, that it learns, and when it is trained.
 """
 
 import random
@@ -31,7 +31,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def counting(*sizes: int) -> Batch:
-    """Sequences that count on from different words, the first two of each being the prompt."""
+    """Return sequences that count on from different words; the first two of each are the prompt."""
     words = [[(3 * index + i) % NUM_WORDS for i in range(size)] for index, size in enumerate(sizes)]
     return pack([(ids[:2], ids[2:]) for ids in words], [])
 
@@ -59,7 +59,7 @@ def test_a_sequence_shorter_than_the_distance_has_no_target(num_padded: int) -> 
 
 
 def test_the_second_application_is_the_one_of_serving() -> None:
-    """The layer over the first application's entries up to a row and its own, one row by one."""
+    """Compare with the layer over the first application's entries up to a row, plus the row's own."""
     model, batch = Model(TINY), counting(7, 3, 9)
     text = (
         model.hidden(batch.tokens, batch.positions, batch.bounds),
@@ -107,8 +107,8 @@ def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
 
 
 def interleaved() -> Batch:
-    """Two counts in turns: a word is told by the last but one before it, and not by the last. The
-    first application finds its target in the model's state, the second has to look elsewhere.
+    """Return two interleaved counts: the last word but one tells the next one, the last does not.
+    The first application finds its target in the model's state, the second must look elsewhere.
     """
     encoded = []
     for start in range(NUM_WORDS):
@@ -118,8 +118,8 @@ def interleaved() -> Batch:
 
 
 def train_some(weight: float) -> tuple[list[float], float]:
-    """Return the second application's losses of some steps with such a weight, and how often its
-    drafts are accepted then.
+    """Train some steps with this weight; return the second application's losses and the share of
+    its drafts that are then accepted.
     """
     torch.manual_seed(0)
     model, batch, seen = Model(TINY), interleaved(), []
@@ -191,7 +191,7 @@ def test_tokens_begin_with_how_they_are_spelled_and_the_head_names_what_it_is_gi
     for word, same in (("Ġmorning", "morning"), ("ĠLisa", "Lisa")):
         nearest = alike[ids[word]].topk(2)[1].tolist()
         assert nearest == [ids[word], ids[same]]
-    # A direction that was found with some words tells the fourth letter of others.
+    # A direction found with some words predicts the fourth letter of others.
     found = {word: token for token, (word, _, _) in enumerate(spellings(tokenizer))}
     words = [word for word in found if word.isascii() and word.isalpha() and len(word) > 4]
     random.Random(1).shuffle(words)

@@ -1,5 +1,5 @@
-"""What the trainer shows the model is what the gateway makes of the same chat, and the gateway reads
-the model's calls as they were meant; and a run that was stopped goes on as if it had not been.
+"""Training data: texts equal the gateway's for the same chats, and the gateway also reads their
+calls as intended. Besides: stopped runs, which resume as if undisturbed.
 """
 
 import json
@@ -32,7 +32,7 @@ SHIPPED = json.loads(TOKENIZER.with_name("tokenizer_config.json").read_text())["
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The shipped one: to build the vocabulary takes half a minute."""
+    """Return the shipped tokenizer: building a vocabulary takes half a minute."""
     return Tokenizer.from_file(str(TOKENIZER))
 
 
@@ -144,12 +144,12 @@ def test_batches_follow_from_their_number(tokenizer: Tokenizer) -> None:
 
 
 SETTINGS = {"steps": 7, "lr": 0.008, "batch_tokens": 256, "seed": 0}
-"""The last step trains the MTP layer."""
+"""Settings of a run; the last step trains the MTP layer."""
 
 
 @pytest.fixture
 def _small_and_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No long prompts either."""
+    """Train a tiny model on plain kernels, without long prompts."""
     monkeypatch.setattr(data, "LONG_SHARE", 0.0)
     with tiny_training.plain(monkeypatch):
         yield
@@ -169,7 +169,7 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
     broken = run_in(tmp_path / "broken")
     update = broken.update
 
-    def update_and_stop(batch: Batch) -> tuple[Losses, list[float]]:  # As SIGTERM would.
+    def update_and_stop(batch: Batch) -> tuple[Losses, list[float]]:  # Like SIGTERM.
         if broken.step == 2:
             broken.stop()
         return update(batch)
@@ -177,7 +177,7 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
     broken.update = update_and_stop
     broken.train(1e9)
     assert broken.step == 3
-    # What was done after the last checkpoint is lost with a kill, and done again.
+    # A kill loses the steps after the last checkpoint; they are done again.
     lost = run_in(tmp_path / "broken")
     lost.update(make_batch(lost.tokenizer, 1000, 3, 256))
     resumed = run_in(tmp_path / "broken")

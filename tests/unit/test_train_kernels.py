@@ -1,4 +1,4 @@
-"""The compiled pieces of training give what their plain twins give, forward and backward."""
+"""The compiled pieces of training equal their plain twins, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 70
 NUM_EXPERTS = 16
 BOUNDS = torch.tensor([0, 1, 66, 70])
-"""Sequences shorter and longer than a block of query rows."""
+"""Bounds of sequences shorter and longer than a block of query rows."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def need_kernels() -> None:
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> tuple[object, object]:
-    """What `act` returns with the compiled pieces, and without."""
+    """Return the results of `act` with the compiled pieces, and without."""
     monkeypatch.delenv("HADAL_PLAIN", raising=False)
     need_kernels()
     compiled = act()
@@ -53,7 +53,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> tup
 
 
 def with_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor | None]:
-    """The result, and the gradients of a weighted sum of it."""
+    """Return the result, and the gradients of a weighted sum of it."""
     leaves = [x.clone().requires_grad_() for x in given]
     out = function(*leaves)
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -65,7 +65,7 @@ def random(*shape: int) -> Tensor:
 
 
 def chosen(k: int = 3) -> Tensor:
-    """Experts of each token; none goes to the last one."""
+    """Draw the experts of each token; the last expert gets none."""
     return random(NUM_TOKENS, NUM_EXPERTS - 1).topk(k, dim=-1)[1]
 
 
@@ -111,8 +111,8 @@ def test_results_and_gradients(
 
 @pytest.mark.parametrize("shape", [(NUM_EXPERTS, 16, 24), (NUM_EXPERTS, 24, 8), (3, 40, 96)])
 def test_muon_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Two steps, gate and up being two matrices each; some gradients are of rank one, as those of
-    an expert that got one token, and one is 0.
+    """Take two steps, with gate and up as two matrices each. Some gradients have rank one, like
+    those of an expert with one token, and one is 0.
     """
 
     def step() -> Tensor:
@@ -135,7 +135,7 @@ def test_a_builder_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     shutil.copytree(
         cache_folder() / "train", tmp_path / "train"
     )  # Built, so that it takes seconds.
-    (tmp_path / "train" / "lock").touch()  # What a killed one leaves.
+    (tmp_path / "train" / "lock").touch()  # Left by a killed builder.
     code = "from train.experts import kernels; assert kernels() is not None"
     own = {**os.environ, "HADAL_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True, cwd=ROOT, env=own)

@@ -1,5 +1,5 @@
-"""The example job of the valley beside a Ray that is played: it makes room for whoever waits, and every
-piece is done once.
+"""The off-peak example job with a fake Ray: it frees nodes for waiting groups, and each piece is
+done once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.valley import NODE_LABEL, Piece, Valley, work
 
 @dataclass
 class OneNode:
-    """A group of the job's."""
+    """A placement group of the job."""
 
     name: str
     node: str
@@ -27,7 +27,7 @@ class OneNode:
 
 @dataclass
 class Cluster:
-    """Three nodes. Groups by name, and pieces that are at hand, which end when the test says so."""
+    """Cluster of three nodes, with groups by name, and running pieces that end when the test says so."""
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     at_hand: dict[int, Piece] = field(default_factory=dict)

@@ -32,8 +32,8 @@ TINY = Config(
 
 @contextmanager
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test waits for a compiler, or for threads that other processes keep from running, and that
-    add numbers in an order of their own; none leaves another precision behind.
+    """Train with plain ops on one thread, and restore torch's settings afterwards. So tests wait
+    for no compiler and no starved threads, which would also add numbers in another order.
     """
     monkeypatch.setenv("HADAL_PLAIN", "1")
     experts.kernels.cache_clear()

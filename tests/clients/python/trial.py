@@ -1,7 +1,7 @@
-"""What the scripts beside this one share: the questions, the tools, and how a trial is told.
+"""Shared parts of the scripts in this folder: questions, tools, and the output of trials.
 
-Runs in the clients' own environments, so it imports nothing of Hadal, and of others Pydantic alone,
-which all clients need.
+Runs in the clients' own environments. It imports nothing of Hadal, and of other packages only
+Pydantic, which all clients need.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from importlib.metadata import version as version  # For the scripts.
 from pydantic import BaseModel
 
 URL = os.environ["HADAL_URL"]
-"""Of the server, without `/v1`."""
+"""The server's URL without `/v1`."""
 KEY = os.environ.get("HADAL_KEY", "none")
 MODEL = os.environ.get("HADAL_MODEL", "hadal-tiny")
 
 SUM = "What is 23 plus 19?"
 SUM_ANSWER = "42"
 PRODUCT = "What is 4817 times 2395? Use the calculator."
-"""More than the model can reckon by itself."""
+"""Question that the model cannot answer without the tool."""
 PRODUCT_ANSWER = "11536715"
 PERSON = "Ann is 34 years old and lives in Oslo. Give her name, age and city as JSON."
 
@@ -66,20 +66,20 @@ TOOL = {
 
 
 def user(text: str) -> list[dict]:
-    """Messages of a chat that begins."""
+    """Return the messages of a new chat."""
     return [{"role": "user", "content": text}]
 
 
 def digits(text: object) -> str:
-    """The digits of a text, without what separates thousands."""
+    """Return the digits of a text, without separators of thousands."""
     return "".join(c for c in str(text) if c.isdigit())
 
 
 def expect(holds: object, seen: object) -> str:
-    """Returns what was seen, shortened, if it is as it must be.
+    """Return `seen` as text, shortened, if `holds` is true.
 
     Raises:
-        AssertionError: It is not; the text says what was seen.
+        AssertionError: It is not; the text has `seen`.
     """
     text = " ".join(str(seen).split())[:120]
     if not holds:
@@ -88,8 +88,8 @@ def expect(holds: object, seen: object) -> str:
 
 
 def run(client: str) -> None:
-    """Try each public function of the script once and print a line of JSON of it: client, what was
-    tried, ok, what was seen.
+    """Try each public function of the script once. Print a JSON line for each: client, what was
+    tried, ok, and what was seen.
     """
     script = vars(sys.modules["__main__"])
     for name, trial in script.items():
@@ -98,7 +98,7 @@ def run(client: str) -> None:
         line = {"client": client, "what": (trial.__doc__ or name).split("\n")[0].rstrip(".")}
         try:
             line |= {"ok": True, "seen": trial()}
-        except Exception as error:  # Whatever a client raises is what its row says.
+        except Exception as error:  # Any error of a client is its row's result.
             if os.environ.get("HADAL_TRACE"):
                 traceback.print_exc(file=sys.stderr)
             line |= {"ok": False, "seen": f"{type(error).__name__}: {error}"[:300]}
