@@ -75,7 +75,7 @@ def print_counts(counts: Counts) -> None:
 
 
 def all_keys() -> list[str]:
-    """Return every key of the tables of config.json, those of objects behind the object's name."""
+    """Return every key of the tables of config.json; an object's keys begin with its name."""
     top = {key: None for table in model_keys.CONFIG.values() for key in table}
     return [*top, *(f"{name}.{key}" for name, table in OBJECTS.items() for key in table)]
 

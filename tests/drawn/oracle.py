@@ -140,7 +140,7 @@ def _differing_values(config: ModelConfig, theirs: Any, fields: dict[str, Any]) 
     ends = theirs.eos_token_id
     ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     num_mtp = config.num_nextn_predict_layers
-    if config.model_type == model_keys.V3:  # No other class has a default of it.
+    if config.model_type == model_keys.V3:  # Other classes have no default.
         num_mtp = theirs.num_nextn_predict_layers
     elif "num_nextn_predict_layers" in fields:
         num_mtp = fields["num_nextn_predict_layers"]

@@ -181,7 +181,7 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
         assert comm._low_latency is low_latency
         counts = comm.take_counts()
         assert counts[0].sum() == 0
-        # Counts of before the flip are dropped.
+        # Counts from before the flip are dropped.
         assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0)
         return torch.equal(*results)
 

@@ -231,7 +231,7 @@ def test_passes_of_a_plan_draw_what_plans_draw_one_after_another(
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
-    """Return errors as text, also for the plan in flight behind; then the runner works again."""
+    """Return errors as text, also for the plan in flight after it; then the runner works again."""
     bench = Bench(plain)
     prompt = random_tokens(plain, 30)
     blocks = tuple(bench.take(2))

@@ -113,7 +113,7 @@ def test_faults_cost_nodes_and_nobody_is_lost() -> None:
 
 
 def test_without_a_shape_the_morning_is_learned_in_a_day() -> None:
-    """Run two days: the first knows only the trend, the second grows as early as with a given shape."""
+    """Run two days: the first sees only the trend, the second grows as early as with a given shape."""
     rules = replace(RULES, start_s=1800.0)
     faults = Faults(start_s=1800.0)
     from_flat = fluid(rules=rules, faults=faults)

@@ -225,7 +225,7 @@ def test_what_cannot_be_is_said() -> None:
         )
 
 
-# ---- what the disk has ----
+# ---- blocks on the disk ----
 def cached(asked: Requests, share: float) -> Requests:
     return dataclasses.replace(
         asked, tokens_cached=(asked.tokens_in * share).astype(np.int64) // 64 * 64
