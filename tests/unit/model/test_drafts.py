@@ -1,4 +1,4 @@
-"""Speculative tokens change no output; their acceptance equals the offline measure."""
+"""Speculative tokens change no output under any sampling; acceptance equals the offline measure."""
 
 from __future__ import annotations
 
